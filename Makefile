@@ -1,0 +1,36 @@
+# Every target sets up .venv first if it has to. PYTHON=/path/to/python3.12 chooses the interpreter.
+SHELL := /bin/bash
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help venv demo test check bench clean
+
+help:
+	@echo "make venv    create .venv and install what constraints.txt pins"
+	@echo "make demo    prepare text and train a small MoE GPT on 4 ranks (a few minutes)"
+	@echo "make test    run the whole test suite"
+	@echo "make check   formatting, lint, types, unit tests"
+	@echo "make bench   run the benchmarks and print their tables"
+
+venv: .venv/installed
+
+.venv/installed: constraints.txt pyproject.toml setup.py tools/make_venv.sh
+	@PYTHON="$(PYTHON)" tools/make_venv.sh
+
+demo: .venv/installed
+	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart.sh
+
+test: .venv/installed
+	$(BIN)/python -m pytest tests
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy moe_ft megatron/fault_tolerance
+	$(BIN)/python -m pytest tests/unit --quiet
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.layouts
+
+clean:
+	rm -rf runs .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Creates .venv with a Python that megatron-core's wheel accepts, and installs what constraints.txt pins.
+# Called by the Makefile. PYTHON=/path/to/python overrides the search.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+is_usable() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' >/dev/null 2>&1
+}
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        is_usable "$PYTHON" && { echo "$PYTHON"; return; }
+        echo "error: PYTHON=$PYTHON must be Python 3.12 or 3.13 with its venv module; give another one" >&2
+        return 1
+    fi
+    local candidate
+    for candidate in python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python \
+        python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.13.*/bin/python python3; do
+        if is_usable "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    cat >&2 <<'MESSAGE'
+error: no Python 3.12 or 3.13 with its venv module was found; megatron-core's wheel needs one.
+Install it, for example:
+    apt-get install python3.12 python3.12-venv      (Ubuntu 24.04)
+    pyenv install 3.12                              (anywhere)
+or name one that is elsewhere: make venv PYTHON=/path/to/python3.12
+MESSAGE
+    return 1
+}
+
+python=$(find_python)
+echo "using $("$python" --version) ($python)"
+"$python" -m venv --clear .venv
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+touch .venv/installed
