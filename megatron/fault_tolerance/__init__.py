@@ -1,0 +1,1 @@
+"""The part of fault tolerance that touches Megatron's training loop: flags, seams, data, CPU device."""

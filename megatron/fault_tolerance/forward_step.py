@@ -1,0 +1,143 @@
+"""The forward step and the loss of GPT pretraining, as Megatron's schedules call them.
+
+Which ranks read data is decided here (`needs_batch`); where the data comes from is data.py.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers
+from megatron.training.arguments import core_transformer_config_from_args
+
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+_BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+
+
+def needs_batch(vp_stage: int | None) -> bool:
+    """Return whether this rank's (virtual) pipeline stage reads tokens or labels."""
+    ignore_virtual = vp_stage is None
+    return (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+        or parallel_state.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+        or _has_mtp(vp_stage)
+    )
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None,
+    model: Any,
+    return_schedule_plan: bool = False,
+) -> tuple[Any, LossFunction]:
+    """Run one micro-batch forward.
+
+    Args:
+        data_iterator: yields tokens, labels, position_ids [micro_batch, seq] int64, loss_mask
+            [micro_batch, seq] float32 and attention_mask [micro_batch, 1, seq, seq] bool; read on
+            tensor-parallel rank 0 of the stages that need a batch.
+        model: one model chunk.
+        return_schedule_plan: return the plan of the combined 1F1B schedule instead of the output.
+
+    Returns:
+        The model's output (on the last stage the loss per token, [micro_batch, seq]) and the loss
+        function that Megatron applies to it there.
+    """
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    args = get_args()
+    micro_batch_size = args.micro_batch_size if model.training else args.eval_micro_batch_size
+    batch = _read_batch(data_iterator, vp_stage, micro_batch_size)
+    timers("batch-generator").stop()
+    run = model.build_schedule_plan if return_schedule_plan else model
+    inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    output = run(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    return output, functools.partial(loss_function, batch["loss_mask"])
+
+
+def loss_function(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum the loss over the tokens that count.
+
+    Args:
+        loss_mask: [micro_batch, seq] float32, 0 where a token does not count.
+        output: loss per token, [micro_batch, seq].
+
+    Returns:
+        The summed loss (Megatron divides it), the number of tokens (int32), and what is logged: the
+        summed loss and the number of tokens, which Megatron reduces over the job.
+    """
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(output.reshape(-1).float() * mask)
+    num_tokens = mask.sum().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        validate = get_rerun_state_machine().validate_result
+        for rejects, what in ((torch.isnan, "NaN"), (torch.isinf, "infinite")):
+            validate(total, rejects, f"the loss of this micro-batch is {what}", fatal=True)
+    logged = torch.stack([total.detach(), num_tokens.to(total.dtype)])
+    return total, num_tokens, {"lm loss": logged}
+
+
+@functools.cache
+def _has_mtp(vp_stage: int | None) -> bool:
+    """Return whether this stage holds layers that predict further tokens (--mtp-num-layers)."""
+    args = get_args()
+    if not args.mtp_num_layers:
+        return False
+    return bool(
+        mtp_on_this_rank(
+            core_transformer_config_from_args(args).pipeline_model_parallel_layout,
+            args.mtp_num_layers,
+            ignore_virtual=False,
+            vp_stage=vp_stage,
+        )
+    )
+
+
+def _read_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -> dict[str, Any]:
+    """Return this rank's part of the next batch; collective over the tensor-parallel group.
+
+    What the stage does not read is None.
+    """
+    if not needs_batch(vp_stage):
+        return dict.fromkeys(_BATCH_KEYS)
+    args = get_args()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = dict.fromkeys(_BATCH_KEYS)
+    if tp_rank == 0:
+        batch |= {key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items()}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=_has_mtp(vp_stage),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+    )
+    if args.context_parallel_size > 1:
+        batch = get_batch_on_this_cp_rank(
+            batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+        )
+    return batch

@@ -1,0 +1,126 @@
+"""The seams into Megatron's training loop: which functions are wrapped, and when they call the run.
+
+`installed` wraps `setup_model_and_optimizer`, `train_step` and `train` of megatron.training.training and
+`step_with_ready_grads` of the outermost optimizer, and restores the originals on exit. What happens at a
+seam is run.py; which Megatron versions fit is validation.py.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from megatron.training import training
+
+from megatron.fault_tolerance.patching import Patches
+from megatron.fault_tolerance.run import TrainingRun
+from moe_ft.faults import Phase
+from moe_ft.state.tensors import inner_optimizers
+
+
+@contextmanager
+def installed(run: TrainingRun) -> Iterator[None]:
+    """Wrap the seams for one call of `megatron.training.pretrain`."""
+    patches = Patches()
+    _wrap(patches, training, "setup_model_and_optimizer", _setup_seam(run, patches))
+    _wrap(patches, training, "train_step", _train_step_seam(run))
+    _wrap(patches, training, "train", _train_seam(run))
+    try:
+        yield
+        run.end("finished")
+    except (
+        SystemExit
+    ) as exit_:  # all of Megatron's --exit-* flags, and a failed validation of results
+        run.end("exit flag" if not exit_.code else f"exit code {exit_.code}")
+        raise
+    finally:
+        patches.restore()
+
+
+Seam = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _wrap(patches: Patches, owner: Any, name: str, seam: Seam) -> None:
+    original = getattr(owner, name)
+    patches.set(owner, name, wraps(original)(seam(original)))
+
+
+def _setup_seam(run: TrainingRun, patches: Patches) -> Seam:
+    def seam(original: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            model, optimizer, scheduler = original(*args, **kwargs)
+            if optimizer is not None:  # --skip-train builds none
+                _wrap(patches, optimizer, "step_with_ready_grads", _optimizer_seam(run, optimizer))
+            run.after_setup(model, optimizer, scheduler)
+            return model, optimizer, scheduler
+
+        return setup_model_and_optimizer
+
+    return seam
+
+
+def _train_step_seam(run: TrainingRun) -> Seam:
+    def seam(original: Callable[..., Any]) -> Callable[..., Any]:
+        def train_step(forward_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            run.begin_iteration(kwargs["iteration"])
+            result = original(run.watch_forward_step(forward_step), *args, **kwargs)
+            losses, _, _, should_exit, *_ = result
+            if not should_exit:  # the rerun state machine ends the job before the optimizer step
+                run.end_iteration(losses)
+            return result
+
+        return train_step
+
+    return seam
+
+
+def _train_seam(run: TrainingRun) -> Seam:
+    def seam(original: Callable[..., Any]) -> Callable[..., Any]:
+        def train(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = original(*args, **kwargs)
+            except SystemExit:  # --exit-interval, --exit-duration-in-mins, --exit-signal-handler
+                run.end_training()
+                raise
+            run.end_training()
+            return result
+
+        return train
+
+    return seam
+
+
+def _optimizer_seam(run: TrainingRun, optimizer: Any) -> Seam:
+    def seam(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step_with_ready_grads() -> Any:
+            run.enter(Phase.BEFORE_STEP)
+            with _noting_inner_step(run, optimizer):
+                result = original()
+            run.enter(Phase.AFTER_STEP)
+            return result
+
+        return step_with_ready_grads
+
+    return seam
+
+
+@contextmanager
+def _noting_inner_step(run: TrainingRun, optimizer: Any) -> Iterator[None]:
+    """While a fault waits in the inner step, stop between it and the copy to the model weights."""
+    patches = Patches()
+    inner = inner_optimizers(optimizer)
+    if inner and run.faults.is_armed(run.iteration, Phase.IN_STEP):
+        # The last of the chain: the state is as torn as it gets.
+        torch_optimizer = inner[-1].optimizer
+        original = torch_optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            run.enter(Phase.IN_STEP)
+            return result
+
+        patches.set(torch_optimizer, "step", step)
+    try:
+        yield
+    finally:
+        patches.restore()

@@ -1,0 +1,272 @@
+"""Rules on Megatron's arguments, checked before any process group or model is built.
+
+Each rule names the flag, its value, the rule and the remedy. Rules on --moe-ft-* values alone are in
+moe_ft/config.py; rules that only Megatron knows are left to Megatron.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moe_ft.errors import ConfigError
+
+TESTED_MEGATRON_VERSIONS = ("0.19.2",)
+
+# (the flag that is refused, whether the arguments use it, what to do instead)
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "--cuda-graph-impl full_iteration",
+        lambda args: args.cuda_graph_impl == "full_iteration",
+        "Use --cuda-graph-impl transformer_engine or none",
+    ),
+    ("--optimizer-cuda-graph", lambda args: args.optimizer_cuda_graph, "Leave it out"),
+    (
+        "--use-megatron-fsdp",
+        lambda args: args.use_megatron_fsdp,
+        "Use --use-distributed-optimizer",
+    ),
+    ("--use-torch-fsdp2", lambda args: args.use_torch_fsdp2, "Use --use-distributed-optimizer"),
+    (
+        "--optimizer with a layer-wise optimizer (muon, dist_muon, adaptive_muon, soap)",
+        lambda args: args.optimizer in ("muon", "dist_muon", "adaptive_muon", "soap"),
+        "Use --optimizer adam",
+    ),
+    ("--optimizer-cpu-offload", lambda args: args.optimizer_cpu_offload, "Leave it out"),
+    (
+        "--num-distributed-optimizer-instances above 1",
+        lambda args: args.num_distributed_optimizer_instances > 1,
+        "Use one instance",
+    ),
+    (
+        "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
+        lambda args: args.fp8_param_gather and args.reuse_grad_buf_for_mxfp8_param_ag,
+        "Leave one of the two out",
+    ),
+    (
+        "--moe-single-grouped-weight",
+        lambda args: args.moe_single_grouped_weight,
+        "Leave it out, so that every expert has parameters of its own",
+    ),
+    (
+        "--hybrid-context-parallel",
+        lambda args: args.hybrid_context_parallel,
+        "Use --context-parallel-size alone",
+    ),
+)
+
+# Flags that Megatron parses and leaves to the program that calls it: this one does not use them.
+_UNUSED: tuple[tuple[str, str], ...] = (
+    ("--sft", "sft"),
+    ("--fim-data", "fim_data"),
+    ("--dataloader-inter-document-masking", "dataloader_inter_document_masking"),
+    ("--per-dataset-sequences-path", "per_dataset_sequences_path"),
+    ("--check-for-spiky-loss", "check_for_spiky_loss"),
+)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError on the first rule that Megatron's parsed arguments break."""
+    _check_megatron_version(args.moe_ft_allow_untested_megatron)
+    _check_world_size(args)
+    _check_experts(args)
+    _check_refused(args)
+    _check_transformer_engine(args)
+    _check_data(args)
+    _check_event_log(args.moe_ft_event_log)
+
+
+def _check_megatron_version(allow_untested: bool) -> None:
+    # Not megatron.core.__version__: it carries the revision of whatever git tree surrounds it.
+    installed = importlib.metadata.version("megatron-core")
+    if installed not in TESTED_MEGATRON_VERSIONS and not allow_untested:
+        raise ConfigError(
+            f"megatron-core {installed} is installed, moe_ft was tested with "
+            f"{', '.join(TESTED_MEGATRON_VERSIONS)} and its seams may not fit. Install a tested "
+            f"version (pip install megatron-core=={TESTED_MEGATRON_VERSIONS[-1]}), or take the "
+            "risk with --moe-ft-allow-untested-megatron."
+        )
+
+
+_SIZES = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+)
+
+
+def _check_world_size(args: argparse.Namespace) -> None:
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    world_size = args.world_size
+    for flag in _SIZES:
+        size = getattr(args, flag[2:].replace("-", "_"))
+        if size is not None and size < 1:
+            raise ConfigError(f"{flag}={size} must be at least 1. Give a number of ranks.")
+    if world_size % (tp * pp * cp):
+        raise ConfigError(
+            f"world size {world_size} must be a multiple of --tensor-model-parallel-size={tp} x "
+            f"--pipeline-model-parallel-size={pp} x --context-parallel-size={cp} = {tp * pp * cp}. "
+            "Start another number of ranks or change one of the sizes."
+        )
+    etp = tp if args.expert_tensor_parallel_size is None else args.expert_tensor_parallel_size
+    ep = args.expert_model_parallel_size
+    if world_size % (etp * ep * pp):
+        is_default = args.expert_tensor_parallel_size is None
+        etp_source = " (default: the tensor parallel size)" if is_default else ""
+        raise ConfigError(
+            f"world size {world_size} must be a multiple of --expert-tensor-parallel-size={etp}"
+            f"{etp_source} x --expert-model-parallel-size={ep} x "
+            f"--pipeline-model-parallel-size={pp} = {etp * ep * pp}. "
+            "Start another number of ranks or change one of the sizes."
+        )
+
+
+def _check_experts(args: argparse.Namespace) -> None:
+    ep, num_experts = args.expert_model_parallel_size, args.num_experts
+    if num_experts is None:
+        if ep > 1:
+            raise ConfigError(
+                f"--expert-model-parallel-size={ep} needs a model with experts. "
+                "Add --num-experts, or use --expert-model-parallel-size 1."
+            )
+        return
+    if num_experts % ep:
+        raise ConfigError(
+            f"--num-experts={num_experts} must be a multiple of --expert-model-parallel-size={ep}: "
+            "every expert-parallel rank holds the same number of experts. Change one of the two."
+        )
+    if args.transformer_impl == "local" and args.add_bias_linear:
+        raise ConfigError(
+            f"--num-experts={num_experts} with --transformer-impl=local needs --disable-bias-linear: "
+            "Megatron's local experts fail to add a bias. Add the flag, or use "
+            "--transformer-impl transformer_engine."
+        )
+    top_k = args.moe_router_topk
+    if top_k > num_experts:
+        raise ConfigError(
+            f"--moe-router-topk={top_k} must be at most --num-experts={num_experts}. "
+            "Lower the first or raise the second."
+        )
+
+
+def _check_refused(args: argparse.Namespace) -> None:
+    for flag, is_used, remedy in _REFUSED:
+        if is_used(args):
+            raise ConfigError(
+                f"{flag} is not supported: the state it makes cannot be taken apart into units. "
+                f"{remedy}."
+            )
+    for flag, name in _UNUSED:
+        if getattr(args, name):
+            raise ConfigError(
+                f"{flag} is not supported by pretrain_gpt_moe.py, which would ignore it. Leave it out."
+            )
+    if (
+        args.sequence_parallel
+        and args.transformer_impl == "local"
+        and args.layernorm_zero_centered_gamma
+    ):
+        raise ConfigError(
+            "--apply-layernorm-1p is not supported by the local implementation's norm. Leave it out, "
+            "or use --transformer-impl transformer_engine."
+        )
+
+
+def _check_transformer_engine(args: argparse.Namespace) -> None:
+    if importlib.util.find_spec("transformer_engine"):
+        return
+    needing = {"layernorm", "moe_act", "mla_up_proj"} & set(args.recompute_modules or ())
+    if needing and args.recompute_granularity == "selective":
+        raise ConfigError(
+            f"--recompute-modules {' '.join(sorted(needing))} needs the package transformer-engine, "
+            "which is not installed. Recompute core_attn, moe, mlp or shared_experts instead."
+        )
+    if args.transformer_impl == "transformer_engine":
+        raise ConfigError(
+            "--transformer-impl=transformer_engine needs the package transformer-engine, which is "
+            "not installed. Install it (pip install moe-ft[te], on a machine with a GPU), or use "
+            "--transformer-impl local."
+        )
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    given = [
+        flag
+        for flag, value in (
+            ("--text-dir", args.text_dir),
+            ("--data-path", args.data_path),
+            ("--train-data-path", args.train_data_path),
+            ("--data-args-path", args.data_args_path),
+            ("--per-split-data-args-path", args.per_split_data_args_path),
+            ("--mock-data", args.mock_data),
+        )
+        if value
+    ]
+    if args.data_path == []:
+        raise ConfigError("--data-path is given without a value: it needs the prefix of a dataset.")
+    if not given:
+        raise ConfigError(
+            "no training data: give --text-dir DIR (a directory of text), --data-path PREFIX "
+            "(written by tools/prepare_text.py or Megatron's own tools) or --mock-data."
+        )
+    if len(given) > 1 and "--text-dir" in given:
+        raise ConfigError(f"{' and '.join(given)} exclude each other. Keep one of them.")
+    if args.text_dir is not None and args.tokenizer_type is not None:
+        raise ConfigError(
+            f"--tokenizer-type={args.tokenizer_type} and --text-dir exclude each other: the text is "
+            "tokenized as bytes, or with the Hugging Face tokenizer of --tokenizer-model. "
+            "Leave --tokenizer-type out."
+        )
+    for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        _check_prefixes("--" + flag.replace("_", "-"), getattr(args, flag) or [])
+
+
+def _check_event_log(directory: str | None) -> None:
+    if directory is None:
+        return
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        writable = os.access(directory, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigError(
+            f"--moe-ft-event-log={directory} cannot be written: it must be a directory, or a path "
+            "where one can be created. Name another one."
+        )
+
+
+def _check_prefixes(flag: str, words: list[str]) -> None:
+    """Check every dataset prefix of a blend: prefixes, or weights and prefixes in turn."""
+    for word in words:
+        if _is_number(word) or "://" in word:
+            continue
+        for suffix in (".idx", ".bin"):
+            path = Path(word + suffix)
+            if not path.is_file():
+                raise ConfigError(
+                    f"{flag} {word}: {path} does not exist. Give the prefix of an indexed dataset, "
+                    "without .bin or .idx; tools/prepare_text.py writes one."
+                )
+        if Path(word + ".bin").stat().st_size == 0:
+            raise ConfigError(
+                f"{flag} {word}: {word}.bin is empty, a dataset must hold at least one token. "
+                "Prepare it again with tools/prepare_text.py."
+            )
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,88 @@
+"""Names of the faults that a run can inflict on itself, parsed from KIND:RANK@ITERATION[:PHASE].
+
+Standard library only. Inflicting them is megatron/fault_tolerance/fault_injection.py.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moe_ft.errors import ConfigError
+
+
+class FaultKind(StrEnum):
+    """What happens to the rank."""
+
+    KILL = "kill"  # SIGKILL: no handler runs
+    EXCEPTION = "exception"  # InjectedFaultError raised on the training thread
+    HANG = "hang"  # the training thread sleeps for ever; the other ranks run into their timeout
+
+
+class Phase(StrEnum):
+    """Where in an iteration a rank is, in the order in which they are passed."""
+
+    SETUP = "setup"  # before the first iteration
+    FORWARD = "forward"  # the first forward pass of the iteration begins
+    BACKWARD = "backward"  # the first backward pass of the iteration begins
+    BEFORE_STEP = "before-step"  # gradients are ready, no weight has changed
+    IN_STEP = "in-step"  # the inner optimizer has stepped, the model weights are not yet copied
+    AFTER_STEP = "after-step"  # the optimizer step is complete
+    BETWEEN = "between"  # train_step has returned: logging, evaluation, stock checkpoints
+
+
+FAULT_PHASES = (
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.BEFORE_STEP,
+    Phase.IN_STEP,
+    Phase.AFTER_STEP,
+)
+_FAULT = re.compile(r"(?P<kind>[^:@]+):(?P<rank>\d+)@(?P<iteration>\d+)(:(?P<phase>[^:@]+))?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultSpec:
+    """One fault: what happens to which rank while which iteration runs, in which phase."""
+
+    kind: FaultKind
+    rank: int
+    iteration: int
+    phase: Phase
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.rank}@{self.iteration}:{self.phase}"
+
+
+def parse_fault(text: str) -> FaultSpec:
+    """Parse ``KIND:RANK@ITERATION[:PHASE]``; the phase defaults to forward.
+
+    Args:
+        text: ``kill:3@20:backward`` kills rank 3 in the backward pass while iteration 20 runs,
+            that is, while the state goes from iteration 20 to 21.
+
+    Raises:
+        ConfigError: if the form, the kind or the phase is unknown.
+    """
+    match = _FAULT.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"--moe-ft-inject-fault {text} must have the form KIND:RANK@ITERATION[:PHASE]. "
+            "Write it like kill:3@20:backward."
+        )
+    kind, phase = match["kind"], match["phase"] or Phase.FORWARD
+    if kind not in list(FaultKind):
+        raise ConfigError(
+            f"--moe-ft-inject-fault {text}: kind '{kind}' must be one of {', '.join(FaultKind)}. "
+            "Name one of them."
+        )
+    if phase not in FAULT_PHASES:
+        raise ConfigError(
+            f"--moe-ft-inject-fault {text}: phase '{phase}' must be one of "
+            f"{', '.join(FAULT_PHASES)}. Name one of them, or none for forward."
+        )
+    return FaultSpec(
+        kind=FaultKind(kind),
+        rank=int(match["rank"]),
+        iteration=int(match["iteration"]),
+        phase=Phase(phase),
+    )

@@ -1,0 +1,1 @@
+"""Reads and writes Megatron objects: parameters, optimizer tensors, digests. No collectives."""

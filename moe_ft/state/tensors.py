@@ -1,0 +1,68 @@
+"""Names every parameter and optimizer tensor that a rank holds.
+
+Reads the live model chunks and the (chained, distributed) optimizer; changes nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+def named_parameters(model: Sequence[torch.nn.Module]) -> NamedTensors:
+    """Yield (name, parameter) of all model chunks; names start with the chunk's index."""
+    for chunk_index, chunk in enumerate(model):
+        for name, parameter in chunk.named_parameters():
+            yield f"chunk{chunk_index}.{name}", parameter
+
+
+def named_buffers(model: Sequence[torch.nn.Module]) -> NamedTensors:
+    """Yield (name, buffer) of all model chunks, persistent or not."""
+    for chunk_index, chunk in enumerate(model):
+        for name, buffer in chunk.named_buffers():
+            yield f"chunk{chunk_index}.{name}", buffer
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers chained in Megatron's outermost one that hold parameters."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
+
+
+def named_optimizer_tensors(model: Sequence[torch.nn.Module], optimizer: Any) -> NamedTensors:
+    """Yield (parameter name/key, tensor) of every optimizer tensor on this rank.
+
+    The keys are "param" for the fp32 master weights and the optimizer's own ("exp_avg", "step", ...)
+    for the rest; a tensor that does not exist yet is not yielded. With the distributed optimizer each
+    tensor is this rank's slice.
+    """
+    names = {parameter: name for name, parameter in named_parameters(model)}
+    for inner in inner_optimizers(optimizer):
+        for parameter, master, state in _states(inner):
+            if master is not parameter:
+                yield f"{names[parameter]}/param", master
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{names[parameter]}/{key}", value
+
+
+def _states(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+    """Yield (model parameter, master parameter, optimizer state) of one optimizer."""
+    torch_optimizer = optimizer.optimizer
+    if hasattr(optimizer, "model_param_group_index_map"):  # DistributedOptimizer
+        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
+            master = torch_optimizer.param_groups[group]["params"][order]
+            yield parameter, master, torch_optimizer.state.get(master, {})
+        return
+    half_groups = getattr(optimizer, "float16_groups", [])
+    master_groups = getattr(optimizer, "fp32_from_float16_groups", [])
+    model_of = {
+        master: parameter
+        for halves, masters in zip(half_groups, master_groups, strict=True)
+        for parameter, master in zip(halves, masters, strict=True)
+    }
+    for group in torch_optimizer.param_groups:
+        for master in group["params"]:
+            yield model_of.get(master, master), master, torch_optimizer.state.get(master, {})

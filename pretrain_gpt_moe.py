@@ -1,0 +1,50 @@
+"""Pretrains a Mixture-of-Experts GPT with Megatron-LM's own training loop and moe_ft's seams.
+
+torchrun --nproc-per-node 4 pretrain_gpt_moe.py --text-dir DIR MEGATRON_FLAGS --moe-ft-FLAGS
+"""
+
+import os
+import sys
+import time
+from contextlib import closing
+
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from megatron.fault_tolerance import failure_report, hooks
+from megatron.fault_tolerance.arguments import parse_arguments
+from megatron.fault_tolerance.data import provide_datasets
+from megatron.fault_tolerance.environment import end_with_rank, prepare_environment
+from megatron.fault_tolerance.forward_step import forward_step
+from megatron.fault_tolerance.model import build_config
+from megatron.fault_tolerance.run import TrainingRun
+from moe_ft.errors import ConfigError
+
+REFUSAL_GRACE_S = 10.0
+
+
+@record
+def main(command_line: list[str] | None = None) -> None:
+    """Train; exit with code 2 if the command line cannot work."""
+    try:
+        prepare_environment()
+        args, config = parse_arguments(sys.argv[1:] if command_line is None else command_line)
+        megatron_config = build_config(args)
+    except ConfigError as error:
+        # One line a node: what is wrong may be wrong on one node only.
+        if os.environ["LOCAL_RANK"] == "0":
+            print(f"pretrain_gpt_moe.py: error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(REFUSAL_GRACE_S)  # the first rank to end has the launcher end all others
+        raise SystemExit(2) from None
+    run = TrainingRun(config, args.rank)
+    reporting = failure_report.reporting(run, on_sigterm=not args.exit_signal_handler)
+    with closing(run), reporting, hooks.installed(run):
+        pretrain(megatron_config, provide_datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__":  # in a process that Megatron starts, such as a checkpoint writer
+    end_with_rank()
