@@ -1,0 +1,24 @@
+"""Fixtures shared by all tests."""
+
+import asyncio
+import os
+
+# Several ranks share the cores; the ranks inherit it. Must be set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+
+import pytest
+
+from megatron.fault_tolerance.text_dataset import TextSource, write_dataset
+
+
+@pytest.fixture(scope="session")
+def dataset_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the flags that train on a small byte-level dataset of real text."""
+    folder = tmp_path_factory.mktemp("dataset")
+    # Not this project's own text: its every change would change all losses.
+    source = TextSource(paths=(str(Path(asyncio.__file__).parent),))
+    write_dataset(source, folder / "text")
+    paths = ["--data-path", str(folder / "text"), "--data-cache-path", str(folder / "cache")]
+    return [*paths, "--split", "80,10,10"]

@@ -1,0 +1,79 @@
+"""The small MoE GPT that most tests train, as Megatron flags."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+_MODEL: dict[str, str | int | float | None] = {
+    "--num-layers": 4,
+    "--hidden-size": 64,
+    "--num-attention-heads": 4,
+    "--ffn-hidden-size": 64,
+    "--moe-ffn-hidden-size": 64,
+    "--num-experts": 4,
+    "--moe-router-topk": 2,
+    "--moe-token-dispatcher-type": "alltoall",
+    "--moe-router-load-balancing-type": "aux_loss",
+    "--moe-aux-loss-coeff": 0.01,
+    "--seq-length": 32,
+    "--max-position-embeddings": 32,
+    "--position-embedding-type": "rope",
+    "--disable-bias-linear": None,
+    "--swiglu": None,
+    "--untie-embeddings-and-output-weights": None,
+    "--hidden-dropout": 0.0,
+    "--attention-dropout": 0.0,
+    "--micro-batch-size": 2,
+    "--global-batch-size": 16,
+    "--train-iters": 4,
+    "--lr": 1e-3,
+    "--lr-decay-style": "constant",
+    "--clip-grad": 1.0,
+    "--bf16": None,
+    "--use-distributed-optimizer": None,
+    "--log-interval": 1,
+    "--eval-interval": 1000,
+    "--eval-iters": 0,
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": 256,
+    "--make-vocab-size-divisible-by": 64,
+    "--distributed-timeout-minutes": 1,
+    "--seed": 1234,
+}
+
+
+def model_flags(**changes: str | int | float | bool | None) -> list[str]:
+    """Return the flags of the small model.
+
+    Args:
+        changes: flags with underscores for dashes: a value, True for a flag without one, or False
+            to leave a flag out (``bf16=False, train_iters=8``).
+    """
+    flags: dict[str, str | int | float | None] = dict(_MODEL)
+    for name, value in changes.items():
+        flag = "--" + name.replace("_", "-")
+        if value is False:
+            flags.pop(flag, None)
+        else:
+            flags[flag] = None if value is True else value
+    return [word for flag, value in flags.items() for word in _words(flag, value)]
+
+
+def layout_flags(layout: Mapping[str, int]) -> list[str]:
+    """Return the flags of a layout such as ``{"pp": 2, "ep": 2}``."""
+    names = {
+        "tp": "--tensor-model-parallel-size",
+        "pp": "--pipeline-model-parallel-size",
+        "ep": "--expert-model-parallel-size",
+        "etp": "--expert-tensor-parallel-size",
+    }
+    return [word for name, size in layout.items() for word in (names[name], str(size))]
+
+
+def event_flags(directory: Path) -> list[str]:
+    """Return the flags that write events and a final digest."""
+    return ["--moe-ft-event-log", str(directory), "--moe-ft-state-digest"]
+
+
+def _words(flag: str, value: str | float | None) -> list[str]:
+    # Several values of one flag are separated by blanks.
+    return [flag] if value is None else [flag, *str(value).split()]

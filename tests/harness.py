@@ -1,0 +1,205 @@
+"""Runs several ranks of a job for tests, forked from one process that has torch and Megatron imported.
+
+Importing takes four seconds a process; a fork takes milliseconds. The standard library's fork server
+does it: it imports once, stays single-threaded, and every rank is a fresh fork of it. A rank's output
+goes to a file, which a failing test shows.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pretrain_gpt_moe
+from moe_ft.events import event_path, read_events
+
+KILL_AFTER_S = 30.0  # torchrun's --shutdown-timeout
+_POLL_S = 0.02
+_TAIL_BYTES = 3000
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["pretrain_gpt_moe"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """How the ranks of one incarnation ended."""
+
+    exit_codes: tuple[int, ...]  # negative: ended by that signal
+    log_paths: tuple[Path, ...]
+    seconds: float
+
+    def output(self, rank: int) -> str:
+        """Return what a rank printed."""
+        return self.log_paths[rank].read_text(errors="replace")
+
+    def check(self) -> "JobResult":
+        """Return self, or fail with the ends of all logs if a rank failed."""
+        assert not any(self.exit_codes), f"exit codes {self.exit_codes}\n{_tails(self.log_paths)}"
+        return self
+
+
+def run_ranks(
+    target: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    log_dir: Path,
+    deadline_s: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> JobResult:
+    """Run ``target(*args)`` on every rank of a new job and wait until all ranks have ended.
+
+    When one rank fails the others get SIGTERM at once and SIGKILL after KILL_AFTER_S, as under
+    torchrun; no process is left behind. GPUs are hidden unless ``env`` shows them.
+
+    Args:
+        target: importable function; it finds RANK, WORLD_SIZE, MASTER_ADDR and so on set.
+        world_size: number of ranks.
+        args: picklable arguments of the function.
+        log_dir: where each rank's output goes; created.
+        deadline_s: fails the test, after killing all ranks, if they take longer.
+        env: further environment variables.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    paths = tuple(log_dir / f"output_{rank}.log" for rank in range(world_size))
+    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", **(env or {})}
+    common.setdefault("MASTER_PORT", str(free_port()))
+    common.setdefault("CUDA_VISIBLE_DEVICES", "")
+    start = time.monotonic()
+    ranks = []
+    for rank, path in enumerate(paths):
+        variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = _context.Process(target=_rank_main, args=(target, args, variables, path))
+        process.start()
+        ranks.append(process)
+    try:
+        _wait(ranks, start + deadline_s, paths)
+    finally:
+        for process in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what the rank has started
+            process.kill()
+            process.join()
+    return JobResult(
+        exit_codes=tuple(process.exitcode or 0 for process in ranks),
+        log_paths=paths,
+        seconds=time.monotonic() - start,
+    )
+
+
+def run_training(
+    flags: Sequence[str],
+    world_size: int,
+    *,
+    log_dir: Path,
+    deadline_s: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> JobResult:
+    """Run pretrain_gpt_moe.py on every rank of a new job."""
+    return run_ranks(
+        _train, world_size, list(flags), log_dir=log_dir, deadline_s=deadline_s, env=env
+    )
+
+
+def run_with_restarts(
+    flags: Sequence[str],
+    world_size: int,
+    *,
+    log_dir: Path,
+    max_restarts: int,
+    deadline_s: float = 120,
+) -> list[JobResult]:
+    """Run a job and start all its ranks again while a rank fails, as torchrun does.
+
+    Arguments are those of `run_training`; ``max_restarts`` says how often. Returns one result per
+    incarnation, the last failure like the others.
+    """
+    results: list[JobResult] = []
+    while len(results) <= max_restarts:
+        count = len(results)
+        env = {"TORCHELASTIC_RESTART_COUNT": str(count)}
+        folder = log_dir / f"start_{count}"
+        results.append(
+            run_training(flags, world_size, log_dir=folder, deadline_s=deadline_s, env=env)
+        )
+        if not any(results[-1].exit_codes):
+            break
+    return results
+
+
+def events(directory: Path, rank: int, event: str | None = None) -> list[dict[str, Any]]:
+    """Return a rank's events, all or those of one kind."""
+    found = read_events(event_path(directory, rank))
+    return [line for line in found if event in (None, line["event"])]
+
+
+def digests(directory: Path, world_size: int) -> list[tuple[str, str]]:
+    """Return every rank's last state digest."""
+    last = [events(directory, rank, "state_digest")[-1] for rank in range(world_size)]
+    return [(line["sha256"], line["sha256_all"]) for line in last]
+
+
+def _train(flags: list[str]) -> None:
+    pretrain_gpt_moe.main(flags)
+
+
+def _rank_main(
+    target: Callable[..., Any], args: Sequence[Any], env: Mapping[str, str], log_path: Path
+) -> None:
+    os.setsid()
+    os.environ.update(env)
+    output = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        target(*args)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Tests want the exit code, not a tidy interpreter: broken process groups can block its end.
+    os._exit(code)
+
+
+def _wait(ranks: Sequence[Any], deadline: float, paths: Sequence[Path]) -> None:
+    failed_at = None
+    while any(process.exitcode is None for process in ranks):
+        now = time.monotonic()
+        if now > deadline:
+            raise AssertionError(f"the ranks did not end in time\n{_tails(paths)}")
+        if failed_at is None and any(process.exitcode for process in ranks):
+            failed_at = now
+            for process in ranks:
+                process.terminate()
+        if failed_at is not None and now > failed_at + KILL_AFTER_S:
+            return  # the caller kills them
+        time.sleep(_POLL_S)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _tails(paths: Sequence[Path]) -> str:
+    return "\n".join(
+        f"--- {path}\n{path.read_bytes()[-_TAIL_BYTES:].decode(errors='replace')}"
+        for path in paths
+        if path.exists()
+    )

@@ -1,0 +1,22 @@
+"""Waits for processes that a test did not start itself."""
+
+import os
+import time
+
+_DEADLINE_S = 30
+
+
+def wait_until_group_is_gone(group: int) -> None:
+    """Wait until no process of a process group is left; fail the test after 30 s."""
+    deadline = time.monotonic() + _DEADLINE_S
+    while _is_alive(group):
+        assert time.monotonic() < deadline, f"a process of group {group} is still there"
+        time.sleep(0.1)
+
+
+def _is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Tests that need no process group; the folders mirror the tree."""

@@ -1,0 +1,94 @@
+"""Rules on Megatron's arguments that need no job to be checked."""
+
+import argparse
+import importlib.metadata
+
+import pytest
+from megatron.training import arguments as megatron_arguments
+
+from megatron.fault_tolerance.arguments import add_flags, config_from_arguments
+from megatron.fault_tolerance.validation import check_arguments
+from moe_ft.config import MoeFtConfig
+from moe_ft.errors import ConfigError
+from tests.demo_model import model_flags
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = add_flags(megatron_arguments.add_megatron_arguments(parser))
+    args = parser.parse_args([*model_flags(), "--transformer-impl", "local", *flags])
+    args.world_size = 8
+    return args
+
+
+def test_flags_without_values_give_the_default_config() -> None:
+    assert config_from_arguments(parse("--mock-data")) == MoeFtConfig()
+
+
+def test_every_kind_of_flag_reaches_the_config() -> None:
+    config = config_from_arguments(
+        parse(
+            *("--moe-ft-event-log", "DIR", "--moe-ft-state-digest"),
+            *("--moe-ft-state-digest-interval", "3", "--moe-ft-fault-report-grace-s", "1.5"),
+            *("--moe-ft-inject-fault", "kill:1@2", "--moe-ft-inject-fault", "hang:0@3"),
+        )
+    )
+    assert config.observability.event_log == "DIR"
+    assert config.observability.state_digest
+    assert config.observability.state_digest_interval == 3
+    assert config.fault.fault_report_grace_s == 1.5
+    assert config.fault.inject_fault == ("kill:1@2", "hang:0@3")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--cuda-graph-impl", "full_iteration"),
+        ("--optimizer-cuda-graph",),
+        ("--use-megatron-fsdp",),
+        ("--use-torch-fsdp2",),
+        ("--optimizer", "muon"),
+        ("--optimizer", "soap"),
+        ("--optimizer-cpu-offload",),
+        ("--num-distributed-optimizer-instances", "2"),
+        ("--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"),
+        ("--moe-single-grouped-weight",),
+        ("--hybrid-context-parallel",),
+    ],
+)
+def test_unsupported_megatron_feature_is_refused_by_its_flag(flags: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"{flags[0]}.* is not supported"):
+        check_arguments(parse("--mock-data", *flags))
+
+
+def test_untested_megatron_is_refused_with_the_tested_ones_and_the_override(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.20.0")
+    with pytest.raises(ConfigError) as refusal:
+        check_arguments(parse("--mock-data"))
+    for words in (
+        "megatron-core 0.20.0 is installed",
+        "0.19.2",
+        "--moe-ft-allow-untested-megatron",
+    ):
+        assert words in str(refusal.value)
+    check_arguments(parse("--mock-data", "--moe-ft-allow-untested-megatron"))
+
+
+def test_blend_of_weights_and_prefixes_is_checked_prefix_by_prefix(tmp_path: object) -> None:
+    with pytest.raises(ConfigError, match="/nowhere/b: /nowhere/b.idx does not exist"):
+        check_arguments(parse("--data-path", "0.3", "/nowhere/b"))
+
+
+def test_local_experts_with_a_bias_are_refused() -> None:
+    args = parse("--mock-data")
+    args.add_bias_linear = True
+    with pytest.raises(ConfigError, match="--transformer-impl=local needs --disable-bias-linear"):
+        check_arguments(args)
+
+
+def test_recomputing_layernorm_needs_transformer_engine() -> None:
+    flags = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm")
+    with pytest.raises(ConfigError, match="--recompute-modules layernorm needs the package"):
+        check_arguments(parse("--mock-data", *flags))
