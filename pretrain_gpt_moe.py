@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from contextlib import closing
+from typing import NoReturn
 
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
@@ -19,7 +20,7 @@ from megatron.fault_tolerance.environment import end_with_rank, prepare_environm
 from megatron.fault_tolerance.forward_step import forward_step
 from megatron.fault_tolerance.model import build_config
 from megatron.fault_tolerance.run import TrainingRun
-from moe_ft.errors import ConfigError
+from moe_ft.errors import ConfigError, MoeFtError, UnrecoverableError
 
 REFUSAL_GRACE_S = 10.0
 
@@ -32,16 +33,26 @@ def main(command_line: list[str] | None = None) -> None:
         args, config = parse_arguments(sys.argv[1:] if command_line is None else command_line)
         megatron_config = build_config(args)
     except ConfigError as error:
-        # One line a node: what is wrong may be wrong on one node only.
-        if os.environ["LOCAL_RANK"] == "0":
-            print(f"pretrain_gpt_moe.py: error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(REFUSAL_GRACE_S)  # the first rank to end has the launcher end all others
-        raise SystemExit(2) from None
+        refuse(error)
     run = TrainingRun(config, args.rank)
     reporting = failure_report.reporting(run, on_sigterm=not args.exit_signal_handler)
-    with closing(run), reporting, hooks.installed(run):
-        pretrain(megatron_config, provide_datasets, ModelType.encoder_or_decoder, forward_step)
+    try:
+        with closing(run), reporting, hooks.installed(run):
+            pretrain(megatron_config, provide_datasets, ModelType.encoder_or_decoder, forward_step)
+    except (
+        ConfigError,
+        UnrecoverableError,
+    ) as error:  # what only the built model or the disks tell
+        refuse(error)
+
+
+def refuse(error: MoeFtError) -> NoReturn:
+    """Print one line a node, since what is wrong may be wrong on one node only, and exit with code 2."""
+    if os.environ["LOCAL_RANK"] == "0":
+        print(f"pretrain_gpt_moe.py: error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(REFUSAL_GRACE_S)  # the first rank to end has the launcher end all others
+    raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

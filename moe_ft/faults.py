@@ -16,6 +16,7 @@ class FaultKind(StrEnum):
     KILL = "kill"  # SIGKILL: no handler runs
     EXCEPTION = "exception"  # InjectedFaultError raised on the training thread
     HANG = "hang"  # the training thread sleeps for ever; the other ranks run into their timeout
+    LOSE_NODE = "lose-node"  # all ranks of its node remove the node's memory and are killed
 
 
 class Phase(StrEnum):
@@ -28,6 +29,11 @@ class Phase(StrEnum):
     IN_STEP = "in-step"  # the inner optimizer has stepped, the model weights are not yet copied
     AFTER_STEP = "after-step"  # the optimizer step is complete
     BETWEEN = "between"  # train_step has returned: logging, evaluation, stock checkpoints
+    # Beside the iteration, on other threads; the iteration is that of the state at hand:
+    SNAPSHOT = "snapshot"  # half of the units are copied to host memory
+    REPLICATE = "replicate"  # half of the bytes are at the first peer
+    PERSIST = "persist"  # the writer process has been told to write the state to storage
+    RECOVERY = "recovery"  # half of the units are restored
 
 
 FAULT_PHASES = (
@@ -36,7 +42,13 @@ FAULT_PHASES = (
     Phase.BEFORE_STEP,
     Phase.IN_STEP,
     Phase.AFTER_STEP,
+    Phase.SNAPSHOT,
+    Phase.REPLICATE,
+    Phase.PERSIST,
+    Phase.RECOVERY,
 )
+# Those that every run passes through, whatever its strategy.
+ITERATION_PHASES = FAULT_PHASES[:5]
 _FAULT = re.compile(r"(?P<kind>[^:@]+):(?P<rank>\d+)@(?P<iteration>\d+)(:(?P<phase>[^:@]+))?")
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.fault_tolerance.run import TrainingRun
+from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import read_progress
 
 _SOURCE_LINE = re.compile(r"\[\S+\.cc:\d+\] ")  # where in gloo's source an error was raised
@@ -46,6 +47,10 @@ def reporting(run: TrainingRun, *, on_sigterm: bool) -> Iterator[None]:
         reporter.listen_for_sigterm()
     try:
         yield
+    except (ConfigError, UnrecoverableError):
+        if on_sigterm:
+            reporter.stop_listening()
+        raise  # a refusal, the same on all ranks: nobody died
     except Exception as error:
         _exit_within(_EXIT_DEADLINE_S + run.config.fault.fault_report_grace_s)
         text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
@@ -107,6 +112,7 @@ class _Reporter:
             run.iteration,
             phase=run.phase.value,
             reason=reason,
+            torn=run.is_torn,
             silent_ranks=silent,
             timed_out=notes.timed_out if notes else timed_out,
         )

@@ -4,22 +4,30 @@ Names and parsing are moe_ft/faults.py. The seams in hooks.py say which phase th
 """
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from moe_ft.errors import InjectedFaultError
 from moe_ft.events import EventLog
 from moe_ft.faults import FaultKind, FaultSpec, Phase
+from moe_ft.recovery.session import Session
 
 
 class FaultInjector:
-    """Fires this rank's faults at their phases. Owned by the training thread."""
+    """Fires this rank's faults at their phases, on the thread that is in the phase."""
 
     def __init__(self, faults: Sequence[FaultSpec], event_log: EventLog) -> None:
         self._faults = tuple(fault for fault in faults if fault.rank == event_log.rank)
         self._event_log = event_log
+        self._session: Session | None = None
+
+    def node_of(self, session: Session) -> None:
+        """Learn what faults of kind lose-node destroy."""
+        self._session = session
 
     def is_armed(self, iteration: int, phase: Phase) -> bool:
         """Return whether a fault waits for this rank at this phase of this iteration."""
@@ -36,7 +44,7 @@ class FaultInjector:
                 self._event_log.write(
                     "fault_injected", iteration, kind=fault.kind.value, phase=phase.value
                 )
-                _inflict(fault)
+                self._inflict(fault)
 
     def _claim(self, fault: FaultSpec) -> bool:
         """Leave the fault's marker; return False if an earlier incarnation left it."""
@@ -48,14 +56,27 @@ class FaultInjector:
             return False
         return True
 
+    def _inflict(self, fault: FaultSpec) -> None:
+        print(f"moe_ft: rank {fault.rank} inflicts {fault} on itself", flush=True)
+        if fault.kind is FaultKind.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind is FaultKind.HANG:
+            _hang()
+        elif fault.kind is FaultKind.LOSE_NODE and self._session is not None:
+            _lose_node(self._session)
+        raise InjectedFaultError(f"--moe-ft-inject-fault {fault}")
 
-def _inflict(fault: FaultSpec) -> None:
-    print(f"moe_ft: rank {fault.rank} inflicts {fault} on itself", flush=True)
-    if fault.kind is FaultKind.KILL:
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault.kind is FaultKind.HANG:
-        _hang()
-    raise InjectedFaultError(f"--moe-ft-inject-fault {fault}")
+
+def _lose_node(session: Session) -> None:
+    """Do to this node what the loss of its power does: no process and no memory is left."""
+    topology = session.topology
+    node = next(info.node for info in topology.ranks if info.pid == os.getpid())
+    pids = [info.pid for info in topology.on_node(node) if info.pid != os.getpid()]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(session.node_dir, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _hang() -> NoReturn:

@@ -50,6 +50,7 @@ def _setup_seam(run: TrainingRun, patches: Patches) -> Seam:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             model, optimizer, scheduler = original(*args, **kwargs)
             if optimizer is not None:  # --skip-train builds none
+                _mark_torn(run, optimizer, patches)
                 _wrap(patches, optimizer, "step_with_ready_grads", _optimizer_seam(run, optimizer))
             run.after_setup(model, optimizer, scheduler)
             return model, optimizer, scheduler
@@ -63,15 +64,61 @@ def _train_step_seam(run: TrainingRun) -> Seam:
     def seam(original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(forward_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             run.begin_iteration(kwargs["iteration"])
-            result = original(run.watch_forward_step(forward_step), *args, **kwargs)
-            losses, _, _, should_exit, *_ = result
+            config = args[4]  # data_iterator, model, optimizer, opt_param_scheduler, config, ...
+            with _noting_num_tokens(run, config):
+                result = original(run.watch_forward_step(forward_step), *args, **kwargs)
+            losses, is_skipped, _, should_exit, _, grad_norm, *_ = result
             if not should_exit:  # the rerun state machine ends the job before the optimizer step
-                run.end_iteration(losses)
+                run.end_iteration(losses, grad_norm, is_skipped=bool(is_skipped))
             return result
 
         return train_step
 
     return seam
+
+
+@contextmanager
+def _noting_num_tokens(run: TrainingRun, config: Any) -> Iterator[None]:
+    """Keep the number of tokens by which --calculate-per-token-loss divides: a replay needs it."""
+    patches = Patches()
+    original = getattr(config, "finalize_model_grads_func", None)
+    if run.checkpoints and config.calculate_per_token_loss and original is not None:
+
+        def finalize(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+            result = original(model, num_tokens, *args, **kwargs)  # sums it up in place
+            run.num_tokens = num_tokens
+            return result
+
+        patches.set(config, "finalize_model_grads_func", finalize)
+    try:
+        yield
+    finally:
+        patches.restore()
+
+
+def _mark_torn(run: TrainingRun, optimizer: Any, patches: Patches) -> None:
+    """Mark the rank torn from its first inner step until the last copy into its own parameter slice."""
+    inner = inner_optimizers(optimizer)
+
+    def torn_from(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            run.is_torn = True
+            return original(*args, **kwargs)
+
+        return step
+
+    def torn_until(original: Callable[..., Any]) -> Callable[..., Any]:
+        def copy(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            run.is_torn = False
+            return result
+
+        return copy
+
+    if inner:
+        _wrap(patches, inner[0].optimizer, "step", torn_from)
+        if hasattr(inner[-1], "_copy_main_params_to_model_params"):
+            _wrap(patches, inner[-1], "_copy_main_params_to_model_params", torn_until)
 
 
 def _train_seam(run: TrainingRun) -> Seam:
@@ -93,9 +140,10 @@ def _train_seam(run: TrainingRun) -> Seam:
 def _optimizer_seam(run: TrainingRun, optimizer: Any) -> Seam:
     def seam(original: Callable[..., Any]) -> Callable[..., Any]:
         def step_with_ready_grads() -> Any:
-            run.enter(Phase.BEFORE_STEP)
+            run.before_step()
             with _noting_inner_step(run, optimizer):
                 result = original()
+            run.is_torn = False
             run.enter(Phase.AFTER_STEP)
             return result
 

@@ -1,6 +1,7 @@
-"""What moe_ft does at the seams of one training run: progress, events, faults, digests.
+"""What moe_ft does at the seams of one training run: progress, events, faults, checkpoints, digests.
 
-hooks.py calls these methods from inside Megatron's loop; this file knows nothing of how it got there.
+hooks.py calls these methods from inside Megatron's loop; this file knows nothing of how it got there. What
+checkpointing does is moe_ft/recovery/session.py.
 """
 
 import os
@@ -14,12 +15,19 @@ import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+from megatron.training.training import num_floating_point_operations
 
+from megatron.fault_tolerance import checkpointing
 from megatron.fault_tolerance.fault_injection import FaultInjector
 from moe_ft.config import MoeFtConfig
+from moe_ft.engine.background import Report
 from moe_ft.events import EventLog, last_incarnation
 from moe_ft.faults import Phase
+from moe_ft.formats import IterationRecord
+from moe_ft.recovery.session import Recovery, Session
 from moe_ft.state.digest import StateDigest, digest_state
+from moe_ft.state.record import IterationFacts, apply_rng
+from moe_ft.state.router_load import RouterLoad
 
 
 class TrainingRun:
@@ -27,6 +35,8 @@ class TrainingRun:
 
     Attributes:
         iteration, phase: where the loop is now.
+        is_torn: whether the weights and moments of this rank are a mixture of two iterations now.
+        num_tokens: of the batch, with --calculate-per-token-loss, noted by the seam.
     """
 
     def __init__(self, config: MoeFtConfig, rank: int) -> None:
@@ -36,25 +46,85 @@ class TrainingRun:
         self.event_log = EventLog(Path(directory or os.devnull), rank)
         self.faults = FaultInjector(config.fault.faults, self.event_log)
         self.iteration, self.phase = 0, Phase.SETUP
+        self.is_torn = False
+        self.num_tokens: torch.Tensor | None = None
         self._built: tuple[Any, Any, Any] | None = None
         self._iteration_start_s = 0.0
+        self._session: Session | None = None
+        self._router_load = RouterLoad()
+        self._record_to_resume: IterationRecord | None = None
+        self._num_floating_point_operations = 0.0
+        self._last_facts: IterationFacts | None = None
+        self._has_ended = False
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether a strategy takes checkpoints in this run."""
+        return self._session is not None
 
     def after_setup(self, model: Any, optimizer: Any, scheduler: Any) -> None:
-        """Model and optimizer exist, `args.iteration` is set. Called by all ranks."""
+        """Model and optimizer exist, `args.iteration` is set. Called by all ranks.
+
+        Recovers, if there is something to recover from, and sets the counters of the loop to it.
+
+        Raises:
+            ConfigError: if the flags do not fit this machine or what is there to recover from.
+        """
         self._built = (model, optimizer, scheduler)
         args = get_args()
         self.iteration = args.iteration
         if self.config.observability.event_log is not None:
-            self._start_event_log(args)
+            self._open_event_log()
+        recovery = None
+        if self.config.strategy.is_on and optimizer is not None:
+            recovery = self._start_session(args)
+        self._num_floating_point_operations = float(args.num_floating_point_operations_so_far)
+        if self.config.observability.event_log is not None:
+            self._write_start(args)
+        if recovery is not None and recovery.record is not None:
+            self._write_recovery(recovery)
 
-    def _start_event_log(self, args: Any) -> None:
+    def _start_session(self, args: Any) -> Recovery:
+        assert self._built is not None
+        session = Session(
+            self.config, checkpointing.job_facts(args), self._built, self.enter_background
+        )
+        self.faults.node_of(session)
+        recovery = session.open()
+        self._session = session
+        self._router_load.start(self._built[0])
+        if recovery.record is not None:
+            checkpointing.resume(args, recovery.record)
+            self.iteration = args.iteration
+            self._record_to_resume = recovery.record
+        return recovery
+
+    def _write_recovery(self, recovery: Recovery) -> None:
+        self.event_log.write(
+            "recovery",
+            recovery.iteration,
+            scope="global",
+            target_iteration=recovery.iteration,
+            restored_iteration=recovery.iteration,
+            replayed_iterations=0,
+            lost_tokens=0,
+            plt=0.0,
+            sources={tier.value: count for tier, count in recovery.sources.items()},
+            phases_s=recovery.phases_s,
+            deterministic=recovery.is_deterministic,
+            problems=recovery.problems,
+        )
+
+    def _open_event_log(self) -> None:
         log = self.event_log
         # A rank may have died before it wrote a line: all ranks agree on the highest count.
         incarnation = torch.tensor(last_incarnation(log.directory, log.rank) + 1, device="cuda")
         dist.all_reduce(incarnation, op=dist.ReduceOp.MAX)
         log.start()
         log.incarnation = int(incarnation)
-        log.write(
+
+    def _write_start(self, args: Any) -> None:
+        self.event_log.write(
             "start",
             self.iteration,
             pid=os.getpid(),
@@ -80,9 +150,20 @@ class TrainingRun:
         self.event_log.progress(self.iteration, phase)
         self.faults.fire(self.iteration, phase)
 
+    def enter_background(self, phase: Phase, iteration: int) -> None:
+        """Inflict the faults that wait in a phase beside the iteration. Any thread."""
+        self.faults.fire(iteration, phase)
+
     def begin_iteration(self, iteration: int) -> None:
         """The loop is about to run an iteration."""
         self.iteration = iteration
+        self.num_tokens = None
+        if (
+            self._record_to_resume is not None
+        ):  # nothing draws random numbers any more before forward
+            apply_rng(self._record_to_resume)
+            self._record_to_resume = None
+        self._router_load.begin()
         self._iteration_start_s = time.perf_counter()
 
     def watch_forward_step(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,18 +186,37 @@ class TrainingRun:
         if self.phase is Phase.FORWARD:
             self.enter(Phase.BACKWARD)
 
-    def end_iteration(self, losses: Mapping[str, torch.Tensor]) -> None:
+    def before_step(self) -> None:
+        """Gradients are ready, no weight has changed."""
+        self.enter(Phase.BEFORE_STEP)
+        if self._session is not None:
+            self._session.engine.before_step()
+
+    def end_iteration(
+        self, losses: Mapping[str, torch.Tensor], grad_norm: float | None, *, is_skipped: bool
+    ) -> None:
         """`train_step` has returned; the next forward pass has not begun.
 
         Args:
             losses: on the last stage the loss by name, elsewhere empty.
+            grad_norm: before clipping; None if the step was skipped.
+            is_skipped: whether the optimizer did not step because of infinite gradients.
         """
         self.enter(Phase.BETWEEN)
         args = get_args()
         self.iteration += 1
         num_samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
+        iteration_s = time.perf_counter() - self._iteration_start_s
+        stall_s = 0.0
+        if self._session is not None:
+            self._num_floating_point_operations += num_floating_point_operations(args, num_samples)
+            facts = self._facts(args, num_samples, None if is_skipped else grad_norm)
+            self._last_facts, session = facts, self._session
+            stall_s = session.engine.end_iteration(
+                self.iteration, iteration_s, lambda: session.capture(facts)
+            )
         loss = losses.get("lm loss")
-        times = {"iteration_s": time.perf_counter() - self._iteration_start_s, "stall_s": 0.0}
+        times = {"iteration_s": iteration_s, "stall_s": stall_s}
         self.event_log.write(
             "iteration",
             self.iteration,
@@ -124,23 +224,48 @@ class TrainingRun:
             loss=None if loss is None else float(loss),
             num_tokens=num_samples * args.seq_length,
         )
-        self._write_scalars(times)
+        self._write_scalars(times, self.iteration)
         interval = self.config.observability.state_digest_interval
         if interval and self.iteration % interval == 0:
             self._write_digest(args.consumed_train_samples + num_samples)
+        if self._session is not None:
+            self._session.engine.drain(self._write_report)
 
-    def _write_scalars(self, values: Mapping[str, float]) -> None:
+    def _facts(self, args: Any, num_samples: int, grad_norm: float | None) -> IterationFacts:
+        return checkpointing.iteration_facts(
+            args,
+            self.iteration,
+            grad_norm=grad_norm,
+            num_tokens=self.num_tokens,
+            num_samples=num_samples,
+            num_floating_point_operations=self._num_floating_point_operations,
+            tokens_per_expert=self._router_load.counts(),
+        )
+
+    def _write_report(self, report: Report) -> None:
+        self.event_log.write(report.event, report.iteration, **report.fields)
+        numbers = {
+            f"{report.event}/{name}": float(value)
+            for name, value in report.fields.items()
+            if isinstance(value, int | float)
+        }
+        self._write_scalars(numbers, report.iteration)
+
+    def _write_scalars(self, values: Mapping[str, float], iteration: int) -> None:
         """Write to Megatron's TensorBoard and W&B, on the rank that has them."""
         scalars = {f"moe-ft/{name}": value for name, value in values.items()}
         board, wandb = get_tensorboard_writer(), get_wandb_writer()
         if board:
             for name, value in scalars.items():
-                board.add_scalar(name, value, self.iteration)
+                board.add_scalar(name, value, iteration)
         if wandb:
-            wandb.log(scalars, self.iteration)
+            wandb.log(scalars, iteration)
 
     def end_training(self) -> None:
-        """`train` has returned, or leaves by one of Megatron's --exit-* paths."""
+        """`train` has returned, or leaves by one of Megatron's --exit-* paths. Called by all ranks."""
+        if self._session is not None and self._last_facts is not None:
+            self._session.finish(self.iteration, self._last_facts)
+            self._session.engine.drain(self._write_report)
         if self.config.observability.state_digest:
             self._write_digest(get_args().consumed_train_samples)
 
@@ -151,9 +276,13 @@ class TrainingRun:
         self.event_log.write(
             "end", self.iteration, reason=reason, peak_device_memory_bytes=peak_bytes
         )
+        self._has_ended = True
 
     def close(self) -> None:
-        """Close the event log."""
+        """End checkpointing and close the event log."""
+        self._router_load.close()
+        if self._session is not None:
+            self._session.close(is_clean=self._has_ended)
         self.event_log.close()
 
     def digest(self, consumed_train_samples: int) -> StateDigest:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.faults import FAULT_PHASES, Phase
+from moe_ft.faults import ITERATION_PHASES, Phase
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import JobResult, events, run_training, run_with_restarts
 
@@ -26,7 +26,7 @@ def run_with_fault(fault: str, dataset_flags: list[str], folder: Path, *flags: s
     return run_training([*fault_flags(fault, dataset_flags, folder), *flags], RANKS, log_dir=folder)
 
 
-@pytest.mark.parametrize("phase", FAULT_PHASES)
+@pytest.mark.parametrize("phase", ITERATION_PHASES)
 def test_killed_rank_dies_in_its_phase_and_the_others_report_it(
     phase: Phase, dataset_flags: list[str], tmp_path: Path
 ) -> None:
@@ -54,7 +54,7 @@ def test_death_of_the_rank_that_keeps_the_store_is_reported(
     assert "the job's store, which rank 0 (last in iteration 1, backward) keeps" in result.output(1)
 
 
-@pytest.mark.parametrize("phase", FAULT_PHASES)
+@pytest.mark.parametrize("phase", ITERATION_PHASES)
 def test_exception_ends_the_rank_with_a_traceback_in_its_phase(
     phase: Phase, dataset_flags: list[str], tmp_path: Path
 ) -> None:
@@ -67,7 +67,7 @@ def test_exception_ends_the_rank_with_a_traceback_in_its_phase(
     assert (stopped["event"], stopped["phase"], stopped["silent_ranks"]) == ("stopped", phase, [])
 
 
-@pytest.mark.parametrize("phase", FAULT_PHASES)
+@pytest.mark.parametrize("phase", ITERATION_PHASES)
 def test_hang_ends_by_the_timeout_and_the_report_names_the_hung_rank(
     phase: Phase, dataset_flags: list[str], tmp_path: Path
 ) -> None:

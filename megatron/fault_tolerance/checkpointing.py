@@ -1,0 +1,167 @@
+"""Connects moe_ft's checkpointing with Megatron's loop: its arguments, counters and process groups.
+
+What is done with them is moe_ft/recovery/session.py; when, is run.py.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.fault_tolerance import cpu_device
+from moe_ft.formats import IterationRecord
+from moe_ft.recovery.session import JobFacts
+from moe_ft.state.parameters import GroupPlace, StatePlaces
+from moe_ft.state.record import IterationFacts
+
+# What decides the shape and meaning of the state: a checkpoint of a run that differs in one of them is
+# another run's. Learning rates, batch sizes and lengths may change from start to start.
+_FINGERPRINT = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "multi_latent_attention",
+    "qk_layernorm",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_enable_expert_bias",
+    "moe_grouped_gemm",
+    "mtp_num_layers",
+    "swiglu",
+    "normalization",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "untie_embeddings_and_output_weights",
+    "padded_vocab_size",
+    "seq_length",
+    "transformer_impl",
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "optimizer",
+    "use_distributed_optimizer",
+    "use_precision_aware_optimizer",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "bf16",
+    "fp16",
+    "ddp_bucket_size",
+    "ddp_num_buckets",
+    "data_path",
+    "train_data_path",
+    "split",
+    "seed",
+)
+
+
+def fingerprint(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that the training state depends on, by flag, as JSON values."""
+    values = {"--" + name.replace("_", "-"): getattr(args, name, None) for name in _FINGERPRINT}
+    return {flag: _as_json(value) for flag, value in values.items()}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def job_facts(args: argparse.Namespace) -> JobFacts:
+    """Return what checkpointing needs to know about the job; the model is built."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    places = StatePlaces(
+        dp=_place(groups.dp_cp),
+        expt_dp=_place(groups.expt_dp),
+        tp=_place(groups.tp),
+        expt_tp=_place(groups.expt_tp),
+    )
+    return JobFacts(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        stage=groups.pp.rank(),
+        places=places,
+        groups=groups,
+        fingerprint=fingerprint(args),
+        iteration=args.iteration,
+        is_deterministic=cpu_device.is_active() or bool(args.deterministic_mode),
+    )
+
+
+def _place(group: Any) -> GroupPlace:
+    return GroupPlace(rank=group.rank(), size=group.size())
+
+
+def iteration_facts(
+    args: argparse.Namespace,
+    iteration: int,
+    *,
+    grad_norm: float | None,
+    num_tokens: torch.Tensor | None,
+    num_samples: int,
+    num_floating_point_operations: float,
+    tokens_per_expert: dict[str, torch.Tensor],
+) -> IterationFacts:
+    """Return the counters of the state that an iteration has just made.
+
+    `train_step` has returned and the loop has not counted it yet.
+
+    Args:
+        args: Megatron's arguments.
+        iteration: the state's now.
+        grad_norm: what train_step returned.
+        num_tokens: of the batch, with --calculate-per-token-loss.
+        num_samples: of the iteration, to be added to the consumed ones.
+        num_floating_point_operations: so far, this iteration included.
+        tokens_per_expert: of this rank.
+    """
+    return IterationFacts(
+        iteration=iteration,
+        grad_norm=None if grad_norm is None else float(grad_norm),
+        num_tokens=None if num_tokens is None else int(num_tokens),
+        consumed_train_samples=args.consumed_train_samples + num_samples,
+        consumed_valid_samples=args.consumed_valid_samples + _evaluation_samples(args, iteration),
+        skipped_train_samples=args.skipped_train_samples,
+        num_floating_point_operations=num_floating_point_operations,
+        num_microbatches=get_num_microbatches(),
+        tokens_per_expert=tokens_per_expert,
+    )
+
+
+def _evaluation_samples(args: argparse.Namespace, iteration: int) -> int:
+    """Return the validation samples that the loop consumes before the next iteration.
+
+    Training goes on behind the evaluation of a recovered iteration, as it does after stock --load.
+    """
+    is_due = args.do_valid and args.eval_interval and iteration % args.eval_interval == 0
+    first = args.start_eval_at_iter
+    if not is_due or (first is not None and iteration < first):
+        return 0
+    eval_iters = args.eval_iters if isinstance(args.eval_iters, int) else sum(args.eval_iters)
+    batch_size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+    return int(eval_iters * batch_size)
+
+
+def resume(args: argparse.Namespace, record: IterationRecord) -> None:
+    """Set the counters of the training loop, before the data iterators are built from them."""
+    args.iteration = record.iteration
+    args.consumed_train_samples = record.consumed_train_samples
+    args.consumed_valid_samples = record.consumed_valid_samples
+    args.skipped_train_samples = record.skipped_train_samples
+    args.num_floating_point_operations_so_far = record.num_floating_point_operations
+    update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)

@@ -1,0 +1,1 @@
+"""Moves bytes while training runs: snapshot, replicate, persist."""

@@ -1,0 +1,64 @@
+"""What all ranks must know together, decided by one small all-reduce per iteration.
+
+Started before the optimizer step and read at the end of train_step: the step's own collectives have brought
+the ranks together in between, so that nobody waits for long. The group is gloo on the CPU and of this purpose
+only.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Agreement:
+    """Element-wise minimum over all ranks. Owned by the training thread."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = None
+        self._values: torch.Tensor | None = None
+        self._work: Any = None
+
+    def start(self) -> None:
+        """Make the group. Called by all ranks."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def begin(self, values: Sequence[int]) -> None:
+        """Put in this rank's values. Called once per iteration by all ranks, with equally many values."""
+        assert self._values is None
+        self._values = torch.tensor(values, dtype=torch.int64)
+        if self._group is not None:
+            self._work = dist.all_reduce(
+                self._values, op=dist.ReduceOp.MIN, group=self._group, async_op=True
+            )
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether `begin` was called and `result` was not."""
+        return self._values is not None
+
+    def result(self) -> list[int]:
+        """Return the least values over all ranks; raises RuntimeError if a rank does not answer."""
+        assert self._values is not None
+        if self._work is not None:
+            self._work.wait()
+        values = [int(value) for value in self._values]
+        self._values = self._work = None
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks. Setup and recovery only; called by all ranks."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks; raises RuntimeError if one does not come in time."""
+        if self._group is not None:
+            dist.monitored_barrier(group=self._group, timeout=self._timeout)

@@ -1,0 +1,117 @@
+"""How the unit versions of a snapshot lie in a data file, which is a valid safetensors file.
+
+The header has a fixed size, padded with blanks; alignment gaps are declared as tensors ``__unused__/n``,
+because safetensors refuses holes. Sizes and offsets only: no torch, no I/O.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from moe_ft.formats import TensorEntry
+from moe_ft.units import Level, UnitId
+
+UNIT_ALIGNMENT_BYTES = 64
+_HEADER_ALIGNMENT_BYTES = 4096
+_LENGTH_BYTES = 8
+DTYPE_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitPlace:
+    """Where one unit version lies: bytes from the start of the file; offsets of tensors from its own."""
+
+    unit: UnitId
+    level: Level
+    offset: int
+    num_bytes: int
+    tensors: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileLayout:
+    """The places of all units of a snapshot, and the file's header."""
+
+    units: tuple[UnitPlace, ...]
+    header: bytes
+    num_bytes: int
+
+
+def tensor_bytes(tensor: TensorEntry) -> int:
+    """Return the size of one tensor in bytes."""
+    return (tensor.end - tensor.start) * DTYPE_BYTES[tensor.dtype]
+
+
+def lay_out(units: Iterable[tuple[UnitId, Level, Sequence[TensorEntry]]]) -> FileLayout:
+    """Place units one behind the other.
+
+    Args:
+        units: units, their level and their tensors, whose offsets are ignored; units without
+            tensors (other ranks hold them) are left out.
+    """
+    header: dict[str, dict[str, object]] = {}
+    placed: list[tuple[UnitId, Level, int, int, tuple[TensorEntry, ...]]] = []
+    end = 0
+    for unit, level, tensors in units:
+        if not tensors:
+            continue
+        end = start = _align(end, header)
+        inside = []
+        for tensor in tensors:
+            end = _align(end, header)
+            num_bytes = tensor_bytes(tensor)
+            inside.append(msgspec.structs.replace(tensor, offset=end - start))
+            header[
+                f"{unit}/{level}/{tensor.parameter}[{tensor.start}:{tensor.end}]/{tensor.key}"
+            ] = {
+                "dtype": tensor.dtype,
+                "shape": [tensor.end - tensor.start],
+                "data_offsets": [end, end + num_bytes],
+            }
+            end += num_bytes
+        placed.append((unit, level, start, end - start, tuple(inside)))
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    data_start = -(-(len(encoded) + _LENGTH_BYTES) // _HEADER_ALIGNMENT_BYTES)
+    data_start *= _HEADER_ALIGNMENT_BYTES
+    padded = encoded.ljust(data_start - _LENGTH_BYTES)
+    return FileLayout(
+        units=tuple(
+            UnitPlace(
+                unit=unit,
+                level=level,
+                offset=data_start + start,
+                num_bytes=num_bytes,
+                tensors=tensors,
+            )
+            for unit, level, start, num_bytes, tensors in placed
+        ),
+        header=len(padded).to_bytes(_LENGTH_BYTES, "little") + padded,
+        num_bytes=data_start + end,
+    )
+
+
+def _align(end: int, header: dict[str, dict[str, object]]) -> int:
+    """Return the next aligned offset, declaring the gap before it."""
+    aligned = -(-end // UNIT_ALIGNMENT_BYTES) * UNIT_ALIGNMENT_BYTES
+    if aligned > end:
+        header[f"__unused__/{end}"] = {
+            "dtype": "U8",
+            "shape": [aligned - end],
+            "data_offsets": [end, aligned],
+        }
+    return aligned

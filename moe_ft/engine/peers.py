@@ -1,0 +1,310 @@
+"""Host memory of other nodes: sending replicas to peers, keeping theirs, and serving a node's memory.
+
+Plain TCP connections between pairs of ranks: a pair that fails stops alone, where one rank's timeout would
+end a whole process group. A message is a length, a JSON header and, for some, raw bytes.
+"""
+
+import hmac
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from moe_ft.engine.background import PhaseHook, Reports
+from moe_ft.engine.regions import Region
+from moe_ft.errors import CorruptStateError
+from moe_ft.faults import Phase
+from moe_ft.formats import Index, check_path, checksum, decode, encode
+from moe_ft.topology import RankInfo
+
+PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received
+_CHUNK_BYTES = 8 << 20
+_MAX_HEADER_BYTES = 1 << 20
+_LENGTH = struct.Struct(">I")
+
+
+class Put(msgspec.Struct, frozen=True, tag=True):
+    """Keep a replica: followed by the index and the data.
+
+    Attributes:
+        keep_iteration: the newest complete snapshot, which must not be overwritten.
+    """
+
+    token: str
+    source: int
+    iteration: int
+    keep_iteration: int | None
+    index_bytes: int
+    data_bytes: int
+
+
+class Get(msgspec.Struct, frozen=True, tag=True):
+    """Send a range of a file in the node's memory directory; -1 for all of it."""
+
+    token: str
+    path: str
+    offset: int
+    num_bytes: int
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    """Answers both; an empty error means success. Followed by num_bytes raw bytes."""
+
+    error: str = ""
+    num_bytes: int = 0
+
+
+_REQUEST = msgspec.json.Decoder(Put | Get)
+_REPLY = msgspec.json.Decoder(Reply)
+
+
+def _send(connection: socket.socket, header: Put | Get | Reply) -> None:
+    encoded = msgspec.json.encode(header)
+    connection.sendall(_LENGTH.pack(len(encoded)) + encoded)
+
+
+def _receive_into(connection: socket.socket, target: memoryview) -> None:
+    while target:
+        count = connection.recv_into(target, min(len(target), _CHUNK_BYTES))
+        if count == 0:
+            raise ConnectionError("the other side closed the connection")
+        target = target[count:]
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytearray:
+    content = bytearray(num_bytes)
+    _receive_into(connection, memoryview(content))
+    return content
+
+
+def _receive_header(connection: socket.socket) -> bytearray:
+    (num_bytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+    if num_bytes > _MAX_HEADER_BYTES:
+        raise ConnectionError(f"a header of {num_bytes} bytes is not one of moe_ft")
+    return _receive(connection, num_bytes)
+
+
+class PeerServer:
+    """Keeps replicas for other ranks and serves this node's memory directory.
+
+    Attributes:
+        address: host and port, after `start`.
+    """
+
+    def __init__(self, node_dir: Path, host: str) -> None:
+        self._node_dir, self._host = node_dir, host
+        self._token = ""
+        self._regions: Mapping[int, Sequence[Region]] = {}
+        self._locks: dict[int, threading.Lock] = {}
+        self._listener: socket.socket | None = None
+        self.address: tuple[str, int] | None = None
+
+    def start(self) -> None:
+        """Listen on a free port; raises OSError if that cannot be done."""
+        self._listener = socket.create_server((self._host, 0), backlog=128)
+        self.address = (self._host, self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="moe_ft-peers", daemon=True).start()
+
+    def admit(self, token: str) -> None:
+        """Answer requests that carry this token; before, none are answered."""
+        self._token = token
+
+    def keep(self, regions: Mapping[int, Sequence[Region]]) -> None:
+        """Accept replicas of these ranks into these open regions."""
+        self._locks = {source: threading.Lock() for source in regions}
+        self._regions = regions
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+
+    def _accept(self) -> None:
+        listener = self._listener
+        while listener is not None:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            name = "moe_ft-peer-connection"
+            threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with suppress(OSError, msgspec.MsgspecError), connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                connection.settimeout(None)  # between requests a peer may be silent
+                request = _REQUEST.decode(_receive_header(connection))
+                connection.settimeout(PROGRESS_TIMEOUT_S)
+                if not self._token or not hmac.compare_digest(request.token, self._token):
+                    _send(
+                        connection, Reply(error="the token is wrong: another job or an older start")
+                    )
+                    return
+                if isinstance(request, Put):
+                    _send(connection, Reply(error=self._put(connection, request)))
+                else:
+                    self._get(connection, request)
+
+    def _put(self, connection: socket.socket, request: Put) -> str:
+        """Receive a replica; return what is wrong with it, or nothing."""
+        content = _receive(connection, request.index_bytes)
+        regions = self._regions.get(request.source)
+        if regions is None or regions[0].num_bytes != request.data_bytes:
+            raise ConnectionError("not a replica that is expected here")  # and do not read on
+        with self._locks[request.source]:
+            region = next(each for each in regions if each.iteration != request.keep_iteration)
+            region.invalidate()
+            with memoryview(region.mapping) as target:
+                _receive_into(connection, target)
+                try:
+                    index = decode(bytes(content), Index, f"the index of rank {request.source}")
+                    check_units(index, target, f"rank {request.source}")
+                except CorruptStateError as error:
+                    return str(error)
+            named = msgspec.structs.replace(index, file=region.data_path.name)
+            try:
+                region.commit(encode(named), index.iteration)
+            except OSError as error:
+                return f"{error}"
+        return ""
+
+    def _get(self, connection: socket.socket, request: Get) -> None:
+        try:
+            check_path(request.path, "a request")
+            with (self._node_dir / request.path).open("rb") as file:
+                num_bytes = os.fstat(file.fileno()).st_size - request.offset
+                if request.num_bytes >= 0:
+                    num_bytes = min(num_bytes, request.num_bytes)
+                _send(connection, Reply(num_bytes=max(0, num_bytes)))
+                if num_bytes <= 0:
+                    return
+                with (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
+                    memoryview(mapping) as content,
+                ):
+                    connection.sendall(content[request.offset : request.offset + num_bytes])
+        except OSError as error:
+            _send(connection, Reply(error=str(error)))
+
+
+def check_units(index: Index, content: memoryview, where: str) -> None:
+    """Raise CorruptStateError if a unit's bytes do not have the checksum that the index says."""
+    for name, unit in index.units.items():
+        if checksum(content[unit.offset : unit.offset + unit.num_bytes]) != unit.checksum:
+            raise CorruptStateError(f"{where}: unit {name} does not match its checksum")
+
+
+class PeerConnection:
+    """A connection to one peer. Owned by one thread."""
+
+    def __init__(self, address: tuple[str, int], token: str) -> None:
+        self._address, self._token = address, token
+        self._connection: socket.socket | None = None
+
+    def _connected(self) -> socket.socket:
+        if self._connection is None:
+            self._connection = socket.create_connection(self._address, PROGRESS_TIMEOUT_S)
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self._connection
+
+    def put(
+        self, region: Region, index: Index, keep_iteration: int | None, phase_hook: PhaseHook
+    ) -> None:
+        """Send a replica and wait until it is committed there; raises OSError if that fails."""
+        connection = self._connected()
+        content = encode(index)
+        request = Put(
+            self._token, index.rank, index.iteration, keep_iteration, len(content), index.file_bytes
+        )
+        _send(connection, request)
+        connection.sendall(content)
+        with memoryview(region.mapping) as data:
+            half = index.file_bytes // 2
+            connection.sendall(data[:half])
+            phase_hook(Phase.REPLICATE, index.iteration)
+            connection.sendall(data[half:])
+        reply = _REPLY.decode(_receive_header(connection))
+        if reply.error:
+            raise CorruptStateError(reply.error)
+
+    def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytearray:
+        """Return a range of a file in the peer's node memory; raises OSError if that fails."""
+        connection = self._connected()
+        _send(connection, Get(self._token, path, offset, num_bytes))
+        reply = _REPLY.decode(_receive_header(connection))
+        if reply.error:
+            raise OSError(reply.error)
+        return _receive(connection, reply.num_bytes)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class PeerReplicator:
+    """Sends committed regions to this rank's peers. Owned by the snapshot thread after `start`."""
+
+    def __init__(
+        self, peers: Sequence[RankInfo], token: str, reports: Reports, phase_hook: PhaseHook
+    ) -> None:
+        self._reports, self._phase_hook = reports, phase_hook
+        self._connections = {
+            peer.rank: PeerConnection(peer.address, token) for peer in peers if peer.address
+        }
+
+    def replicate(self, region: Region, index: Index, keep_iteration: int | None) -> None:
+        """Send a region to all peers; a pair that fails is off until the next start."""
+        start = time.perf_counter()
+        reached = []
+        for rank, connection in list(self._connections.items()):
+            try:
+                connection.put(region, index, keep_iteration, self._phase_hook)
+                reached.append(rank)
+            except CorruptStateError as error:  # the pair works: the next replica may be fine
+                self._reports.degraded("replicate", index.iteration, f"rank {rank}: {error}")
+            except Exception as error:  # of the network, or an injected one
+                connection.close()
+                del self._connections[rank]
+                self._reports.degraded(
+                    "replicate",
+                    index.iteration,
+                    f"rank {rank} does not take replicas: {type(error).__name__}: {error}; "
+                    "no more are sent to it until the next start",
+                )
+        if reached:
+            self._reports.add(
+                "replicate",
+                index.iteration,
+                bytes=index.file_bytes,
+                seconds=time.perf_counter() - start,
+                num_units=len(index.units),
+                peers=reached,
+            )
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connection in self._connections.values():
+            connection.close()
+
+
+def own_host(master_addr: str) -> str:
+    """Return the address of the interface by which this host reaches the job's master."""
+    with suppress(OSError):
+        family, _, _, _, target = socket.getaddrinfo(master_addr, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"

@@ -1,0 +1,215 @@
+"""A rank's side of the storage tier: asks the node's writer process, watches it, starts it again if it dies.
+
+What the writer does is engine/persist_worker.py. Everything here is called at the seams by the training
+thread, except the supervision, which has a thread of its own on the lowest rank of each node.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from moe_ft.engine.background import PhaseHook, Reports
+from moe_ft.engine.persist_worker import (
+    HEARTBEAT_NAME,
+    PersistRequest,
+    PersistResult,
+    request_path,
+    result_path,
+)
+from moe_ft.engine.regions import Region, make_private, write_atomically
+from moe_ft.faults import Phase
+
+_HEARTBEAT_STALE_S = 10.0
+_SUPERVISION_S = 0.25
+_MAX_RESTARTS = 5
+_MIN_DEADLINE_S = 120.0
+_SLOWEST_BYTES_PER_S = 20e6
+_END_S = 2.0
+_RESTART_NAME = "restart"
+_LOG_NAME = "writer.log"
+
+
+def persist_deadline_s(num_bytes: int) -> float:
+    """Return how long writing some bytes of one rank may take before it counts as failed."""
+    return _MIN_DEADLINE_S + num_bytes / _SLOWEST_BYTES_PER_S
+
+
+class PersistClient:
+    """Hands regions of one rank to the writer. Owned by the training thread.
+
+    Attributes:
+        region: the one that is being written, None if there is none.
+    """
+
+    def __init__(self, directory: Path, rank: int, reports: Reports, phase_hook: PhaseHook) -> None:
+        self._directory, self._rank = directory, rank
+        self._reports, self._phase_hook = reports, phase_hook
+        self._deadline_s = 0.0
+        self.region: Region | None = None
+        self.last_seconds = 0.0
+
+    def start(self) -> None:
+        """Forget requests and results of an earlier start."""
+        make_private(self._directory)
+        for path in (request_path, result_path):
+            path(self._directory, self._rank).unlink(missing_ok=True)
+
+    def submit(self, region: Region) -> None:
+        """Have a committed region written; it must not change until `poll` returns it."""
+        assert self.region is None and region.iteration is not None
+        self._deadline_s = time.time() + persist_deadline_s(region.num_bytes)
+        request = PersistRequest(
+            rank=self._rank,
+            iteration=region.iteration,
+            index=str(region.index_path),
+            data=str(region.data_path),
+            writes_manifest=self._rank == 0,
+            deadline_s=self._deadline_s,
+        )
+        self.region = region
+        try:
+            write_atomically(
+                request_path(self._directory, self._rank), msgspec.json.encode(request)
+            )
+        except OSError as error:
+            self._reports.degraded("persist", region.iteration, f"cannot ask the writer: {error}")
+            self._deadline_s = 0.0
+            return
+        self._phase_hook(Phase.PERSIST, region.iteration)
+
+    def poll(self) -> Region | None:
+        """Return the region that has been written, or that nobody will write any more."""
+        if self.region is None:
+            return None
+        region, iteration = self.region, self.region.iteration or 0
+        result = self._result()
+        if result is not None and result.iteration == iteration:
+            if result.error:
+                self._reports.degraded("persist", iteration, result.error)
+            else:
+                self.last_seconds = result.seconds
+                self._reports.add(
+                    "persist",
+                    iteration,
+                    bytes=result.num_bytes,
+                    seconds=result.seconds,
+                    num_units=result.num_units,
+                    path=result.path,
+                )
+        elif time.time() > self._deadline_s:
+            if self._deadline_s:
+                self._reports.degraded("persist", iteration, "the writer did not finish in time")
+            with suppress(OSError):
+                request_path(self._directory, self._rank).unlink(missing_ok=True)
+                # It may still read the region, which will change: end it.
+                (self._directory / _RESTART_NAME).touch()
+        else:
+            return None
+        self.region = None
+        return region
+
+    def _result(self) -> PersistResult | None:
+        path = result_path(self._directory, self._rank)
+        try:
+            content = path.read_bytes()
+            path.unlink()
+            return msgspec.json.decode(content, type=PersistResult)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+
+class WriterSupervisor:
+    """Starts the node's writer process and starts it again when it dies or falls silent."""
+
+    def __init__(self, directory: Path, command: list[str], reports: Reports) -> None:
+        self._directory, self._command, self._reports = directory, command, reports
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._should_end = threading.Event()
+
+    def start(self) -> None:
+        """Start the writer, and the thread that watches it."""
+        make_private(self._directory)
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._supervise, args=(started,), name="moe_ft-writer", daemon=True
+        )
+        self._thread.start()
+        started.wait()
+
+    def _supervise(self, started: threading.Event) -> None:
+        # The writer dies with the thread that started it, so this one starts it and stays.
+        reason = ""
+        for num_restarts in range(_MAX_RESTARTS + 1):
+            try:
+                self._launch()
+            except OSError as error:
+                reason = f"cannot start: {error}"
+            else:
+                started.set()
+                reason = self._watch()
+            started.set()
+            if self._should_end.is_set():
+                return
+            last = num_restarts == _MAX_RESTARTS
+            then = "it is not started again" if last else "it is started again"
+            self._reports.degraded("writer", 0, f"the writer process {reason}; {then}")
+
+    def _launch(self) -> None:
+        for name in (HEARTBEAT_NAME, _RESTART_NAME):
+            (self._directory / name).unlink(missing_ok=True)
+        # Not the rank's output: a launcher waits until every holder of its pipe has closed it.
+        with (self._directory / _LOG_NAME).open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
+
+    def _watch(self) -> str:
+        """Return when the writer has ended, and why."""
+        assert self._process is not None
+        heard_s = time.time()
+        while not self._should_end.wait(_SUPERVISION_S):
+            if (code := self._process.poll()) is not None:
+                return f"ended with code {code}"
+            with suppress(OSError):
+                heard_s = max(heard_s, (self._directory / HEARTBEAT_NAME).stat().st_mtime)
+            if (self._directory / _RESTART_NAME).exists():
+                self._kill()
+                return "did not finish in time and was killed"
+            if time.time() - heard_s > _HEARTBEAT_STALE_S:
+                self._kill()
+                return f"gave no sign of life for {_HEARTBEAT_STALE_S:.0f} s and was killed"
+        return "was told to end"
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the writer."""
+        self._should_end.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._process is not None:
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._kill()
+
+
+def writer_command(
+    directory: Path, url: str, keep: int, parent: int, job_id: str, lineage: str, renew_lock: bool
+) -> list[str]:
+    """Return the command line of a writer process."""
+    command = [sys.executable, "-m", "moe_ft.engine.persist_worker"]
+    command += ["--directory", str(directory), "--url", url, "--keep", str(keep)]
+    command += ["--parent", str(parent), "--job-id", job_id, "--lineage", lineage]
+    return [*command, "--renew-lock"] if renew_lock else command

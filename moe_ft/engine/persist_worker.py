@@ -1,0 +1,241 @@
+"""The writer process: copies committed regions of its node's ranks to storage. See engine/persist.py.
+
+Requests and results are small files in a directory on tmpfs, so that either side may die at any moment. Runs
+with low CPU and I/O priority, writes a heartbeat, and ends when the rank that started it does. No torch.
+"""
+
+import argparse
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import filelock
+import msgspec
+import psutil
+
+from moe_ft.engine.peers import check_units
+from moe_ft.engine.regions import write_atomically
+from moe_ft.engine.storage import Storage, file_tag, rank_path
+from moe_ft.errors import CorruptStateError
+from moe_ft.formats import Index, decode, encode
+
+HEARTBEAT_NAME = "heartbeat"
+_POLL_S = 0.02
+_STORAGE_POLL_S = 0.1
+_HEARTBEAT_S = 0.5
+_LOCK_RENEWAL_S = 10.0
+_MAX_THREADS = 4
+_PR_SET_PDEATHSIG = 1
+
+
+class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Write one rank's region to storage.
+
+    Attributes:
+        index, data: absolute paths of the region's files.
+        writes_manifest: also wait for the other ranks' indexes and write the manifest (rank 0).
+        deadline_s: seconds since 1970 after which nobody waits any more.
+    """
+
+    rank: int
+    iteration: int
+    index: str
+    data: str
+    writes_manifest: bool
+    deadline_s: float
+
+
+class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a request ended; an empty error means that it succeeded."""
+
+    rank: int
+    iteration: int
+    error: str
+    num_bytes: int
+    num_units: int
+    seconds: float
+    path: str
+
+
+def request_path(directory: Path, rank: int) -> Path:
+    """Return where a rank's request lies until it is done."""
+    return directory / f"request_{rank:05d}.json"
+
+
+def result_path(directory: Path, rank: int) -> Path:
+    """Return where a rank's result lies until it is read."""
+    return directory / f"result_{rank:05d}.json"
+
+
+class PersistWorker:
+    """Serves the requests in a directory. Runs in a process of its own."""
+
+    def __init__(self, directory: Path, storage: Storage, keep: int) -> None:
+        self._directory, self._storage, self._keep = directory, storage, keep
+        self._running: dict[Path, tuple[bytes, Future[None]]] = {}
+
+    def run(self, should_end: threading.Event) -> None:
+        """Serve until told to end."""
+        with ThreadPoolExecutor(_MAX_THREADS) as pool:
+            while not should_end.wait(_POLL_S):
+                for path in sorted(self._directory.glob("request_*.json")):
+                    self._start(path, pool)
+
+    def _start(self, path: Path, pool: ThreadPoolExecutor) -> None:
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return
+        before = self._running.get(path)
+        if before is not None and (before[0] == content or not before[1].done()):
+            return
+        self._running[path] = (content, pool.submit(self._serve, path, content))
+
+    def _serve(self, path: Path, content: bytes) -> None:
+        try:
+            request = msgspec.json.decode(content, type=PersistRequest)
+        except msgspec.MsgspecError:
+            return
+        start = time.perf_counter()
+        index, error = None, ""
+        try:
+            index = self.persist(request)
+        except Exception as failure:  # any file system may raise anything; the rank says it
+            error = f"{type(failure).__name__}: {failure}"
+        result = PersistResult(
+            rank=request.rank,
+            iteration=request.iteration,
+            error=error,
+            num_bytes=index.file_bytes if index else 0,
+            num_units=len(index.units) if index else 0,
+            seconds=time.perf_counter() - start,
+            path=self._storage.url,
+        )
+        with suppress(OSError):  # the memory directory is gone: so is whoever asked
+            write_atomically(
+                result_path(self._directory, request.rank), msgspec.json.encode(result)
+            )
+            if path.read_bytes() == content:
+                path.unlink()
+
+    def persist(self, request: PersistRequest) -> Index:
+        """Copy a region to storage, data first, then the index; rank 0 then writes the manifest.
+
+        Raises:
+            CorruptStateError: if the region does not match its index, or another one is in its place.
+            OSError: if storage fails, or the other ranks do not get there before the deadline.
+        """
+        index = decode(Path(request.index).read_bytes(), Index, request.index)
+        if (index.rank, index.iteration) != (request.rank, request.iteration):
+            raise CorruptStateError(f"{request.index} holds iteration {index.iteration}")
+        tag = file_tag(index.identity)
+        data_path = rank_path(index.iteration, index.rank, tag, "safetensors")
+        with (
+            Path(request.data).open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
+            memoryview(mapping) as content,
+        ):
+            check_units(index, content, request.data)
+            self._storage.write(data_path, content[: index.file_bytes])
+        named = msgspec.structs.replace(index, file=data_path.rpartition("/")[2])
+        index_path = rank_path(index.iteration, index.rank, tag, "json")
+        self._storage.write_atomically(index_path, encode(named))
+        if request.writes_manifest:
+            self._complete(index, tag, request.deadline_s)
+        return index
+
+    def _complete(self, index: Index, tag: str, deadline_s: float) -> None:
+        """Wait until every rank's index is there, write the manifest, delete what is too old."""
+        world_size = index.identity.world_size
+        waiting = set(range(world_size))
+        while True:
+            waiting = {
+                rank
+                for rank in waiting
+                if not self._storage.exists(rank_path(index.iteration, rank, tag, "json"))
+            }
+            if not waiting:
+                break
+            if time.time() > deadline_s:
+                raise TimeoutError(
+                    f"ranks {sorted(waiting)[:8]} did not write their part of iteration "
+                    f"{index.iteration} in time"
+                )
+            time.sleep(_STORAGE_POLL_S)
+        manifest = self._storage.write_manifest(index.iteration, tag, world_size)
+        self._storage.retain(manifest, self._keep)
+
+
+def _die_with_parent(parent: int) -> None:
+    """End when the rank that started this process does, also if this process is stopped then."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+    def watch() -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        os._exit(0)  # the pipe's other end is closed
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _lower_priority() -> None:
+    os.nice(19)
+    with suppress(psutil.Error, OSError):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+
+
+def _beat(directory: Path) -> None:
+    path = directory / HEARTBEAT_NAME
+    while True:
+        try:
+            path.touch()
+        except OSError:
+            os._exit(0)  # the node's memory directory is gone
+        time.sleep(_HEARTBEAT_S)
+
+
+def _renew_lock(storage: Storage, job_id: str, lineage: str) -> None:
+    while True:
+        with suppress(Exception):  # storage may be away for a while; the lock goes stale slowly
+            storage.write_lock(job_id, lineage, socket.gethostname())
+        time.sleep(_LOCK_RENEWAL_S)
+
+
+def main() -> None:
+    """Serve a node's ranks until the parent ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--keep", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--job-id", required=True)
+    parser.add_argument("--lineage", required=True)
+    parser.add_argument("--renew-lock", action="store_true")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers signal everyone; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent(options.parent)
+    _lower_priority()
+    storage = Storage(options.url)
+    # One writer per node: an older start's may have a moment left.
+    with filelock.FileLock(options.directory / "writer.lock", mode=0o600):
+        threads: list[tuple[object, tuple[object, ...]]] = [(_beat, (options.directory,))]
+        if options.renew_lock:
+            threads.append((_renew_lock, (storage, options.job_id, options.lineage)))
+        for target, arguments in threads:
+            threading.Thread(target=target, args=arguments, daemon=True).start()  # type: ignore[arg-type]
+        PersistWorker(options.directory, storage, options.keep).run(threading.Event())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Measures what checkpoints cost, for --moe-ft-interval auto; choosing is planning/interval.py."""
+
+from collections import deque
+from statistics import median
+
+from moe_ft.planning.interval import CheckpointCost, choose_interval
+
+NUM_WARM_UP_ITERATIONS = 2
+NUM_QUIET_ITERATIONS = 3
+_WINDOW = 20
+_MICROSECONDS = 1e6
+
+
+class IntervalTuner:
+    """Chooses the interval from profiled iterations and adapts it. Owned by the training thread.
+
+    The first iterations run without a checkpoint, the next one with. What is measured is put into the
+    agreement, so that all ranks choose from the slowest rank's numbers.
+
+    Attributes:
+        interval: iterations between checkpoints; 0 while the first iterations are profiled.
+    """
+
+    num_values = 3
+
+    def __init__(self, overhead_limit: float) -> None:
+        self._overhead_limit = overhead_limit
+        self._num_iterations = 0
+        self._quiet: deque[float] = deque(maxlen=_WINDOW)
+        self._extra: deque[float] = deque(maxlen=_WINDOW)
+        self._complete: deque[float] = deque(maxlen=_WINDOW)
+        self._extra_now = 0.0
+        self.interval = 0
+
+    def end_iteration(self, iteration_s: float, *, is_busy: bool) -> None:
+        """Note how long an iteration took, and whether a checkpoint was under way in it."""
+        self._num_iterations += 1
+        if self._num_iterations <= NUM_WARM_UP_ITERATIONS:
+            return
+        if not is_busy or not self._quiet:
+            self._quiet.append(iteration_s)
+        else:
+            self._extra_now += max(0.0, iteration_s - median(self._quiet))
+
+    def end_checkpoint(self, completion_s: float) -> None:
+        """Note that a checkpoint is complete, and how long after its begin."""
+        self._extra.append(self._extra_now)
+        self._complete.append(completion_s)
+        self._extra_now = 0.0
+
+    def values(self) -> tuple[int, int, int]:
+        """Return what goes into the agreement, which takes the least: negated microseconds."""
+        numbers = (
+            median(self._quiet) if self._quiet else 0.0,
+            median(self._extra) if self._extra else 0.0,
+            median(self._complete) if self._complete else 0.0,
+        )
+        return tuple(-round(number * _MICROSECONDS) for number in numbers)  # type: ignore[return-value]
+
+    def agree(self, values: list[int]) -> CheckpointCost | None:
+        """Choose the interval from the agreed values; return the cost if that changed it.
+
+        Until there is a measurement, the first checkpoint is due after the quiet iterations.
+        """
+        iteration_s, overhead_s, completion_s = (-value / _MICROSECONDS for value in values)
+        if completion_s == 0.0:
+            if len(self._quiet) >= NUM_QUIET_ITERATIONS:
+                self.interval = 1
+            return None
+        cost = CheckpointCost(
+            iteration_s=iteration_s, overhead_s=overhead_s, completion_s=completion_s
+        )
+        before, self.interval = self.interval, choose_interval(cost, self._overhead_limit)
+        return cost if self.interval != before else None

@@ -1,0 +1,194 @@
+"""Regions: reusable stretches of host memory that outlive the process, as files on tmpfs.
+
+A region is a data file of fixed size, mapped once, and an index beside it. Without an index it holds
+nothing. Which bytes go in is engine/snapshot.py; what an index says is formats.py.
+"""
+
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from enum import Enum, auto
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from moe_ft.errors import SnapshotError
+
+PRIVATE_MODE = 0o700
+_PAGE_BYTES = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
+INDEX_NAME = re.compile(r"region_\d+\.json")
+
+
+class Role(Enum):
+    """What a region is used for now (MoC-System's triple buffer, section 5.2)."""
+
+    FREE = auto()
+    SNAPSHOT = auto()  # being filled, or waiting until every rank has filled its own
+    RECOVERY = auto()  # the newest complete snapshot: what a recovery would read
+    PERSIST = auto()  # being written to storage; may also be the newest complete snapshot
+
+
+_NEXT = {
+    Role.FREE: {Role.SNAPSHOT, Role.RECOVERY},
+    Role.SNAPSHOT: {Role.RECOVERY, Role.FREE},
+    Role.RECOVERY: {Role.PERSIST, Role.FREE},
+    Role.PERSIST: {Role.RECOVERY, Role.FREE},
+}
+
+
+def job_directory(memory_dir: str, job_id: str) -> Path:
+    """Return the directory of a job under --moe-ft-memory-dir."""
+    return Path(memory_dir) / job_id
+
+
+def node_directory(memory_dir: str, job_id: str, node: str) -> Path:
+    """Return the memory directory of one node of a job."""
+    return job_directory(memory_dir, job_id) / node
+
+
+def own_directory(node_dir: Path, rank: int) -> Path:
+    """Return where a rank keeps its own regions."""
+    return node_dir / f"rank_{rank:05d}"
+
+
+def replica_directory(node_dir: Path, source: int, holder: int) -> Path:
+    """Return where the rank ``holder`` keeps replicas of the rank ``source``."""
+    return node_dir / f"replica_{source:05d}_at_{holder:05d}"
+
+
+def make_private(directory: Path) -> None:
+    """Create a directory that only its user may enter."""
+    directory.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
+    directory.chmod(PRIVATE_MODE)
+
+
+class Region:
+    """One region. Owned by the training thread; its bytes belong to the copy thread in SNAPSHOT.
+
+    Attributes:
+        number: of the region in its directory.
+        role: see `Role`.
+        iteration: of the committed snapshot that it holds, None if there is none.
+    """
+
+    def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
+        self.directory, self.number, self.num_bytes = directory, number, num_bytes
+        self.role = Role.FREE
+        self.iteration: int | None = None
+        self._mapping: mmap.mmap | None = None
+
+    @property
+    def data_path(self) -> Path:
+        """The data file."""
+        return self.directory / f"region_{self.number}.safetensors"
+
+    @property
+    def index_path(self) -> Path:
+        """The index, which is there only while the region holds a committed snapshot."""
+        return self.directory / f"region_{self.number}.json"
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """The mapped bytes."""
+        if self._mapping is None:
+            raise SnapshotError(f"region {self.data_path} is not open")
+        return self._mapping
+
+    def open(self) -> None:
+        """Map the file and touch all of it, creating it first if it is not there in this size.
+
+        Raises:
+            OSError: if the file system has no room; writing to a mapping later would kill the process.
+        """
+        make_private(self.directory)
+        if self.data_path.exists() and self.data_path.stat().st_size != self.num_bytes:
+            self.invalidate()
+            self.data_path.unlink()
+        descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, self.num_bytes)  # ENOSPC now, not SIGBUS later
+            self._mapping = mmap.mmap(descriptor, self.num_bytes)
+        finally:
+            os.close(descriptor)
+        _touch(self._mapping)
+
+    def invalidate(self) -> None:
+        """Remove the index: from now on the region holds nothing."""
+        self.iteration = None
+        self.index_path.unlink(missing_ok=True)
+
+    def commit(self, content: bytes, iteration: int) -> None:
+        """Make the region a snapshot by one rename of its index.
+
+        Raises:
+            OSError: if the directory has vanished or is full.
+        """
+        write_atomically(self.index_path, content)
+        self.iteration = iteration
+
+    def advance(self, to: Role) -> None:
+        """Take the next role; any other move is a mistake of the caller and raises SnapshotError."""
+        if to not in _NEXT[self.role]:
+            raise SnapshotError(
+                f"region {self.number} (iteration {self.iteration}) cannot go from "
+                f"{self.role.name} to {to.name}"
+            )
+        self.role = to
+
+    def close(self) -> None:
+        """Unmap; the file stays. A buffer that still shows the memory keeps it mapped."""
+        if self._mapping is not None:
+            with suppress(BufferError):
+                self._mapping.close()
+            self._mapping = None
+
+
+def _touch(mapping: mmap.mmap) -> None:
+    """Have every page mapped now: a first touch costs six times a copy."""
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError:  # Linux before 5.14
+        pages = np.frombuffer(mapping, dtype=np.uint8)[::_PAGE_BYTES]
+        pages |= 0
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a small file so that a reader sees all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        finally:
+            os.close(descriptor)
+        temporary.rename(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def index_paths(node_dir: Path) -> Iterator[Path]:
+    """Yield the indexes of all regions and replicas in a node's memory directory, sorted."""
+    if not node_dir.is_dir():
+        return
+    for directory in sorted(node_dir.iterdir()):
+        if directory.is_dir() and not directory.is_symlink():
+            found = (path for path in directory.iterdir() if INDEX_NAME.fullmatch(path.name))
+            yield from sorted(found)
+
+
+def file_system_type(path: Path) -> str:
+    """Return the type of the file system that a path is on, such as tmpfs; empty if unknown."""
+    path = path.resolve()
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    for parent in (path, *path.parents):
+        if parent in mounts:
+            return mounts[parent]
+    return ""

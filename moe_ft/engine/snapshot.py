@@ -1,0 +1,238 @@
+"""Copies a rank's slices into a region while forward and backward run, then commits it.
+
+One thread, one snapshot at a time. The device copy must be done before the next optimizer step, which waits
+for it (the fence, engine/engine.py); checksums, commit and replication may take longer. On a GPU the copy
+goes through a stream of its own into pinned memory.
+"""
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from moe_ft.engine.background import PhaseHook, Reports
+from moe_ft.engine.layout import FileLayout
+from moe_ft.engine.regions import Region
+from moe_ft.errors import SnapshotError
+from moe_ft.faults import Phase
+from moe_ft.formats import (
+    FORMAT,
+    Identity,
+    Index,
+    ParameterEntry,
+    TensorEntry,
+    UnitEntry,
+    checksum,
+    encode,
+)
+from moe_ft.state import record as records
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.slices import DTYPES, live_tensor
+
+
+class SnapshotState(IntEnum):
+    """How far the last snapshot is, ordered so that the least over all ranks is that of the job."""
+
+    FAILED = 0
+    RUNNING = 1
+    COMPLETE = 2  # committed and at its peers
+    NONE = 3
+
+
+class Replicator(Protocol):
+    """Sends committed regions to peers."""
+
+    def replicate(self, region: Region, index: Index, keep_iteration: int | None) -> None:
+        """Send a region; failures are reported, not raised."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class SnapshotJob:
+    """One snapshot to take.
+
+    Attributes:
+        keep_iteration: the newest complete snapshot, which peers must not overwrite yet.
+        ready: on a GPU, the event after which the state may be read.
+    """
+
+    region: Region
+    layout: FileLayout
+    iteration: int
+    record: records.CapturedRecord
+    keep_iteration: int | None
+    ready: Any = None
+    copied: threading.Event = field(default_factory=threading.Event)
+    is_abandoned: bool = False
+    state: SnapshotState = SnapshotState.RUNNING
+    copy_s: float = 0.0
+    complete_s: float = 0.0
+
+
+class SnapshotWriter:
+    """The copy thread. `submit` and the job's state belong to the training thread."""
+
+    def __init__(
+        self,
+        parameters: Sequence[LocalParameter],
+        identity: Identity,
+        rank: int,
+        node: str,
+        reports: Reports,
+        replicator: Replicator | None,
+        phase_hook: PhaseHook,
+    ) -> None:
+        self._parameters = {each.name: each for each in parameters}
+        self._entries: dict[str, ParameterEntry] = {each.name: each.entry for each in parameters}
+        self._identity, self._rank, self._node = identity, rank, node
+        self._reports, self._replicator, self._phase_hook = reports, replicator, phase_hook
+        self._jobs: queue.SimpleQueue[SnapshotJob | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream: Any = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        if any(each.parameter.is_cuda for each in self._parameters.values()):
+            self._stream = torch.cuda.Stream()
+        self._thread = threading.Thread(target=self._run, name="moe_ft-snapshot", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: SnapshotJob) -> None:
+        """Begin a snapshot; until `job.copied` is set, nobody may change weights and moments."""
+        if self._stream is not None:
+            job.ready = torch.cuda.Event()
+            job.ready.record()
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread after what is under way, or leave it after some seconds."""
+        self._jobs.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._take(job)
+            except Exception as error:  # whatever it is, training goes on and says so
+                self._reports.degraded(
+                    "snapshot", job.iteration, f"{type(error).__name__}: {error}"
+                )
+                job.state = SnapshotState.FAILED
+            finally:
+                job.copied.set()
+
+    def _take(self, job: SnapshotJob) -> None:
+        start = time.perf_counter()
+        job.region.invalidate()
+        absent = self._copy(job)
+        job.copied.set()
+        job.copy_s = time.perf_counter() - start
+        index = self._index(job, absent)
+        if job.is_abandoned:
+            raise SnapshotError("the copy took longer than the fence waits")
+        job.region.commit(encode(index), job.iteration)
+        committed_s = time.perf_counter() - start
+        self._reports.add(
+            "snapshot",
+            job.iteration,
+            bytes=job.layout.num_bytes,
+            seconds=committed_s,
+            copy_s=job.copy_s,
+            num_units=len(job.layout.units),
+            level=dict(Counter(place.level.value for place in job.layout.units)),
+        )
+        if self._replicator is not None:
+            self._replicator.replicate(job.region, index, job.keep_iteration)
+        job.complete_s = time.perf_counter() - start
+        job.state = SnapshotState.COMPLETE
+
+    def _copy(self, job: SnapshotJob) -> set[tuple[str, str]]:
+        """Copy all tensors; return (parameter, key) of those that do not exist yet."""
+        mapping = job.region.mapping
+        mapping[: len(job.layout.header)] = job.layout.header
+        absent: set[tuple[str, str]] = set()
+        half = len(job.layout.units) // 2
+        stream = self._stream
+        with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
+            if stream:
+                stream.wait_event(job.ready)
+            for count, place in enumerate(job.layout.units):
+                if count == half:
+                    self._phase_hook(Phase.SNAPSHOT, job.iteration)
+                for tensor in place.tensors:
+                    source = live_tensor(self._parameters[tensor.parameter], tensor.key)
+                    if source is None:
+                        absent.add((tensor.parameter, tensor.key))
+                        continue
+                    target = torch.frombuffer(
+                        mapping,
+                        dtype=DTYPES[tensor.dtype],
+                        count=tensor.end - tensor.start,
+                        offset=place.offset + tensor.offset,
+                    )
+                    if source.dtype != target.dtype:
+                        raise SnapshotError(
+                            f"{tensor.parameter}/{tensor.key} is {source.dtype}, expected {target.dtype}"
+                        )
+                    target.copy_(source, non_blocking=stream is not None)
+            if stream:
+                stream.synchronize()
+        return absent
+
+    def _index(self, job: SnapshotJob, absent: set[tuple[str, str]]) -> Index:
+        with memoryview(job.region.mapping) as content:
+            units = {
+                str(place.unit): UnitEntry(
+                    offset=place.offset,
+                    num_bytes=place.num_bytes,
+                    iteration=job.iteration,
+                    level=place.level.value,
+                    checksum=checksum(content[place.offset : place.offset + place.num_bytes]),
+                    tensors=_mark_absent(place.tensors, absent),
+                )
+                for place in job.layout.units
+            }
+        return Index(
+            format=FORMAT,
+            identity=self._identity,
+            rank=self._rank,
+            node=self._node,
+            iteration=job.iteration,
+            file=job.region.data_path.name,
+            file_bytes=job.layout.num_bytes,
+            units=units,
+            parameters=self._entries,
+            records=(records.encode(job.record),),
+        )
+
+
+def _mark_absent(
+    tensors: tuple[TensorEntry, ...], absent: set[tuple[str, str]]
+) -> tuple[TensorEntry, ...]:
+    if not absent:
+        return tensors
+    return tuple(
+        msgspec.structs.replace(tensor, is_absent=(tensor.parameter, tensor.key) in absent)
+        for tensor in tensors
+    )
+
+
+def pin(region: Region) -> None:
+    """Let the GPU copy into a region's memory directly.
+
+    Raises:
+        SnapshotError: if the driver refuses, for example because too much memory is locked.
+    """
+    view = torch.frombuffer(region.mapping, dtype=torch.uint8)
+    error = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)
+    if int(error) != 0:
+        raise SnapshotError(f"cudaHostRegister of {view.numel()} bytes failed with {error}")

@@ -1,0 +1,303 @@
+"""The files that moe_ft writes, as typed schemas: index, manifest, and their encoding with a checksum.
+
+A data file is a valid safetensors file; beside it lies its index. Everything here is JSON; reading
+validates types, names and paths, and a checksum over the body finds every flipped byte. No pickle.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
+
+import msgspec
+import xxhash
+
+from moe_ft.errors import CorruptStateError
+
+FORMAT = "moe_ft/1"
+MANIFEST_NAME = "manifest.json"
+
+_Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Level = Annotated[str, msgspec.Meta(pattern="^(full|compute)$")]
+_DType = Annotated[str, msgspec.Meta(pattern="^[A-Z][A-Z0-9_]{1,15}$")]
+# JSON has no number for these; a clipped gradient norm may be one of them.
+_Float = float | Literal["inf", "-inf", "nan"]
+_ENVELOPE = re.compile(rb'\{"xxh3_64":"([0-9a-f]{16})","body":')
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One tensor of a unit version: a flat range of one parameter's weight, master or moment.
+
+    Attributes:
+        parameter: global name of the parameter.
+        key: "param" (fp32 master), "weight" (what forward uses) or the optimizer's own name.
+        start, end: flat range in the parameter as this rank holds it, in elements.
+        dtype: safetensors' name of the type.
+        offset: in bytes, from the start of the unit.
+        is_absent: the tensor did not exist yet; its bytes mean nothing.
+    """
+
+    parameter: str
+    key: str
+    start: _Count
+    end: _Count
+    dtype: _DType
+    offset: _Count
+    is_absent: bool = False
+
+
+class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One unit version in a data file.
+
+    Attributes:
+        offset: in bytes, from the start of the file.
+        checksum: XXH3-64 of its num_bytes bytes.
+    """
+
+    offset: _Count
+    num_bytes: _Count
+    iteration: _Count
+    level: _Level
+    checksum: _Checksum
+    tensors: tuple[TensorEntry, ...]
+
+
+class ParameterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What other layouts must know of a parameter.
+
+    Attributes:
+        shape: as this rank holds it.
+        tp_dim: dimension cut by tensor parallelism, -1 if none.
+        tp_size, tp_rank: into how many pieces, and which one this is.
+        num_halves: 2 where two matrices are stacked (SwiGLU's gate and up), each cut on its own.
+    """
+
+    shape: tuple[_Count, ...]
+    tp_dim: int = -1
+    tp_size: int = 1
+    tp_rank: int = 0
+    num_halves: int = 1
+
+
+class PackedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A small tensor inside of a record: base64 in JSON."""
+
+    dtype: str
+    shape: tuple[_Count, ...]
+    data: bytes
+
+
+class OptimizerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Scalars of one inner optimizer.
+
+    Attributes:
+        groups: per parameter group its scalars (lr, wd, step where it lives in the group, ...).
+        steps: per parameter its step, for optimizers that keep one (torch's Adam); one number under
+            the name "*" where all are equal.
+        scaler: loss scale and counters, None without one.
+        found_inf: whether the gradients held an infinity, None where nobody looked.
+        scales: per parameter and key the scale of a low-precision state tensor (Transformer Engine).
+    """
+
+    groups: tuple[dict[str, Any], ...]
+    steps: dict[str, float]
+    scaler: dict[str, Any] | None = None
+    found_inf: bool | None = None
+    scales: dict[str, PackedTensor] = {}
+
+
+class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What else the state at the end of one iteration consists of, and what a replay needs of it.
+
+    Attributes:
+        iteration: the state's, one more than that of the iteration that made it.
+        grad_norm, grad_norms_by_group: what clipping used; None after a skipped step.
+        num_tokens: with --calculate-per-token-loss, over the whole batch.
+        consumed_valid_samples: after the evaluation that follows the iteration, if one does.
+        rng: states of python, numpy, torch, the device and Megatron's tracker.
+        buffers: all buffers of the model chunks by name.
+        extra_state: of modules that have one (Transformer Engine) by name.
+        tokens_per_expert: ``[expert]`` by MoE layer name, counted on this rank.
+    """
+
+    iteration: _Count
+    grad_norm: _Float | None
+    grad_norms_by_group: dict[str, _Float]
+    num_tokens: int | None
+    optimizers: tuple[OptimizerRecord, ...]
+    scheduler: dict[str, Any]
+    consumed_train_samples: _Count
+    consumed_valid_samples: _Count
+    skipped_train_samples: _Count
+    num_floating_point_operations: float
+    num_microbatches: _Count
+    rng: dict[str, Any]
+    buffers: dict[str, PackedTensor]
+    extra_state: dict[str, PackedTensor]
+    tokens_per_expert: dict[str, tuple[int, ...]]
+
+
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which run wrote something.
+
+    Attributes:
+        job_id: --moe-ft-job-id.
+        lineage: the fresh start that the run goes back to.
+        history: (incarnation, iteration it went on from) of all incarnations up to the writer's.
+        fingerprint: the settings that state depends on, by flag.
+        world_size: number of ranks.
+        strategy: --moe-ft-strategy.
+    """
+
+    job_id: str
+    lineage: str
+    history: tuple[tuple[int, int], ...]
+    fingerprint: dict[str, Any]
+    world_size: Annotated[int, msgspec.Meta(ge=1)]
+    strategy: str
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Describes one data file: a region, a replica or a persisted file.
+
+    Attributes:
+        rank: global rank whose state it is.
+        iteration: of the snapshot.
+        file: name of the data file, in the directory of the index.
+        file_bytes: its size.
+        units: unit versions by unit name.
+        parameters: by global name.
+        records: the last one is that of `iteration`.
+    """
+
+    format: str
+    identity: Identity
+    rank: _Count
+    node: str
+    iteration: _Count
+    file: str
+    file_bytes: _Count
+    units: dict[str, UnitEntry]
+    parameters: dict[str, ParameterEntry]
+    records: tuple[IterationRecord, ...]
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's files of a checkpoint on storage; paths are relative to the persist directory."""
+
+    rank: _Count
+    index: str
+    index_checksum: _Checksum
+    data: str
+    num_bytes: _Count
+
+
+class UnitSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a checkpoint finds one unit: positions in the manifest's list of files."""
+
+    iteration: _Count
+    level: _Level
+    files: tuple[_Count, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Makes the files of an iteration a checkpoint; written last."""
+
+    format: str
+    identity: Identity
+    iteration: _Count
+    created_s: float
+    files: tuple[FileEntry, ...]
+    units: dict[str, UnitSource]
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the XXH3-64 checksum of some bytes, in hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def encode(body: Index | Manifest) -> bytes:
+    """Return the file's content: a JSON object that holds the body and the checksum of its bytes."""
+    encoded = msgspec.json.encode(body)
+    return b'{"xxh3_64":"%s","body":%s}\n' % (checksum(encoded).encode(), encoded)
+
+
+def decode[Body: (Index, Manifest)](content: bytes, kind: type[Body], where: str) -> Body:
+    """Return what `encode` wrote, after checking it.
+
+    Args:
+        content: of the file.
+        kind: Index or Manifest.
+        where: its path, for messages.
+
+    Raises:
+        CorruptStateError: if the checksum, the schema, the format or a path in it is wrong.
+    """
+    match = _ENVELOPE.match(content)
+    if match is None or not content.endswith(b"}\n"):
+        raise CorruptStateError(f"{where} is not a complete file of moe_ft")
+    body = memoryview(content)[match.end() : -2]
+    if checksum(body) != match[1].decode():
+        raise CorruptStateError(f"{where} is corrupt: its checksum does not match its content")
+    try:
+        decoded = msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise CorruptStateError(
+            f"{where} does not have the form of {kind.__name__}: {error}"
+        ) from error
+    if decoded.format != FORMAT:
+        raise CorruptStateError(
+            f"{where} has format '{decoded.format}', this version reads {FORMAT}"
+        )
+    _check(decoded, where)
+    return decoded
+
+
+def _check(decoded: Index | Manifest, where: str) -> None:
+    """Check what a schema cannot say."""
+    if not decoded.identity.history:
+        raise CorruptStateError(f"{where} belongs to no incarnation")
+    if isinstance(decoded, Manifest):
+        _check_manifest(decoded, where)
+    else:
+        _check_index(decoded, where)
+
+
+def _check_manifest(manifest: Manifest, where: str) -> None:
+    for entry in manifest.files:
+        check_path(entry.index, where)
+        check_path(entry.data, where)
+    for name, source in manifest.units.items():
+        if any(position >= len(manifest.files) for position in source.files):
+            raise CorruptStateError(f"{where}: unit {name} names a file that is not listed")
+
+
+def _check_index(index: Index, where: str) -> None:
+    check_path(index.file, where)
+    if "/" in index.file:
+        raise CorruptStateError(f"{where}: the data file '{index.file}' is not beside its index")
+    if not index.records or index.records[-1].iteration != index.iteration:
+        raise CorruptStateError(f"{where} holds no record of its iteration {index.iteration}")
+    for name, unit in index.units.items():
+        if unit.offset + unit.num_bytes > index.file_bytes:
+            raise CorruptStateError(f"{where}: unit {name} reaches beyond the end of its file")
+        for tensor in unit.tensors:
+            if tensor.end < tensor.start or tensor.offset > unit.num_bytes:
+                raise CorruptStateError(f"{where}: unit {name} has an impossible tensor")
+
+
+def check_path(path: str, where: str) -> None:
+    """Raise CorruptStateError for a path that is absolute or leaves its directory."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path:
+        raise CorruptStateError(f"{where} names '{path}', which leaves its directory")
+
+
+def differing_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Describe the settings in which two fingerprints differ."""
+    return [
+        f"{name}: {theirs.get(name)} there, {ours.get(name)} now"
+        for name in sorted({*ours, *theirs})
+        if ours.get(name) != theirs.get(name)
+    ]

@@ -1,0 +1,88 @@
+"""Which ranks keep replicas of which rank's state, and how much memory that takes on each node."""
+
+from collections.abc import Sequence
+
+from moe_ft.errors import PlanError
+from moe_ft.topology import Topology
+
+DEFAULT_FACTOR = 2
+
+
+def default_replication_factor(num_nodes: int) -> int:
+    """Return 0 on one node, 1 on two, else 2: a replica on the node it protects is worth nothing."""
+    return min(DEFAULT_FACTOR, num_nodes - 1)
+
+
+def place_replicas(topology: Topology, replication_factor: int) -> list[tuple[int, ...]]:
+    """Choose the peers that keep each rank's replicas.
+
+    The peers of a rank are on other nodes than the rank and than each other. They are the next ones
+    on the ring over the ranks of the same stage; where a node has several of them, the least loaded.
+    Where the stage is not on enough nodes, the least loaded ranks elsewhere.
+
+    Args:
+        topology: rank to node, stage and bytes.
+        replication_factor: replicas of each rank's state, 0 or more.
+
+    Returns:
+        ``[rank]``: global ranks of the peers, ``replication_factor`` of them.
+
+    Raises:
+        PlanError: if there are not enough nodes.
+    """
+    num_nodes = len(topology.nodes)
+    if not 0 <= replication_factor < num_nodes:
+        raise PlanError(
+            f"{replication_factor} replicas need {replication_factor + 1} nodes, there are {num_nodes}"
+        )
+    load = [0] * len(topology.ranks)
+    return [_peers_of(topology, rank, replication_factor, load) for rank in range(len(load))]
+
+
+def _peers_of(topology: Topology, rank: int, factor: int, load: list[int]) -> tuple[int, ...]:
+    """Choose the peers of one rank, adding its bytes to their loads."""
+    ranks = topology.ranks
+    own = ranks[rank]
+    peers: list[int] = []
+    nodes = {own.node}
+    ring = [(rank + step) % len(ranks) for step in range(1, len(ranks))]
+    same_stage = [other for other in ring if ranks[other].stage == own.stage]
+    while len(peers) < factor:
+        elsewhere = [other for other in same_stage if ranks[other].node not in nodes]
+        if elsewhere:
+            next_node = ranks[elsewhere[0]].node
+            choices = [other for other in elsewhere if ranks[other].node == next_node]
+        else:
+            choices = [other for other in ring if ranks[other].node not in nodes]
+        peer = min(choices, key=lambda other: load[other])  # the first on the ring, if equal
+        peers.append(peer)
+        nodes.add(ranks[peer].node)
+        load[peer] += own.region_bytes
+    return tuple(peers)
+
+
+def sources_of(peers: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
+    """Return the ranks whose replicas a rank keeps, ascending."""
+    return tuple(source for source, chosen in enumerate(peers) if rank in chosen)
+
+
+def plan_node_memory(
+    topology: Topology,
+    peers: Sequence[tuple[int, ...]],
+    num_regions: int,
+    num_replica_regions: int,
+) -> dict[str, int]:
+    """Return the bytes of host memory that the memory and peer tiers take on each node.
+
+    Args:
+        topology: rank to node and bytes of one region.
+        peers: result of `place_replicas`.
+        num_regions: regions of each rank for its own state.
+        num_replica_regions: regions that a peer keeps for each rank it serves.
+    """
+    total = dict.fromkeys(topology.nodes, 0)
+    for info in topology.ranks:
+        total[info.node] += num_regions * info.region_bytes
+        for peer in peers[info.rank]:
+            total[topology.ranks[peer].node] += num_replica_regions * info.region_bytes
+    return total

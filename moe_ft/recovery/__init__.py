@@ -1,0 +1,1 @@
+"""Inventory, plan, restore, resume."""

@@ -1,0 +1,231 @@
+"""Which unit every parameter of a rank belongs to, its global name, and the slice this rank saves.
+
+Reads the live model chunks and the (chained, distributed) optimizer; no collectives. The tensors behind a
+slice are state/slices.py.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_ft.formats import ParameterEntry
+from moe_ft.state.tensors import inner_optimizers
+from moe_ft.units import UnitId, UnitKind
+
+AssignSlices = Callable[[Sequence[int], int], list[list[tuple[int, int]]]]
+_LAYER = re.compile(r"(?P<stack>decoder|mtp)\.layers\.(?P<layer>\d+)\.")
+_LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(?P<expert>\d+)\.")
+# Transformer Engine's grouped linear layers hold one parameter per expert: weight0, weight1, ...
+_GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc[12]\.(?:weight|bias)(?P<expert>\d+)$")
+_OUTSIDE_LAYERS = {
+    "embedding.": UnitKind.EMBEDDING,
+    "decoder.final_layernorm.": UnitKind.FINAL_NORM,
+    "output_layer.": UnitKind.OUTPUT,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlace:
+    """A rank's place among those that hold the same parameters."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatePlaces:
+    """A rank's places in the groups that matter for state, from ProcessGroupCollection.
+
+    Attributes:
+        dp: dp_cp, the data-parallel group of what is not an expert.
+        expt_dp: that of expert parameters.
+        tp, expt_tp: tensor-parallel groups of both.
+    """
+
+    dp: GroupPlace
+    expt_dp: GroupPlace
+    tp: GroupPlace
+    expt_tp: GroupPlace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LocalParameter:
+    """One parameter of this rank.
+
+    Attributes:
+        name: global name, the same in every layout.
+        parameter: the live parameter.
+        start, end: flat range in the parameter that this rank saves and restores; may be empty.
+        optimizer: Megatron's inner optimizer that updates it, None for a frozen parameter.
+        master: what the inner optimizer holds for it: the fp32 master weights (this rank's slice of
+            them where `is_sharded`), or the parameter itself; None where another rank's slice is all.
+        is_sharded: whether the distributed optimizer gave this rank the slice.
+        is_expert: whether the ranks that hold the same parameter are the expt_dp group, else dp.
+    """
+
+    unit: UnitId
+    name: str
+    entry: ParameterEntry
+    parameter: torch.nn.Parameter = field(repr=False)
+    start: int
+    end: int
+    optimizer: Any = field(repr=False)
+    master: torch.Tensor | None = field(repr=False)
+    is_sharded: bool
+    is_expert: bool
+
+
+def local_parameters(
+    model: Sequence[torch.nn.Module],
+    optimizer: Any,
+    places: StatePlaces,
+    assign_slices: AssignSlices,
+) -> list[LocalParameter]:
+    """Return every parameter of this rank, once, in the order of the model chunks.
+
+    Slices of parameters that all data-parallel ranks hold alike are assigned by a plan, so that
+    nothing is saved twice over data parallelism.
+
+    Args:
+        model: model chunks of this rank.
+        optimizer: Megatron's outermost optimizer.
+        places: this rank's places in its groups.
+        assign_slices: planning/sharding.py's, called with the elements of each such parameter and
+            the number of ranks.
+    """
+    owners = _owners(optimizer)
+    found = []
+    for chunk in model:
+        modules = dict(chunk.named_modules())
+        for local_name, parameter in chunk.named_parameters():
+            unit, name = global_name(local_name, modules)
+            inner, master, slice_ = owners.get(parameter, (None, None, None))
+            found.append((unit, name, parameter, inner, master, slice_))
+    slices = _replicated_slices(found, places, assign_slices)
+    return [
+        LocalParameter(
+            unit=unit,
+            name=name,
+            entry=_entry(name, parameter, modules_config(model), places),
+            parameter=parameter,
+            start=(slice_ or slices[name])[0],
+            end=(slice_ or slices[name])[1],
+            optimizer=inner,
+            master=master,
+            is_sharded=slice_ is not None,
+            is_expert=_is_expert(parameter),
+        )
+        for unit, name, parameter, inner, master, slice_ in found
+    ]
+
+
+def global_name(local_name: str, modules: Mapping[str, torch.nn.Module]) -> tuple[UnitId, str]:
+    """Return the unit and the global name of a parameter.
+
+    Args:
+        local_name: its name in its model chunk, wrappers (``module.``) included.
+        modules: the chunk's modules by name.
+    """
+    name = local_name
+    while name.startswith("module."):
+        name = name[len("module.") :]
+    match = _LAYER.search(name)
+    if match is None:
+        kinds = [kind for prefix, kind in _OUTSIDE_LAYERS.items() if name.startswith(prefix)]
+        return UnitId(kind=kinds[0] if kinds else UnitKind.OTHER), name
+    path = local_name[: len(local_name) - len(name) + match.end() - 1]
+    is_mtp = match["stack"] == "mtp"
+    # A decoder layer knows its global number, from 1; all multi-token prediction layers are on one stage.
+    layer = int(match["layer"]) if is_mtp else int(modules[path].layer_number) - 1  # type: ignore[arg-type]
+    name = f"{match['stack']}.layers.{layer}.{name[match.end() :]}"
+    expert_match = _LOCAL_EXPERT.search(name) or _GROUPED_EXPERT.search(name)
+    block = "mtp" if is_mtp else "layer"
+    if expert_match is not None:
+        moe_path = local_name[: local_name.rindex(".experts.")]
+        indices: Any = modules[moe_path].local_expert_indices
+        expert = int(indices[int(expert_match["expert"])])
+        start, end = expert_match.span("expert")
+        name = f"{name[:start]}{expert}{name[end:]}"
+        return UnitId(kind=UnitKind.EXPERT, block=block, layer=layer, expert=expert), name
+    kind = UnitKind.ROUTER if ".mlp.router." in name else UnitKind.NON_EXPERT
+    return UnitId(kind=kind, block=block, layer=layer), name
+
+
+def modules_config(model: Sequence[torch.nn.Module]) -> Any:
+    """Return the TransformerConfig of the model."""
+    chunk: Any = model[0]
+    while not hasattr(chunk, "config"):
+        chunk = chunk.module
+    return chunk.config
+
+
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
+    """Megatron's mark of parameters that are not reduced over the dense data-parallel group."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _owners(optimizer: Any) -> dict[torch.nn.Parameter, tuple[Any, Any, tuple[int, int] | None]]:
+    """Return per parameter (inner optimizer, master, slice or None where every rank holds all)."""
+    owners: dict[torch.nn.Parameter, tuple[Any, Any, tuple[int, int] | None]] = {}
+    for inner in inner_optimizers(optimizer) if optimizer is not None else []:
+        torch_optimizer = inner.optimizer
+        if hasattr(inner, "model_param_gbuf_map"):  # DistributedOptimizer
+            for buffer in inner.buffers:  # other ranks' parameters included
+                owners.update(dict.fromkeys(buffer.params, (inner, None, (0, 0))))
+            for parameter, (group, order) in inner.model_param_group_index_map.items():
+                range_ = inner._get_model_param_range_map(parameter)["param"]
+                master = torch_optimizer.param_groups[group]["params"][order]
+                owners[parameter] = (inner, master, (range_.start, range_.end))
+            continue
+        model_of = _model_of_master(inner)
+        for group in torch_optimizer.param_groups:
+            for master in group["params"]:
+                owners[model_of.get(master, master)] = (inner, master, None)
+    return owners
+
+
+def _model_of_master(inner: Any) -> dict[torch.Tensor, torch.nn.Parameter]:
+    """Return the model parameter behind each fp32 copy of Float16OptimizerWithFloat16Params."""
+    halves = getattr(inner, "float16_groups", [])
+    masters = getattr(inner, "fp32_from_float16_groups", [])
+    return {
+        master: parameter
+        for half_group, master_group in zip(halves, masters, strict=True)
+        for parameter, master in zip(half_group, master_group, strict=True)
+    }
+
+
+def _replicated_slices(
+    found: Sequence[tuple[Any, ...]], places: StatePlaces, assign_slices: AssignSlices
+) -> dict[str, tuple[int, int]]:
+    """Assign the slices of parameters that the ranks of a data-parallel group hold alike."""
+    slices: dict[str, tuple[int, int]] = {}
+    for is_expert, place in ((False, places.dp), (True, places.expt_dp)):
+        shared = [
+            (name, parameter.numel())
+            for _, name, parameter, _, _, slice_ in found
+            if slice_ is None and _is_expert(parameter) == is_expert
+        ]
+        own = assign_slices([count for _, count in shared], place.size)[place.rank]
+        slices.update({name: slice_ for (name, _), slice_ in zip(shared, own, strict=True)})
+    return slices
+
+
+def _entry(
+    name: str, parameter: torch.nn.Parameter, config: Any, places: StatePlaces
+) -> ParameterEntry:
+    shape = tuple(parameter.shape)
+    num_halves = 2 if config.gated_linear_unit and ".linear_fc1." in name else 1
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return ParameterEntry(shape=shape, num_halves=num_halves)
+    place = places.expt_tp if ".experts." in name else places.tp
+    return ParameterEntry(
+        shape=shape,
+        tp_dim=int(getattr(parameter, "partition_dim", -1)),
+        tp_size=place.size,
+        tp_rank=place.rank,
+        num_halves=num_halves,
+    )

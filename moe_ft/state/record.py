@@ -1,0 +1,350 @@
+"""The iteration record: everything but weights and moments that the state of an iteration consists of.
+
+`capture` is called on the training thread at the end of train_step: buffers, random numbers, counters and
+the loss scale move before the weights do, so they must never be read later. It only copies; `encode` turns
+the copies into the form that is written and may run on any thread. `apply` and `apply_rng` put it back.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from moe_ft.formats import IterationRecord, OptimizerRecord, PackedTensor
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.slices import DTYPES, dtype_name
+from moe_ft.state.tensors import inner_optimizers, named_buffers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationFacts:
+    """What the training loop knows about the iteration that has just ended.
+
+    Attributes:
+        iteration: of the state now.
+        grad_norm: what train_step returned; None after a skipped step.
+        num_tokens: with --calculate-per-token-loss, else None.
+        tokens_per_expert: local counts ``[expert]`` by MoE layer.
+    """
+
+    iteration: int
+    grad_norm: float | None
+    num_tokens: int | None
+    consumed_train_samples: int
+    consumed_valid_samples: int
+    skipped_train_samples: int
+    num_floating_point_operations: float
+    num_microbatches: int
+    tokens_per_expert: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapturedRecord:
+    """Copies of live values; nothing in it shares memory with the training state."""
+
+    facts: IterationFacts
+    values: dict[str, Any]
+
+
+def capture(
+    model: Sequence[torch.nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    parameters: Sequence[LocalParameter],
+    facts: IterationFacts,
+) -> CapturedRecord:
+    """Copy what the record needs. Training thread only; takes no synchronization with a GPU.
+
+    Args:
+        model: model chunks.
+        optimizer: Megatron's outermost optimizer.
+        scheduler: Megatron's OptimizerParamScheduler.
+        parameters: those of this rank.
+        facts: of the iteration that has just ended.
+    """
+    values = {
+        "grad_norms_by_group": dict(getattr(optimizer, "grad_norms_by_group", None) or {}),
+        "optimizers": [
+            _capture_optimizer(inner, parameters) for inner in inner_optimizers(optimizer)
+        ],
+        "scheduler": dict(scheduler.state_dict()),
+        "rng": _capture_rng(),
+        "buffers": {name: buffer.detach().clone() for name, buffer in named_buffers(model)},
+        "extra_state": _capture_extra_state(model),
+    }
+    return CapturedRecord(facts=facts, values=values)
+
+
+def _capture_optimizer(inner: Any, parameters: Sequence[LocalParameter]) -> dict[str, Any]:
+    torch_optimizer = inner.optimizer
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in torch_optimizer.param_groups
+    ]
+    scaler = getattr(inner, "grad_scaler", None)
+    found_inf = getattr(inner, "found_inf", None) if scaler else None
+    own = [each for each in parameters if each.optimizer is inner and each.master is not None]
+    states = ((each.name, torch_optimizer.state.get(each.master)) for each in own)
+    steps = {
+        name: state["step"].detach().clone()
+        for name, state in states
+        if state and isinstance(state.get("step"), torch.Tensor)
+    }
+    scales = {
+        f"{each.name}/{key}": scale.detach().clone()
+        for each in own
+        for key, scale in getattr(torch_optimizer, "_scales", {}).get(each.master, {}).items()
+    }
+    return {
+        "groups": groups,
+        "steps": steps,
+        "scaler": {key: _copied(value) for key, value in scaler.state_dict().items()}
+        if scaler
+        else None,
+        "found_inf": None if found_inf is None else found_inf.detach().clone(),
+        "scales": scales,
+    }
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _capture_rng() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": {
+            name: _copied(state) if isinstance(state, torch.Tensor) else state.get_state()
+            for name, state in get_cuda_rng_tracker().get_states().items()
+        },
+    }
+
+
+def _modules_with_extra_state(model: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    default = torch.nn.Module.get_extra_state
+    return {
+        f"chunk{index}.{name}": module
+        for index, chunk in enumerate(model)
+        for name, module in chunk.named_modules()
+        if type(module).get_extra_state is not default
+    }
+
+
+def _capture_extra_state(model: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    states = {
+        name: module.get_extra_state() for name, module in _modules_with_extra_state(model).items()
+    }
+    # Megatron's own linear layers answer None; Transformer Engine's give bytes as a tensor.
+    return {name: state for name, state in states.items() if isinstance(state, torch.Tensor)}
+
+
+def encode(captured: CapturedRecord) -> IterationRecord:
+    """Return the record in the form in which it is written. Any thread."""
+    facts, values = captured.facts, captured.values
+    return IterationRecord(
+        iteration=facts.iteration,
+        grad_norm=None if facts.grad_norm is None else _number(facts.grad_norm),
+        grad_norms_by_group={
+            name: _number(value) for name, value in values["grad_norms_by_group"].items()
+        },
+        num_tokens=facts.num_tokens,
+        optimizers=tuple(_encode_optimizer(each) for each in values["optimizers"]),
+        scheduler=_to_json(values["scheduler"]),
+        consumed_train_samples=facts.consumed_train_samples,
+        consumed_valid_samples=facts.consumed_valid_samples,
+        skipped_train_samples=facts.skipped_train_samples,
+        num_floating_point_operations=float(facts.num_floating_point_operations),
+        num_microbatches=facts.num_microbatches,
+        rng=_encode_rng(values["rng"]),
+        buffers={name: pack(tensor) for name, tensor in values["buffers"].items()},
+        extra_state={name: pack(tensor) for name, tensor in values["extra_state"].items()},
+        tokens_per_expert={
+            name: tuple(counts.tolist()) for name, counts in facts.tokens_per_expert.items()
+        },
+    )
+
+
+def _encode_optimizer(values: Mapping[str, Any]) -> OptimizerRecord:
+    steps = {name: float(step) for name, step in values["steps"].items()}
+    if len(set(steps.values())) == 1:
+        steps = {"*": next(iter(steps.values()))}
+    found_inf = values["found_inf"]
+    return OptimizerRecord(
+        groups=tuple(_to_json(group) for group in values["groups"]),
+        steps=steps,
+        scaler=None if values["scaler"] is None else _to_json(values["scaler"]),
+        found_inf=None if found_inf is None else bool(found_inf.item()),
+        scales={name: pack(scale) for name, scale in values["scales"].items()},
+    )
+
+
+def _encode_rng(values: Mapping[str, Any]) -> dict[str, Any]:
+    version, words, gauss = values["python"]
+    name, keys, position, has_gauss, cached = values["numpy"]
+    return {
+        "python": {
+            "version": version,
+            "words": _to_json(torch.tensor(words, dtype=torch.int64)),
+            "gauss": None if gauss is None else _number(gauss),
+        },
+        "numpy": {
+            "name": name,
+            "keys": _to_json(torch.from_numpy(keys.astype(np.int64))),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": _number(cached),
+        },
+        "torch": _to_json(values["torch"]),
+        "device": _to_json(values["device"]),
+        "tracker": {key: _to_json(state) for key, state in values["tracker"].items()},
+    }
+
+
+def _number(value: Any) -> Any:
+    """JSON has no infinities and no NaN."""
+    value = float(value)
+    return value if math.isfinite(value) else str(value)
+
+
+def _to_json(value: Any) -> Any:
+    """Turn scalars, tensors, lists and dicts into JSON values without losing a bit."""
+    if isinstance(value, torch.Tensor):
+        packed = pack(value)
+        data = packed.data.hex()
+        return {"tensor": {"dtype": packed.dtype, "shape": list(packed.shape), "data": data}}
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return {
+        "other": repr(value)
+    }  # a setting, such as an enum: it comes from the command line again
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"tensor"}:
+        packed = value["tensor"]
+        return unpack(
+            PackedTensor(packed["dtype"], tuple(packed["shape"]), bytes.fromhex(packed["data"]))
+        )
+    if set(value) == {"float"}:
+        return float(value["float"])
+    return {key: _from_json(item) for key, item in value.items()}
+
+
+def pack(tensor: torch.Tensor) -> PackedTensor:
+    """Return a small tensor's bytes with its type and shape."""
+    data = tensor.detach().to("cpu").contiguous()
+    raw = data.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return PackedTensor(dtype_name(data.dtype), tuple(data.shape), raw)
+
+
+def unpack(packed: PackedTensor) -> torch.Tensor:
+    """Return the tensor that `pack` was given, on the CPU."""
+    if not packed.data:
+        return torch.empty(packed.shape, dtype=DTYPES[packed.dtype])
+    flat = torch.frombuffer(bytearray(packed.data), dtype=DTYPES[packed.dtype])
+    return flat.reshape(packed.shape)
+
+
+def apply(
+    record: IterationRecord,
+    model: Sequence[torch.nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    parameters: Sequence[LocalParameter],
+) -> None:
+    """Put back buffers, scheduler, loss scales and optimizer scalars.
+
+    Not the random number states: setting up data and models draws from them, see `apply_rng`. Not
+    the counters of the training loop, which its caller knows.
+    """
+    buffers = dict(named_buffers(model))
+    for name, packed in record.buffers.items():
+        value, buffer = unpack(packed), buffers[name]
+        if value.dtype == buffer.dtype and value.shape == buffer.shape:
+            buffer.copy_(value)
+        else:  # the router turns its expert bias into fp32 in the first forward pass
+            buffer.data = value.to(buffer.device)
+    modules = _modules_with_extra_state(model)
+    for name, packed in record.extra_state.items():
+        modules[name].set_extra_state(unpack(packed))
+    # Not load_state_dict: it adds the steps to those of a checkpoint loaded before.
+    scheduler.num_steps = record.scheduler["num_steps"]
+    for inner, saved in zip(inner_optimizers(optimizer), record.optimizers, strict=True):
+        _apply_optimizer(inner, saved, parameters)
+
+
+def _apply_optimizer(
+    inner: Any, saved: OptimizerRecord, parameters: Sequence[LocalParameter]
+) -> None:
+    torch_optimizer = inner.optimizer
+    for group, values in zip(torch_optimizer.param_groups, saved.groups, strict=True):
+        for key, value in values.items():
+            if not (isinstance(value, dict) and "other" in value):
+                restored = _from_json(value)
+                old = group.get(key)
+                group[key] = tuple(restored) if isinstance(old, tuple) else restored
+    if saved.scaler:
+        inner.grad_scaler.load_state_dict(_from_json(saved.scaler))
+    by_name = {each.name: each for each in parameters if each.optimizer is inner}
+    for name, local in by_name.items():
+        step = saved.steps.get("*", saved.steps.get(name))
+        state = torch_optimizer.state.get(local.master)
+        if step is None or state is None:
+            continue
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].fill_(step)
+        else:
+            state["step"] = torch.tensor(step, dtype=torch.float32)
+    for name, packed in saved.scales.items():
+        parameter, key = name.rsplit("/", 1)
+        torch_optimizer._scales[by_name[parameter].master][key].copy_(unpack(packed))
+
+
+def apply_rng(record: IterationRecord) -> None:
+    """Put back the random number states; call when nothing draws any more before the next iteration."""
+    rng = record.rng
+    python, numpy_state = rng["python"], rng["numpy"]
+    gauss = python["gauss"]
+    words = tuple(_from_json(python["words"]).tolist())
+    random.setstate((python["version"], words, None if gauss is None else float(gauss)))
+    np.random.set_state(
+        (
+            numpy_state["name"],
+            _from_json(numpy_state["keys"]).numpy().astype(np.uint32),
+            numpy_state["position"],
+            numpy_state["has_gauss"],
+            float(numpy_state["cached"]),
+        )
+    )
+    torch.set_rng_state(_from_json(rng["torch"]))
+    torch.cuda.set_rng_state(_from_json(rng["device"]))
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    restored = {name: _from_json(value) for name, value in rng["tracker"].items()}
+    tracker.set_states({name: _like(states.get(name), value) for name, value in restored.items()})
+
+
+def _like(current: Any, state: torch.Tensor) -> Any:
+    """Return a tracker state in the form that the tracker uses: a tensor, or a CUDA generator."""
+    if isinstance(current, torch.Generator):
+        current.set_state(state)
+        return current
+    return state

@@ -1,0 +1,120 @@
+"""The tensors behind a rank's slice of each parameter: what a snapshot copies and a restore writes.
+
+Layouts of optimizer state: torch's, Transformer Engine's and Apex's Adam keep ``exp_avg`` and ``exp_avg_sq``
+per parameter. Where ``step`` lives differs, so steps are part of the record (state/record.py). Moments that
+do not exist yet are never made by reading: that would change a fresh run.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moe_ft.formats import TensorEntry
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.units import Level
+
+_STATE_KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum_buffer",)}
+_SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return safetensors' name of a type."""
+    return _SAFETENSORS_NAMES[dtype]
+
+
+def is_precision_aware(optimizer: Any) -> bool:
+    """Return whether master weights live inside of Transformer Engine's FusedAdam."""
+    config = getattr(optimizer, "config", None)
+    return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+
+
+def describe(local: LocalParameter, level: Level) -> list[TensorEntry]:
+    """Return the tensors of a parameter's slice at a level, without offsets, from shapes alone.
+
+    Moments are described whether they exist yet or not.
+    """
+    if local.start == local.end:
+        return []
+    return [
+        TensorEntry(local.name, key, local.start, local.end, dtype_name(dtype), 0)
+        for key, dtype in _keys(local, level)
+    ]
+
+
+def _keys(local: LocalParameter, level: Level) -> Iterator[tuple[str, torch.dtype]]:
+    model_dtype = local.parameter.dtype
+    if level is Level.COMPUTE or local.optimizer is None:
+        yield "weight", model_dtype
+        return
+    config = local.optimizer.config
+    if is_precision_aware(local.optimizer):
+        # Raw states: the master may be a 16-bit remainder that needs the weight beside it.
+        yield "weight", model_dtype
+        if model_dtype is not torch.float32:
+            remainders = getattr(local.optimizer.optimizer, "store_param_remainders", False)
+            yield "master_param", torch.int16 if remainders else config.main_params_dtype
+        yield "exp_avg", config.exp_avg_dtype
+        yield "exp_avg_sq", config.exp_avg_sq_dtype
+        return
+    yield "param", torch.float32
+    if config.optimizer == "sgd" and not config.sgd_momentum:
+        return
+    for key in _STATE_KEYS[config.optimizer]:
+        yield key, torch.float32
+
+
+def live_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
+    """Return the live tensor of a slice, flat; None if it does not exist yet.
+
+    It shares memory with the model or the optimizer: whoever copies it must be done before the next
+    optimizer step.
+    """
+    if key == "weight":
+        return local.parameter.detach().view(-1)[local.start : local.end]
+    if key == "param":
+        assert local.master is not None
+        return _own_part(local, local.master.detach())
+    value = local.optimizer.optimizer.state.get(local.master, {}).get(key)
+    return None if value is None else _own_part(local, value)
+
+
+def _own_part(local: LocalParameter, tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.view(-1)
+    return flat if local.is_sharded else flat[local.start : local.end]
+
+
+def make_state(local: LocalParameter, key: str, dtype: torch.dtype) -> None:
+    """Make an optimizer tensor that a restore is about to fill; only ever called by a restore."""
+    master = local.master
+    assert master is not None
+    torch_optimizer = local.optimizer.optimizer
+    state = torch_optimizer.state[master]
+    if (
+        key not in state
+        and hasattr(torch_optimizer, "initialize_state")
+        and is_precision_aware(local.optimizer)
+    ):
+        torch_optimizer.initialize_state(master, False)
+    elif key not in state:
+        state[key] = torch.zeros_like(master, dtype=dtype)
+
+
+def drop_state(local: LocalParameter) -> None:
+    """Remove a parameter's optimizer tensors: they did not exist when the snapshot was taken."""
+    if local.optimizer is not None and local.master is not None:
+        local.optimizer.optimizer.state.pop(local.master, None)

@@ -1,0 +1,45 @@
+"""Where the ranks of a job are: which node, which stage. Plain numbers, the same on every rank."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInfo:
+    """One rank as the others see it.
+
+    Attributes:
+        rank: global rank.
+        node: its node id.
+        stage: its pipeline rank.
+        pid: its process id, on its node.
+        address: host and port where it receives replicas and serves its node's memory; None if it
+            does not listen.
+        region_bytes: size of one of its regions.
+    """
+
+    rank: int
+    node: str
+    stage: int
+    pid: int
+    address: tuple[str, int] | None
+    region_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """All ranks of a job, ordered by global rank."""
+
+    ranks: tuple[RankInfo, ...]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The node ids, in the order of their lowest ranks."""
+        return tuple(dict.fromkeys(info.node for info in self.ranks))
+
+    def on_node(self, node: str) -> tuple[RankInfo, ...]:
+        """Return the ranks of one node, ascending."""
+        return tuple(info for info in self.ranks if info.node == node)
+
+    def lowest_on_node(self, node: str) -> RankInfo:
+        """Return the rank that does what is done once per node."""
+        return self.on_node(node)[0]

@@ -1,0 +1,78 @@
+"""Units: the smallest things that are checkpointed on their own, named globally.
+
+A unit is one expert of one layer, one layer's router, one layer's non-expert part, the embedding, the
+final norm or the output layer. Names use global layer and expert numbers, so that they mean the same
+on every rank and in every layout. Which parameter belongs to which unit is state/parameters.py.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moe_ft.errors import PlanError
+
+
+class UnitKind(StrEnum):
+    """What a unit is."""
+
+    EMBEDDING = "embedding"
+    NON_EXPERT = "non-expert"  # of one layer: attention, norms, dense MLP, shared experts
+    ROUTER = "router"
+    EXPERT = "expert"
+    FINAL_NORM = "final-norm"
+    OUTPUT = "output"
+    OTHER = "other"  # parameters outside of what a GPT usually has
+
+
+class Level(StrEnum):
+    """How much of a unit a snapshot holds."""
+
+    FULL = "full"  # fp32 master weights and optimizer moments
+    COMPUTE = "compute"  # the weights that the forward pass uses
+    NONE = "none"
+
+
+_LAYER_KINDS = (UnitKind.NON_EXPERT, UnitKind.ROUTER, UnitKind.EXPERT)
+_NAME = re.compile(
+    r"(?P<block>layer|mtp)\.(?P<layer>\d+)\.(?P<kind>non-expert|router|expert)(\.(?P<expert>\d+))?"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class UnitId:
+    """The global name of a unit.
+
+    Attributes:
+        kind: what it is.
+        block: "layer" for the decoder's layers, "mtp" for multi-token prediction layers.
+        layer: global index of the layer from 0; -1 outside of layers.
+        expert: global index of the expert in its layer; -1 for everything else.
+    """
+
+    kind: UnitKind
+    block: str = "layer"
+    layer: int = -1
+    expert: int = -1
+
+    def __str__(self) -> str:
+        if self.kind not in _LAYER_KINDS:
+            return self.kind.value
+        name = f"{self.block}.{self.layer}.{self.kind}"
+        return f"{name}.{self.expert}" if self.kind is UnitKind.EXPERT else name
+
+
+def parse_unit(text: str) -> UnitId:
+    """Return the unit with a name, the inverse of ``str``.
+
+    Raises:
+        PlanError: if no unit has that name.
+    """
+    match = _NAME.fullmatch(text)
+    if match is not None:
+        kind = UnitKind(match["kind"])
+        if (kind is UnitKind.EXPERT) == (match["expert"] is not None):
+            expert = -1 if match["expert"] is None else int(match["expert"])
+            return UnitId(kind=kind, block=match["block"], layer=int(match["layer"]), expert=expert)
+    elif text in list(UnitKind) and text not in list(_LAYER_KINDS):
+        return UnitId(kind=UnitKind(text))
+    raise PlanError(f"'{text}' is not the name of a unit, such as layer.3.expert.7 or embedding")
