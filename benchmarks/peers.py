@@ -244,7 +244,8 @@ def _answer_cuda_calls() -> None:
         setattr(torch.cuda, name, answer)
 
 
-def _prepare_for_megatron() -> None:
+def prepare_for_megatron() -> None:
+    """Let Megatron be imported and run on a CPU, also beside an NVRx that it does not support."""
     _answer_cuda_calls()
     # With an NVRx older than 0.6 importable, megatron.core.dist_checkpointing does not import.
     sys.modules["nvidia_resiliency_ext"] = None  # type: ignore[assignment]
@@ -260,7 +261,7 @@ def copy_buckets(buckets: Sequence[Any]) -> list[Any]:
 
 def run_megatron_worker(*args: Any) -> None:
     """Run Megatron's persistent writer in its process, which has no GPU either."""
-    _prepare_for_megatron()
+    prepare_for_megatron()
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     torch.set_num_threads(1)
@@ -274,7 +275,7 @@ class MegatronSync(Candidate):
 
     def __init__(self, state: State, site: Site) -> None:
         super().__init__(state, site)
-        _prepare_for_megatron()
+        prepare_for_megatron()
         from megatron.core import dist_checkpointing
 
         self._library = dist_checkpointing

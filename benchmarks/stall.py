@@ -15,7 +15,8 @@ memory    see `host_memory_bytes`, both ranks, peak minus before
 Between checkpoints the ranks compute matrix products ("busy", a core each) or sleep ("sleep", as the
 host does while a GPU works). The last checkpoint is loaded and compared, bit by bit, with its iteration.
 Files go to the folder for temporary files (TMPDIR), which has to be a disk for fsync to mean anything,
-and stay until the candidate ends. The adapters of the libraries are in benchmarks/peers.py.
+and stay until the candidate ends. The adapters are in benchmarks/ours.py and, of other
+libraries, in benchmarks/peers.py.
 """
 
 import argparse
@@ -43,10 +44,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tabulate import tabulate
 
+from benchmarks.ours import OURS
 from benchmarks.peers import PEERS, Candidate, Site, State
 
 # A new candidate: subclass `Candidate` and add it here under the name that the table shows.
-CANDIDATES: dict[str, type[Candidate]] = {**PEERS}
+CANDIDATES: dict[str, type[Candidate]] = {**OURS, **PEERS}
 
 NUM_RANKS = 2
 NUM_PARAMETERS = 40

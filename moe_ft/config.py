@@ -28,13 +28,13 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: if it is no size.
     """
-    match = re.fullmatch(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]i?B|B)?", text.strip())
+    match = re.fullmatch(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKMGT]i?B|B)?", text.strip())
     if match is None:
         raise ConfigError(
             f"--moe-ft-host-memory-limit={text} must be a size in bytes. Write it like 512GiB."
         )
     unit = match["unit"] or "B"
-    power = "BKMGT".index(unit[0])
+    power = "BKMGT".index(unit[0].upper())
     return int(float(match["number"]) * (1024 if "i" in unit else 1000) ** power)
 
 

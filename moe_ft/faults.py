@@ -29,7 +29,8 @@ class Phase(StrEnum):
     IN_STEP = "in-step"  # the inner optimizer has stepped, the model weights are not yet copied
     AFTER_STEP = "after-step"  # the optimizer step is complete
     BETWEEN = "between"  # train_step has returned: logging, evaluation, stock checkpoints
-    # Beside the iteration, on other threads; the iteration is that of the state at hand:
+    # Beside the iteration, on other threads: the first time at the fault's iteration or later, where
+    # the iteration is that of the state at hand.
     SNAPSHOT = "snapshot"  # half of the units are copied to host memory
     REPLICATE = "replicate"  # half of the bytes are at the first peer
     PERSIST = "persist"  # the writer process has been told to write the state to storage
@@ -49,6 +50,7 @@ FAULT_PHASES = (
 )
 # Those that every run passes through, whatever its strategy.
 ITERATION_PHASES = FAULT_PHASES[:5]
+BACKGROUND_PHASES = FAULT_PHASES[5:]
 _FAULT = re.compile(r"(?P<kind>[^:@]+):(?P<rank>\d+)@(?P<iteration>\d+)(:(?P<phase>[^:@]+))?")
 
 
@@ -60,6 +62,13 @@ class FaultSpec:
     rank: int
     iteration: int
     phase: Phase
+
+    def is_due(self, iteration: int, phase: Phase) -> bool:
+        """Return whether it waits for this phase of this iteration."""
+        if phase != self.phase:
+            return False
+        is_later = phase in BACKGROUND_PHASES and iteration > self.iteration
+        return is_later or iteration == self.iteration
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.rank}@{self.iteration}:{self.phase}"

@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 
 # Several ranks share the cores; the ranks inherit it. Must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,3 +25,11 @@ def dataset_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     write_dataset(source, folder / "text")
     paths = ["--data-path", str(folder / "text"), "--data-cache-path", str(folder / "cache")]
     return [*paths, "--split", "80,10,10"]
+
+
+@pytest.fixture
+def memory_dir() -> Iterator[Path]:
+    """Return a directory on tmpfs for the memory tier."""
+    folder = Path(tempfile.mkdtemp(prefix="moe_ft_test_", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

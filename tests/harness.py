@@ -54,6 +54,7 @@ def run_ranks(
     log_dir: Path,
     deadline_s: float = 120,
     env: Mapping[str, str] | None = None,
+    nodes: Sequence[str] | None = None,
 ) -> JobResult:
     """Run ``target(*args)`` on every rank of a new job and wait until all ranks have ended.
 
@@ -67,6 +68,7 @@ def run_ranks(
         log_dir: where each rank's output goes; created.
         deadline_s: fails the test, after killing all ranks, if they take longer.
         env: further environment variables.
+        nodes: per rank the node it is on; None for one node.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     paths = tuple(log_dir / f"output_{rank}.log" for rank in range(world_size))
@@ -77,6 +79,9 @@ def run_ranks(
     ranks = []
     for rank, path in enumerate(paths):
         variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if nodes is not None:
+            variables["MOE_FT_NODE_ID"] = nodes[rank]
+            variables["LOCAL_RANK"] = str(list(nodes[:rank]).count(nodes[rank]))
         process = _context.Process(target=_rank_main, args=(target, args, variables, path))
         process.start()
         ranks.append(process)
@@ -102,10 +107,17 @@ def run_training(
     log_dir: Path,
     deadline_s: float = 120,
     env: Mapping[str, str] | None = None,
+    nodes: Sequence[str] | None = None,
 ) -> JobResult:
     """Run pretrain_gpt_moe.py on every rank of a new job."""
     return run_ranks(
-        _train, world_size, list(flags), log_dir=log_dir, deadline_s=deadline_s, env=env
+        _train,
+        world_size,
+        list(flags),
+        log_dir=log_dir,
+        deadline_s=deadline_s,
+        env=env,
+        nodes=nodes,
     )
 
 
@@ -116,11 +128,14 @@ def run_with_restarts(
     log_dir: Path,
     max_restarts: int,
     deadline_s: float = 120,
+    nodes: Callable[[int], Sequence[str]] | None = None,
+    between: Callable[[int], None] | None = None,
 ) -> list[JobResult]:
     """Run a job and start all its ranks again while a rank fails, as torchrun does.
 
-    Arguments are those of `run_training`; ``max_restarts`` says how often. Returns one result per
-    incarnation, the last failure like the others.
+    Arguments are those of `run_training`; ``max_restarts`` says how often. ``nodes`` returns per rank
+    the node it is on in a start, from 0; ``between`` is called after a start that failed, with its number.
+    Returns one result per incarnation, the last failure like the others.
     """
     results: list[JobResult] = []
     while len(results) <= max_restarts:
@@ -128,10 +143,19 @@ def run_with_restarts(
         env = {"TORCHELASTIC_RESTART_COUNT": str(count)}
         folder = log_dir / f"start_{count}"
         results.append(
-            run_training(flags, world_size, log_dir=folder, deadline_s=deadline_s, env=env)
+            run_training(
+                flags,
+                world_size,
+                log_dir=folder,
+                deadline_s=deadline_s,
+                env=env,
+                nodes=None if nodes is None else nodes(count),
+            )
         )
         if not any(results[-1].exit_codes):
             break
+        if between is not None:
+            between(count)
     return results
 
 

@@ -31,7 +31,7 @@ class FaultInjector:
 
     def is_armed(self, iteration: int, phase: Phase) -> bool:
         """Return whether a fault waits for this rank at this phase of this iteration."""
-        return any(fault.iteration == iteration and fault.phase == phase for fault in self._faults)
+        return any(fault.is_due(iteration, phase) for fault in self._faults)
 
     def fire(self, iteration: int, phase: Phase) -> None:
         """Inflict the faults of this phase that have not fired before, if any.
@@ -40,7 +40,7 @@ class FaultInjector:
             InjectedFaultError: for faults of kind exception.
         """
         for fault in self._faults:
-            if fault.iteration == iteration and fault.phase == phase and self._claim(fault):
+            if fault.is_due(iteration, phase) and self._claim(fault):
                 self._event_log.write(
                     "fault_injected", iteration, kind=fault.kind.value, phase=phase.value
                 )

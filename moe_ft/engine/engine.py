@@ -1,9 +1,11 @@
 """The checkpoint engine: at which seam which snapshot starts, completes, goes to storage.
 
 It does not know which strategy it runs. The training thread calls the methods at the seams of the loop;
-copying is engine/snapshot.py, sending engine/peers.py, writing engine/persist.py. Whether a snapshot is
-taken, is complete or goes to storage is decided by all ranks together (engine/agreement.py): a region is overwritten
-only when every rank has a newer snapshot committed and at its peers, so there always is one that all have.
+copying is engine/snapshot.py, sending engine/peers.py, writing engine/persist.py.
+
+Whether a snapshot is taken, is complete or goes to storage is decided by all ranks together
+(engine/agreement.py): a region is overwritten only when every rank has a newer snapshot committed and at its
+peers, so there always is one that all ranks have.
 """
 
 import shutil
@@ -192,7 +194,13 @@ class CheckpointEngine:
     def _begin_agreement(self, *, goes_on: bool = True) -> None:
         state = SnapshotState.NONE if self._job is None else self._job.state
         is_ready = self._free_region() is not None
-        values = [int(state), int(is_ready), int(self._is_writer_idle), int(goes_on)]
+        values = [
+            int(state),
+            int(is_ready),
+            int(self._is_writer_idle),
+            int(not self._persist.has_failed),
+            int(goes_on),
+        ]
         if self._tuner is not None:
             values += self._tuner.values()
         self._agreement.begin(values)
@@ -229,10 +237,10 @@ class CheckpointEngine:
         """
         if not self._agreement.is_under_way:  # a skipped step has no fence
             self.before_step()
-        state, is_ready, is_writer_idle, _, *costs = self._agreement.result()
+        state, is_ready, is_writer_idle, can_persist, _, *costs = self._agreement.result()
         is_busy = self._job is not None or self._persist.region is not None
         self._settle(SnapshotState(state))
-        self._poll_persist()
+        self._poll_persist(can_go_on=bool(can_persist))
         if self._tuner is not None:
             self._tuner.end_iteration(iteration_s, is_busy=is_busy)
             if (cost := self._tuner.agree(costs)) is not None:
@@ -328,8 +336,10 @@ class CheckpointEngine:
         self._complete.advance(Role.PERSIST)
         self._persist.submit(self._complete)
 
-    def _poll_persist(self) -> None:
+    def _poll_persist(self, *, can_go_on: bool) -> None:
         region = self._persist.poll()
+        if region is None and not can_go_on:
+            region = self._persist.cancel()
         if region is not None:
             self._is_writer_idle = True
             region.advance(Role.RECOVERY if region is self._complete else Role.FREE)
@@ -375,9 +385,9 @@ class CheckpointEngine:
             if self._job is not None:
                 self._job.copied.wait(FENCE_DEADLINE_S)
             self._begin_agreement(goes_on=time.monotonic() < deadline)
-            state, is_ready, is_writer_idle, goes_on, *_ = self._agreement.result()
+            state, is_ready, is_writer_idle, can_persist, goes_on, *_ = self._agreement.result()
             self._settle(SnapshotState(state))
-            self._poll_persist()
+            self._poll_persist(can_go_on=bool(can_persist))
             if not goes_on:
                 self._reports.degraded("persist", iteration, "the last state is not on storage")
                 return

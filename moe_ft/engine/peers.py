@@ -140,38 +140,51 @@ class PeerServer:
             threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with suppress(OSError, msgspec.MsgspecError), connection:
+        """Answer one connection's requests until it closes or something is wrong with it."""
+        with connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while True:
-                connection.settimeout(None)  # between requests a peer may be silent
-                request = _REQUEST.decode(_receive_header(connection))
-                connection.settimeout(PROGRESS_TIMEOUT_S)
-                if not self._token or not hmac.compare_digest(request.token, self._token):
-                    _send(
-                        connection, Reply(error="the token is wrong: another job or an older start")
-                    )
-                    return
-                if isinstance(request, Put):
-                    _send(connection, Reply(error=self._put(connection, request)))
-                else:
-                    self._get(connection, request)
+            try:
+                while self._answer(connection):
+                    pass
+            except Exception as error:  # the other side learns why, and this connection ends
+                with suppress(OSError):
+                    _send(connection, Reply(error=f"{type(error).__name__}: {error}"))
+
+    def _answer(self, connection: socket.socket) -> bool:
+        """Answer one request; return False if the connection is to end."""
+        connection.settimeout(None)  # between requests a peer may be silent
+        if not connection.recv(1, socket.MSG_PEEK):
+            return False
+        connection.settimeout(PROGRESS_TIMEOUT_S)
+        request = _REQUEST.decode(_receive_header(connection))
+        if not self._token or not hmac.compare_digest(request.token, self._token):
+            _send(connection, Reply(error="the token is wrong: another job or an older start"))
+            return False
+        if isinstance(request, Put):
+            _send(connection, Reply(error=self._put(connection, request)))
+        else:
+            self._get(connection, request)
+        return True
 
     def _put(self, connection: socket.socket, request: Put) -> str:
         """Receive a replica; return what is wrong with it, or nothing."""
         content = _receive(connection, request.index_bytes)
         regions = self._regions.get(request.source)
         if regions is None or regions[0].num_bytes != request.data_bytes:
-            raise ConnectionError("not a replica that is expected here")  # and do not read on
+            expected = "none" if regions is None else f"{regions[0].num_bytes} bytes"
+            raise ConnectionError(
+                f"a replica of rank {request.source} of {request.data_bytes} bytes; expected {expected}"
+            )
         with self._locks[request.source]:
-            region = next(each for each in regions if each.iteration != request.keep_iteration)
+            region = next(each for each in regions if _may_go(each, request.keep_iteration))
             region.invalidate()
-            with memoryview(region.mapping) as target:
-                _receive_into(connection, target)
-                try:
-                    index = decode(bytes(content), Index, f"the index of rank {request.source}")
-                    check_units(index, target, f"rank {request.source}")
-                except CorruptStateError as error:
-                    return str(error)
+            target = memoryview(region.mapping)
+            _receive_into(connection, target)
+            try:
+                index = decode(bytes(content), Index, f"the index of rank {request.source}")
+                check_units(index, target, f"rank {request.source}")
+            except CorruptStateError as error:
+                return str(error)
             named = msgspec.structs.replace(index, file=region.data_path.name)
             try:
                 region.commit(encode(named), index.iteration)
@@ -189,13 +202,15 @@ class PeerServer:
                 _send(connection, Reply(num_bytes=max(0, num_bytes)))
                 if num_bytes <= 0:
                     return
-                with (
-                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
-                    memoryview(mapping) as content,
-                ):
-                    connection.sendall(content[request.offset : request.offset + num_bytes])
+                content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                connection.sendall(content[request.offset : request.offset + num_bytes])
         except OSError as error:
             _send(connection, Reply(error=str(error)))
+
+
+def _may_go(region: Region, keep_iteration: int | None) -> bool:
+    """Return whether a region holds nothing, or nothing that must be kept."""
+    return region.iteration is None or region.iteration != keep_iteration
 
 
 def check_units(index: Index, content: memoryview, where: str) -> None:
@@ -229,11 +244,11 @@ class PeerConnection:
         )
         _send(connection, request)
         connection.sendall(content)
-        with memoryview(region.mapping) as data:
-            half = index.file_bytes // 2
-            connection.sendall(data[:half])
-            phase_hook(Phase.REPLICATE, index.iteration)
-            connection.sendall(data[half:])
+        data = memoryview(region.mapping)
+        half = index.file_bytes // 2
+        connection.sendall(data[:half])
+        phase_hook(Phase.REPLICATE, index.iteration)
+        connection.sendall(data[half:])
         reply = _REPLY.decode(_receive_header(connection))
         if reply.error:
             raise CorruptStateError(reply.error)

@@ -44,6 +44,7 @@ class PersistClient:
 
     Attributes:
         region: the one that is being written, None if there is none.
+        has_failed: whether the last one that was submitted could not be written.
     """
 
     def __init__(self, directory: Path, rank: int, reports: Reports, phase_hook: PhaseHook) -> None:
@@ -51,6 +52,7 @@ class PersistClient:
         self._reports, self._phase_hook = reports, phase_hook
         self._deadline_s = 0.0
         self.region: Region | None = None
+        self.has_failed = False
         self.last_seconds = 0.0
 
     def start(self) -> None:
@@ -71,7 +73,7 @@ class PersistClient:
             writes_manifest=self._rank == 0,
             deadline_s=self._deadline_s,
         )
-        self.region = region
+        self.region, self.has_failed = region, False
         try:
             write_atomically(
                 request_path(self._directory, self._rank), msgspec.json.encode(request)
@@ -90,6 +92,7 @@ class PersistClient:
         result = self._result()
         if result is not None and result.iteration == iteration:
             if result.error:
+                self.has_failed = True
                 self._reports.degraded("persist", iteration, result.error)
             else:
                 self.last_seconds = result.seconds
@@ -102,6 +105,7 @@ class PersistClient:
                     path=result.path,
                 )
         elif time.time() > self._deadline_s:
+            self.has_failed = True
             if self._deadline_s:
                 self._reports.degraded("persist", iteration, "the writer did not finish in time")
             with suppress(OSError):
@@ -111,6 +115,17 @@ class PersistClient:
         else:
             return None
         self.region = None
+        return region
+
+    def cancel(self) -> Region | None:
+        """Give up what is being written, because another rank could not write its part; return it."""
+        if self.region is None:
+            return None
+        region, self.region, self.has_failed = self.region, None, True
+        reason = "another rank could not write its part"
+        self._reports.degraded("persist", region.iteration or 0, reason)
+        with suppress(OSError):
+            request_path(self._directory, self._rank).unlink(missing_ok=True)
         return region
 
     def _result(self) -> PersistResult | None:

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -107,7 +108,7 @@ class PersistWorker:
         start = time.perf_counter()
         index, error = None, ""
         try:
-            index = self.persist(request)
+            index = self.persist(request, is_wanted=path.exists)
         except Exception as failure:  # any file system may raise anything; the rank says it
             error = f"{type(failure).__name__}: {failure}"
         result = PersistResult(
@@ -126,8 +127,14 @@ class PersistWorker:
             if path.read_bytes() == content:
                 path.unlink()
 
-    def persist(self, request: PersistRequest) -> Index:
+    def persist(
+        self, request: PersistRequest, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Index:
         """Copy a region to storage, data first, then the index; rank 0 then writes the manifest.
+
+        Args:
+            request: what to write.
+            is_wanted: returns False when the wait for other ranks is in vain.
 
         Raises:
             CorruptStateError: if the region does not match its index, or another one is in its place.
@@ -138,21 +145,31 @@ class PersistWorker:
             raise CorruptStateError(f"{request.index} holds iteration {index.iteration}")
         tag = file_tag(index.identity)
         data_path = rank_path(index.iteration, index.rank, tag, "safetensors")
-        with (
-            Path(request.data).open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
-            memoryview(mapping) as content,
-        ):
-            check_units(index, content, request.data)
-            self._storage.write(data_path, content[: index.file_bytes])
-        named = msgspec.structs.replace(index, file=data_path.rpartition("/")[2])
         index_path = rank_path(index.iteration, index.rank, tag, "json")
-        self._storage.write_atomically(index_path, encode(named))
+        self._storage.remove_incomplete(index.rank, index.iteration)
+        try:
+            self._write(index, request.data, data_path, index_path)
+        except Exception:
+            with suppress(Exception):  # a full disk must not stay full of what failed
+                self._storage.remove(data_path)
+            raise
         if request.writes_manifest:
-            self._complete(index, tag, request.deadline_s)
+            self._complete(index, tag, request.deadline_s, is_wanted)
         return index
 
-    def _complete(self, index: Index, tag: str, deadline_s: float) -> None:
+    def _write(self, index: Index, data: str, data_path: str, index_path: str) -> None:
+        """Verify a region, write its bytes, then its index."""
+        with Path(data).open("rb") as file:
+            # Not closed by hand: the traceback of a failed write still holds a part of it.
+            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        check_units(index, content, data)
+        self._storage.write(data_path, content[: index.file_bytes])
+        named = msgspec.structs.replace(index, file=data_path.rpartition("/")[2])
+        self._storage.write_atomically(index_path, encode(named))
+
+    def _complete(
+        self, index: Index, tag: str, deadline_s: float, is_wanted: Callable[[], bool]
+    ) -> None:
         """Wait until every rank's index is there, write the manifest, delete what is too old."""
         world_size = index.identity.world_size
         waiting = set(range(world_size))
@@ -164,7 +181,7 @@ class PersistWorker:
             }
             if not waiting:
                 break
-            if time.time() > deadline_s:
+            if time.time() > deadline_s or not is_wanted():
                 raise TimeoutError(
                     f"ranks {sorted(waiting)[:8]} did not write their part of iteration "
                     f"{index.iteration} in time"

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -109,6 +110,10 @@ class Storage:
         """Return a file, or a range of it."""
         end = None if num_bytes < 0 else offset + num_bytes
         return bytes(self._file_system.cat_file(self._full(path), start=offset, end=end))
+
+    def local_path(self, path: str) -> Path | None:
+        """Return where a file is on this machine, None if it is elsewhere."""
+        return Path(self._full(path)) if self._is_local else None
 
     def exists(self, path: str) -> bool:
         """Return whether a file is there."""
@@ -234,6 +239,23 @@ class Storage:
                 self.remove(path)
         with suppress(OSError):
             self._file_system.rmdir(directory)  # only if it is empty
+
+    def remove_incomplete(self, rank: int, before: int) -> None:
+        """Remove a rank's files of older iterations that never became a checkpoint.
+
+        Call it when no older checkpoint can become complete any more; it makes room on a full disk.
+        """
+        prefix = f"rank_{rank:05d}_"
+        for iteration in self.iterations():
+            if iteration >= before or self.has_manifest(iteration):
+                continue
+            directory = self._full(iteration_directory(iteration))
+            for entry in self._list(directory):
+                name = entry.rpartition("/")[2]
+                if name.startswith(prefix) and _RANK_FILE.fullmatch(name):
+                    self.remove(f"{iteration_directory(iteration)}/{name}")
+            with suppress(OSError):
+                self._file_system.rmdir(directory)
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there."""

@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from moe_ft.config import MoeFtConfig
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import PhaseHook
@@ -42,6 +44,7 @@ from moe_ft.planning.placement import (
 from moe_ft.planning.recovery import RecoveryPlan, Source, Tier, plan_recovery
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.planning.strategies import DenseStrategy, SnapshotPlan
+from moe_ft.recovery.cleaning import alive_lock
 from moe_ft.recovery.gather import gather_state
 from moe_ft.recovery.inventory import (
     Inventory,
@@ -59,7 +62,7 @@ from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import Level, parse_unit
 
 _AGREEMENT_TIMEOUT_S = 600.0
-_END_BARRIER_S = 30.0
+_OLD_START_S = 20.0  # an older start's ranks may take a moment to die
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +130,7 @@ class Session:
         self._storage: Storage | None = None
         self._token = ""
         self._engine: CheckpointEngine | None = None
+        self._alive: filelock.BaseFileLock | None = None
 
     @property
     def engine(self) -> CheckpointEngine:
@@ -227,6 +231,15 @@ class Session:
             raise ConfigError(
                 f"--moe-ft-memory-dir={memory.memory_dir} cannot be used on node {self._node}: {error}. "
                 "Name a directory on a tmpfs that you may write to."
+            ) from error
+        try:
+            self._alive = alive_lock(self._node_dir, self._facts.rank)
+            self._alive.acquire(timeout=_OLD_START_S)
+        except (filelock.Timeout, OSError) as error:
+            raise ConfigError(
+                f"--moe-ft-job-id={self._job_id}: rank {self._facts.rank} of a job of this name is "
+                f"running on node {self._node} already ({error}). Give this job another name, or end the "
+                "other one."
             ) from error
         if not self._is_lowest_on_node:
             return
@@ -486,8 +499,12 @@ class Session:
         if self._engine is None:
             return
         self._engine.close()
-        if not is_clean:
-            return
+        if is_clean:
+            self._remove_memory(self._engine)
+        if self._alive is not None:
+            self._alive.release()
+
+    def _remove_memory(self, engine: CheckpointEngine) -> None:
         try:
             self._agreement.barrier()
         except RuntimeError as error:
@@ -495,7 +512,7 @@ class Session:
                 f"rank {self._facts.rank} keeps its memory: another rank did not end cleanly: {error}"
             )
             return
-        self._engine.remove_memory()
+        engine.remove_memory()
         if self._facts.rank == 0 and self._storage is not None and self._config.storage.persists:
             self._storage.release_lock(self._job_id)
 

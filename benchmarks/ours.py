@@ -1,0 +1,246 @@
+"""moe_ft's engine behind the interface of benchmarks/peers.py, to be measured by benchmarks/stall.py.
+
+The engine is the one that training runs, called at the same seams: ``before_step`` is the fence, ``save`` and
+``poll`` are the end of an iteration with and without a snapshot due. Only what it is given is made up
+(benchmarks/stand_ins.py). It saves masters and moments: forward's weights follow from the masters, here
+as in Megatron. A checkpoint is complete when the last of its files has its final name; the time is that
+of the rename, also where a later poll notices it.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from benchmarks.peers import Candidate, Site, State, prepare_for_megatron
+from moe_ft.engine.agreement import Agreement
+from moe_ft.engine.layout import FileLayout
+from moe_ft.engine.peers import PeerConnection, PeerServer
+from moe_ft.engine.persist import writer_command
+from moe_ft.engine.regions import node_directory, own_directory, replica_directory
+from moe_ft.engine.storage import Storage
+from moe_ft.planning.placement import place_replicas, sources_of
+from moe_ft.planning.recovery import Source, Tier, Version
+from moe_ft.planning.strategies import DenseStrategy, SnapshotPlan
+from moe_ft.recovery.inventory import look_at_memory, look_at_storage
+from moe_ft.recovery.restore import Opener, fetch
+from moe_ft.recovery.sources import MemoryReader, PeerReader, StorageReader
+from moe_ft.topology import RankInfo, Topology
+
+_AGREEMENT_TIMEOUT_S = 600.0
+_RETRY_S = 0.002
+_KEEP = 2  # checkpoints on storage, the default of --moe-ft-keep
+
+
+class MoeFtMemory(Candidate):
+    """Two regions per rank in host memory; both ranks on one node."""
+
+    requires = ("megatron.core",)
+    complete_means = "RAM"
+    replication_factor: ClassVar[int] = 0
+    persists: ClassVar[bool] = False
+
+    def __init__(self, state: State, site: Site) -> None:
+        super().__init__(state, site)
+        prepare_for_megatron()
+        from benchmarks import stand_ins  # imports Megatron
+
+        self._stand_ins = stand_ins
+        self._optimizer = stand_ins.adam()
+        self._parameters = stand_ins.parameters_of(state, self._optimizer)
+        self._nodes = self._name_nodes()
+        self._node = self._nodes[site.rank]
+        self._persist_dir = site.disk / "persist"
+        self._saved_iteration = 0
+        self._committed_ns = 0  # when the checkpoint before the latest was complete
+        self._has_stepped = False
+
+    def _name_nodes(self) -> list[str]:
+        """Return the node id of every rank; replicas go to other nodes only."""
+        ranks = range(self.site.num_ranks)
+        return [f"node_{rank if self.replication_factor else 0}" for rank in ranks]
+
+    def _node_dir(self, node: str) -> Path:
+        return node_directory(str(self.site.tmpfs), self._stand_ins.JOB_ID, node)
+
+    def start(self) -> None:
+        """Start an engine with warm regions, as moe_ft/recovery/session.py does."""
+        from moe_ft.engine.engine import CheckpointEngine, EngineSettings
+
+        self._persist_dir.mkdir(exist_ok=True)
+        agreement = Agreement(_AGREEMENT_TIMEOUT_S)
+        agreement.start()
+        strategy = DenseStrategy(each.unit for each in self._parameters)
+        settings = EngineSettings(
+            interval=1, overhead_limit=0.05, persist_interval=int(self.persists), raises=True
+        )
+        self._engine = CheckpointEngine(
+            settings,
+            self._context(agreement, self._lay_out(strategy.plan(0)).num_bytes),
+            strategy,
+            agreement,
+            self._lay_out,
+        )
+        self._engine.start(0, is_restored=False)
+
+    def _lay_out(self, plan: SnapshotPlan) -> FileLayout:
+        layout: FileLayout = self._stand_ins.lay_out_plan(self._parameters, plan)
+        return layout
+
+    def _context(self, agreement: Agreement, region_bytes: int) -> Any:
+        """Meet the other rank and place replicas. All ranks."""
+        from moe_ft.engine.engine import EngineContext
+
+        rank, node_dir = self.site.rank, self._node_dir(self._node)
+        server = PeerServer(node_dir, "127.0.0.1")
+        server.start()
+        info = RankInfo(
+            rank=rank,
+            node=self._node,
+            stage=0,
+            pid=os.getpid(),
+            address=server.address,
+            region_bytes=region_bytes,
+        )
+        self._topology = Topology(ranks=tuple(agreement.gather(info)))
+        self._token = agreement.gather(secrets.token_hex(16))[0]
+        server.admit(self._token)
+        peers = place_replicas(self._topology, self.replication_factor)
+        identity = self._stand_ins.identity(self.site.num_ranks)
+        command = None
+        if self.persists and self._topology.lowest_on_node(self._node).rank == rank:
+            places = (node_dir / "persist", str(self._persist_dir), _KEEP, os.getpid())
+            command = writer_command(*places, identity.job_id, identity.lineage, renew_lock=True)
+        return EngineContext(
+            rank=rank,
+            topology=self._topology,
+            node_dir=node_dir,
+            identity=identity,
+            parameters=self._parameters,
+            peers=tuple(self._topology.ranks[peer] for peer in peers[rank]),
+            sources=tuple(self._topology.ranks[source] for source in sources_of(peers, rank)),
+            server=server,
+            token=self._token,
+            writer_command=command,
+            phase_hook=self._stand_ins.no_fault,
+        )
+
+    def save(self, iteration: int) -> None:
+        """End an iteration after which a snapshot is due."""
+        self._committed_ns = self._newest_commit_ns()
+        self._saved_iteration = iteration
+        while self._end_iteration():  # the ranks agreed at the last fence that it could not start
+            time.sleep(_RETRY_S)
+
+    def _end_iteration(self) -> bool:
+        """Return whether a snapshot was due and skipped, which all ranks decide alike."""
+        self._has_stepped = False
+        self._engine.end_iteration(
+            self._saved_iteration,
+            0.0,
+            lambda: self._stand_ins.capture(
+                self._optimizer, self._parameters, self._saved_iteration
+            ),
+        )
+        events: list[str] = []
+        self._engine.drain(lambda report: events.append(report.event))
+        return "skipped" in events
+
+    def poll(self) -> None:
+        """End an iteration after which none is due, if one has ended; note the completion."""
+        if self._has_stepped:
+            self._end_iteration()
+        if self.completed_s is None:
+            newest_ns = self._newest_commit_ns()
+            if newest_ns > self._committed_ns:
+                self.completed_s = time.perf_counter() - (time.time() - newest_ns / 1e9)
+
+    def _newest_commit_ns(self) -> int:
+        newest = 0
+        for path in self._commits():
+            with suppress(FileNotFoundError):
+                newest = max(newest, path.stat().st_ctime_ns)
+        return newest
+
+    def _commits(self) -> Iterator[Path]:
+        """Yield the files whose appearance completes a checkpoint of this rank."""
+        return own_directory(self._node_dir(self._node), self.site.rank).glob("region_*.json")
+
+    def before_step(self) -> None:
+        """Wait at the fence."""
+        self._engine.before_step()
+        self._has_stepped = True
+
+    def load(self, iteration: int) -> Mapping[str, torch.Tensor]:
+        """Read what recovery finds, from the tier that the candidate adds."""
+        tier, versions, open_source = self._recovery()
+        found = [v for v in versions if (v.rank, v.iteration) == (self.site.rank, iteration)]
+        sources = [Source(tier=tier, version=version) for version in found]
+        fetched = fetch(sources, self._parameters, open_source)
+        if not fetched.is_complete:
+            raise LookupError(f"iteration {iteration}: {fetched.missing[:3]}, {fetched.problems}")
+        return self._stand_ins.state_of(fetched.units)
+
+    def _recovery(self) -> tuple[Tier, list[Version], Opener]:
+        """Return the tier, what lies there, and what opens it."""
+        node_dir = self._node_dir(self._node)
+        versions = self._look_at(self._node, is_replica=False)
+        return Tier.MEMORY, versions, lambda source: MemoryReader(node_dir, source.version)
+
+    def _look_at(self, node: str, *, is_replica: bool) -> list[Version]:
+        found = look_at_memory(self._node_dir(node), node, self._stand_ins.JOB_ID)
+        return [each for each in found.versions if each.is_replica == is_replica]
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.close()
+
+
+class MoeFtPeer(MoeFtMemory):
+    """Two nodes, of which each keeps the other's replica, sent over TCP."""
+
+    complete_means = "RAM x 2"
+    replication_factor = 1
+
+    @property
+    def _holder(self) -> int:
+        """The rank that keeps this one's replicas."""
+        return (self.site.rank + 1) % self.site.num_ranks
+
+    def _commits(self) -> Iterator[Path]:
+        node_dir = self._node_dir(self._nodes[self._holder])
+        return replica_directory(node_dir, self.site.rank, self._holder).glob("region_*.json")
+
+    def _recovery(self) -> tuple[Tier, list[Version], Opener]:
+        versions = self._look_at(self._nodes[self._holder], is_replica=True)
+        address = self._topology.ranks[self._holder].address
+        assert address is not None
+        connection = PeerConnection(address, self._token)
+        return Tier.PEER, versions, lambda source: PeerReader(connection, source.version)
+
+
+class MoeFtStorage(MoeFtMemory):
+    """Three regions per rank; a process of low priority writes every snapshot to disk."""
+
+    complete_means = "fsync"
+    persists = True
+
+    def _commits(self) -> Iterator[Path]:
+        return self._persist_dir.glob("iter_*/manifest.json")
+
+    def _recovery(self) -> tuple[Tier, list[Version], Opener]:
+        storage = Storage(str(self._persist_dir))
+        versions = look_at_storage(storage).versions
+        return Tier.STORAGE, versions, lambda source: StorageReader(storage, source.version)
+
+
+OURS: dict[str, type[Candidate]] = {
+    "moe_ft (memory)": MoeFtMemory,
+    "moe_ft (memory + peer)": MoeFtPeer,
+    "moe_ft (memory + storage)": MoeFtStorage,
+}

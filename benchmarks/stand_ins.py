@@ -1,0 +1,160 @@
+"""Stand-ins for what the engine is given by a training job, built around plain tensors.
+
+Parameters, an inner optimizer, the record, an identity and a layout: enough to run moe_ft's own classes
+without Megatron's model and optimizer. Every parameter is one expert, hence one unit.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from moe_ft.engine.background import Reports
+from moe_ft.engine.layout import FileLayout, lay_out
+from moe_ft.engine.regions import Region, Role
+from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter
+from moe_ft.errors import SnapshotError
+from moe_ft.faults import Phase
+from moe_ft.formats import Identity, ParameterEntry, UnitEntry
+from moe_ft.planning.strategies import SnapshotPlan
+from moe_ft.state import record as records
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.slices import DTYPES, describe
+from moe_ft.units import UnitId, UnitKind
+
+JOB_ID = "benchmark"
+NUM_EXPERTS = 64
+_COPY_DEADLINE_S = 60.0
+_STATE_NAMES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+def adam() -> Any:
+    """Return an inner optimizer as Megatron has it, around an Adam that keeps its step in the group."""
+    group = {"params": [], "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "step": 1}
+    return SimpleNamespace(
+        config=SimpleNamespace(optimizer="adam"),
+        optimizer=SimpleNamespace(state={}, param_groups=[group]),
+    )
+
+
+def parameters_of(state: Mapping[str, torch.Tensor], optimizer: Any) -> list[LocalParameter]:
+    """Make parameters of ``{index}.weight``, ``.master``, ``.exp_avg``, ``.exp_avg_sq``.
+
+    Args:
+        state: flat tensors, which the parameters share.
+        optimizer: of `adam`, which gets the masters and the moments.
+    """
+    parameters = []
+    for index in range(len(state) // 4):
+        weight, master = state[f"{index}.weight"], state[f"{index}.master"]
+        optimizer.optimizer.param_groups[0]["params"].append(master)
+        optimizer.optimizer.state[master] = {
+            key: state[f"{index}.{key}"] for key in ("exp_avg", "exp_avg_sq")
+        }
+        layer, expert = divmod(index, NUM_EXPERTS)
+        parameters.append(
+            LocalParameter(
+                unit=UnitId(kind=UnitKind.EXPERT, layer=layer, expert=expert),
+                name=str(index),
+                entry=ParameterEntry(shape=tuple(weight.shape)),
+                parameter=torch.nn.Parameter(weight, requires_grad=False),
+                start=0,
+                end=weight.numel(),
+                optimizer=optimizer,
+                master=master,
+                is_sharded=True,
+                is_expert=True,
+            )
+        )
+    return parameters
+
+
+def state_of(units: Mapping[str, tuple[UnitEntry, memoryview]]) -> dict[str, torch.Tensor]:
+    """Return restored units under the names of `parameters_of`; weights follow from the masters."""
+    state = {}
+    for unit, content in units.values():
+        for tensor in unit.tensors:
+            value = torch.frombuffer(
+                content,
+                dtype=DTYPES[tensor.dtype],
+                count=tensor.end - tensor.start,
+                offset=tensor.offset,
+            )
+            state[f"{tensor.parameter}.{_STATE_NAMES[tensor.key]}"] = value
+            if tensor.key == "param":
+                state[f"{tensor.parameter}.weight"] = value.bfloat16()
+    return state
+
+
+def capture(
+    optimizer: Any, parameters: Sequence[LocalParameter], iteration: int
+) -> records.CapturedRecord:
+    """Capture the record of a job without buffers, by the function that a real one calls."""
+    if not torch.cuda.is_available():
+        torch.cuda.get_rng_state = torch.get_rng_state
+    facts = records.IterationFacts(
+        iteration=iteration,
+        grad_norm=1.0,
+        num_tokens=None,
+        consumed_train_samples=iteration,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+        num_floating_point_operations=0.0,
+        num_microbatches=1,
+        tokens_per_expert={},
+    )
+    scheduler = SimpleNamespace(state_dict=lambda: {"num_steps": iteration})
+    return records.capture([], optimizer, scheduler, parameters, facts)
+
+
+def identity(world_size: int) -> Identity:
+    """Return the identity of a run that was never interrupted."""
+    return Identity(
+        job_id=JOB_ID,
+        lineage=JOB_ID,
+        history=((0, 0),),
+        fingerprint={},
+        world_size=world_size,
+        strategy="dense",
+    )
+
+
+def lay_out_plan(parameters: Sequence[LocalParameter], plan: SnapshotPlan) -> FileLayout:
+    """Lay out a plan in which no level is NONE."""
+    return lay_out(
+        (each.unit, plan[each.unit], describe(each, plan[each.unit])) for each in parameters
+    )
+
+
+def no_fault(phase: Phase, iteration: int) -> None:
+    """Be the hook of a job in which nothing fails."""
+
+
+def snapshot(
+    parameters: Sequence[LocalParameter], layout: FileLayout, directory: Path, iteration: int
+) -> Region:
+    """Return a region that holds a committed snapshot, taken by the engine's own thread.
+
+    Raises:
+        SnapshotError: if that failed.
+    """
+    region = Region(directory, 0, layout.num_bytes)
+    region.open()
+    region.advance(Role.SNAPSHOT)
+    reports = Reports()
+    writer = SnapshotWriter(parameters, identity(1), 0, "node", reports, None, no_fault)
+    job = SnapshotJob(
+        region=region,
+        layout=layout,
+        iteration=iteration,
+        record=capture(parameters[0].optimizer, parameters, iteration),
+        keep_iteration=None,
+    )
+    writer.start()
+    writer.submit(job)
+    writer.close(_COPY_DEADLINE_S)
+    if job.state is not SnapshotState.COMPLETE:
+        raise SnapshotError(f"the snapshot is {job.state.name}: {reports.drain()}")
+    return region

@@ -1,0 +1,264 @@
+"""Speed of the storage tier and of restores, against the plainest way to move the same bytes.
+
+    python -m benchmarks.storage [--mib N] [--repetitions N] [--directory DIR] [--output FILE.md]
+
+One rank's state, taken into a region on tmpfs by the engine's own thread:
+
+persist   what the writer process does with it, and a plain write and fsync of the same bytes
+restore   finding, verifying and copying it into the live state, and copying the same bytes (``copy_``)
+          from warm memory
+verify    reading a checkpoint and comparing its checksums, as ``python -m moe_ft verify`` does
+
+Compared functions take turns, and turns alternate in order. Files are new ones each time, written when
+the disk has nothing else to write. Numbers are medians (and ranges).
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from tabulate import tabulate
+
+from benchmarks import stand_ins
+from moe_ft.engine.peers import check_units
+from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
+from moe_ft.engine.regions import Region
+from moe_ft.engine.storage import Storage
+from moe_ft.formats import Index, decode
+from moe_ft.planning.recovery import Source, Tier
+from moe_ft.planning.strategies import DenseStrategy
+from moe_ft.recovery.inspection import verify
+from moe_ft.recovery.inventory import look_at_memory
+from moe_ft.recovery.restore import FetchedState, fetch, put_back
+from moe_ft.recovery.sources import MemoryReader
+from moe_ft.state.parameters import LocalParameter
+
+NUM_PARAMETERS = 40
+BYTES_PER_ELEMENT = 4 + 4 + 4  # master weight and two moments: what a snapshot holds
+_CHUNK_BYTES = 16 << 20
+_ITERATION = 5
+_NODE = "node"
+HEADERS = ("what", "s", "GB/s", "ratio")
+
+Samples = dict[str, list[float]]
+
+
+def new_state(mib: int) -> dict[str, torch.Tensor]:
+    """Return the live state of one rank, of which a snapshot has so many MiB."""
+    num_elements = mib * 2**20 // (NUM_PARAMETERS * BYTES_PER_ELEMENT)
+    state = {}
+    for index in range(NUM_PARAMETERS):
+        master = torch.randn(num_elements)
+        state[f"{index}.weight"] = master.bfloat16()
+        state[f"{index}.master"] = master
+        state[f"{index}.exp_avg"] = torch.randn(num_elements)
+        state[f"{index}.exp_avg_sq"] = torch.rand(num_elements)
+    return state
+
+
+def take_turns(
+    functions: Mapping[str, Callable[[], None]],
+    repetitions: int,
+    prepare: Callable[[], None] = lambda: None,
+) -> Samples:
+    """Time functions in turns, after one unmeasured turn.
+
+    Args:
+        functions: by the name that the table shows.
+        repetitions: how often each is timed.
+        prepare: called before each of them, not timed.
+    """
+    samples: Samples = {name: [] for name in functions}
+    for turn in range(repetitions + 1):
+        names = list(functions) if turn % 2 else list(reversed(functions))
+        for name in names:
+            prepare()
+            begin = time.perf_counter()
+            functions[name]()
+            if turn:
+                samples[name].append(time.perf_counter() - begin)
+    return samples
+
+
+def write_plainly(region: Region, num_bytes: int, path: Path) -> None:
+    """Write a region's bytes to a new file and wait until they are on the disk."""
+    with path.open("wb", buffering=0) as file, memoryview(region.mapping) as content:
+        for start in range(0, num_bytes, _CHUNK_BYTES):
+            file.write(content[start : min(start + _CHUNK_BYTES, num_bytes)])
+        os.fsync(file.fileno())
+
+
+def read_index(region: Region) -> Index:
+    """Return what a committed region says of itself."""
+    return decode(region.index_path.read_bytes(), Index, str(region.index_path))
+
+
+def check_region(region: Region) -> None:
+    """Compare all checksums of a region with its bytes."""
+    with memoryview(region.mapping) as content:
+        check_units(read_index(region), content, str(region.data_path))
+
+
+def measure_persist(region: Region, disk: Path, repetitions: int) -> Samples:
+    """Time the writer and a plain write, in one directory."""
+    directory = disk / "persist"
+    worker = PersistWorker(disk, Storage(str(directory)), 1)
+    num_bytes = read_index(region).file_bytes
+    request = PersistRequest(
+        rank=0,
+        iteration=_ITERATION,
+        index=str(region.index_path),
+        data=str(region.data_path),
+        writes_manifest=True,
+        deadline_s=time.time() + 3600,
+    )
+
+    def prepare() -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        os.sync()
+
+    functions: dict[str, Callable[[], None]] = {
+        "write and fsync": lambda: write_plainly(region, num_bytes, directory / "plain"),
+        "persist": lambda: _discard(worker.persist(request)),
+        "of which checksums": lambda: check_region(region),
+    }
+    samples = take_turns(functions, repetitions, prepare)
+    prepare()
+    worker.persist(request)  # to be verified
+    return samples
+
+
+def _discard(result: object) -> None:
+    """Make a statement of an expression."""
+
+
+def measure_restore(
+    state: Mapping[str, torch.Tensor],
+    parameters: Sequence[LocalParameter],
+    memory: Path,
+    repetitions: int,
+) -> Samples:
+    """Time a restore from memory and a copy of the same tensors."""
+    live = [tensor for name, tensor in state.items() if not name.endswith(".weight")]
+    copies = [tensor.clone() for tensor in live]
+    fetched = FetchedState()
+
+    def fetch_state() -> None:
+        nonlocal fetched
+        versions = look_at_memory(memory, _NODE, stand_ins.JOB_ID).versions
+        sources = [Source(tier=Tier.MEMORY, version=version) for version in versions]
+        fetched = fetch(sources, parameters, lambda source: MemoryReader(memory, source.version))
+
+    def put_state_back() -> None:
+        put_back(fetched, parameters, _ITERATION, stand_ins.no_fault)
+
+    def restore() -> None:
+        fetch_state()
+        put_state_back()
+
+    def copy() -> None:
+        for target, source in zip(live, copies, strict=True):
+            target.copy_(source)
+
+    samples = take_turns({"copy": copy, "restore": restore}, repetitions)
+    parts = {"of which finding and verifying": fetch_state, "of which copying": put_state_back}
+    samples |= take_turns(dict(reversed(parts.items())), repetitions)
+    for tensor in live:
+        tensor.zero_()
+    restore()
+    if not all(torch.equal(*pair) for pair in zip(live, copies, strict=True)):
+        raise RuntimeError("the restored state is not the saved one")
+    return samples
+
+
+def measure_verification(region: Region, disk: Path, memory: Path, repetitions: int) -> Samples:
+    """Time checksums alone, and what the command line does with memory and with storage."""
+
+    def verify_all(directory: Path) -> None:
+        _, wrong = verify(str(directory))
+        if wrong:
+            raise RuntimeError(f"damaged: {wrong}")
+
+    def forget() -> None:
+        for path in disk.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+    warm = {
+        "checksums of a mapped region": lambda: check_region(region),
+        "verify memory": lambda: verify_all(memory),
+        "verify storage, in the page cache": lambda: verify_all(disk / "persist"),
+    }
+    cold = {"verify storage, read from the disk": lambda: verify_all(disk / "persist")}
+    return take_turns(warm, repetitions) | take_turns(cold, repetitions, forget)
+
+
+def rows(samples: Samples, num_bytes: int, base: str) -> list[tuple[str, ...]]:
+    """Return a table's rows; the ratio is that of the medians of a row and of the row `base`."""
+    base_s = median(samples[base])
+    return [
+        (
+            name,
+            f"{median(values):.3f} ({min(values):.3f}-{max(values):.3f})",
+            f"{num_bytes / median(values) / 1e9:.2f}",
+            f"{median(values) / base_s:.2f}",
+        )
+        for name, values in samples.items()
+    ]
+
+
+def main() -> None:
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=512, help="of a snapshot")
+    parser.add_argument("--repetitions", type=int, default=5, help="after one unmeasured one")
+    parser.add_argument("--directory", type=Path, help="on the disk to write to (default: TMPDIR)")
+    parser.add_argument("--output", type=Path, metavar="FILE.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    state = new_state(options.mib)
+    parameters = stand_ins.parameters_of(state, stand_ins.adam())
+    plan = DenseStrategy(each.unit for each in parameters).plan(0)
+    layout = stand_ins.lay_out_plan(parameters, plan)
+    with (
+        tempfile.TemporaryDirectory(prefix="storage_", dir=options.directory) as disk_name,
+        tempfile.TemporaryDirectory(prefix="storage_", dir="/dev/shm") as memory_name,
+    ):
+        disk, memory = Path(disk_name), Path(memory_name)
+        region = stand_ins.snapshot(parameters, layout, memory / "rank_00000", _ITERATION)
+        count = options.repetitions
+        tables = {
+            "Persist": (measure_persist(region, disk, count), "write and fsync"),
+            "Restore from memory": (measure_restore(state, parameters, memory, count), "copy"),
+            "Verify": (
+                measure_verification(region, disk, memory, count),
+                "checksums of a mapped region",
+            ),
+        }
+        parts = [
+            f"{os.cpu_count()} cores, one thread; {layout.num_bytes / 2**20:.0f} MiB in "
+            f"{len(layout.units)} units; median (range) of {count}; "
+            f"load {os.getloadavg()[0]:.1f}. Python {platform.python_version()}, "
+            f"torch {torch.__version__}."
+        ]
+        for title, (samples, base) in tables.items():
+            table = rows(samples, layout.num_bytes, base)
+            parts += [title, tabulate(table, HEADERS, "github", disable_numparse=True)]
+    text = "\n\n".join(parts) + "\n"
+    print(text)
+    if options.output:
+        options.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A small job that takes checkpoints, for tests of what happens around them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.demo_model import event_flags, layout_flags, model_flags
+from tests.harness import JobResult, digests, events, run_training, run_with_restarts
+
+NUM_RANKS = 2
+NUM_ITERATIONS = 6
+TWO_NODES = ("node0", "node1")
+
+
+class CheckpointJob:
+    """Two ranks with expert parallelism, on one node or two, with the tiers that a test asks for."""
+
+    def __init__(self, dataset_flags: Sequence[str], folder: Path, memory_dir: Path) -> None:
+        self.folder, self.memory_dir = folder, memory_dir
+        self.storage = folder / "storage"
+        self.events_dir = folder / "events"
+        self._base = [
+            *model_flags(train_iters=NUM_ITERATIONS, hidden_dropout=0.1),
+            *layout_flags({"ep": 2}),
+            *dataset_flags,
+        ]
+
+    def reference(self) -> list[tuple[str, str]]:
+        """Train without checkpoints; return the digests."""
+        log = self.folder / "reference"
+        run_training([*self._base, *event_flags(log)], NUM_RANKS, log_dir=log).check()
+        return digests(log, NUM_RANKS)
+
+    def flags(self, *flags: str, storage: bool = False) -> list[str]:
+        """Return the job's flags with checkpoints in memory, and on storage if asked for."""
+        tiers = ["--moe-ft-persist-dir", str(self.storage), "--moe-ft-persist-interval", "2"]
+        return [
+            *self._base,
+            *event_flags(self.events_dir),
+            *("--moe-ft-strategy", "dense", "--moe-ft-job-id", "test"),
+            *("--moe-ft-memory-dir", str(self.memory_dir)),
+            *("--moe-ft-fault-report-grace-s", "0.5"),
+            *(tiers if storage else ()),
+            *flags,
+        ]
+
+    def run(
+        self, *flags: str, storage: bool = False, nodes: Sequence[str] | None = None
+    ) -> JobResult:
+        """Start the job once."""
+        log = self.folder / f"run_{len(list(self.folder.glob('run_*')))}"
+        return run_training(
+            self.flags(*flags, storage=storage), NUM_RANKS, log_dir=log, nodes=nodes
+        )
+
+    def run_with_faults(
+        self,
+        *faults: str,
+        flags: Sequence[str] = (),
+        storage: bool = False,
+        nodes: Callable[[int], Sequence[str]] | None = None,
+        between: Callable[[int], None] | None = None,
+    ) -> list[JobResult]:
+        """Start the job again until it ends by itself; the last result is checked."""
+        injected = [word for fault in faults for word in ("--moe-ft-inject-fault", fault)]
+        results = run_with_restarts(
+            self.flags(*injected, *flags, storage=storage),
+            NUM_RANKS,
+            log_dir=self.folder,
+            max_restarts=4,
+            nodes=nodes,
+            between=between,
+        )
+        results[-1].check()
+        return results
+
+    def events(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
+        """Return a rank's events of one kind."""
+        return events(self.events_dir, rank, event)
+
+    def digests(self) -> list[tuple[str, str]]:
+        """Return the last digests of all ranks."""
+        return digests(self.events_dir, NUM_RANKS)
+
+
+def flip_byte(path: Path, position: int) -> None:
+    """Change one byte of a file; negative positions count from its end."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0xFF
+    with path.open("r+b") as file:  # in place: others may have it mapped
+        file.write(content)

@@ -1,0 +1,100 @@
+"""Damage to any file of any tier is noticed and the next tier or the state before it is used instead."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
+from tests.distributed.test_recovery import expected, job  # noqa: F401  # fixtures
+
+KILL = "kill:1@4:backward"
+Damage = Callable[[Path], None]
+
+
+def newest(paths: list[Path]) -> Path:
+    return max(paths, key=lambda path: path.stat().st_mtime_ns)
+
+
+def flip_data(index: Path) -> None:
+    flip_byte(index.with_suffix(".safetensors"), -100)
+
+
+def truncate_data(index: Path) -> None:
+    data = index.with_suffix(".safetensors")
+    with data.open("r+b") as file:
+        file.truncate(data.stat().st_size // 2)
+
+
+def flip_index(index: Path) -> None:
+    flip_byte(index, index.stat().st_size // 2)
+
+
+def truncate_index(index: Path) -> None:
+    index.write_bytes(index.read_bytes()[:100])
+
+
+def remove_index(index: Path) -> None:
+    index.unlink()
+
+
+DAMAGES = (flip_data, truncate_data, flip_index, truncate_index, remove_index)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_own_memory_is_replaced_by_the_peers_copy(
+    damage: Damage,
+    job: CheckpointJob,  # noqa: F811
+    expected: list[tuple[str, str]],  # noqa: F811
+) -> None:
+    def between(start: int) -> None:
+        for index in (job.memory_dir / "test" / "node1" / "rank_00001").glob("region_*.json"):
+            damage(index)
+
+    job.run_with_faults(KILL, nodes=lambda start: TWO_NODES, between=between)
+    (recovery,) = job.events("recovery", 1)
+    assert "peer" in recovery["sources"]
+    assert job.digests() == expected
+    if damage is not remove_index:
+        assert any("region_" in problem for problem in recovery["problems"])
+
+
+@pytest.mark.parametrize("damage", (flip_data, flip_index))
+def test_damaged_newest_state_in_all_memory_gives_way_to_the_one_before(
+    damage: Damage,
+    job: CheckpointJob,  # noqa: F811
+    expected: list[tuple[str, str]],  # noqa: F811
+) -> None:
+    def between(start: int) -> None:
+        damage(newest(list((job.memory_dir / "test").rglob("rank_00001/region_*.json"))))
+
+    job.run_with_faults("kill:1@4:before-step", between=between)
+    (recovery,) = job.events("recovery")
+    assert recovery["restored_iteration"] in (2, 3)
+    assert job.digests() == expected
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_newest_checkpoint_on_storage_gives_way_to_the_one_before(
+    damage: Damage,
+    job: CheckpointJob,  # noqa: F811
+    expected: list[tuple[str, str]],  # noqa: F811
+) -> None:
+    job.run("--exit-interval", "4", "--moe-ft-keep", "3", storage=True).check()
+    damage(next((job.storage / "iter_0000004").glob("rank_00001_*.json")))
+    job.run(storage=True).check()
+    (recovery,) = job.events("recovery")
+    assert recovery["restored_iteration"] == 2
+    assert recovery["problems"]
+    assert job.digests() == expected
+
+
+@pytest.mark.parametrize("position", (5, 300, -3))
+def test_damaged_manifest_makes_its_directory_no_checkpoint(
+    position: int,
+    job: CheckpointJob,  # noqa: F811
+) -> None:
+    job.run("--exit-interval", "4", "--moe-ft-keep", "3", storage=True).check()
+    flip_byte(job.storage / "iter_0000004" / "manifest.json", position)
+    job.run("--exit-interval", "5", storage=True).check()
+    assert job.events("recovery")[0]["restored_iteration"] == 2

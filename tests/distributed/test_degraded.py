@@ -1,0 +1,184 @@
+"""Whatever happens to storage, memory, peers or the writer: training goes on, and says what is missing."""
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob
+from tests.distributed.test_recovery import expected, job  # noqa: F401  # fixtures
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a file system with room for little more than one checkpoint."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def reasons(job: CheckpointJob, part: str) -> str:  # noqa: F811
+    lines = [line for rank in range(NUM_RANKS) for line in job.events("degraded", rank)]
+    return "; ".join(line["reason"] for line in lines if line["part"] == part)
+
+
+def act_when(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
+    """Do something, on another thread, as soon as a condition holds."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):
+            action()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def writers(job: CheckpointJob) -> list[psutil.Process]:  # noqa: F811
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            if "moe_ft.engine.persist_worker" in words and str(job.storage) in words:
+                found.append(process)
+    return found
+
+
+def test_full_disk_leaves_the_last_good_checkpoint_and_training_goes_on(
+    job: CheckpointJob,  # noqa: F811
+    expected: list[tuple[str, str]],  # noqa: F811
+    small_disk: Path,
+) -> None:
+    job.storage = small_disk / "storage"
+    job.run("--moe-ft-keep", "9", storage=True).check()
+    assert "No space left on device" in reasons(job, "persist")
+    assert job.digests() == expected
+    manifests = sorted(job.storage.glob("iter_*/manifest.json"))
+    assert manifests
+    job.run("--exit-interval", "1", storage=True).check()
+    restored = job.events("recovery")[0]["restored_iteration"]
+    assert f"iter_{restored:07d}" in {path.parent.name for path in manifests}
+
+
+def test_storage_that_vanishes_is_reported_and_training_goes_on(
+    job: CheckpointJob,  # noqa: F811
+    expected: list[tuple[str, str]],  # noqa: F811
+) -> None:
+    def vanish() -> None:
+        shutil.rmtree(job.storage)
+        job.storage.write_text("a file is in its place")
+
+    watcher = act_when(lambda: any(job.storage.glob("iter_*/manifest.json")), vanish)
+    job.run(storage=True).check()
+    watcher.join()
+    assert reasons(job, "persist")
+    assert job.digests() == expected
+
+
+def test_memory_that_vanishes_is_reported_and_training_goes_on(
+    job: CheckpointJob,  # noqa: F811
+    expected: list[tuple[str, str]],  # noqa: F811
+) -> None:
+    own = job.memory_dir / "test"
+    watcher = act_when(
+        lambda: len(list(own.rglob("region_*.json"))) == 2 * NUM_RANKS, lambda: shutil.rmtree(own)
+    )
+    job.run().check()
+    watcher.join()
+    assert "No such file or directory" in reasons(job, "snapshot")
+    assert job.digests() == expected
+
+
+def test_killed_writer_is_started_again(
+    job: CheckpointJob,  # noqa: F811
+    expected: list[tuple[str, str]],  # noqa: F811
+) -> None:
+    watcher = act_when(lambda: bool(writers(job)), lambda: writers(job)[0].kill())
+    job.run(storage=True).check()
+    watcher.join()
+    assert "ended with code -9; it is started again" in reasons(job, "writer")
+    assert job.events("persist")[-1]["iteration"] == 6
+    assert job.digests() == expected
+
+
+def test_stopped_writer_is_killed_and_replaced(
+    job: CheckpointJob,  # noqa: F811
+    expected: list[tuple[str, str]],  # noqa: F811
+) -> None:
+    def stop() -> None:
+        os.kill(writers(job)[0].pid, signal.SIGSTOP)
+
+    watcher = act_when(lambda: bool(writers(job)), stop)
+    job.run(storage=True).check()
+    watcher.join()
+    assert "gave no sign of life" in reasons(job, "writer")
+    assert job.events("persist")[-1]["iteration"] == 6
+    assert job.digests() == expected
+
+
+def test_writer_ends_with_a_killed_rank(job: CheckpointJob) -> None:  # noqa: F811
+    job.run("--moe-ft-inject-fault", "kill:0@4:backward", storage=True)
+    deadline = time.monotonic() + DEADLINE_S
+    while writers(job):
+        assert time.monotonic() < deadline, "a writer outlives its rank"
+        time.sleep(0.05)
+
+
+def test_failing_snapshot_thread_costs_one_snapshot(
+    job: CheckpointJob,  # noqa: F811
+    expected: list[tuple[str, str]],  # noqa: F811
+) -> None:
+    job.run("--moe-ft-inject-fault", "exception:1@3:snapshot").check()
+    assert "InjectedFaultError" in reasons(job, "snapshot")
+    assert "another rank has none" in reasons(job, "snapshot")
+    assert [line["iteration"] for line in job.events("snapshot", 1)] == [1, 2, 4, 5, 6]
+    assert job.digests() == expected
+
+
+def test_failing_pair_is_off_and_the_other_tiers_go_on(
+    job: CheckpointJob,  # noqa: F811
+    expected: list[tuple[str, str]],  # noqa: F811
+) -> None:
+    job.run("--moe-ft-inject-fault", "exception:1@3:replicate", nodes=TWO_NODES).check()
+    assert "rank 0 does not take replicas" in reasons(job, "replicate")
+    assert [line["iteration"] for line in job.events("replicate", 1)] == [1, 2]
+    assert [line["iteration"] for line in job.events("snapshot", 1)] == [1, 2, 3, 4, 5, 6]
+    assert [line["iteration"] for line in job.events("replicate", 0)] == [1, 2, 3, 4, 5, 6]
+    assert job.digests() == expected
+
+
+def test_hanging_copy_thread_skips_snapshots_and_training_goes_on(
+    job: CheckpointJob,  # noqa: F811
+    expected: list[tuple[str, str]],  # noqa: F811
+) -> None:
+    job.run("--moe-ft-inject-fault", "hang:1@3:replicate", nodes=TWO_NODES).check()
+    skipped = [line["reason"] for line in job.events("skipped")]
+    assert "the last one is not complete" in skipped
+    assert job.digests() == expected
+
+
+def test_degraded_part_ends_training_if_the_user_says_so(job: CheckpointJob) -> None:  # noqa: F811
+    result = job.run(
+        "--moe-ft-on-error", "raise", "--moe-ft-inject-fault", "exception:1@3:snapshot"
+    )
+    assert any(result.exit_codes)
+    outputs = result.output(0) + result.output(1)
+    assert "DegradedError" in outputs
+    assert "(--moe-ft-on-error=raise)" in outputs

@@ -1,0 +1,59 @@
+"""After faults of every kind in every phase, on many layouts, the state is that of a run without them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fault_matrix import (
+    Case,
+    coverage,
+    covering_array,
+    describe,
+    first_cases,
+    reference_digests,
+    run_case,
+)
+from tests.harness import digests
+
+ALL_CASES = covering_array()
+SOME_CASES = first_cases(ALL_CASES, 12)
+Reference = Callable[[Case], list[tuple[str, str]]]
+
+
+@pytest.fixture(scope="session")
+def reference(dataset_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Return the digests of the run without faults; cases of the same job share it."""
+    known: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+
+    def get(case: Case) -> list[tuple[str, str]]:
+        if case.job not in known:
+            folder = tmp_path_factory.mktemp("reference")
+            known[case.job] = reference_digests(case, dataset_flags, folder)
+        return known[case.job]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in SOME_CASES else pytest.mark.matrix)
+        for case in ALL_CASES
+    ],
+    ids=str,
+)
+def test_run_with_faults_ends_in_the_state_of_a_run_without(
+    case: Case, reference: Reference, dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+) -> None:
+    recoveries = run_case(case, dataset_flags, tmp_path, memory_dir)
+    print(describe(case, recoveries))
+    assert digests(tmp_path / "events", case.world_size) == reference(case)
+
+
+def test_covering_array_holds_every_pair_in_at_most_60_runs() -> None:
+    assert coverage(ALL_CASES) == 1
+    assert len(ALL_CASES) <= 60
+    print(
+        f"{len(ALL_CASES)} runs hold all pairs, {len(SOME_CASES)} hold {coverage(SOME_CASES):.0%}"
+    )

@@ -1,0 +1,216 @@
+"""What a start recovers from: which tier, which iteration, which run - and when it must not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint_job import NUM_ITERATIONS, NUM_RANKS, TWO_NODES, CheckpointJob
+from tests.demo_model import event_flags
+from tests.harness import events, run_training
+
+KILL = "kill:1@4:backward"
+
+
+@pytest.fixture
+def job(dataset_flags: list[str], tmp_path: Path, memory_dir: Path) -> CheckpointJob:
+    return CheckpointJob(dataset_flags, tmp_path, memory_dir)
+
+
+@pytest.fixture(scope="session")
+def expected(
+    dataset_flags: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[str, str]]:
+    folder = tmp_path_factory.mktemp("reference_job")
+    return CheckpointJob(dataset_flags, folder, folder).reference()
+
+
+def test_undisturbed_run_takes_every_snapshot_and_has_nothing_to_complain_about(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.run(storage=True, nodes=TWO_NODES).check()
+    for rank in range(NUM_RANKS):
+        assert job.events("degraded", rank) == []
+        taken = [line["iteration"] for line in job.events("snapshot", rank)]
+        assert taken == sorted(set(taken))
+        assert taken[-1] == NUM_ITERATIONS
+        assert [line["iteration"] for line in job.events("replicate", rank)] == taken
+        assert job.events("persist", rank)[-1]["iteration"] == NUM_ITERATIONS
+    assert job.digests() == expected
+
+
+def test_dead_process_is_recovered_from_the_memory_of_its_own_node(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.run_with_faults(KILL)
+    for rank in range(NUM_RANKS):
+        (recovery,) = job.events("recovery", rank)
+        assert set(recovery["sources"]) == {"memory"}
+        assert recovery["restored_iteration"] in (3, 4)
+    assert job.digests() == expected
+
+
+def test_lost_node_is_recovered_from_its_peers(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.run_with_faults("lose-node:1@4:backward", nodes=lambda start: TWO_NODES)
+    assert set(job.events("recovery", 0)[0]["sources"]) == {"memory"}
+    assert set(job.events("recovery", 1)[0]["sources"]) == {"peer"}
+    assert job.digests() == expected
+
+
+def test_ranks_that_change_places_find_their_state_on_the_other_node(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.run_with_faults(
+        KILL,
+        flags=("--moe-ft-replication-factor", "0"),
+        nodes=lambda start: TWO_NODES if start == 0 else tuple(reversed(TWO_NODES)),
+    )
+    for rank in range(NUM_RANKS):
+        assert set(job.events("recovery", rank)[0]["sources"]) == {"peer"}
+    assert job.digests() == expected
+
+
+def test_rank_on_a_new_node_is_recovered_from_its_peer_and_protected_again(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    # The replaced node comes back with its old memory in the third start: it must not be believed.
+    places = [TWO_NODES, ("node0", "node2"), TWO_NODES]
+    job.run_with_faults(
+        "kill:1@2:backward", "lose-node:1@4:backward", nodes=lambda start: places[min(start, 2)]
+    )
+    recoveries = job.events("recovery", 1)
+    assert [set(line["sources"]) for line in recoveries] == [{"peer"}, {"peer"}]
+    assert recoveries[1]["restored_iteration"] in (3, 4)
+    assert job.digests() == expected
+
+
+def test_job_whose_nodes_are_all_lost_is_recovered_from_storage(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.run_with_faults(
+        KILL, storage=True, between=lambda start: shutil.rmtree(job.memory_dir / "test")
+    )
+    assert set(job.events("recovery")[0]["sources"]) == {"storage"}
+    assert job.digests() == expected
+
+
+def test_clean_end_removes_the_memory_and_leaves_the_last_state_on_storage(
+    job: CheckpointJob,
+) -> None:
+    job.run(storage=True).check()
+    assert not (job.memory_dir / "test").exists()
+    assert (job.storage / f"iter_{NUM_ITERATIONS:07d}" / "manifest.json").exists()
+    assert not (job.storage / "moe_ft.lock").exists()
+
+
+def test_finished_run_that_is_started_again_trains_nothing(job: CheckpointJob) -> None:
+    job.run(storage=True).check()
+    job.run(storage=True).check()
+    assert job.events("recovery")[0]["restored_iteration"] == NUM_ITERATIONS
+    iterations = job.events("iteration")
+    assert len(iterations) == NUM_ITERATIONS
+    assert job.digests() == job.digests()
+
+
+def test_longer_training_goes_on_from_storage_with_the_same_bits(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.run("--exit-interval", "3", storage=True).check()
+    assert not (job.memory_dir / "test").exists()
+    job.run(storage=True).check()
+    assert job.events("recovery")[0]["restored_iteration"] == 3
+    assert job.digests() == expected
+
+
+def test_recover_from_names_an_iteration(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.run("--exit-interval", "5", "--moe-ft-keep", "9", storage=True).check()
+    job.run("--moe-ft-recover-from", "iter_2", storage=True).check()
+    assert job.events("recovery")[0]["restored_iteration"] == 2
+    assert job.digests() == expected
+
+
+def test_newest_state_wins_over_load_unless_the_user_says_so(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    saved = str(job.folder / "megatron")
+    stock = [
+        "--save",
+        saved,
+        "--save-interval",
+        "2",
+        "--load",
+        saved,
+        "--ckpt-format",
+        "torch_dist",
+    ]
+    job.run(*stock, "--exit-interval", "3", storage=True).check()
+    job.run(*stock, "--exit-interval", "4", storage=True).check()
+    assert job.events("recovery")[0]["restored_iteration"] == 3
+    job.run(*stock, "--moe-ft-recover-from", "load", storage=True).check()
+    assert len(job.events("recovery")) == 1
+    assert job.events("start")[2]["iteration"] == 4
+    # Stock --load gives all expert-parallel ranks one tracker state: weights and moments are compared.
+    assert [digest for digest, _ in job.digests()] == [digest for digest, _ in expected]
+
+
+def test_nothing_usable_is_explained_and_training_starts_afresh(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    def destroy(start: int) -> None:
+        for path in job.memory_dir.rglob("region_*.json"):
+            path.write_bytes(path.read_bytes()[:-5])
+
+    results = job.run_with_faults(KILL, between=destroy)
+    output = results[-1].output(0)
+    assert "nothing to recover from was found in the memory of job 'test'" in output
+    assert "region_0.json is not a complete file of moe_ft" in output
+    assert job.events("start")[1]["iteration"] == 0
+    assert job.digests() == expected
+
+
+def test_nothing_usable_is_the_end_if_the_user_says_so(job: CheckpointJob) -> None:
+    result = job.run("--moe-ft-on-missing", "fail")
+    assert result.exit_codes[0] == 2
+    assert "--moe-ft-on-missing=fail: nothing to recover from" in result.output(0)
+
+
+def test_failures_before_the_first_snapshot_start_the_run_again_from_its_beginning(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.run_with_faults("kill:0@0:backward")
+    assert job.events("recovery") == []
+    assert job.digests() == expected
+
+
+def test_every_line_of_a_recovery_event_is_there(job: CheckpointJob) -> None:
+    job.run_with_faults(KILL)
+    (recovery,) = job.events("recovery")
+    assert recovery["scope"] == "global"
+    assert recovery["target_iteration"] == recovery["restored_iteration"]
+    assert (recovery["replayed_iterations"], recovery["lost_tokens"], recovery["plt"]) == (0, 0, 0)
+    assert set(recovery["phases_s"]) == {"inventory", "plan", "restore"}
+    assert recovery["deterministic"] is True
+    json.dumps(recovery)
+
+
+def test_evaluation_and_per_token_loss_and_expert_bias_survive_a_recovery(
+    job: CheckpointJob,
+) -> None:
+    features = [
+        *("--eval-iters", "2", "--eval-interval", "2", "--calculate-per-token-loss"),
+        *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
+        *("--lr-decay-style", "cosine", "--lr-warmup-iters", "2"),
+        *("--rampup-batch-size", "8", "4", "64"),
+    ]
+    log = job.folder / "features"
+    flags = [*job.flags()[: job.flags().index("--moe-ft-strategy")], *features, *event_flags(log)]
+    run_training(flags, NUM_RANKS, log_dir=log).check()
+    job.run_with_faults(KILL, flags=features)
+    for rank in range(NUM_RANKS):
+        wanted = events(log, rank, "state_digest")[-1]["sha256_all"]
+        assert job.events("state_digest", rank)[-1]["sha256_all"] == wanted

@@ -1,0 +1,204 @@
+"""Runs with faults, chosen so that every pair of circumstances occurs, and what must hold after each.
+
+A case trains with checkpoints and faults, restarting as torchrun would, and must end with the digests of a
+run that had neither. The cases are a pairwise covering array over the factors below.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from moe_ft.faults import FAULT_PHASES, Phase
+from tests.demo_model import event_flags, layout_flags, model_flags
+from tests.harness import digests, events, run_training, run_with_restarts
+
+NUM_ITERATIONS = 7
+FAULT_ITERATION = 3
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "pp2-ep2": {"pp": 2, "ep": 2},
+    "ep2-dp2": {"ep": 2},
+    "pp2-dp2": {"pp": 2},
+    "tp2-ep2": {"tp": 2, "ep": 2},
+    "pp2-ep2-dp2": {"pp": 2, "ep": 2},
+}
+_WORLD_SIZE = {"pp2-ep2-dp2": 8}
+FAULTS = ("kill-one", "kill-two", "lose-node", "exception", "kill-twice")
+FACTORS: dict[str, tuple[str, ...]] = {
+    "layout": tuple(LAYOUTS),
+    "fault": FAULTS,
+    "phase": tuple(phase.value for phase in FAULT_PHASES),
+    "optimizer": ("distributed", "replicated"),
+    "precision": ("bf16", "fp16", "fp32"),
+    "interval": ("1", "2"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One run with faults; every field is a factor."""
+
+    layout: str
+    fault: str
+    phase: str
+    optimizer: str
+    precision: str
+    interval: str
+
+    def __str__(self) -> str:
+        return "_".join(getattr(self, factor.name) for factor in fields(self))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return _WORLD_SIZE.get(self.layout, 4)
+
+    @property
+    def job(self) -> tuple[str, str, str]:
+        """What the run without faults depends on."""
+        return (self.layout, self.optimizer, self.precision)
+
+
+def _pairs(case: Case) -> set[tuple[tuple[str, str], tuple[str, str]]]:
+    values = [(factor.name, getattr(case, factor.name)) for factor in fields(case)]
+    return set(combinations(values, 2))
+
+
+def all_pairs() -> set[tuple[tuple[str, str], tuple[str, str]]]:
+    """Return every pair of values of two factors."""
+    return {
+        ((first, a), (second, b))
+        for first, second in combinations(FACTORS, 2)
+        for a, b in product(FACTORS[first], FACTORS[second])
+    }
+
+
+def covering_array(seed: int = 0, num_tries: int = 60) -> list[Case]:
+    """Return cases in which every pair occurs, each the best of some random ones for a missing pair."""
+    generator = random.Random(seed)
+    missing, cases = all_pairs(), []
+    while missing:
+        wanted = dict(min(missing))
+        tries = [
+            Case(**{name: wanted.get(name, generator.choice(FACTORS[name])) for name in FACTORS})
+            for _ in range(num_tries)
+        ]
+        best = max(tries, key=lambda case: len(_pairs(case) & missing))
+        cases.append(best)
+        missing -= _pairs(best)
+    return cases
+
+
+def first_cases(cases: list[Case], count: int) -> list[Case]:
+    """Return that many of the cases, such that they hold as many values of all factors as they can."""
+    chosen: list[Case] = []
+    seen: set[tuple[str, str]] = set()
+
+    def new_values(case: Case) -> int:
+        return len({(factor.name, getattr(case, factor.name)) for factor in fields(case)} - seen)
+
+    while len(chosen) < count:
+        rest = [case for case in cases if case not in chosen]
+        best = max(rest, key=lambda case: (new_values(case), -case.world_size))
+        chosen.append(best)
+        seen |= {(factor.name, getattr(best, factor.name)) for factor in fields(best)}
+    return chosen
+
+
+def coverage(cases: list[Case]) -> float:
+    """Return the fraction of all pairs that the cases hold."""
+    covered = set().union(*(_pairs(case) for case in cases))
+    return len(covered) / len(all_pairs())
+
+
+def job_flags(case: Case, dataset_flags: list[str]) -> list[str]:
+    """Return the flags that the run has with and without faults."""
+    changes: dict[str, Any] = {"train_iters": NUM_ITERATIONS, "hidden_dropout": 0.1}
+    changes["use_distributed_optimizer"] = case.optimizer == "distributed"
+    changes["bf16"] = case.precision == "bf16"
+    if case.precision == "fp16":
+        changes |= {"fp16": True, "initial_loss_scale": 4096}
+    layout = LAYOUTS[case.layout]
+    if "tp" in layout:
+        changes["sequence_parallel"] = True
+    return [*model_flags(**changes), *layout_flags(layout), *dataset_flags]
+
+
+def reference_digests(case: Case, dataset_flags: list[str], folder: Path) -> list[tuple[str, str]]:
+    """Train without checkpoints and faults; return every rank's digest."""
+    flags = [*job_flags(case, dataset_flags), *event_flags(folder)]
+    run_training(flags, case.world_size, log_dir=folder).check()
+    return digests(folder, case.world_size)
+
+
+def nodes_of(world_size: int) -> list[str]:
+    """Return two nodes, each with every second rank: both hold ranks of every stage."""
+    return [f"node{rank % 2}" for rank in range(world_size)]
+
+
+def checkpoint_flags(memory_dir: Path, persist_dir: Path) -> list[str]:
+    """Return flags that turn all three tiers on."""
+    return [
+        *("--moe-ft-strategy", "dense", "--moe-ft-job-id", "test"),
+        *("--moe-ft-memory-dir", str(memory_dir)),
+        *("--moe-ft-persist-dir", str(persist_dir), "--moe-ft-persist-interval", "2"),
+        *("--moe-ft-fault-report-grace-s", "0.5"),
+    ]
+
+
+def fault_flags(case: Case) -> list[str]:
+    """Return the flags that inflict the case's faults."""
+    kind = {"lose-node": "lose-node", "exception": "exception"}.get(case.fault, "kill")
+    is_recovery = case.phase == Phase.RECOVERY
+    first, second = (1, 1) if is_recovery else (FAULT_ITERATION, FAULT_ITERATION + 2)
+    faults = [f"{kind}:1@{first}:{case.phase}"]
+    if case.fault == "kill-two":
+        faults.append(f"kill:2@{first}:{case.phase}")
+    if case.fault == "kill-twice":
+        faults.append(f"kill:0@{second}:{case.phase}")
+    if is_recovery:  # there must be something to recover from
+        faults.append(f"kill:3@{FAULT_ITERATION}:backward")
+    return [word for fault in faults for word in ("--moe-ft-inject-fault", fault)]
+
+
+def run_case(
+    case: Case, dataset_flags: list[str], folder: Path, memory_dir: Path
+) -> list[dict[str, Any]]:
+    """Train with the case's faults until the run has ended; return rank 0's recovery events.
+
+    Raises:
+        AssertionError: if the run does not end by itself, or no fault fired.
+    """
+    log = folder / "events"
+    flags = [
+        *job_flags(case, dataset_flags),
+        *event_flags(log),
+        *checkpoint_flags(memory_dir, folder / "storage"),
+        *("--moe-ft-interval", case.interval),
+        *fault_flags(case),
+    ]
+    results = run_with_restarts(
+        flags,
+        case.world_size,
+        log_dir=folder,
+        max_restarts=5,
+        nodes=lambda start: nodes_of(case.world_size),
+    )
+    results[-1].check()
+    fired = [
+        line for rank in range(case.world_size) for line in events(log, rank, "fault_injected")
+    ]
+    assert any(line["phase"] == case.phase for line in fired), f"{case}: no fault fired"
+    if not fired or min(line["iteration"] for line in fired) > 1:
+        first = [line for line in events(log, 0, "replicate") if line["incarnation"] == 0]
+        assert first, f"{case}: nothing was replicated"
+    return events(log, 0, "recovery")
+
+
+def describe(case: Case, recoveries: list[Mapping[str, Any]]) -> str:
+    """Return one line for the table of `make test-matrix`."""
+    steps = [f"{line['restored_iteration']} from {dict(line['sources'])}" for line in recoveries]
+    return f"{case}: {'; '.join(steps) or 'no recovery needed'}"

@@ -1,0 +1,172 @@
+"""Small states that are real in form: identities, records, indexes, data files, regions, checkpoints."""
+
+import random
+from pathlib import Path
+
+import msgspec
+
+from moe_ft.engine.layout import lay_out
+from moe_ft.engine.peers import check_units
+from moe_ft.engine.regions import Region
+from moe_ft.engine.storage import Storage, file_tag, rank_path
+from moe_ft.formats import (
+    FORMAT,
+    Identity,
+    Index,
+    IterationRecord,
+    Manifest,
+    OptimizerRecord,
+    PackedTensor,
+    ParameterEntry,
+    TensorEntry,
+    UnitEntry,
+    checksum,
+    encode,
+)
+from moe_ft.units import Level, UnitId, UnitKind
+
+History = tuple[tuple[int, int], ...]
+FRESH: History = ((0, 0),)
+
+
+def make_identity(
+    lineage: str = "run-a", history: History = FRESH, *, world_size: int = 1, job_id: str = "job"
+) -> Identity:
+    """Return who wrote something."""
+    return Identity(
+        job_id=job_id,
+        lineage=lineage,
+        history=history,
+        fingerprint={"--hidden-size": 64, "--seed": 1},
+        world_size=world_size,
+        strategy="dense",
+    )
+
+
+def make_record(iteration: int) -> IterationRecord:
+    """Return a record with something in every field."""
+    packed = PackedTensor(dtype="F32", shape=(2,), data=b"\x00\x01\x02\x03\x04\x05\x06\xff")
+    return IterationRecord(
+        iteration=iteration,
+        grad_norm=1.5,
+        grad_norms_by_group={"mtp": "inf"},
+        num_tokens=None,
+        optimizers=(
+            OptimizerRecord(groups=({"lr": 1e-3, "wd": 0.1},), steps={"*": 3.0}, found_inf=False),
+        ),
+        scheduler={"num_steps": 12},
+        consumed_train_samples=8 * iteration,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+        num_floating_point_operations=1e15,
+        num_microbatches=2,
+        rng={"python": [3, [1, 2], None]},
+        buffers={"layer.0.expert_bias": packed},
+        extra_state={},
+        tokens_per_expert={"layer.0": (5, 3)},
+    )
+
+
+def make_state(
+    rank: int = 0,
+    iteration: int = 5,
+    identity: Identity | None = None,
+    *,
+    file: str = "region_0.safetensors",
+    num_elements: int = 33,
+) -> tuple[Index, bytes]:
+    """Return an index and the content of its data file; rank and iteration decide the bytes."""
+    units = [UnitId(kind=UnitKind.EMBEDDING)]
+    units += [UnitId(kind=UnitKind.EXPERT, layer=0, expert=expert) for expert in range(2)]
+    layout = lay_out(
+        (
+            unit,
+            Level.FULL,
+            [
+                TensorEntry(f"{unit}.weight", key, 0, num_elements, "F32", 0)
+                for key in ("param", "exp_avg")
+            ],
+        )
+        for unit in units
+    )
+    data = random.Random(f"{rank} {iteration}").randbytes(layout.num_bytes - len(layout.header))
+    content = layout.header + data
+    index = Index(
+        format=FORMAT,
+        identity=identity or make_identity(),
+        rank=rank,
+        node="node-a",
+        iteration=iteration,
+        file=file,
+        file_bytes=layout.num_bytes,
+        units={
+            str(place.unit): UnitEntry(
+                offset=place.offset,
+                num_bytes=place.num_bytes,
+                iteration=iteration,
+                level=place.level.value,
+                checksum=checksum(content[place.offset : place.offset + place.num_bytes]),
+                tensors=place.tensors,
+            )
+            for place in layout.units
+        },
+        parameters={f"{unit}.weight": ParameterEntry(shape=(num_elements,)) for unit in units},
+        records=(make_record(iteration),),
+    )
+    return index, content
+
+
+def fill_region(
+    directory: Path,
+    number: int = 0,
+    *,
+    rank: int = 0,
+    iteration: int = 5,
+    identity: Identity | None = None,
+    num_elements: int = 33,
+) -> tuple[Region, Index]:
+    """Return an open region that holds a committed state, and its index."""
+    index, content = make_state(rank, iteration, identity, num_elements=num_elements)
+    region = Region(directory, number, len(content))
+    index = msgspec.structs.replace(index, file=region.data_path.name)
+    region.open()
+    region.mapping[:] = content
+    region.commit(encode(index), iteration)
+    return region, index
+
+
+def persist_rank(storage: Storage, rank: int, iteration: int, identity: Identity) -> None:
+    """Write one rank's files of a checkpoint."""
+    tag = file_tag(identity)
+    data_path = rank_path(iteration, rank, tag, "safetensors")
+    index, content = make_state(rank, iteration, identity, file=data_path.rpartition("/")[2])
+    storage.write(data_path, memoryview(content))
+    storage.write_atomically(rank_path(iteration, rank, tag, "json"), encode(index))
+
+
+def persist_checkpoint(storage: Storage, iteration: int, identity: Identity) -> Manifest:
+    """Write the files of all ranks and the manifest."""
+    for rank in range(identity.world_size):
+        persist_rank(storage, rank, iteration, identity)
+    return storage.write_manifest(iteration, file_tag(identity), identity.world_size)
+
+
+def complete_iterations(storage: Storage) -> list[int]:
+    """Return the iterations that have a manifest, after reading all that their manifests name.
+
+    Raises:
+        OSError: if something that a manifest names is missing, corrupt or of another state.
+    """
+    complete = []
+    for iteration in storage.iterations():
+        if not storage.has_manifest(iteration):
+            continue
+        manifest = storage.manifest(iteration)
+        assert [file.rank for file in manifest.files] == list(range(manifest.identity.world_size))
+        for file in manifest.files:
+            assert checksum(storage.read(file.index)) == file.index_checksum
+            content = storage.read(file.data)
+            assert len(content) == file.num_bytes
+            check_units(storage.index(file.index), memoryview(content), file.data)
+        complete.append(iteration)
+    return complete

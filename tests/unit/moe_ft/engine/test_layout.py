@@ -1,0 +1,187 @@
+"""Data files are valid safetensors files, and tensors lie where the layout says."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ft.engine.layout import (
+    DTYPE_BYTES,
+    UNIT_ALIGNMENT_BYTES,
+    FileLayout,
+    UnitPlace,
+    lay_out,
+    tensor_bytes,
+)
+from moe_ft.formats import TensorEntry
+from moe_ft.units import Level, UnitId, UnitKind
+
+Units = list[tuple[UnitId, Level, list[TensorEntry]]]
+
+UNIT_IDS = st.one_of(
+    st.builds(
+        UnitId, kind=st.just(UnitKind.EXPERT), layer=st.integers(0, 9), expert=st.integers(0, 9)
+    ),
+    st.sampled_from([UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.OUTPUT)]),
+)
+PARAMETERS = st.text(min_size=1, max_size=8) | st.just('odd "name"\\\n')
+
+
+@st.composite
+def units_of_a_snapshot(draw: st.DrawFn) -> Units:
+    """Units with any number of tensors of any type, of sizes around the alignment, also 0 and 1."""
+    units: Units = []
+    for unit in draw(st.lists(UNIT_IDS, unique=True, max_size=4)):
+        tensors = []
+        for parameter in draw(st.lists(PARAMETERS, unique=True, max_size=3)):
+            start, size = draw(st.integers(0, 100)), draw(st.integers(0, 140))
+            for key in draw(st.lists(st.sampled_from(["param", "exp_avg"]), unique=True)):
+                dtype = draw(st.sampled_from(sorted(DTYPE_BYTES)))
+                tensors.append(TensorEntry(parameter, key, start, start + size, dtype, offset=7))
+        units.append((unit, draw(st.sampled_from([Level.FULL, Level.COMPUTE])), tensors))
+    return units
+
+
+def header_name(place: UnitPlace, tensor: TensorEntry) -> str:
+    where = f"{tensor.parameter}[{tensor.start}:{tensor.end}]"
+    return f"{place.unit}/{place.level}/{where}/{tensor.key}"
+
+
+def fill(layout: FileLayout) -> bytes:
+    """Return a file as the snapshot thread writes it: header, then any bytes."""
+    num_bytes = layout.num_bytes - len(layout.header)
+    return layout.header + random.Random(num_bytes).randbytes(num_bytes)
+
+
+@given(units_of_a_snapshot())
+def test_file_of_any_units_is_read_by_safetensors_with_every_tensor_at_its_place(
+    units: Units,
+) -> None:
+    layout = lay_out(units)
+    content = fill(layout)
+    found = dict(safetensors.deserialize(content))
+    for place in layout.units:
+        for tensor in place.tensors:
+            start = place.offset + tensor.offset
+            expected = content[start : start + tensor_bytes(tensor)]
+            read = found.pop(header_name(place, tensor))
+            assert (read["dtype"], read["shape"]) == (tensor.dtype, [tensor.end - tensor.start])
+            assert bytes(read["data"]) == expected
+    assert all(name.startswith("__unused__/") for name in found)
+
+
+@given(units_of_a_snapshot())
+def test_units_with_tensors_are_placed_in_order_and_the_others_left_out(units: Units) -> None:
+    expected = [
+        (unit, level, [(each.parameter, each.key, each.start, each.end) for each in tensors])
+        for unit, level, tensors in units
+        if tensors
+    ]
+    placed = [
+        (
+            place.unit,
+            place.level,
+            [(each.parameter, each.key, each.start, each.end) for each in place.tensors],
+        )
+        for place in lay_out(units).units
+    ]
+    assert placed == expected
+
+
+@given(units_of_a_snapshot())
+def test_units_and_tensors_are_aligned(units: Units) -> None:
+    for place in lay_out(units).units:
+        assert place.offset % UNIT_ALIGNMENT_BYTES == 0
+        assert all(tensor.offset % UNIT_ALIGNMENT_BYTES == 0 for tensor in place.tensors)
+
+
+@given(units_of_a_snapshot())
+def test_units_neither_overlap_nor_leave_the_file(units: Units) -> None:
+    layout = lay_out(units)
+    end = len(layout.header)
+    for place in layout.units:
+        assert place.offset >= end
+        end = place.offset + place.num_bytes
+        for tensor in place.tensors:
+            assert tensor.offset + tensor_bytes(tensor) <= place.num_bytes
+    assert end <= layout.num_bytes
+
+
+@given(units_of_a_snapshot())
+def test_layout_of_the_same_units_is_the_same(units: Units) -> None:
+    assert lay_out(units) == lay_out(units)
+
+
+def test_layout_of_two_units_is_that_worked_by_hand() -> None:
+    embedding, norm = UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.FINAL_NORM)
+    layout = lay_out(
+        [
+            (
+                embedding,
+                Level.FULL,
+                [
+                    TensorEntry("word", "param", 10, 13, "F32", 0),  # 12 bytes
+                    TensorEntry("word", "exp_avg", 10, 13, "BF16", 0),  # 6 bytes, from 64
+                ],
+            ),
+            (norm, Level.COMPUTE, [TensorEntry("norm", "weight", 0, 1, "U8", 0)]),  # 1, from 128
+        ]
+    )
+    assert len(layout.header) == 4096
+    first, second = layout.units
+    assert (first.offset, first.num_bytes) == (4096, 70)
+    assert [tensor.offset for tensor in first.tensors] == [0, 64]
+    assert (second.offset, second.num_bytes) == (4096 + 128, 1)
+    assert layout.num_bytes == 4096 + 129
+
+
+def test_file_on_disk_is_opened_by_the_safetensors_library(tmp_path: Path) -> None:
+    unit = UnitId(kind=UnitKind.ROUTER, layer=1)
+    layout = lay_out(
+        [
+            (
+                unit,
+                Level.FULL,
+                [
+                    TensorEntry("router", "param", 0, 3, "F32", 0),
+                    TensorEntry("router", "exp_avg", 0, 3, "I16", 0),
+                ],
+            )
+        ]
+    )
+    weights, moments = np.float32([1.5, -2, 3]), np.int16([1, -2, 3])
+    content = bytearray(layout.header.ljust(layout.num_bytes, b"\0"))
+    for tensor, values in zip(layout.units[0].tensors, (weights, moments), strict=True):
+        start = layout.units[0].offset + tensor.offset
+        content[start : start + values.nbytes] = values.tobytes()
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(content)
+
+    loaded = safetensors.numpy.load_file(path)
+    np.testing.assert_array_equal(loaded["layer.1.router/full/router[0:3]/param"], weights)
+    with safetensors.safe_open(path, framework="numpy") as opened:
+        found = opened.get_tensor("layer.1.router/full/router[0:3]/exp_avg")
+    np.testing.assert_array_equal(found, moments)
+
+
+def test_snapshot_of_nothing_is_a_valid_file() -> None:
+    assert safetensors.deserialize(lay_out([]).header) == []
+
+
+def test_header_of_many_tensors_stays_a_multiple_of_a_page() -> None:
+    expert = UnitId(kind=UnitKind.EXPERT, layer=0, expert=0)
+    tensors = [TensorEntry(f"weight{each}", "param", 0, 1, "F32", 0) for each in range(200)]
+    layout = lay_out([(expert, Level.FULL, tensors)])
+    assert len(layout.header) > 4096
+    assert len(layout.header) % 4096 == 0
+    assert len(safetensors.deserialize(fill(layout))) == 200 + 199  # and a gap between any two
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("F64", 40), ("BF16", 10), ("F8_E5M2", 5)])
+def test_size_of_a_tensor_is_its_elements_times_its_type(dtype: str, num_bytes: int) -> None:
+    assert tensor_bytes(TensorEntry("p", "param", 3, 8, dtype, 0)) == num_bytes

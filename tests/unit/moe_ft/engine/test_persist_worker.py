@@ -1,0 +1,442 @@
+"""The writer: requests become checkpoints or error results, and it ends with the rank that started it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from moe_ft.engine.persist import writer_command
+from moe_ft.engine.persist_worker import (
+    HEARTBEAT_NAME,
+    PersistRequest,
+    PersistResult,
+    PersistWorker,
+    request_path,
+    result_path,
+)
+from moe_ft.engine.regions import Region, write_atomically
+from moe_ft.engine.storage import Storage, rank_path
+from moe_ft.formats import MANIFEST_NAME
+from tests.unit.moe_ft.builders import complete_iterations, fill_region, make_identity, make_state
+from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
+from tests.waiting import wait_for
+
+FAR_S = 60.0
+TWO_RANKS = make_identity(world_size=2)
+
+
+class Office:
+    """A worker in a thread, and what its ranks see of it."""
+
+    def __init__(self, directory: Path, url: str) -> None:
+        self.directory, self.storage = directory / "persist", Storage(url)
+        self.directory.mkdir()
+        self._should_end = threading.Event()
+        self.worker = PersistWorker(self.directory, self.storage, keep=2)
+        self._thread = threading.Thread(target=self.worker.run, args=(self._should_end,))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def ask(
+        self, region: Region, *, rank: int = 0, waits_s: float = FAR_S, iteration: int | None = None
+    ) -> None:
+        request = PersistRequest(
+            rank=rank,
+            iteration=region.iteration if iteration is None else iteration or 0,
+            index=str(region.index_path),
+            data=str(region.data_path),
+            writes_manifest=rank == 0,
+            deadline_s=time.time() + waits_s,
+        )
+        write_atomically(request_path(self.directory, rank), msgspec.json.encode(request))
+
+    def result(self, rank: int = 0) -> PersistResult:
+        path = result_path(self.directory, rank)
+        wait_for(path.exists, f"the result of rank {rank}")
+        content = path.read_bytes()
+        path.unlink()
+        return msgspec.json.decode(content, type=PersistResult)
+
+    def close(self) -> None:
+        self._should_end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Iterator[Office]:
+    office = Office(tmp_path, str(tmp_path / "storage"))
+    office.start()
+    yield office
+    office.close()
+
+
+@pytest.fixture
+def injector() -> Iterator[Injector]:
+    with install() as injector:
+        yield injector
+
+
+# What a request becomes
+
+
+def test_request_becomes_a_complete_checkpoint(tmp_path: Path, office: Office) -> None:
+    region, _ = fill_region(tmp_path / "rank", iteration=5)
+    office.ask(region)
+    assert office.result().error == ""
+    assert complete_iterations(office.storage) == [5]
+
+
+def test_request_becomes_files_that_hold_the_bytes_of_the_region(
+    tmp_path: Path, office: Office
+) -> None:
+    region, _ = fill_region(tmp_path / "rank", iteration=5)
+    office.ask(region)
+    office.result()
+    file = office.storage.manifest(5).files[0]
+    assert office.storage.read(file.data) == bytes(region.mapping)
+    assert file.data.endswith(office.storage.index(file.index).file)
+
+
+def test_result_says_what_was_written_where(tmp_path: Path, office: Office) -> None:
+    region, index = fill_region(tmp_path / "rank", iteration=5)
+    office.ask(region)
+    result = office.result()
+    assert (result.rank, result.iteration, result.num_units) == (0, 5, 3)
+    assert (result.num_bytes, result.path) == (index.file_bytes, office.storage.url)
+
+
+def test_request_that_was_served_is_removed(tmp_path: Path, office: Office) -> None:
+    region, _ = fill_region(tmp_path / "rank")
+    office.ask(region)
+    office.result()
+    path = request_path(office.directory, 0)
+    wait_for(lambda: not path.exists(), "the request to go")
+
+
+def test_request_from_before_the_worker_started_is_served(tmp_path: Path) -> None:
+    office = Office(tmp_path, str(tmp_path / "storage"))
+    region, _ = fill_region(tmp_path / "rank", iteration=5)
+    office.ask(region)
+    office.start()
+    assert office.result().error == ""
+    office.close()
+
+
+def test_request_without_the_manifest_writes_only_the_ranks_own_files(
+    tmp_path: Path, office: Office
+) -> None:
+    region, _ = fill_region(tmp_path / "rank", rank=1, identity=TWO_RANKS)
+    office.ask(region, rank=1)
+    assert office.result(1).error == ""
+    assert office.storage.iterations() == [5]
+    assert not office.storage.has_manifest(5)
+
+
+def test_manifest_waits_for_ranks_that_write_later(tmp_path: Path, office: Office) -> None:
+    first, _ = fill_region(tmp_path / "rank_0", rank=0, identity=TWO_RANKS)
+    second, _ = fill_region(tmp_path / "rank_1", rank=1, identity=TWO_RANKS)
+    office.ask(first, rank=0)
+    own = Path(office.storage.url) / "iter_0000005"
+    wait_for(lambda: list(own.glob("rank_00000_*.json")), "the files of rank 0")
+    assert not office.storage.has_manifest(5)
+    office.ask(second, rank=1)
+    assert (office.result(0).error, office.result(1).error) == ("", "")
+    assert complete_iterations(office.storage) == [5]
+
+
+def test_checkpoints_beyond_those_to_keep_are_removed(tmp_path: Path, office: Office) -> None:
+    for iteration in (1, 2, 3):
+        region, _ = fill_region(tmp_path / "rank", iteration=iteration)
+        office.ask(region)
+        assert office.result().error == ""
+    assert complete_iterations(office.storage) == [3, 2]
+
+
+# What goes wrong
+
+
+def spoil_data(region: Region, position: int) -> None:
+    region.mapping[position] ^= 0x10
+
+
+@pytest.mark.parametrize("at_unit", [0, 1, 2])
+def test_region_with_a_flipped_byte_becomes_an_error_and_no_files(
+    tmp_path: Path, office: Office, at_unit: int
+) -> None:
+    region, index = fill_region(tmp_path / "rank")
+    unit = list(index.units.values())[at_unit]
+    spoil_data(region, unit.offset + unit.num_bytes - 1)
+    office.ask(region)
+    error = office.result().error
+    assert error.startswith("CorruptStateError")
+    assert "does not match its checksum" in error
+    assert office.storage.iterations() == []
+
+
+def spoil_index(region: Region) -> None:
+    region.index_path.write_bytes(region.index_path.read_bytes()[:-10])
+
+
+def remove_index(region: Region) -> None:
+    region.index_path.unlink()
+
+
+def truncate_data(region: Region) -> None:
+    os.truncate(region.data_path, region.num_bytes // 2)
+
+
+def empty_data(region: Region) -> None:
+    os.truncate(region.data_path, 0)
+
+
+@pytest.mark.parametrize("spoil", [spoil_index, remove_index, truncate_data, empty_data])
+def test_region_that_is_damaged_becomes_an_error_and_no_checkpoint(
+    tmp_path: Path, office: Office, spoil: Callable[[Region], None]
+) -> None:
+    region, _ = fill_region(tmp_path / "rank")
+    spoil(region)
+    office.ask(region)
+    assert office.result().error != ""
+    assert complete_iterations(office.storage) == []
+
+
+def test_region_that_holds_another_iteration_by_now_becomes_an_error(
+    tmp_path: Path, office: Office
+) -> None:
+    region, _ = fill_region(tmp_path / "rank", iteration=6)
+    office.ask(region, iteration=5)
+    assert "holds iteration 6" in office.result().error
+    assert office.storage.iterations() == []
+
+
+def test_ranks_that_do_not_write_until_the_deadline_are_named(
+    tmp_path: Path, office: Office
+) -> None:
+    region, _ = fill_region(tmp_path / "rank", identity=make_identity(world_size=3))
+    office.ask(region, waits_s=0.0)
+    error = office.result().error
+    assert "ranks [1, 2] did not write their part of iteration 5 in time" in error
+    assert not office.storage.has_manifest(5)
+
+
+def test_worker_goes_on_after_an_error(tmp_path: Path, office: Office) -> None:
+    bad, index = fill_region(tmp_path / "rank", number=0, iteration=5)
+    spoil_data(bad, index.units["embedding"].offset)
+    office.ask(bad)
+    assert office.result().error != ""
+    good, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+    office.ask(good)
+    assert office.result().error == ""
+    assert complete_iterations(office.storage) == [6]
+
+
+@pytest.mark.parametrize("back_end", ["local", "objects"])
+def test_storage_that_fails_becomes_an_error_and_the_worker_goes_on(
+    tmp_path: Path, injector: Injector, back_end: str
+) -> None:
+    office = Office(tmp_path, faulty_urls(tmp_path)[back_end])
+    office.start()
+    injector.broken = (("open", "safetensors"),)
+    region, _ = fill_region(tmp_path / "rank", number=0, iteration=5)
+    office.ask(region)
+    assert "injected failure" in office.result().error
+    injector.forget()
+    region, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+    office.ask(region)
+    assert office.result().error == ""
+    assert complete_iterations(office.storage) == [6]
+    office.close()
+
+
+@pytest.mark.parametrize("failing", [("open", MANIFEST_NAME + ".part"), ("replace", ".json.part")])
+def test_storage_that_fails_at_the_end_leaves_no_checkpoint(
+    tmp_path: Path, injector: Injector, failing: tuple[str, str]
+) -> None:
+    office = Office(tmp_path, faulty_urls(tmp_path)["local"])
+    office.start()
+    injector.broken = (failing,)
+    region, _ = fill_region(tmp_path / "rank")
+    office.ask(region)
+    assert "injected failure" in office.result().error
+    injector.forget()
+    assert complete_iterations(office.storage) == []
+    office.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b'{"rank": "x"}'])
+def test_request_that_cannot_be_understood_does_not_stop_the_others(
+    tmp_path: Path, office: Office, content: bytes
+) -> None:
+    write_atomically(request_path(office.directory, 7), content)
+    region, _ = fill_region(tmp_path / "rank")
+    office.ask(region)
+    assert office.result().error == ""
+
+
+def test_request_that_arrives_while_the_last_one_is_removed_is_served(
+    tmp_path: Path, office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The rank reads a result and asks again while the worker is about to remove what it has served.
+    first, _ = fill_region(tmp_path / "rank", number=0, iteration=5)
+    second, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+    path, remove = request_path(office.directory, 0), Path.unlink
+    is_first = threading.Event()
+
+    def remove_late(target: Path, missing_ok: bool = False) -> None:
+        has_answered = result_path(office.directory, 0).exists()
+        if target == path and has_answered and not is_first.is_set():
+            is_first.set()
+            office.ask(second)
+        remove(target, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", remove_late)
+    office.ask(first)
+    assert office.result().iteration == 5
+    if not is_first.is_set() and not path.exists():
+        office.ask(second)  # it was removed before the rank could know of the result
+    assert wait_for_result(office).iteration == 6
+
+
+def wait_for_result(office: Office) -> PersistResult:
+    is_there = result_path(office.directory, 0).exists
+    is_asked = request_path(office.directory, 0).exists
+    wait_for(lambda: is_there() or not is_asked(), "an answer, or the end of the request")
+    assert is_there(), "the request is gone, and nobody has served it"
+    return office.result()
+
+
+# The process
+
+
+class Parent:
+    """A process that starts a writer as a rank does, and waits."""
+
+    def __init__(self, directory: Path, url: str, *extra: str) -> None:
+        self.directory = directory
+        directory.mkdir()
+        command = writer_command(directory, url, 2, 0, "job", "run-a", renew_lock=True)
+        code = (
+            "import os, subprocess, sys\n"
+            "command = sys.argv[1:]\n"
+            "command[command.index('--parent') + 1] = str(os.getpid())\n"
+            "child = subprocess.Popen(command, stdin=subprocess.PIPE)\n"
+            "print(child.pid, flush=True)\n"
+            "child.wait()\n"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *command, *extra], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.writer = psutil.Process(int(self.process.stdout.readline()))
+        wait_for((directory / HEARTBEAT_NAME).exists, "the writer's heartbeat")
+
+    def close(self) -> None:
+        if not is_gone(self.writer):
+            self.writer.kill()
+        self.process.kill()
+        self.process.communicate()
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE  # nobody may be there to reap it
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[Parent]:
+    parent = Parent(tmp_path / "persist", str(tmp_path / "storage"))
+    yield parent
+    parent.close()
+
+
+def test_writer_ends_when_its_parent_is_killed(parent: Parent) -> None:
+    parent.process.kill()
+    wait_for(lambda: is_gone(parent.writer), "the writer's end")
+
+
+def test_writer_that_is_stopped_ends_when_its_parent_is_killed(parent: Parent) -> None:
+    parent.writer.suspend()
+    wait_for(lambda: parent.writer.status() == psutil.STATUS_STOPPED, "the writer to stop")
+    parent.process.kill()
+    wait_for(lambda: is_gone(parent.writer), "the writer's end")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_writer_that_is_told_to_end_by_a_launcher_serves_on(
+    tmp_path: Path, parent: Parent, number: signal.Signals
+) -> None:
+    parent.writer.send_signal(number)
+    region, _ = fill_region(tmp_path / "rank")
+    request = PersistRequest(
+        rank=0,
+        iteration=5,
+        index=str(region.index_path),
+        data=str(region.data_path),
+        writes_manifest=True,
+        deadline_s=time.time() + FAR_S,
+    )
+    write_atomically(request_path(parent.directory, 0), msgspec.json.encode(request))
+    wait_for(result_path(parent.directory, 0).exists, "the result")
+    assert complete_iterations(Storage(str(tmp_path / "storage"))) == [5]
+
+
+def test_writer_renews_the_lock_in_the_name_of_its_job(tmp_path: Path, parent: Parent) -> None:
+    lock = wait_for(Storage(str(tmp_path / "storage")).lock, "the lock")
+    assert (lock.job_id, lock.lineage) == ("job", "run-a")
+
+
+def test_writer_whose_parent_is_dead_already_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "persist").mkdir()
+    command = writer_command(
+        tmp_path / "persist", str(tmp_path / "storage"), 2, 2**22, "job", "run-a", renew_lock=True
+    )
+    done = subprocess.run(command, stdin=subprocess.PIPE, timeout=30)
+    assert done.returncode == 0
+    assert not (tmp_path / "persist" / HEARTBEAT_NAME).exists()
+
+
+def test_second_writer_of_a_node_waits_until_the_first_has_ended(
+    tmp_path: Path, parent: Parent
+) -> None:
+    heartbeat = parent.directory / HEARTBEAT_NAME
+    command = writer_command(
+        parent.directory, str(tmp_path / "storage"), 2, os.getpid(), "job", "run-a", False
+    )
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as second:
+        parent.process.kill()
+        wait_for(lambda: is_gone(parent.writer), "the first writer's end")
+        heartbeat.unlink(missing_ok=True)
+        wait_for(heartbeat.exists, "the second writer's heartbeat")
+        second.kill()
+
+
+def test_writer_that_is_killed_while_it_waits_leaves_no_checkpoint(
+    tmp_path: Path, parent: Parent
+) -> None:
+    region, index = fill_region(tmp_path / "rank", identity=TWO_RANKS)
+    request = PersistRequest(
+        rank=0,
+        iteration=5,
+        index=str(region.index_path),
+        data=str(region.data_path),
+        writes_manifest=True,
+        deadline_s=time.time() + FAR_S,
+    )
+    write_atomically(request_path(parent.directory, 0), msgspec.json.encode(request))
+    own = tmp_path / "storage" / "iter_0000005"
+    wait_for(lambda: list(own.glob("rank_00000_*.json")), "the files of rank 0")
+    parent.writer.kill()
+    assert not Storage(str(tmp_path / "storage")).has_manifest(5)
+    assert request_path(parent.directory, 0).exists()  # the next writer serves it

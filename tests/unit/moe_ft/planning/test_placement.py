@@ -1,0 +1,169 @@
+"""Replicas are on other nodes, evenly."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ft.errors import PlanError
+from moe_ft.planning.placement import (
+    default_replication_factor,
+    place_replicas,
+    plan_node_memory,
+    sources_of,
+)
+from moe_ft.topology import RankInfo, Topology
+
+
+def make_topology(
+    nodes: list[str], stages: list[int] | None = None, sizes: list[int] | None = None
+) -> Topology:
+    num_ranks = len(nodes)
+    return Topology(
+        ranks=tuple(
+            RankInfo(rank=rank, node=node, stage=stage, pid=1, address=None, region_bytes=size)
+            for rank, (node, stage, size) in enumerate(
+                zip(nodes, stages or [0] * num_ranks, sizes or [100] * num_ranks, strict=True)
+            )
+        )
+    )
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    """Any number of ranks in any order on any nodes, in any stages, of any size."""
+    num_ranks = draw(st.integers(1, 24))
+    nodes = draw(st.lists(st.sampled_from("abcdef"), min_size=num_ranks, max_size=num_ranks))
+    stages = draw(st.lists(st.integers(0, 3), min_size=num_ranks, max_size=num_ranks))
+    sizes = draw(st.lists(st.integers(0, 1000), min_size=num_ranks, max_size=num_ranks))
+    return make_topology(nodes, stages, sizes)
+
+
+@st.composite
+def topologies_and_factors(draw: st.DrawFn) -> tuple[Topology, int]:
+    topology = draw(topologies())
+    return topology, draw(st.integers(0, len(topology.nodes) - 1))
+
+
+@st.composite
+def even_clusters(draw: st.DrawFn) -> tuple[Topology, int]:
+    """As launchers make them: nodes of equal size, blocks of ranks, every stage on every node or on one."""
+    num_nodes, ranks_per_node = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    nodes = [f"node{node}" for node in range(num_nodes) for _ in range(ranks_per_node)]
+    stage_of = draw(st.sampled_from(["all in one", "one per local rank", "one per node"]))
+    stages = {
+        "all in one": [0] * len(nodes),
+        "one per local rank": [rank % ranks_per_node for rank in range(len(nodes))],
+        "one per node": [rank // ranks_per_node for rank in range(len(nodes))],
+    }[stage_of]
+    return make_topology(nodes, stages), draw(st.integers(0, num_nodes - 1))
+
+
+@given(topologies_and_factors())
+def test_replicas_of_any_topology_are_never_on_the_node_they_protect(
+    case: tuple[Topology, int],
+) -> None:
+    topology, factor = case
+    for info, peers in zip(topology.ranks, place_replicas(topology, factor), strict=True):
+        assert info.node not in {topology.ranks[peer].node for peer in peers}
+
+
+@given(topologies_and_factors())
+def test_replicas_of_any_topology_are_as_many_as_asked_for_on_as_many_nodes(
+    case: tuple[Topology, int],
+) -> None:
+    topology, factor = case
+    for peers in place_replicas(topology, factor):
+        assert len(peers) == factor
+        assert len({topology.ranks[peer].node for peer in peers}) == factor
+
+
+@given(topologies_and_factors())
+def test_replicas_where_the_stage_is_on_enough_nodes_stay_in_the_stage(
+    case: tuple[Topology, int],
+) -> None:
+    topology, factor = case
+    for info, peers in zip(topology.ranks, place_replicas(topology, factor), strict=True):
+        stage_nodes = {other.node for other in topology.ranks if other.stage == info.stage}
+        inside = [peer for peer in peers if topology.ranks[peer].stage == info.stage]
+        assert len(inside) >= min(factor, len(stage_nodes) - 1)
+
+
+@given(even_clusters())
+def test_replicas_on_equal_nodes_are_the_same_number_at_every_rank(
+    case: tuple[Topology, int],
+) -> None:
+    topology, factor = case
+    load = Counter(peer for peers in place_replicas(topology, factor) for peer in peers)
+    assert [load[info.rank] for info in topology.ranks] == [factor] * len(topology.ranks)
+
+
+@given(topologies_and_factors())
+def test_placement_of_the_same_topology_is_the_same(case: tuple[Topology, int]) -> None:
+    assert place_replicas(*case) == place_replicas(*case)
+
+
+@given(topologies(), st.integers(0, 5))
+def test_factor_that_has_too_few_nodes_is_refused_with_both_numbers(
+    topology: Topology, more: int
+) -> None:
+    num_nodes = len(topology.nodes)
+    message = (
+        f"{num_nodes + more} replicas need {num_nodes + more + 1} nodes, there are {num_nodes}"
+    )
+    with pytest.raises(PlanError, match=message):
+        place_replicas(topology, num_nodes + more)
+
+
+def test_negative_factor_is_refused() -> None:
+    with pytest.raises(PlanError, match="-1 replicas"):
+        place_replicas(make_topology(["a", "b"]), -1)
+
+
+def test_placement_of_two_stages_on_three_nodes_is_that_worked_by_hand() -> None:
+    # Stage 0 is on nodes a and b, stage 1 on c alone.
+    topology = make_topology(["a", "a", "b", "b", "c", "c"], [0, 0, 0, 0, 1, 1])
+    assert place_replicas(topology, 1) == [
+        (2,),  # next node of the stage's ring is b: 2 and 3 are free, 2 comes first
+        (3,),  # 2 is taken
+        (0,),
+        (1,),
+        (0,),  # nobody else in the stage; everyone elsewhere keeps one: the first on the ring
+        (1,),  # 0 keeps two by now
+    ]
+
+
+def test_replica_of_a_big_rank_goes_where_the_least_bytes_are() -> None:
+    topology = make_topology(["a", "a", "a", "b", "b"], sizes=[500, 100, 100, 1, 1])
+    assert place_replicas(topology, 1)[:3] == [(3,), (4,), (4,)]
+
+
+@given(topologies_and_factors())
+def test_sources_are_the_inverse_of_peers(case: tuple[Topology, int]) -> None:
+    peers = place_replicas(*case)
+    pairs = {(source, peer) for source, chosen in enumerate(peers) for peer in chosen}
+    ranks = range(len(peers))
+    assert {(source, rank) for rank in ranks for source in sources_of(peers, rank)} == pairs
+
+
+@pytest.mark.parametrize(("num_nodes", "factor"), [(1, 0), (2, 1), (3, 2), (4, 2), (1000, 2)])
+def test_default_factor_is_two_where_the_nodes_allow_it(num_nodes: int, factor: int) -> None:
+    assert default_replication_factor(num_nodes) == factor
+
+
+def test_node_memory_of_two_nodes_is_that_worked_by_hand() -> None:
+    topology = make_topology(["a", "a", "b"], sizes=[10, 20, 30])
+    # a: 3 regions of 10 and of 20, and 2 replicas of b's 30. b: 3 x 30, and 2 x (10 + 20).
+    memory = plan_node_memory(topology, [(2,), (2,), (0,)], 3, 2)
+    assert memory == {"a": 3 * 30 + 2 * 30, "b": 3 * 30 + 2 * 30}
+
+
+@given(topologies_and_factors(), st.integers(1, 4), st.integers(1, 3))
+def test_node_memory_of_all_nodes_is_that_of_all_regions_and_replicas(
+    case: tuple[Topology, int], num_regions: int, num_replica_regions: int
+) -> None:
+    topology, factor = case
+    memory = plan_node_memory(topology, place_replicas(*case), num_regions, num_replica_regions)
+    total = sum(info.region_bytes for info in topology.ranks)
+    assert sum(memory.values()) == total * (num_regions + factor * num_replica_regions)
