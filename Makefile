@@ -3,12 +3,13 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test check bench clean
+.PHONY: help venv demo test test-matrix check bench clean
 
 help:
 	@echo "make venv    create .venv and install what constraints.txt pins"
 	@echo "make demo    prepare text and train a small MoE GPT on 4 ranks (a few minutes)"
 	@echo "make test    run the whole test suite"
+	@echo "make test-matrix   all runs of the fault matrix, with a table of what was recovered"
 	@echo "make check   formatting, lint, types, unit tests"
 	@echo "make bench   run the benchmarks and print their tables"
 
@@ -23,6 +24,10 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest tests
 
+test-matrix: .venv/installed
+	$(BIN)/python -m pytest tests/distributed/test_fault_matrix.py -m "matrix or not matrix" -rP --tb=short \
+	    --durations=0 | grep -vE "Warning|warn|^$$"
+
 check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -31,6 +36,9 @@ check: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.layouts
+	$(BIN)/python -m benchmarks.stall
+	$(BIN)/python -m benchmarks.storage
+	$(BIN)/python -m benchmarks.planning
 
 clean:
 	rm -rf runs .mypy_cache .pytest_cache .ruff_cache

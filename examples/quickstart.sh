@@ -4,6 +4,7 @@
 #
 #   examples/quickstart.sh
 #   TEXT_DIR=/some/texts RUN_DIR=runs/mine examples/quickstart.sh --train-iters 500
+#   MAX_RESTARTS=3 examples/quickstart.sh --moe-ft-strategy dense --moe-ft-inject-fault kill:3@20
 set -euo pipefail
 
 NUM_RANKS=${NUM_RANKS:-4}
@@ -11,6 +12,7 @@ PIPELINE_PARALLEL=${PIPELINE_PARALLEL:-2}
 EXPERT_PARALLEL=${EXPERT_PARALLEL:-2}
 TRAIN_ITERATIONS=${TRAIN_ITERATIONS:-200}
 TEXT_DIR=${TEXT_DIR:-}                  # empty: the source of Python's standard library
+MAX_RESTARTS=${MAX_RESTARTS:-0}
 MASTER_PORT=${MASTER_PORT:-29511}
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 RUN_DIR=${RUN_DIR:-$ROOT/runs/quickstart}
@@ -57,7 +59,8 @@ LAYOUT=(
 )
 
 status=0
-torchrun --nproc-per-node "$NUM_RANKS" --master-port "$MASTER_PORT" "$ROOT/pretrain_gpt_moe.py" \
+torchrun --nproc-per-node "$NUM_RANKS" --max-restarts "$MAX_RESTARTS" --rdzv-id quickstart \
+    --rdzv-backend c10d --rdzv-endpoint "localhost:$MASTER_PORT" "$ROOT/pretrain_gpt_moe.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${LAYOUT[@]}" --moe-ft-event-log "$RUN_DIR/events" "$@" \
     2>&1 | tee "$RUN_DIR/output.log" || status=$?
 

@@ -73,6 +73,8 @@ _FINGERPRINT = (
 def fingerprint(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that the training state depends on, by flag, as JSON values."""
     values = {"--" + name.replace("_", "-"): getattr(args, name, None) for name in _FINGERPRINT}
+    for flag in ("--data-path", "--train-data-path"):  # where the data lies may change
+        values[flag] = values[flag] and [str(word).rpartition("/")[2] for word in values[flag]]
     return {flag: _as_json(value) for flag, value in values.items()}
 
 

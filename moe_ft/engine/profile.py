@@ -30,6 +30,7 @@ class IntervalTuner:
         self._extra: deque[float] = deque(maxlen=_WINDOW)
         self._complete: deque[float] = deque(maxlen=_WINDOW)
         self._extra_now = 0.0
+        self._chosen = 0
         self.interval = 0
 
     def end_iteration(self, iteration_s: float, *, is_busy: bool) -> None:
@@ -70,5 +71,6 @@ class IntervalTuner:
         cost = CheckpointCost(
             iteration_s=iteration_s, overhead_s=overhead_s, completion_s=completion_s
         )
-        before, self.interval = self.interval, choose_interval(cost, self._overhead_limit)
+        before, self.interval = self._chosen, choose_interval(cost, self._overhead_limit)
+        self._chosen = self.interval
         return cost if self.interval != before else None
