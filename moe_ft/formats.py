@@ -166,6 +166,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         iteration: of the snapshot.
         file: name of the data file, in the directory of the index.
         file_bytes: its size.
+        header_bytes, header_checksum: of the safetensors header, with its length field and padding.
         units: unit versions by unit name.
         parameters: by global name.
         records: the last one is that of `iteration`.
@@ -178,6 +179,8 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     iteration: _Count
     file: str
     file_bytes: _Count
+    header_bytes: _Count
+    header_checksum: _Checksum
     units: dict[str, UnitEntry]
     parameters: dict[str, ParameterEntry]
     records: tuple[IterationRecord, ...]
@@ -279,6 +282,8 @@ def _check_index(index: Index, where: str) -> None:
         raise CorruptStateError(f"{where}: the data file '{index.file}' is not beside its index")
     if not index.records or index.records[-1].iteration != index.iteration:
         raise CorruptStateError(f"{where} holds no record of its iteration {index.iteration}")
+    if index.header_bytes > index.file_bytes:
+        raise CorruptStateError(f"{where}: the header reaches beyond the end of its file")
     for name, unit in index.units.items():
         if unit.offset + unit.num_bytes > index.file_bytes:
             raise CorruptStateError(f"{where}: unit {name} reaches beyond the end of its file")

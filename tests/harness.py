@@ -128,6 +128,7 @@ def run_with_restarts(
     log_dir: Path,
     max_restarts: int,
     deadline_s: float = 120,
+    env: Mapping[str, str] | None = None,
     nodes: Callable[[int], Sequence[str]] | None = None,
     between: Callable[[int], None] | None = None,
 ) -> list[JobResult]:
@@ -140,7 +141,7 @@ def run_with_restarts(
     results: list[JobResult] = []
     while len(results) <= max_restarts:
         count = len(results)
-        env = {"TORCHELASTIC_RESTART_COUNT": str(count)}
+        variables = {**(env or {}), "TORCHELASTIC_RESTART_COUNT": str(count)}
         folder = log_dir / f"start_{count}"
         results.append(
             run_training(
@@ -148,7 +149,7 @@ def run_with_restarts(
                 world_size,
                 log_dir=folder,
                 deadline_s=deadline_s,
-                env=env,
+                env=variables,
                 nodes=None if nodes is None else nodes(count),
             )
         )

@@ -74,7 +74,8 @@ def fingerprint(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that the training state depends on, by flag, as JSON values."""
     values = {"--" + name.replace("_", "-"): getattr(args, name, None) for name in _FINGERPRINT}
     for flag in ("--data-path", "--train-data-path"):  # where the data lies may change
-        values[flag] = values[flag] and [str(word).rpartition("/")[2] for word in values[flag]]
+        words = getattr(args, flag[2:].replace("-", "_")) or ()
+        values[flag] = [str(word).rpartition("/")[2] for word in words]
     return {flag: _as_json(value) for flag, value in values.items()}
 
 

@@ -23,7 +23,13 @@ from moe_ft.engine.layout import FileLayout
 from moe_ft.engine.peers import PeerReplicator, PeerServer
 from moe_ft.engine.persist import PersistClient, WriterSupervisor, persist_deadline_s
 from moe_ft.engine.profile import IntervalTuner
-from moe_ft.engine.regions import Region, Role, own_directory, replica_directory
+from moe_ft.engine.regions import (
+    Region,
+    Role,
+    own_directory,
+    rank_and_holder,
+    replica_directory,
+)
 from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter, pin
 from moe_ft.errors import DegradedError
 from moe_ft.formats import Identity, Index, decode
@@ -95,6 +101,7 @@ class CheckpointEngine:
         strategy: Strategy,
         agreement: Agreement,
         make_layout: Callable[[SnapshotPlan], FileLayout],
+        complete_record: Callable[[CapturedRecord], None],
     ) -> None:
         self._settings, self._context, self._strategy = settings, context, strategy
         self._agreement, self._make_layout = agreement, make_layout
@@ -104,6 +111,7 @@ class CheckpointEngine:
         self._replicas: dict[int, list[Region]] = {}
         self._job: SnapshotJob | None = None
         self._complete: Region | None = None
+        self._complete_iteration: int | None = None  # known also where a peer alone has it
         self._num_complete = 0
         self._start_iteration = self._last_snapshot_iteration = 0
         self._persisted_iteration: int | None = None
@@ -125,6 +133,7 @@ class CheckpointEngine:
             self._reports,
             self._replicator,
             context.phase_hook,
+            complete_record,
         )
         persist_dir = context.node_dir / "persist"
         self._persist = PersistClient(persist_dir, context.rank, self._reports, context.phase_hook)
@@ -171,6 +180,7 @@ class CheckpointEngine:
                 region.advance(Role.RECOVERY)
                 self._complete = region
         self._start_iteration = self._last_snapshot_iteration = iteration
+        self._complete_iteration = iteration if is_restored else None
         context.server.keep(self._replicas)
         self._writer.start()
         if persists:
@@ -184,7 +194,7 @@ class CheckpointEngine:
         Called by all ranks before the optimizer step of every iteration.
         """
         job = self._job
-        if job is not None and not job.copied.is_set():
+        if job is not None and not job.copied.is_set() and not job.is_abandoned:
             start = time.perf_counter()
             if not job.copied.wait(FENCE_DEADLINE_S):
                 job.is_abandoned = True  # it may hold a mixture of two iterations: never committed
@@ -279,10 +289,11 @@ class CheckpointEngine:
             job.region.advance(Role.FREE)
             return
         before, self._complete = self._complete, job.region
+        self._complete_iteration = job.iteration
         job.region.advance(Role.RECOVERY)
         if before is not None and before.role is Role.RECOVERY:
             before.advance(Role.FREE)
-        if before is None or self._num_complete == 0:
+        if self._num_complete == 0:
             self._remove_left_overs()
         self._num_complete += 1
         persist_interval = self._settings.persist_interval
@@ -294,16 +305,15 @@ class CheckpointEngine:
     def _remove_left_overs(self) -> None:
         """Remove what other placements or earlier starts have left in this rank's share of the node."""
         topology, rank = self._context.topology, self._context.rank
-        node = topology.ranks[rank].node
-        if rank != topology.lowest_on_node(node).rank or not self._context.node_dir.is_dir():
-            return
-        in_use = {f"rank_{info.rank:05d}" for info in topology.on_node(node)}
-        suffixes = tuple(f"_at_{info.rank:05d}" for info in topology.on_node(node))
-        for directory in self._context.node_dir.iterdir():
-            is_replica = directory.name.startswith("replica_")
-            is_stale_replica = is_replica and not directory.name.endswith(suffixes)
-            is_stale_rank = directory.name.startswith("rank_") and directory.name not in in_use
-            if is_stale_replica or is_stale_rank:
+        node, node_dir = topology.ranks[rank].node, self._context.node_dir
+        here = {info.rank for info in topology.on_node(node)}
+        sources = {source.rank for source in self._context.sources}
+        is_lowest = rank == topology.lowest_on_node(node).rank
+        for directory in node_dir.iterdir() if node_dir.is_dir() else ():
+            owner, holder = rank_and_holder(directory.name)
+            is_orphan = holder is not None and holder not in here
+            is_dismissed = holder == rank and owner != rank and owner not in sources
+            if (is_orphan and is_lowest) or is_dismissed:
                 shutil.rmtree(directory, ignore_errors=True)
 
     def _take(self, iteration: int, capture: Callable[[], CapturedRecord]) -> None:
@@ -317,7 +327,7 @@ class CheckpointEngine:
             layout=self._layout(iteration),
             iteration=iteration,
             record=capture(),
-            keep_iteration=None if self._complete is None else self._complete.iteration,
+            keep_iteration=self._complete_iteration,
         )
         self._last_snapshot_iteration = iteration
         self._writer.submit(self._job)

@@ -214,7 +214,9 @@ def _may_go(region: Region, keep_iteration: int | None) -> bool:
 
 
 def check_units(index: Index, content: memoryview, where: str) -> None:
-    """Raise CorruptStateError if a unit's bytes do not have the checksum that the index says."""
+    """Raise CorruptStateError if the header or a unit does not have the checksum of the index."""
+    if checksum(content[: index.header_bytes]) != index.header_checksum:
+        raise CorruptStateError(f"{where}: the safetensors header does not match its checksum")
     for name, unit in index.units.items():
         if checksum(content[unit.offset : unit.offset + unit.num_bytes]) != unit.checksum:
             raise CorruptStateError(f"{where}: unit {name} does not match its checksum")

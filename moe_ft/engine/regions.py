@@ -20,6 +20,7 @@ from moe_ft.errors import SnapshotError
 PRIVATE_MODE = 0o700
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
+_DIRECTORY = re.compile(r"rank_(?P<rank>\d{5,})|replica_(?P<source>\d{5,})_at_(?P<holder>\d{5,})")
 INDEX_NAME = re.compile(r"region_\d+\.json")
 
 
@@ -58,6 +59,15 @@ def own_directory(node_dir: Path, rank: int) -> Path:
 def replica_directory(node_dir: Path, source: int, holder: int) -> Path:
     """Return where the rank ``holder`` keeps replicas of the rank ``source``."""
     return node_dir / f"replica_{source:05d}_at_{holder:05d}"
+
+
+def rank_and_holder(name: str) -> tuple[int | None, int | None]:
+    """Return whose state a directory of that name holds, and which rank keeps it; None for others."""
+    match = _DIRECTORY.fullmatch(name)
+    if match is None:
+        return None, None
+    owner = int(match["rank"] or match["source"])
+    return owner, int(match["holder"] or owner)
 
 
 def make_private(directory: Path) -> None:

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -41,8 +41,8 @@ from moe_ft.state.slices import DTYPES, live_tensor
 class SnapshotState(IntEnum):
     """How far the last snapshot is, ordered so that the least over all ranks is that of the job."""
 
-    FAILED = 0
-    RUNNING = 1
+    RUNNING = 0
+    FAILED = 1
     COMPLETE = 2  # committed and at its peers
     NONE = 3
 
@@ -89,7 +89,9 @@ class SnapshotWriter:
         reports: Reports,
         replicator: Replicator | None,
         phase_hook: PhaseHook,
+        complete_record: Callable[[records.CapturedRecord], None],
     ) -> None:
+        self._complete_record = complete_record
         self._parameters = {each.name: each for each in parameters}
         self._entries: dict[str, ParameterEntry] = {each.name: each.entry for each in parameters}
         self._identity, self._rank, self._node = identity, rank, node
@@ -134,6 +136,7 @@ class SnapshotWriter:
         start = time.perf_counter()
         job.region.invalidate()
         absent = self._copy(job)
+        self._complete_record(job.record)
         job.copied.set()
         job.copy_s = time.perf_counter() - start
         index = self._index(job, absent)
@@ -209,6 +212,8 @@ class SnapshotWriter:
             iteration=job.iteration,
             file=job.region.data_path.name,
             file_bytes=job.layout.num_bytes,
+            header_bytes=len(job.layout.header),
+            header_checksum=checksum(job.layout.header),
             units=units,
             parameters=self._entries,
             records=(records.encode(job.record),),

@@ -33,7 +33,7 @@ from moe_ft.engine.peers import PeerConnection, PeerServer, own_host
 from moe_ft.engine.persist import writer_command
 from moe_ft.engine.regions import file_system_type, make_private, node_directory
 from moe_ft.engine.storage import LOCK_NAME, LOCK_STALE_S, Storage
-from moe_ft.errors import ConfigError, PlanError, UnrecoverableError
+from moe_ft.errors import ConfigError, PlanError, SnapshotError, UnrecoverableError
 from moe_ft.formats import Identity, IterationRecord, differing_settings
 from moe_ft.planning.placement import (
     default_replication_factor,
@@ -125,6 +125,9 @@ class Session:
         self._node_dir = node_directory(config.memory.memory_dir, self._job_id, self._node)
         self._parameters = local_parameters(
             self._model, self._optimizer, facts.places, assign_equal_slices
+        )
+        self._record_taker = records.RecordTaker(
+            self._model, self._optimizer, self._scheduler, self._parameters
         )
         self._strategy = DenseStrategy(each.unit for each in self._parameters)
         self._storage: Storage | None = None
@@ -466,13 +469,18 @@ class Session:
             raises=config.strategy.on_error == "raise",
         )
         self._engine = CheckpointEngine(
-            settings, context, self._strategy, self._agreement, self._lay_out
+            settings,
+            context,
+            self._strategy,
+            self._agreement,
+            self._lay_out,
+            self._record_taker.complete,
         )
 
         def start() -> None:
             try:
                 self.engine.start(recovery.iteration, is_restored=plan is not None)
-            except OSError as error:
+            except (OSError, SnapshotError) as error:
                 raise ConfigError(
                     f"--moe-ft-memory-dir={config.memory.memory_dir} cannot hold the regions of rank "
                     f"{rank} on node {self._node}: {error}. Free memory there, or enlarge its file system."
@@ -482,9 +490,7 @@ class Session:
 
     def capture(self, facts: records.IterationFacts) -> records.CapturedRecord:
         """Copy the record of the state as it is now. Training thread."""
-        return records.capture(
-            self._model, self._optimizer, self._scheduler, self._parameters, facts
-        )
+        return self._record_taker.capture(facts)
 
     def finish(self, iteration: int, facts: records.IterationFacts) -> None:
         """Training has ended: bring the last state to storage. Called by all ranks."""

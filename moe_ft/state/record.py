@@ -1,8 +1,9 @@
 """The iteration record: everything but weights and moments that the state of an iteration consists of.
 
-`capture` is called on the training thread at the end of train_step: buffers, random numbers, counters and
-the loss scale move before the weights do, so they must never be read later. It only copies; `encode` turns
-the copies into the form that is written and may run on any thread. `apply` and `apply_rng` put it back.
+`RecordTaker.capture` is called on the training thread at the end of train_step: buffers, random numbers,
+counters and the loss scale move before the weights do, so they must never be read later. It only copies;
+`encode` turns the copies into the form that is written and may run on any thread. `apply` and `apply_rng` put
+it back.
 """
 
 import math
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from moe_ft.formats import IterationRecord, OptimizerRecord, PackedTensor
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, dtype_name
-from moe_ft.state.tensors import inner_optimizers, named_buffers
+from moe_ft.state.tensors import inner_optimizers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,63 +52,116 @@ class CapturedRecord:
     values: dict[str, Any]
 
 
-def capture(
+class RecordTaker:
+    """Takes the records of one rank. What it has to look for in the model is looked up once."""
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any,
+        parameters: Sequence[LocalParameter],
+    ) -> None:
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._inner = inner_optimizers(optimizer)
+        self._buffers = buffer_places(model)
+        self._extra_state = modules_with_extra_state(model)
+        self._owned = [
+            [each for each in parameters if each.optimizer is inner and each.master is not None]
+            for inner in self._inner
+        ]
+
+    def capture(self, facts: IterationFacts) -> CapturedRecord:
+        """Copy what moves before the next optimizer step. Training thread; waits for no GPU.
+
+        Args:
+            facts: of the iteration that has just ended.
+        """
+        states = {name: module.get_extra_state() for name, module in self._extra_state.items()}
+        values = {
+            "grad_norms_by_group": dict(
+                getattr(self._optimizer, "grad_norms_by_group", None) or {}
+            ),
+            "optimizers": [_capture_scalars(inner) for inner in self._inner],
+            "scheduler": dict(self._scheduler.state_dict()),
+            "rng": _capture_rng(),
+            "buffers": {
+                name: buffer.detach().clone()
+                for name, (module, key) in self._buffers.items()
+                if (buffer := module._buffers[key]) is not None
+            },
+            # Transformer Engine's give bytes as a tensor, or nothing.
+            "extra_state": {
+                name: state for name, state in states.items() if isinstance(state, torch.Tensor)
+            },
+        }
+        return CapturedRecord(facts=facts, values=values)
+
+    def complete(self, captured: CapturedRecord) -> None:
+        """Add what moves with the weights: steps and scales. Any thread, before the next optimizer step."""
+        for inner, owned, values in zip(
+            self._inner, self._owned, captured.values["optimizers"], strict=True
+        ):
+            values.update(_capture_per_parameter(inner, owned))
+
+
+def buffer_places(
     model: Sequence[torch.nn.Module],
-    optimizer: Any,
-    scheduler: Any,
-    parameters: Sequence[LocalParameter],
-    facts: IterationFacts,
-) -> CapturedRecord:
-    """Copy what the record needs. Training thread only; takes no synchronization with a GPU.
-
-    Args:
-        model: model chunks.
-        optimizer: Megatron's outermost optimizer.
-        scheduler: Megatron's OptimizerParamScheduler.
-        parameters: those of this rank.
-        facts: of the iteration that has just ended.
-    """
-    values = {
-        "grad_norms_by_group": dict(getattr(optimizer, "grad_norms_by_group", None) or {}),
-        "optimizers": [
-            _capture_optimizer(inner, parameters) for inner in inner_optimizers(optimizer)
-        ],
-        "scheduler": dict(scheduler.state_dict()),
-        "rng": _capture_rng(),
-        "buffers": {name: buffer.detach().clone() for name, buffer in named_buffers(model)},
-        "extra_state": _capture_extra_state(model),
+) -> dict[str, tuple[torch.nn.Module, str]]:
+    """Return the module and the key of every buffer, persistent or not, by name."""
+    return {
+        f"chunk{index}.{module_name}{'.' if module_name else ''}{key}": (module, key)
+        for index, chunk in enumerate(model)
+        for module_name, module in chunk.named_modules()
+        for key in module._buffers
     }
-    return CapturedRecord(facts=facts, values=values)
 
 
-def _capture_optimizer(inner: Any, parameters: Sequence[LocalParameter]) -> dict[str, Any]:
-    torch_optimizer = inner.optimizer
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in torch_optimizer.param_groups
-    ]
+def modules_with_extra_state(
+    model: Sequence[torch.nn.Module],
+) -> dict[str, torch.nn.Module]:
+    """Return the modules that keep state outside of parameters and buffers, by name."""
+    default = torch.nn.Module.get_extra_state
+    return {
+        f"chunk{index}.{name}": module
+        for index, chunk in enumerate(model)
+        for name, module in chunk.named_modules()
+        # Megatron's own linear layers define it and answer None.
+        if type(module).get_extra_state is not default
+        and not type(module).get_extra_state.__module__.startswith("megatron.core.tensor_parallel")
+    }
+
+
+def _capture_scalars(inner: Any) -> dict[str, Any]:
     scaler = getattr(inner, "grad_scaler", None)
     found_inf = getattr(inner, "found_inf", None) if scaler else None
-    own = [each for each in parameters if each.optimizer is inner and each.master is not None]
-    states = ((each.name, torch_optimizer.state.get(each.master)) for each in own)
-    steps = {
-        name: state["step"].detach().clone()
-        for name, state in states
-        if state and isinstance(state.get("step"), torch.Tensor)
-    }
-    scales = {
-        f"{each.name}/{key}": scale.detach().clone()
-        for each in own
-        for key, scale in getattr(torch_optimizer, "_scales", {}).get(each.master, {}).items()
-    }
     return {
-        "groups": groups,
-        "steps": steps,
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in inner.optimizer.param_groups
+        ],
         "scaler": {key: _copied(value) for key, value in scaler.state_dict().items()}
         if scaler
         else None,
         "found_inf": None if found_inf is None else found_inf.detach().clone(),
-        "scales": scales,
+    }
+
+
+def _capture_per_parameter(inner: Any, owned: Sequence[LocalParameter]) -> dict[str, Any]:
+    torch_optimizer = inner.optimizer
+    states = ((each.name, torch_optimizer.state.get(each.master)) for each in owned)
+    scales = getattr(torch_optimizer, "_scales", {})
+    return {
+        "steps": {
+            name: float(state["step"])
+            for name, state in states
+            if state and isinstance(state.get("step"), torch.Tensor)
+        },
+        "scales": {
+            f"{each.name}/{key}": scale.detach().clone()
+            for each in owned
+            for key, scale in scales.get(each.master, {}).items()
+        },
     }
 
 
@@ -126,24 +180,6 @@ def _capture_rng() -> dict[str, Any]:
             for name, state in get_cuda_rng_tracker().get_states().items()
         },
     }
-
-
-def _modules_with_extra_state(model: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    default = torch.nn.Module.get_extra_state
-    return {
-        f"chunk{index}.{name}": module
-        for index, chunk in enumerate(model)
-        for name, module in chunk.named_modules()
-        if type(module).get_extra_state is not default
-    }
-
-
-def _capture_extra_state(model: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    states = {
-        name: module.get_extra_state() for name, module in _modules_with_extra_state(model).items()
-    }
-    # Megatron's own linear layers answer None; Transformer Engine's give bytes as a tensor.
-    return {name: state for name, state in states.items() if isinstance(state, torch.Tensor)}
 
 
 def encode(captured: CapturedRecord) -> IterationRecord:
@@ -173,7 +209,7 @@ def encode(captured: CapturedRecord) -> IterationRecord:
 
 
 def _encode_optimizer(values: Mapping[str, Any]) -> OptimizerRecord:
-    steps = {name: float(step) for name, step in values["steps"].items()}
+    steps = dict(values["steps"])
     if len(set(steps.values())) == 1:
         steps = {"*": next(iter(steps.values()))}
     found_inf = values["found_inf"]
@@ -275,14 +311,16 @@ def apply(
     Not the random number states: setting up data and models draws from them, see `apply_rng`. Not
     the counters of the training loop, which its caller knows.
     """
-    buffers = dict(named_buffers(model))
+    places = buffer_places(model)
     for name, packed in record.buffers.items():
-        value, buffer = unpack(packed), buffers[name]
+        module, key = places[name]
+        value, buffer = unpack(packed), module._buffers[key]
+        assert buffer is not None
         if value.dtype == buffer.dtype and value.shape == buffer.shape:
             buffer.copy_(value)
         else:  # the router turns its expert bias into fp32 in the first forward pass
             buffer.data = value.to(buffer.device)
-    modules = _modules_with_extra_state(model)
+    modules = modules_with_extra_state(model)
     for name, packed in record.extra_state.items():
         modules[name].set_extra_state(unpack(packed))
     # Not load_state_dict: it adds the steps to those of a checkpoint loaded before.

@@ -1,4 +1,4 @@
-"""Every parameter and every optimizer tensor belongs to exactly one unit and one rank's slice, on many models."""
+"""Every parameter and optimizer tensor belongs to one unit and one rank's slice, on many models."""
 
 from collections import defaultdict
 from pathlib import Path

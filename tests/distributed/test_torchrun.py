@@ -1,12 +1,14 @@
-"""Under the real torchrun, a dead rank is named and nothing is left running."""
+"""Under the real torchrun: a dead rank is named, nothing is left running, a lost node comes back."""
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import events, free_port
+from tests.harness import digests, events, free_port, run_training
 from tests.processes import wait_until_group_is_gone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,3 +35,64 @@ def test_torchrun_ends_soon_after_a_kill_and_the_survivors_name_the_dead_rank(
     assert "heard nothing from rank 1 (last in iteration 2, backward), which probably died" in text
     assert events(tmp_path, 0)[-1]["event"] == "stopped"
     wait_until_group_is_gone(process.pid)
+
+
+def test_lost_node_of_two_torchrun_agents_is_recovered_from_its_peer(
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+) -> None:
+    job = [
+        *model_flags(train_iters=6, hidden_dropout=0.1),
+        *layout_flags({"ep": 2}),
+        *dataset_flags,
+    ]
+    alone = tmp_path / "alone"
+    run_training([*job, *event_flags(alone)], 2, log_dir=alone).check()
+    flags = [
+        *(*job, *event_flags(tmp_path), "--moe-ft-strategy", "dense"),
+        *(
+            "--moe-ft-memory-dir",
+            str(memory_dir),
+            "--moe-ft-inject-fault",
+            "lose-node:1@4:backward",
+        ),
+    ]
+    endpoint = f"127.0.0.1:{free_port()}"
+    agents = []
+    for node in ("node0", "node1"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        command += ["--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
+        command += [
+            "--rdzv-endpoint",
+            endpoint,
+            "--rdzv-id",
+            "two_agents",
+            "--local-addr",
+            "127.0.0.1",
+        ]
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "MOE_FT_NODE_ID": node,
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        with (tmp_path / f"{node}.log").open("w") as output:
+            agents.append(
+                subprocess.Popen(
+                    [*command, "pretrain_gpt_moe.py", *flags],
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            )
+    try:
+        codes = [agent.wait(timeout=240) for agent in agents]
+    finally:
+        for agent in agents:
+            with suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+    assert codes == [0, 0], (tmp_path / "node0.log").read_text()[-3000:]
+    recoveries = [events(tmp_path, rank, "recovery")[-1] for rank in range(2)]
+    assert sorted(set().union(*(line["sources"] for line in recoveries))) == ["memory", "peer"]
+    assert digests(tmp_path, 2) == digests(alone, 2)

@@ -99,6 +99,8 @@ def make_state(
         iteration=iteration,
         file=file,
         file_bytes=layout.num_bytes,
+        header_bytes=len(layout.header),
+        header_checksum=checksum(layout.header),
         units={
             str(place.unit): UnitEntry(
                 offset=place.offset,

@@ -133,6 +133,8 @@ def indexes(draw: st.DrawFn) -> Index:
         iteration=iteration,
         file=draw(FILE_NAMES),
         file_bytes=file_bytes,
+        header_bytes=draw(st.integers(0, file_bytes)),
+        header_checksum=draw(DIGITS),
         units=draw(st.dictionaries(NAMES, units(file_bytes), max_size=2)),
         parameters=draw(
             st.dictionaries(
@@ -327,6 +329,9 @@ def change(path: str, value: object) -> Change:
         (change("rank", None), "form of Index.*rank"),
         (change("iteration", -5), "form of Index.*iteration"),
         (change("file_bytes", -1), "form of Index.*file_bytes"),
+        (change("header_bytes", 10**9), "the header reaches beyond the end"),
+        (change("header_bytes", -1), "form of Index.*header_bytes"),
+        (change("header_checksum", "x" * 16), "form of Index.*header_checksum"),
         (change("surprise", 1), "form of Index.*surprise"),
         (change("identity.surprise", 1), "form of Index.*surprise"),
         (change("identity.world_size", 0), "form of Index.*world_size"),

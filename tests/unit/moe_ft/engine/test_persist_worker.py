@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -72,12 +73,21 @@ class Office:
             self._thread.join()
 
 
+@contextmanager
+def opened(directory: Path, url: str, *, starts: bool = True) -> Iterator[Office]:
+    office = Office(directory, url)
+    try:
+        if starts:
+            office.start()
+        yield office
+    finally:
+        office.close()
+
+
 @pytest.fixture
 def office(tmp_path: Path) -> Iterator[Office]:
-    office = Office(tmp_path, str(tmp_path / "storage"))
-    office.start()
-    yield office
-    office.close()
+    with opened(tmp_path, str(tmp_path / "storage")) as office:
+        yield office
 
 
 @pytest.fixture
@@ -124,12 +134,11 @@ def test_request_that_was_served_is_removed(tmp_path: Path, office: Office) -> N
 
 
 def test_request_from_before_the_worker_started_is_served(tmp_path: Path) -> None:
-    office = Office(tmp_path, str(tmp_path / "storage"))
     region, _ = fill_region(tmp_path / "rank", iteration=5)
-    office.ask(region)
-    office.start()
-    assert office.result().error == ""
-    office.close()
+    with opened(tmp_path, str(tmp_path / "storage"), starts=False) as office:
+        office.ask(region)
+        office.start()
+        assert office.result().error == ""
 
 
 def test_request_without_the_manifest_writes_only_the_ranks_own_files(
@@ -183,6 +192,10 @@ def test_region_with_a_flipped_byte_becomes_an_error_and_no_files(
     assert office.storage.iterations() == []
 
 
+def spoil_header(region: Region) -> None:
+    spoil_data(region, 9)
+
+
 def spoil_index(region: Region) -> None:
     region.index_path.write_bytes(region.index_path.read_bytes()[:-10])
 
@@ -199,7 +212,9 @@ def empty_data(region: Region) -> None:
     os.truncate(region.data_path, 0)
 
 
-@pytest.mark.parametrize("spoil", [spoil_index, remove_index, truncate_data, empty_data])
+@pytest.mark.parametrize(
+    "spoil", [spoil_header, spoil_index, remove_index, truncate_data, empty_data]
+)
 def test_region_that_is_damaged_becomes_an_error_and_no_checkpoint(
     tmp_path: Path, office: Office, spoil: Callable[[Region], None]
 ) -> None:
@@ -244,33 +259,61 @@ def test_worker_goes_on_after_an_error(tmp_path: Path, office: Office) -> None:
 def test_storage_that_fails_becomes_an_error_and_the_worker_goes_on(
     tmp_path: Path, injector: Injector, back_end: str
 ) -> None:
-    office = Office(tmp_path, faulty_urls(tmp_path)[back_end])
-    office.start()
-    injector.broken = (("open", "safetensors"),)
-    region, _ = fill_region(tmp_path / "rank", number=0, iteration=5)
-    office.ask(region)
-    assert "injected failure" in office.result().error
-    injector.forget()
-    region, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
-    office.ask(region)
-    assert office.result().error == ""
-    assert complete_iterations(office.storage) == [6]
-    office.close()
+    with opened(tmp_path, faulty_urls(tmp_path)[back_end]) as office:
+        injector.broken = (("open", "safetensors"),)
+        region, _ = fill_region(tmp_path / "rank", number=0, iteration=5)
+        office.ask(region)
+        assert "injected failure" in office.result().error
+        injector.forget()
+        region, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+        office.ask(region)
+        assert office.result().error == ""
+        assert complete_iterations(office.storage) == [6]
 
 
 @pytest.mark.parametrize("failing", [("open", MANIFEST_NAME + ".part"), ("replace", ".json.part")])
 def test_storage_that_fails_at_the_end_leaves_no_checkpoint(
     tmp_path: Path, injector: Injector, failing: tuple[str, str]
 ) -> None:
-    office = Office(tmp_path, faulty_urls(tmp_path)["local"])
-    office.start()
-    injector.broken = (failing,)
+    with opened(tmp_path, faulty_urls(tmp_path)["local"]) as office:
+        injector.broken = (failing,)
+        region, _ = fill_region(tmp_path / "rank")
+        office.ask(region)
+        assert "injected failure" in office.result().error
+        injector.forget()
+        assert complete_iterations(office.storage) == []
+
+
+@pytest.mark.parametrize("back_end", ["local", "objects"])
+def test_request_that_is_served_again_and_fails_does_not_harm_its_checkpoint(
+    tmp_path: Path, injector: Injector, back_end: str
+) -> None:
+    # The first writer was killed after the manifest and before its answer; the next serves it again.
+    storage = Storage(faulty_urls(tmp_path)[back_end])
+    worker = PersistWorker(tmp_path, storage, keep=1)
     region, _ = fill_region(tmp_path / "rank")
-    office.ask(region)
-    assert "injected failure" in office.result().error
-    injector.forget()
-    assert complete_iterations(office.storage) == []
-    office.close()
+    request = PersistRequest(
+        rank=0,
+        iteration=5,
+        index=str(region.index_path),
+        data=str(region.data_path),
+        writes_manifest=True,
+        deadline_s=time.time() + FAR_S,
+    )
+    worker.persist(request)
+    harmed = []
+    for number in range(40):
+        injector.forget()
+        injector.fails_at = frozenset({number})
+        with suppress(OSError):
+            worker.persist(request)
+        injector.forget()
+        try:
+            assert complete_iterations(storage) == [5]
+        except OSError as error:
+            harmed.append(f"operation {number}: {error}")
+            worker.persist(request)
+    assert harmed == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"not json", b'{"rank": "x"}'])
@@ -290,20 +333,21 @@ def test_request_that_arrives_while_the_last_one_is_removed_is_served(
     first, _ = fill_region(tmp_path / "rank", number=0, iteration=5)
     second, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
     path, remove = request_path(office.directory, 0), Path.unlink
-    is_first = threading.Event()
+    has_read, has_asked = threading.Event(), threading.Event()
 
     def remove_late(target: Path, missing_ok: bool = False) -> None:
-        has_answered = result_path(office.directory, 0).exists()
-        if target == path and has_answered and not is_first.is_set():
-            is_first.set()
+        if target == path and not has_asked.is_set() and has_read.wait(0.5):
+            has_asked.set()
             office.ask(second)
         remove(target, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", remove_late)
     office.ask(first)
     assert office.result().iteration == 5
-    if not is_first.is_set() and not path.exists():
-        office.ask(second)  # it was removed before the rank could know of the result
+    has_read.set()
+    wait_for(lambda: has_asked.is_set() or not path.exists(), "the end of the first request")
+    if not has_asked.is_set():
+        office.ask(second)  # the first was removed before the rank could know of its result
     assert wait_for_result(office).iteration == 6
 
 

@@ -303,6 +303,44 @@ def test_older_files_that_a_manifest_of_another_lineage_names_stay(storage: Stor
     assert complete_iterations(storage) == [3, 2]
 
 
+def test_older_files_that_a_kept_manifest_names_are_not_incomplete(storage: Storage) -> None:
+    older = persist_checkpoint(storage, 1, make_identity())
+    storage.retain(rewritten(storage, 2, older), 1)
+    storage.remove_incomplete(0, before=3)
+    assert complete_iterations(storage) == [2]
+
+
+def test_files_of_one_rank_that_never_became_a_checkpoint_are_removed(storage: Storage) -> None:
+    for rank in (0, 1):
+        persist_rank(storage, rank, 3, TWO_RANKS)
+    storage.remove_incomplete(1, before=4)
+    assert {name[:10] for name in names(storage, 3)} == {"rank_00000"}
+    storage.remove_incomplete(0, before=4)
+    assert storage.iterations() == []
+
+
+def test_files_of_this_or_a_newer_iteration_are_not_removed_as_incomplete(
+    storage: Storage,
+) -> None:
+    for iteration in (4, 5):
+        persist_rank(storage, 0, iteration, make_identity())
+    storage.remove_incomplete(0, before=4)
+    assert storage.iterations() == [5, 4]
+
+
+@BACK_ENDS
+def test_checkpoint_whose_manifest_cannot_be_looked_at_is_not_incomplete(
+    tmp_path: Path, injector: Injector, back_end: str
+) -> None:
+    storage = Storage(faulty_urls(tmp_path)[back_end])
+    persist_checkpoint(storage, 1, make_identity())
+    injector.broken = (("info", manifest_path(1)),)
+    with suppress(OSError):
+        storage.remove_incomplete(0, before=2)
+    injector.forget()
+    assert complete_iterations(storage) == [1]
+
+
 def test_files_that_are_not_of_moe_ft_stay(storage: Storage) -> None:
     persist_checkpoint(storage, 1, make_identity())
     foreign = [

@@ -1,0 +1,49 @@
+"""Snapshots through a side stream into pinned memory, and an exact recovery from them, on one GPU."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.demo_model import event_flags, model_flags
+from tests.harness import digests, events, run_training, run_with_restarts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def test_run_that_is_killed_on_a_gpu_ends_in_the_state_of_one_that_was_not(
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+) -> None:
+    env = {
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_ALGO": "Ring",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }
+    job = [
+        *model_flags(
+            attention_backend="unfused", deterministic_mode=True, hidden_dropout=0.1, train_iters=6
+        ),
+        *dataset_flags,
+    ]
+    alone, disturbed = tmp_path / "alone", tmp_path / "disturbed"
+    run_training([*job, *event_flags(alone)], 1, log_dir=alone, env=env).check()
+    flags = [
+        *(*job, *event_flags(disturbed), "--moe-ft-strategy", "dense", "--moe-ft-job-id", "test"),
+        *(
+            "--moe-ft-memory-dir",
+            str(memory_dir),
+            "--moe-ft-persist-dir",
+            str(tmp_path / "storage"),
+        ),
+        *("--moe-ft-inject-fault", "kill:0@4:backward"),
+    ]
+    run_with_restarts(flags, 1, log_dir=disturbed, max_restarts=1, env=env)[-1].check()
+    (recovery,) = events(disturbed, 0, "recovery")
+    assert recovery["deterministic"] is True
+    assert digests(disturbed, 1) == digests(alone, 1)

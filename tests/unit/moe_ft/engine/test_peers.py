@@ -1,0 +1,521 @@
+"""Replicas over real connections: they arrive bit for bit, and nothing that is wrong replaces one."""
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.peers import PeerConnection, PeerReplicator, PeerServer, Reply, own_host
+from moe_ft.engine.regions import Region, replica_directory
+from moe_ft.errors import CorruptStateError
+from moe_ft.faults import Phase
+from moe_ft.formats import Index, decode
+from moe_ft.topology import RankInfo
+from tests.unit.moe_ft.builders import fill_region, make_state
+
+TOKEN = "0123456789abcdef"
+HOST = "127.0.0.1"
+SOURCE, HOLDER = 3, 7
+DEADLINE_S = 30.0
+
+
+def no_fault(phase: Phase, iteration: int) -> None:
+    """Inflict nothing."""
+
+
+class Peer:
+    """A rank that keeps replicas of another one, and files that it serves."""
+
+    def __init__(self, tmp_path: Path, *, num_elements: int = 33) -> None:
+        self.node_dir = tmp_path / "node"
+        self.server = PeerServer(self.node_dir, HOST)
+        directory = replica_directory(self.node_dir, SOURCE, HOLDER)
+        self.size = len(make_state(SOURCE, num_elements=num_elements)[1])
+        self.regions = [Region(directory, number, self.size) for number in range(2)]
+        for region in self.regions:
+            region.open()
+        self.server.start()
+        self.server.admit(TOKEN)
+        self.server.keep({SOURCE: self.regions})
+        self.connections: list[PeerConnection] = []
+
+    @property
+    def info(self) -> RankInfo:
+        return RankInfo(
+            rank=HOLDER,
+            node="node-b",
+            stage=0,
+            pid=1,
+            address=self.server.address,
+            region_bytes=self.size,
+        )
+
+    def connect(self, token: str = TOKEN) -> PeerConnection:
+        assert self.server.address is not None
+        self.connections.append(PeerConnection(self.server.address, token))
+        return self.connections[-1]
+
+    def committed(self) -> dict[int, bytes]:
+        """Return the data of every replica that has an index, by iteration, as a recovery would read it."""
+        found = {}
+        for path in self.regions[0].directory.glob("region_*.json"):
+            index = decode(path.read_bytes(), Index, str(path))
+            found[index.iteration] = (path.parent / index.file).read_bytes()
+        return found
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        self.server.close()
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    peer = Peer(tmp_path)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def reports() -> Reports:
+    return Reports()
+
+
+@pytest.fixture
+def replicator(peer: Peer, reports: Reports) -> Iterator[PeerReplicator]:
+    replicator = PeerReplicator([peer.info], TOKEN, reports, no_fault)
+    yield replicator
+    replicator.close()
+
+
+def own_state(tmp_path: Path, iteration: int, number: int = 0) -> tuple[Region, Index]:
+    return fill_region(tmp_path / "own", number, rank=SOURCE, iteration=iteration)
+
+
+def only(reports: Reports) -> Report:
+    (report,) = reports.drain()
+    return report
+
+
+# Keeping replicas
+
+
+def test_first_replica_of_a_fresh_start_arrives(
+    tmp_path: Path, peer: Peer, replicator: PeerReplicator, reports: Reports
+) -> None:
+    region, index = own_state(tmp_path, 5)
+    replicator.replicate(region, index, keep_iteration=None)
+    assert only(reports).event == "replicate"
+    assert peer.committed() == {5: bytes(region.mapping)}
+
+
+def test_replica_arrives_bit_for_bit(
+    tmp_path: Path, peer: Peer, replicator: PeerReplicator
+) -> None:
+    region, index = own_state(tmp_path, 5)
+    replicator.replicate(region, index, keep_iteration=4)
+    assert peer.committed() == {5: bytes(region.mapping)}
+
+
+def test_index_of_a_replica_names_the_file_beside_it_and_else_is_the_same(
+    tmp_path: Path, peer: Peer, replicator: PeerReplicator
+) -> None:
+    region, index = own_state(tmp_path, 5, number=2)  # neither of the two at the peer
+    replicator.replicate(region, index, keep_iteration=4)
+    (path,) = peer.regions[0].directory.glob("region_*.json")
+    found = decode(path.read_bytes(), Index, str(path))
+    assert found.file == path.with_suffix(".safetensors").name
+    assert msgspec.structs.replace(found, file=index.file) == index
+
+
+def test_replica_that_arrived_is_reported_with_its_peers(
+    tmp_path: Path, replicator: PeerReplicator, reports: Reports
+) -> None:
+    region, index = own_state(tmp_path, 5)
+    replicator.replicate(region, index, keep_iteration=4)
+    report = only(reports)
+    assert (report.event, report.iteration) == ("replicate", 5)
+    assert (report.fields["peers"], report.fields["bytes"]) == ([HOLDER], index.file_bytes)
+
+
+def test_replica_of_the_complete_snapshot_is_never_overwritten(
+    tmp_path: Path, peer: Peer, replicator: PeerReplicator
+) -> None:
+    kept: bytes | None = None
+    for iteration in range(1, 8):
+        region, index = own_state(tmp_path, iteration, number=iteration % 2)
+        replicator.replicate(region, index, keep_iteration=iteration - 1)
+        assert peer.committed()[iteration] == bytes(region.mapping)
+        assert kept is None or peer.committed()[iteration - 1] == kept
+        kept = bytes(region.mapping)
+
+
+def test_replica_of_the_complete_snapshot_survives_many_that_were_not_completed(
+    tmp_path: Path, peer: Peer, replicator: PeerReplicator
+) -> None:
+    region, index = own_state(tmp_path, 1)
+    replicator.replicate(region, index, keep_iteration=0)
+    kept = bytes(region.mapping)
+    for iteration in (2, 3, 4):
+        region, index = own_state(tmp_path, iteration, number=1)
+        replicator.replicate(region, index, keep_iteration=1)
+        assert peer.committed() == {1: kept, iteration: bytes(region.mapping)}
+
+
+def test_replica_that_a_start_was_restored_from_survives_the_first_new_one(
+    tmp_path: Path, peer: Peer, replicator: PeerReplicator
+) -> None:
+    # The rank's node was replaced: it was restored from this replica and has no complete region yet.
+    region, index = own_state(tmp_path, 5)
+    replicator.replicate(region, index, keep_iteration=4)
+    restored = peer.committed()[5]
+    region, index = own_state(tmp_path, 6, number=1)
+    replicator.replicate(region, index, keep_iteration=None)
+    assert peer.committed() == {5: restored, 6: bytes(region.mapping)}
+
+
+def spoil_data(region: Region, index: Index) -> Index:
+    region.mapping[index.units["embedding"].offset] ^= 0x20
+    return index
+
+
+def spoil_header(region: Region, index: Index) -> Index:
+    region.mapping[index.header_bytes - 1] ^= 0x20
+    return index
+
+
+def spoil_checksum(region: Region, index: Index) -> Index:
+    unit = msgspec.structs.replace(index.units["embedding"], checksum="0" * 16)
+    return msgspec.structs.replace(index, units={**index.units, "embedding": unit})
+
+
+def escape_directory(region: Region, index: Index) -> Index:
+    return msgspec.structs.replace(index, file="../region_0.safetensors")
+
+
+WRONG = pytest.mark.parametrize(
+    "spoil", [spoil_data, spoil_header, spoil_checksum, escape_directory]
+)
+
+
+@WRONG
+def test_replica_that_is_corrupt_is_refused_and_the_one_before_intact(
+    tmp_path: Path, peer: Peer, reports: Reports, replicator: PeerReplicator, spoil: object
+) -> None:
+    region, index = own_state(tmp_path, 5)
+    replicator.replicate(region, index, keep_iteration=4)
+    before, reported = peer.committed(), reports.drain()
+    assert reported[0].event == "replicate"
+    region, index = own_state(tmp_path, 6, number=1)
+    replicator.replicate(region, spoil(region, index), keep_iteration=5)  # type: ignore[operator]
+    assert only(reports).event == "degraded"
+    assert peer.committed() == before
+
+
+@WRONG
+def test_replica_after_a_corrupt_one_is_taken_again(
+    tmp_path: Path, peer: Peer, replicator: PeerReplicator, spoil: object
+) -> None:
+    region, index = own_state(tmp_path, 5)
+    replicator.replicate(region, spoil(region, index), keep_iteration=4)  # type: ignore[operator]
+    region, index = own_state(tmp_path, 6, number=1)
+    replicator.replicate(region, index, keep_iteration=4)
+    assert peer.committed() == {6: bytes(region.mapping)}
+
+
+def test_replica_with_a_wrong_token_is_refused_and_nothing_kept(
+    tmp_path: Path, peer: Peer, reports: Reports
+) -> None:
+    region, index = own_state(tmp_path, 5)
+    replicator = PeerReplicator([peer.info], "another token", reports, no_fault)
+    replicator.replicate(region, index, keep_iteration=4)
+    replicator.close()
+    assert only(reports).event == "degraded"
+    assert peer.committed() == {}
+
+
+def test_replica_of_a_rank_that_is_not_served_is_refused(tmp_path: Path, peer: Peer) -> None:
+    region, index = fill_region(tmp_path / "own", rank=SOURCE + 1)
+    with pytest.raises(OSError):  # noqa: B017, PT011 - whatever the network says
+        peer.connect().put(region, index, 4, no_fault)
+    assert peer.committed() == {}
+
+
+def test_replica_of_another_size_is_refused(tmp_path: Path, peer: Peer) -> None:
+    region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=99)
+    with pytest.raises(OSError):  # noqa: B017, PT011
+        peer.connect().put(region, index, 4, no_fault)
+    assert peer.committed() == {}
+
+
+def test_replica_whose_sender_dies_in_the_middle_is_no_replica(
+    tmp_path: Path, peer: Peer, reports: Reports
+) -> None:
+    def die(phase: Phase, iteration: int) -> None:
+        if iteration == 6:
+            raise RuntimeError("the sender dies here")
+
+    replicator = PeerReplicator([peer.info], TOKEN, reports, die)
+    region, index = own_state(tmp_path, 5)
+    replicator.replicate(region, index, keep_iteration=4)
+    before = peer.committed()
+    assert list(before) == [5]
+    region, index = own_state(tmp_path, 6, number=1)
+    replicator.replicate(region, index, keep_iteration=5)
+    # A new connection is served when the old one has been given up: both lock the same replicas.
+    region, index = own_state(tmp_path, 7, number=1)
+    peer.connect().put(region, index, 5, no_fault)
+    assert peer.committed() == {**before, 7: bytes(region.mapping)}
+
+
+def test_replica_that_arrives_slowly_but_steadily_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More than the buffers of a connection hold, over a link that takes longer than the time without
+    # progress that is allowed, but is never silent for as long.
+    monkeypatch.setattr("moe_ft.engine.peers.PROGRESS_TIMEOUT_S", 0.6)
+    region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=1_000_000)
+    with SlowReceiver(index.file_bytes) as receiver:
+        with closing(PeerConnection(receiver.address, TOKEN)) as connection:
+            connection.put(region, index, 4, no_fault)
+
+
+class SlowReceiver:
+    """Takes a replica, the first part of it in small pieces at intervals, and says that all is well."""
+
+    def __init__(self, data_bytes: int) -> None:
+        self._data_bytes = data_bytes
+        self._should_end = threading.Event()
+        self._listener = socket.create_server((HOST, 0))
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        self.address: tuple[str, int] = (HOST, self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> "SlowReceiver":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._should_end.set()
+        self._listener.close()
+        self._thread.join(DEADLINE_S)
+
+    def _serve(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection, suppress(OSError):  # the sender may give up, which it says itself
+            connection.settimeout(DEADLINE_S)
+            (length,) = struct.unpack(">I", self._read(connection, 4))
+            header = msgspec.json.decode(self._read(connection, length))
+            self._read(connection, header["index_bytes"])
+            for _ in range(12):
+                self._read(connection, 1 << 20)
+                self._should_end.wait(0.15)  # this is how slow the link is
+            self._read(connection, self._data_bytes - (12 << 20))
+            encoded = msgspec.json.encode(Reply())
+            connection.sendall(struct.pack(">I", len(encoded)) + encoded)
+
+    @staticmethod
+    def _read(connection: socket.socket, num_bytes: int) -> bytes:
+        parts = []
+        while num_bytes:
+            part = connection.recv(min(num_bytes, 1 << 16))
+            if not part:
+                return b""
+            parts.append(part)
+            num_bytes -= len(part)
+        return b"".join(parts)
+
+
+# Peers that are gone
+
+
+def test_peer_that_is_gone_is_reported_once(
+    tmp_path: Path, peer: Peer, replicator: PeerReplicator, reports: Reports
+) -> None:
+    peer.server.close()
+    region, index = own_state(tmp_path, 5)
+    for _ in range(3):
+        replicator.replicate(region, index, keep_iteration=4)
+    report = only(reports)
+    assert (report.event, report.fields["part"]) == ("degraded", "replicate")
+    assert "rank 7 does not take replicas" in report.fields["reason"]
+
+
+def test_peer_that_is_gone_is_not_asked_again_even_if_it_comes_back(
+    tmp_path: Path, peer: Peer, reports: Reports
+) -> None:
+    peer.server.close()
+    replicator = PeerReplicator([peer.info], TOKEN, reports, no_fault)
+    region, index = own_state(tmp_path, 5)
+    replicator.replicate(region, index, keep_iteration=4)
+    assert peer.server.address is not None
+    with socket.create_server(peer.server.address) as listener:
+        listener.setblocking(False)
+        replicator.replicate(region, index, keep_iteration=4)
+        with pytest.raises(BlockingIOError):
+            listener.accept()  # nobody has connected
+
+
+def test_peer_that_does_not_read_is_given_up_after_a_time_without_progress(
+    tmp_path: Path, reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_ft.engine.peers.PROGRESS_TIMEOUT_S", 0.2)
+    region, index = own_state(tmp_path, 5)
+    with socket.create_server((HOST, 0)) as listener:
+        silent = RankInfo(
+            rank=9,
+            node="node-c",
+            stage=0,
+            pid=1,
+            address=(HOST, listener.getsockname()[1]),
+            region_bytes=index.file_bytes,
+        )
+        replicator = PeerReplicator([silent], TOKEN, reports, no_fault)
+        replicator.replicate(region, index, keep_iteration=4)
+        replicator.close()
+    assert "rank 9 does not take replicas: TimeoutError" in only(reports).fields["reason"]
+
+
+def test_peer_that_is_left_still_gets_replicas(
+    tmp_path: Path, peer: Peer, reports: Reports
+) -> None:
+    gone = msgspec.convert({**info_fields(peer.info), "rank": 1, "address": (HOST, 1)}, RankInfo)
+    replicator = PeerReplicator([gone, peer.info], TOKEN, reports, no_fault)
+    region, index = own_state(tmp_path, 5)
+    replicator.replicate(region, index, keep_iteration=4)
+    replicator.close()
+    degraded, replicated = reports.drain()
+    assert "rank 1" in degraded.fields["reason"]
+    assert replicated.fields["peers"] == [HOLDER]
+
+
+def info_fields(info: RankInfo) -> dict[str, object]:
+    return {name: getattr(info, name) for name in RankInfo.__dataclass_fields__}
+
+
+def test_rank_without_peers_that_listen_reports_nothing(tmp_path: Path, reports: Reports) -> None:
+    region, index = own_state(tmp_path, 5)
+    PeerReplicator([], TOKEN, reports, no_fault).replicate(region, index, None)
+    assert reports.drain() == []
+
+
+# Serving a node's memory
+
+
+def test_file_of_the_node_is_served_whole(peer: Peer) -> None:
+    (peer.node_dir / "file").write_bytes(b"0123456789")
+    assert peer.connect().get("file") == b"0123456789"
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_bytes", "expected"),
+    [(0, 3, b"012"), (7, -1, b"789"), (7, 100, b"789"), (10, -1, b""), (99, 1, b""), (2, 0, b"")],
+)
+def test_range_of_a_file_is_served_as_far_as_it_exists(
+    peer: Peer, offset: int, num_bytes: int, expected: bytes
+) -> None:
+    (peer.node_dir / "file").write_bytes(b"0123456789")
+    assert peer.connect().get("file", offset, num_bytes) == expected
+
+
+def test_connection_serves_many_requests_also_after_an_error(peer: Peer) -> None:
+    (peer.node_dir / "file").write_bytes(b"0123456789")
+    connection = peer.connect()
+    with pytest.raises(OSError, match="No such file"):
+        connection.get("missing")
+    assert connection.get("file", 4, 2) == b"45"
+
+
+def test_empty_file_is_served(peer: Peer) -> None:
+    (peer.node_dir / "empty").touch()
+    assert peer.connect().get("empty") == b""
+
+
+def test_directory_is_refused_as_an_error(peer: Peer) -> None:
+    with pytest.raises(OSError, match="Is a directory"):
+        peer.connect().get(peer.regions[0].directory.name)
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/hostname", "a/../../b", "..", "", "a\0b", "a\\..\\b"]
+)
+def test_path_outside_of_the_nodes_memory_is_refused(tmp_path: Path, peer: Peer, path: str) -> None:
+    (tmp_path / "x").write_bytes(b"secret")
+    with pytest.raises(OSError, match="leaves its directory"):
+        peer.connect().get(path)
+
+
+@pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN.upper(), "x" * 10_000])
+def test_request_with_a_wrong_token_is_refused(peer: Peer, token: str) -> None:
+    (peer.node_dir / "file").write_bytes(b"secret")
+    with pytest.raises(OSError, match="the token is wrong"):
+        peer.connect(token).get("file")
+
+
+def test_request_with_a_token_that_is_not_ascii_is_refused(peer: Peer) -> None:
+    (peer.node_dir / "file").write_bytes(b"secret")
+    with pytest.raises(OSError, match="token is wrong|ASCII"):
+        peer.connect("t\u00f6ken").get("file")
+
+
+def test_server_that_has_no_token_yet_answers_nobody(tmp_path: Path) -> None:
+    server = PeerServer(tmp_path, HOST)
+    server.start()
+    assert server.address is not None
+    connection = PeerConnection(server.address, "")
+    with pytest.raises(OSError, match="the token is wrong"):
+        connection.get("file")
+    connection.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\2{}", b"\0\0\0\3\xff\xfe\xfd"],
+)
+def test_server_closes_a_connection_that_is_not_of_moe_ft_and_serves_others(
+    peer: Peer, garbage: bytes
+) -> None:
+    (peer.node_dir / "file").write_bytes(b"data")
+    assert peer.server.address is not None
+    with socket.create_connection(peer.server.address, DEADLINE_S) as stranger:
+        stranger.sendall(garbage)
+        with suppress(ConnectionResetError):
+            while stranger.recv(1 << 16):  # it may be told why
+                pass
+    assert peer.connect().get("file") == b"data"
+
+
+def test_server_that_was_closed_refuses_connections(peer: Peer) -> None:
+    peer.server.close()
+    with pytest.raises(ConnectionRefusedError):
+        peer.connect().get("file")
+
+
+def test_server_can_be_closed_twice_and_before_it_started(tmp_path: Path) -> None:
+    server = PeerServer(tmp_path, HOST)
+    server.close()
+    server.start()
+    server.close()
+    server.close()
+
+
+def test_corrupt_replica_raises_what_the_peer_found(tmp_path: Path, peer: Peer) -> None:
+    region, index = own_state(tmp_path, 5)
+    spoil_data(region, index)
+    with pytest.raises(CorruptStateError, match="rank 3: unit embedding does not match"):
+        peer.connect().put(region, index, 4, no_fault)
+
+
+def test_own_address_towards_this_host_is_the_loopback() -> None:
+    assert own_host(HOST) == HOST
+
+
+def test_own_address_towards_a_host_that_does_not_exist_is_the_loopback() -> None:
+    assert own_host("no-such-host.invalid") == HOST

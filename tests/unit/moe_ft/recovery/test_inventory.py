@@ -1,0 +1,256 @@
+"""What a start finds in memory and on storage, and what it says of the rest."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moe_ft.engine.regions import Region, own_directory, replica_directory
+from moe_ft.engine.storage import Storage
+from moe_ft.formats import Identity
+from moe_ft.recovery.inventory import (
+    Inventory,
+    look_at_memory,
+    look_at_storage,
+    measure,
+    other_jobs,
+)
+from tests.unit.moe_ft.builders import (
+    fill_region,
+    make_identity,
+    persist_checkpoint,
+    persist_rank,
+)
+from tests.unit.moe_ft.faulty_storage import faulty_urls, install
+
+
+def look(node_dir: Path, job_id: str = "job") -> Inventory:
+    return look_at_memory(node_dir, "node-a", job_id)
+
+
+# Memory
+
+
+def test_regions_of_all_ranks_of_a_node_are_found(tmp_path: Path) -> None:
+    for rank in (2, 3):
+        fill_region(own_directory(tmp_path, rank), rank=rank, iteration=5 + rank)
+    versions = look(tmp_path).versions
+    assert [(version.rank, version.iteration) for version in versions] == [(2, 7), (3, 8)]
+
+
+def test_version_says_where_it_is_and_which_run_it_belongs_to(tmp_path: Path) -> None:
+    identity = make_identity("run-b", ((0, 0), (1, 4)))
+    fill_region(own_directory(tmp_path, 2), 1, rank=2, iteration=5, identity=identity)
+    (version,) = look(tmp_path).versions
+    assert (version.node, version.path) == ("node-a", "rank_00002/region_1.json")
+    assert (version.lineage, version.history, version.incarnation) == (
+        "run-b",
+        ((0, 0), (1, 4)),
+        1,
+    )
+
+
+@pytest.mark.parametrize("is_replica", [False, True])
+def test_version_says_whether_it_is_a_replica(tmp_path: Path, is_replica: bool) -> None:
+    directory = replica_directory(tmp_path, 2, 9) if is_replica else own_directory(tmp_path, 2)
+    fill_region(directory, rank=2)
+    (version,) = look(tmp_path).versions
+    assert (version.rank, version.is_replica) == (2, is_replica)
+
+
+def test_region_without_a_commit_is_neither_found_nor_a_problem(tmp_path: Path) -> None:
+    Region(own_directory(tmp_path, 0), 0, 4096).open()
+    assert look(tmp_path) == Inventory()
+
+
+def test_node_without_memory_has_nothing(tmp_path: Path) -> None:
+    assert look(tmp_path / "missing") == Inventory()
+
+
+def test_state_of_another_job_is_rejected_by_name(tmp_path: Path) -> None:
+    fill_region(own_directory(tmp_path, 0), identity=make_identity(job_id="other"))
+    inventory = look(tmp_path)
+    assert inventory.versions == []
+    assert inventory.identities == []
+    assert inventory.problems == [
+        "memory of node node-a: rank_00000/region_0.json is of another job, 'other'"
+    ]
+
+
+def truncate_index(region: Region) -> None:
+    region.index_path.write_bytes(region.index_path.read_bytes()[:-1])
+
+
+def flip_index(region: Region) -> None:
+    content = bytearray(region.index_path.read_bytes())
+    content[100] ^= 1
+    region.index_path.write_bytes(content)
+
+
+def truncate_data(region: Region) -> None:
+    os.truncate(region.data_path, region.num_bytes - 1)
+
+
+def empty_data(region: Region) -> None:
+    os.truncate(region.data_path, 0)
+
+
+def remove_data(region: Region) -> None:
+    region.data_path.unlink()
+
+
+def hide_index_in_directory(region: Region) -> None:
+    region.index_path.unlink()
+    region.index_path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (truncate_index, "is not a complete file of moe_ft"),
+        (flip_index, "its checksum does not match"),
+        (truncate_data, r"region_0\.safetensors is shorter than it says"),
+        (empty_data, r"region_0\.safetensors is shorter than it says"),
+        (remove_data, "No such file"),
+        (hide_index_in_directory, "Is a directory"),
+    ],
+)
+def test_state_that_is_damaged_is_a_problem_with_its_place_and_reason(
+    tmp_path: Path, spoil: Callable[[Region], None], reason: str
+) -> None:
+    region, _ = fill_region(own_directory(tmp_path, 0))
+    fill_region(own_directory(tmp_path, 1), rank=1)
+    spoil(region)
+    inventory = look(tmp_path)
+    assert [version.rank for version in inventory.versions] == [1]
+    (problem,) = inventory.problems
+    assert problem.startswith("memory of node node-a: rank_00000/region_0.json")
+    pytest.raises(ValueError, _raise, problem).match(reason)
+
+
+def _raise(text: str) -> None:
+    raise ValueError(text)
+
+
+def test_look_at_memory_changes_nothing(tmp_path: Path) -> None:
+    fill_region(own_directory(tmp_path, 0), identity=make_identity(job_id="other"))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    look(tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+# Storage
+
+
+def test_checkpoint_on_storage_is_found_for_every_rank(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    persist_checkpoint(storage, 5, make_identity(world_size=2))
+    found = [(each.rank, each.iteration, each.node) for each in look_at_storage(storage).versions]
+    assert found == [(0, 5, None), (1, 5, None)]
+
+
+def test_index_that_a_stored_version_names_is_that_of_its_rank(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    persist_checkpoint(storage, 5, make_identity(world_size=2))
+    for version in look_at_storage(storage).versions:
+        assert storage.index(version.path).rank == version.rank
+
+
+def test_iteration_without_a_manifest_is_a_problem_and_no_version(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    persist_rank(storage, 0, 5, make_identity())
+    inventory = look_at_storage(storage)
+    assert inventory.versions == []
+    assert inventory.problems == [
+        f"{tmp_path}/iter_0000005 has no manifest: it was never completed"
+    ]
+
+
+def test_manifest_that_is_corrupt_is_a_problem_and_others_are_found(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    for iteration in (5, 6):
+        persist_checkpoint(storage, iteration, make_identity())
+    manifest = tmp_path / "iter_0000006" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-2])
+    inventory = look_at_storage(storage)
+    assert [version.iteration for version in inventory.versions] == [5]
+    (problem,) = inventory.problems
+    assert "iter_0000006/manifest.json is not a complete file" in problem
+
+
+def test_storage_that_was_never_written_has_nothing(tmp_path: Path) -> None:
+    assert look_at_storage(Storage(str(tmp_path / "missing"))) == Inventory()
+
+
+def test_storage_that_cannot_be_listed_is_a_problem(tmp_path: Path) -> None:
+    with install() as injector:
+        storage = Storage(faulty_urls(tmp_path)["objects"])
+        persist_checkpoint(storage, 5, make_identity())
+        injector.broken = (("ls", "p"),)
+        inventory = look_at_storage(storage)
+    assert inventory.versions == []
+    assert [problem for problem in inventory.problems if "cannot be read" in problem]
+
+
+@pytest.mark.parametrize("back_end", ["local", "objects"])
+def test_storage_that_cannot_be_looked_at_is_a_problem_instead_of_empty(
+    tmp_path: Path, back_end: str
+) -> None:
+    with install() as injector:
+        storage = Storage(faulty_urls(tmp_path)[back_end])
+        persist_checkpoint(storage, 5, make_identity())
+        injector.broken = (("info", ""),)
+        inventory = look_at_storage(storage)
+    assert [problem for problem in inventory.problems if "injected failure" in problem]
+
+
+# Several looks, other jobs
+
+
+def test_merged_inventory_has_everything_of_both() -> None:
+    first, second = Inventory(problems=["one"]), Inventory(problems=["two"])
+    first.add_identity("here", make_identity("run-a"))
+    second.add_identity("there", make_identity("run-b"))
+    first.merge(second)
+    assert first.problems == ["one", "two"]
+    assert [where for where, _ in first.identities] == ["here", "there"]
+
+
+def test_run_that_was_seen_in_several_places_is_listed_once() -> None:
+    inventory = Inventory()
+    for where, history in (("here", ((0, 0),)), ("there", ((0, 0), (1, 4)))):
+        inventory.add_identity(where, make_identity(history=history))
+    assert [where for where, _ in inventory.identities] == ["here"]
+
+
+def test_run_with_other_settings_is_listed_again() -> None:
+    inventory = Inventory()
+    inventory.add_identity("here", make_identity())
+    inventory.add_identity("there", make_identity(world_size=8))
+    other = Identity("job", "run-a", ((0, 0),), {"--seed": 2}, 1, "dense")
+    inventory.add_identity("elsewhere", other)
+    assert [where for where, _ in inventory.identities] == ["here", "there", "elsewhere"]
+
+
+def test_other_jobs_are_described_and_this_one_is_not(tmp_path: Path) -> None:
+    for job in ("job", "other-job"):
+        (tmp_path / job / "node").mkdir(parents=True)
+    (tmp_path / "other-job" / "node" / "data").write_bytes(bytes(3 << 20))
+    (tmp_path / "a file").touch()
+    (found,) = other_jobs(str(tmp_path), "job")
+    assert found == "job 'other-job': 3 MiB, 0 minutes old"
+
+
+def test_memory_directory_that_does_not_exist_has_no_other_jobs(tmp_path: Path) -> None:
+    assert other_jobs(str(tmp_path / "missing"), "job") == []
+
+
+def test_directory_is_measured_with_all_below_it_and_its_newest_change(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    path = tmp_path / "sub" / "file"
+    path.write_bytes(bytes(10 * 4096))
+    os.utime(path, (4e9, 4e9))
+    num_bytes, newest_s = measure(tmp_path)
+    assert num_bytes >= 10 * 4096
+    assert newest_s == 4e9

@@ -1,0 +1,112 @@
+"""State read from any tier is the state that was written, or an error."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_ft.engine.peers import PeerConnection, PeerServer
+from moe_ft.engine.regions import own_directory
+from moe_ft.engine.storage import Storage
+from moe_ft.errors import CorruptStateError
+from moe_ft.planning.recovery import Version
+from moe_ft.recovery.inventory import look_at_memory, look_at_storage
+from moe_ft.recovery.sources import (
+    MemoryReader,
+    PeerReader,
+    StateReader,
+    StorageReader,
+    read_unit,
+)
+from tests.unit.moe_ft.builders import fill_region, make_identity, make_state, persist_checkpoint
+
+TIERS = ["memory", "peer", "storage"]
+
+
+class Place:
+    """One state in one tier, its reader and its data file."""
+
+    def __init__(self, tier: str, tmp_path: Path) -> None:
+        self.tier, self.node_dir = tier, tmp_path / "node"
+        self.server = PeerServer(self.node_dir, "127.0.0.1")
+        self.storage = Storage(str(tmp_path / "storage"))
+        if tier == "storage":
+            manifest = persist_checkpoint(self.storage, 5, make_identity())
+            self.data = tmp_path / "storage" / manifest.files[0].data
+            (self.version,) = look_at_storage(self.storage).versions
+        else:
+            region, _ = fill_region(own_directory(self.node_dir, 0))
+            self.data = region.data_path
+            (self.version,) = look_at_memory(self.node_dir, "node-a", "job").versions
+            self.server.start()
+            self.server.admit("token")
+
+    def reader(self, version: Version | None = None) -> StateReader:
+        version = version or self.version
+        if self.tier == "memory":
+            return MemoryReader(self.node_dir, version)
+        if self.tier == "storage":
+            return StorageReader(self.storage, version)
+        assert self.server.address is not None
+        return PeerReader(PeerConnection(self.server.address, "token"), version)
+
+
+@pytest.fixture(params=TIERS)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    place = Place(request.param, tmp_path)
+    yield place
+    place.server.close()
+
+
+def test_units_of_every_tier_are_read_bit_for_bit(place: Place) -> None:
+    index, content = make_state()
+    reader = place.reader()
+    for name, unit in index.units.items():
+        entry, found = read_unit(reader, name)
+        assert entry == unit
+        assert found == content[unit.offset : unit.offset + unit.num_bytes]
+    reader.close()
+
+
+def test_unit_with_a_flipped_byte_is_refused_and_the_others_read(place: Place) -> None:
+    index, _ = make_state()
+    spoiled, *intact = index.units
+    content = bytearray(place.data.read_bytes())
+    content[index.units[spoiled].offset + 17] ^= 0x40
+    place.data.write_bytes(content)
+    reader = place.reader()
+    with pytest.raises(CorruptStateError, match=f"unit {spoiled} does not match its checksum"):
+        read_unit(reader, spoiled)
+    assert [read_unit(reader, name)[0] for name in intact] == [index.units[each] for each in intact]
+    reader.close()
+
+
+def test_unit_of_a_file_that_was_cut_off_is_refused(place: Place) -> None:
+    index, content = make_state()
+    name, unit = list(index.units.items())[-1]
+    os.truncate(place.data, unit.offset + unit.num_bytes // 2)
+    reader = place.reader()
+    with pytest.raises(CorruptStateError, match=f"unit {name} is cut short"):
+        read_unit(reader, name)
+    reader.close()
+
+
+def test_file_that_is_empty_by_now_is_an_oserror(place: Place) -> None:
+    os.truncate(place.data, 0)
+    with pytest.raises(OSError):  # noqa: B017, PT011 - of whichever kind: the next source is tried
+        read_unit(place.reader(), "embedding")
+
+
+def test_unit_that_is_not_in_a_file_is_refused_by_name(place: Place) -> None:
+    reader = place.reader()
+    with pytest.raises(CorruptStateError, match="there is no unit layer.9.router"):
+        read_unit(reader, "layer.9.router")
+    reader.close()
+
+
+def test_state_that_has_vanished_is_an_oserror(place: Place) -> None:
+    index_path = place.data.with_suffix(".json")
+    index_path.unlink()
+    with pytest.raises(OSError, match=r"No such file"):
+        place.reader()
