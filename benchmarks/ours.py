@@ -53,6 +53,7 @@ class MoeFtMemory(Candidate):
         self._stand_ins = stand_ins
         self._optimizer = stand_ins.adam()
         self._parameters = stand_ins.parameters_of(state, self._optimizer)
+        self._record_taker = stand_ins.record_taker(self._optimizer, self._parameters)
         self._nodes = self._name_nodes()
         self._node = self._nodes[site.rank]
         self._persist_dir = site.disk / "persist"
@@ -85,6 +86,7 @@ class MoeFtMemory(Candidate):
             strategy,
             agreement,
             self._lay_out,
+            self._record_taker.complete,
         )
         self._engine.start(0, is_restored=False)
 
@@ -143,9 +145,7 @@ class MoeFtMemory(Candidate):
         self._engine.end_iteration(
             self._saved_iteration,
             0.0,
-            lambda: self._stand_ins.capture(
-                self._optimizer, self._parameters, self._saved_iteration
-            ),
+            lambda: self._record_taker.capture(self._stand_ins.facts(self._saved_iteration)),
         )
         events: list[str] = []
         self._engine.drain(lambda report: events.append(report.event))

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -75,17 +74,18 @@ class EngineRank:
         self.node_dir = memory / _NODE
         self.iteration = 0
         self.layout_ms: list[float] = []
-        self.record = self.capture()
+        self._record_taker = stand_ins.record_taker(self.optimizer, self.parameters)
         self.engine = self._make_engine()
         self.engine.start(0, is_restored=False)
         self.reports: list[Report] = []
 
     def capture(self) -> CapturedRecord:
-        """Capture the record, which has one step for all parameters."""
-        return stand_ins.capture(self.optimizer, self.parameters, self.iteration)
+        """Take the training thread's part of the record of a model without buffers."""
+        return self._record_taker.capture(stand_ins.facts(self.iteration))
 
-    def _record_of_now(self) -> CapturedRecord:
-        return replace(self.record, facts=replace(self.record.facts, iteration=self.iteration))
+    def complete_record(self) -> None:
+        """Take the copy thread's part of it."""
+        self._record_taker.complete(self.capture())
 
     def _lay_out(self, plan: SnapshotPlan) -> FileLayout:
         begin = time.perf_counter()
@@ -117,14 +117,19 @@ class EngineRank:
         )
         settings = EngineSettings(interval=1, overhead_limit=0.05, persist_interval=0, raises=True)
         return CheckpointEngine(
-            settings, context, self.strategy, Agreement(_DEADLINE_S), self._lay_out
+            settings,
+            context,
+            self.strategy,
+            Agreement(_DEADLINE_S),
+            self._lay_out,
+            self._record_taker.complete,
         )
 
     def end_iteration(self, *, is_due: bool) -> None:
-        """Pass the seams of one iteration whose record is there already."""
+        """Pass the seams of one iteration; the model has no buffers to record."""
         self.iteration += is_due
         self.engine.before_step()
-        self.engine.end_iteration(self.iteration, 0.0, self._record_of_now)
+        self.engine.end_iteration(self.iteration, 0.0, self.capture)
         self.engine.drain(self.reports.append)
 
     def await_snapshot(self, probe: Callable[[], object] = lambda: time.sleep(0.01)) -> float:
@@ -152,7 +157,11 @@ def running_rank(num_units: int) -> Iterator[EngineRank]:
 
 def measure_training_thread(rank: EngineRank, repetitions: int) -> Rows:
     """Time what the training thread does in an iteration."""
-    names = ("strategy.plan", "no snapshot due", "snapshot due, without its record")
+    names = (
+        "strategy.plan",
+        "no snapshot due",
+        "snapshot due, with the record of a model without buffers",
+    )
     rows: Rows = {name: [] for name in names}
     first = milliseconds(lambda: rank.end_iteration(is_due=True))
     rank.await_snapshot()
@@ -161,9 +170,7 @@ def measure_training_thread(rank: EngineRank, repetitions: int) -> Rows:
         rows[names[1]].append(milliseconds(lambda: rank.end_iteration(is_due=False)))
         rows[names[2]].append(milliseconds(lambda: rank.end_iteration(is_due=True)))
         rank.await_snapshot()
-    rows["record, the step in the parameter group"] = [
-        milliseconds(rank.capture) for _ in range(repetitions)
-    ]
+    rows["of which its record"] = [milliseconds(rank.capture) for _ in range(repetitions)]
     rows["first snapshot of a plan: its layout is made"] = [first]
     rows["fence right after the start of a snapshot: waits for its copy"] = list(
         _fence_at_once(rank, repetitions)
@@ -179,14 +186,21 @@ def _fence_at_once(rank: EngineRank, repetitions: int) -> Iterator[float]:
         rank.await_snapshot()
 
 
-def measure_steps(rank: EngineRank, repetitions: int) -> Rows:
-    """Time the record where every parameter has a step of its own, as torch's Adam keeps it."""
-    for master in rank.optimizer.optimizer.param_groups[0]["params"]:
+def measure_record(rank: EngineRank, repetitions: int) -> Rows:
+    """Time the copy thread's part of the record, where steps are one number or tensors of parameters."""
+    rows: Rows = {}
+    masters = rank.optimizer.optimizer.param_groups[0]["params"]
+    rows["record, one step for all"] = [
+        milliseconds(rank.complete_record) for _ in range(repetitions)
+    ]
+    for master in masters:
         rank.optimizer.optimizer.state[master]["step"] = torch.tensor(1.0)
-    times = [milliseconds(rank.capture) for _ in range(repetitions)]
-    for master in rank.optimizer.optimizer.param_groups[0]["params"]:
+    rows["record, a step tensor for each parameter"] = [
+        milliseconds(rank.complete_record) for _ in range(repetitions)
+    ]
+    for master in masters:
         del rank.optimizer.optimizer.state[master]["step"]
-    return {"record, a step tensor for each parameter": times}
+    return rows
 
 
 def measure_beside(rank: EngineRank, repetitions: int) -> tuple[Rows, float, float]:
@@ -304,8 +318,9 @@ def main() -> None:
     torch.set_num_threads(1)
     count = options.repetitions
     with running_rank(options.units) as rank:
-        training = measure_training_thread(rank, count) | measure_steps(rank, count)
+        training = measure_training_thread(rank, count)
         beside, slow_down, wait_ms = measure_beside(rank, count)
+        beside |= measure_record(rank, count)
         beside["layout of a plan (included in the first snapshot)"] = rank.layout_ms
         recovery = measure_recovery(rank, count)
     recovery |= measure_plan(options.ranks, options.iterations, count)

@@ -277,10 +277,17 @@ def host_memory_bytes(processes: Sequence[psutil.Process], tmpfs: Path) -> int:
     for process in processes:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             folder = Path(f"/proc/{process.pid}")
-            total += _sum_fields((folder / "smaps_rollup").read_text(), ("Pss_Anon:", "Pss_Shmem:"))
+            held = _held_bytes(folder)
             if str(tmpfs) in (folder / "maps").read_text():
-                total -= _mapped_bytes((folder / "smaps").read_text(), tmpfs)
+                mapped = _mapped_bytes((folder / "smaps").read_text(), tmpfs)
+                # What is mapped or unmapped meanwhile must not count twice.
+                held = min(held, _held_bytes(folder)) - mapped
+            total += held
     return total
+
+
+def _held_bytes(folder: Path) -> int:
+    return _sum_fields((folder / "smaps_rollup").read_text(), ("Pss_Anon:", "Pss_Shmem:"))
 
 
 def _sum_fields(smaps: str, fields: tuple[str, ...]) -> int:
@@ -314,7 +321,8 @@ def supervise(context: Any, job: Job, tmpfs: Path, phase: Any) -> int:
             current = Phase(phase.value)
             if current is not Phase.OFF:
                 size = host_memory_bytes([p for p in known if p.is_running()], tmpfs)
-                most[current] = max(most[current], size)
+                if phase.value == current:  # else the sample may show what came later
+                    most[current] = max(most[current], size)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not done after {job.deadline_s():.0f} s")
     finally:

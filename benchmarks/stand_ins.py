@@ -88,13 +88,17 @@ def state_of(units: Mapping[str, tuple[UnitEntry, memoryview]]) -> dict[str, tor
     return state
 
 
-def capture(
-    optimizer: Any, parameters: Sequence[LocalParameter], iteration: int
-) -> records.CapturedRecord:
-    """Capture the record of a job without buffers, by the function that a real one calls."""
+def record_taker(optimizer: Any, parameters: Sequence[LocalParameter]) -> records.RecordTaker:
+    """Return what takes the records of a job without buffers, as the engine's session makes it."""
     if not torch.cuda.is_available():
         torch.cuda.get_rng_state = torch.get_rng_state
-    facts = records.IterationFacts(
+    scheduler = SimpleNamespace(state_dict=lambda: {"num_steps": 1})
+    return records.RecordTaker([], optimizer, scheduler, parameters)
+
+
+def facts(iteration: int) -> records.IterationFacts:
+    """Return what a training loop would say of an iteration."""
+    return records.IterationFacts(
         iteration=iteration,
         grad_norm=1.0,
         num_tokens=None,
@@ -105,8 +109,6 @@ def capture(
         num_microbatches=1,
         tokens_per_expert={},
     )
-    scheduler = SimpleNamespace(state_dict=lambda: {"num_steps": iteration})
-    return records.capture([], optimizer, scheduler, parameters, facts)
 
 
 def identity(world_size: int) -> Identity:
@@ -144,12 +146,15 @@ def snapshot(
     region.open()
     region.advance(Role.SNAPSHOT)
     reports = Reports()
-    writer = SnapshotWriter(parameters, identity(1), 0, "node", reports, None, no_fault)
+    taker = record_taker(parameters[0].optimizer, parameters)
+    writer = SnapshotWriter(
+        parameters, identity(1), 0, "node", reports, None, no_fault, taker.complete
+    )
     job = SnapshotJob(
         region=region,
         layout=layout,
         iteration=iteration,
-        record=capture(parameters[0].optimizer, parameters, iteration),
+        record=taker.capture(facts(iteration)),
         keep_iteration=None,
     )
     writer.start()

@@ -17,10 +17,25 @@ from moe_ft.errors import CorruptStateError
 FORMAT = "moe_ft/1"
 MANIFEST_NAME = "manifest.json"
 
+DTYPE_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+
 _Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Level = Annotated[str, msgspec.Meta(pattern="^(full|compute)$")]
-_DType = Annotated[str, msgspec.Meta(pattern="^[A-Z][A-Z0-9_]{1,15}$")]
+_DType = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(DTYPE_BYTES)})$")]
 # JSON has no number for these; a clipped gradient norm may be one of them.
 _Float = float | Literal["inf", "-inf", "nan"]
 _ENVELOPE = re.compile(rb'\{"xxh3_64":"([0-9a-f]{16})","body":')
@@ -215,6 +230,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     units: dict[str, UnitSource]
 
 
+def tensor_bytes(tensor: TensorEntry) -> int:
+    """Return the size of one tensor in bytes."""
+    return (tensor.end - tensor.start) * DTYPE_BYTES[tensor.dtype]
+
+
 def checksum(data: bytes | memoryview) -> str:
     """Return the XXH3-64 checksum of some bytes, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
@@ -288,7 +308,7 @@ def _check_index(index: Index, where: str) -> None:
         if unit.offset + unit.num_bytes > index.file_bytes:
             raise CorruptStateError(f"{where}: unit {name} reaches beyond the end of its file")
         for tensor in unit.tensors:
-            if tensor.end < tensor.start or tensor.offset > unit.num_bytes:
+            if tensor.end < tensor.start or tensor.offset + tensor_bytes(tensor) > unit.num_bytes:
                 raise CorruptStateError(f"{where}: unit {name} has an impossible tensor")
 
 

@@ -10,26 +10,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moe_ft.formats import TensorEntry
+from moe_ft.formats import TensorEntry, tensor_bytes
 from moe_ft.units import Level, UnitId
 
 UNIT_ALIGNMENT_BYTES = 64
 _HEADER_ALIGNMENT_BYTES = 4096
 _LENGTH_BYTES = 8
-DTYPE_BYTES = {
-    "F64": 8,
-    "I64": 8,
-    "F32": 4,
-    "I32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +36,6 @@ class FileLayout:
     units: tuple[UnitPlace, ...]
     header: bytes
     num_bytes: int
-
-
-def tensor_bytes(tensor: TensorEntry) -> int:
-    """Return the size of one tensor in bytes."""
-    return (tensor.end - tensor.start) * DTYPE_BYTES[tensor.dtype]
 
 
 def lay_out(units: Iterable[tuple[UnitId, Level, Sequence[TensorEntry]]]) -> FileLayout:

@@ -27,6 +27,7 @@ from moe_ft.topology import RankInfo
 PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received
 _CHUNK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 1 << 20
+_MAX_INDEX_BYTES = 1 << 30
 _LENGTH = struct.Struct(">I")
 
 
@@ -67,7 +68,14 @@ _REPLY = msgspec.json.Decoder(Reply)
 
 def _send(connection: socket.socket, header: Put | Get | Reply) -> None:
     encoded = msgspec.json.encode(header)
-    connection.sendall(_LENGTH.pack(len(encoded)) + encoded)
+    _send_all(connection, _LENGTH.pack(len(encoded)) + encoded)
+
+
+def _send_all(connection: socket.socket, content: bytes | memoryview) -> None:
+    """Send everything; the socket's timeout applies to each step, where sendall's is for all of it."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[connection.send(rest[:_CHUNK_BYTES]) :]
 
 
 def _receive_into(connection: socket.socket, target: memoryview) -> None:
@@ -108,7 +116,10 @@ class PeerServer:
 
     def start(self) -> None:
         """Listen on a free port; raises OSError if that cannot be done."""
-        self._listener = socket.create_server((self._host, 0), backlog=128)
+        # A name may mean several interfaces: requests from anywhere need the job's token.
+        is_address = self._host.replace(".", "").isdecimal()
+        bind_to = self._host if is_address else ""
+        self._listener = socket.create_server((bind_to, 0), backlog=128)
         self.address = (self._host, self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="moe_ft-peers", daemon=True).start()
 
@@ -157,7 +168,7 @@ class PeerServer:
             return False
         connection.settimeout(PROGRESS_TIMEOUT_S)
         request = _REQUEST.decode(_receive_header(connection))
-        if not self._token or not hmac.compare_digest(request.token, self._token):
+        if not self._token or not hmac.compare_digest(request.token.encode(), self._token.encode()):
             _send(connection, Reply(error="the token is wrong: another job or an older start"))
             return False
         if isinstance(request, Put):
@@ -168,6 +179,8 @@ class PeerServer:
 
     def _put(self, connection: socket.socket, request: Put) -> str:
         """Receive a replica; return what is wrong with it, or nothing."""
+        if not 0 <= request.index_bytes <= _MAX_INDEX_BYTES:
+            raise ConnectionError(f"an index of {request.index_bytes} bytes is not one of moe_ft")
         content = _receive(connection, request.index_bytes)
         regions = self._regions.get(request.source)
         if regions is None or regions[0].num_bytes != request.data_bytes:
@@ -203,7 +216,7 @@ class PeerServer:
                 if num_bytes <= 0:
                     return
                 content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-                connection.sendall(content[request.offset : request.offset + num_bytes])
+                _send_all(connection, content[request.offset : request.offset + num_bytes])
         except OSError as error:
             _send(connection, Reply(error=str(error)))
 
@@ -245,12 +258,12 @@ class PeerConnection:
             self._token, index.rank, index.iteration, keep_iteration, len(content), index.file_bytes
         )
         _send(connection, request)
-        connection.sendall(content)
+        _send_all(connection, content)
         data = memoryview(region.mapping)
         half = index.file_bytes // 2
-        connection.sendall(data[:half])
+        _send_all(connection, data[:half])
         phase_hook(Phase.REPLICATE, index.iteration)
-        connection.sendall(data[half:])
+        _send_all(connection, data[half:])
         reply = _REPLY.decode(_receive_header(connection))
         if reply.error:
             raise CorruptStateError(reply.error)
@@ -318,10 +331,17 @@ class PeerReplicator:
 
 
 def own_host(master_addr: str) -> str:
-    """Return the address of the interface by which this host reaches the job's master."""
+    """Return the name or address by which the job's other hosts reach this one.
+
+    It is that of the interface towards the job's master. On the master itself its name may lead to the
+    loopback interface, as Debian's /etc/hosts has it: others know it by that name.
+    """
+    if master_addr == "localhost" or master_addr.startswith("127."):
+        return "127.0.0.1"
     with suppress(OSError):
         family, _, _, _, target = socket.getaddrinfo(master_addr, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"
+            address = str(probe.getsockname()[0])
+            return socket.gethostname() if address.startswith("127.") else address
+    return socket.gethostname()

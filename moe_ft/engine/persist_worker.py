@@ -121,11 +121,12 @@ class PersistWorker:
             path=self._storage.url,
         )
         with suppress(OSError):  # the memory directory is gone: so is whoever asked
+            # First the request, or the next one, which a result invites, might be removed unserved.
+            if path.read_bytes() == content:
+                path.unlink()
             write_atomically(
                 result_path(self._directory, request.rank), msgspec.json.encode(result)
             )
-            if path.read_bytes() == content:
-                path.unlink()
 
     def persist(
         self, request: PersistRequest, is_wanted: Callable[[], bool] = lambda: True
@@ -147,25 +148,28 @@ class PersistWorker:
         data_path = rank_path(index.iteration, index.rank, tag, "safetensors")
         index_path = rank_path(index.iteration, index.rank, tag, "json")
         self._storage.remove_incomplete(index.rank, index.iteration)
-        try:
-            self._write(index, request.data, data_path, index_path)
-        except Exception:
-            with suppress(Exception):  # a full disk must not stay full of what failed
-                self._storage.remove(data_path)
-            raise
+        named = encode(msgspec.structs.replace(index, file=data_path.rpartition("/")[2]))
+        # A request may be served twice, when a writer dies between its work and its answer.
+        if not self._storage.exists(index_path) or self._storage.read(index_path) != named:
+            try:
+                self._write(index, request.data, data_path)
+                self._storage.write_atomically(index_path, named)
+            except Exception:
+                with suppress(Exception):  # a full disk must not stay full of what failed
+                    if not self._storage.exists(index_path):
+                        self._storage.remove(data_path)
+                raise
         if request.writes_manifest:
             self._complete(index, tag, request.deadline_s, is_wanted)
         return index
 
-    def _write(self, index: Index, data: str, data_path: str, index_path: str) -> None:
-        """Verify a region, write its bytes, then its index."""
+    def _write(self, index: Index, data: str, data_path: str) -> None:
+        """Verify a region and write its bytes."""
         with Path(data).open("rb") as file:
             # Not closed by hand: the traceback of a failed write still holds a part of it.
             content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         check_units(index, content, data)
         self._storage.write(data_path, content[: index.file_bytes])
-        named = msgspec.structs.replace(index, file=data_path.rpartition("/")[2])
-        self._storage.write_atomically(index_path, encode(named))
 
     def _complete(
         self, index: Index, tag: str, deadline_s: float, is_wanted: Callable[[], bool]

@@ -36,7 +36,7 @@ from moe_ft.formats import (
 LOCK_NAME = "moe_ft.lock"
 LOCK_STALE_S = 60.0
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_RANK_FILE = re.compile(r"rank_\d{5,}_[0-9a-f]{8}\.(safetensors|json)(\.part)?")
+_OUR_FILE = re.compile(r"rank_\d{5,}_[0-9a-f]{8}\.(safetensors|json)(\.part)?|manifest\.json\.part")
 _CHUNK_BYTES = 16 << 20
 
 
@@ -117,12 +117,20 @@ class Storage:
 
     def exists(self, path: str) -> bool:
         """Return whether a file is there."""
-        return bool(self._file_system.exists(self._full(path)))
+        return self._is_there(self._full(path))
+
+    def _is_there(self, full: str) -> bool:
+        # Not fsspec's exists: it takes every failure for absence, and absence means "may be deleted".
+        try:
+            self._file_system.info(full)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def iterations(self) -> list[int]:
         """Return the iterations that have a directory, newest first, with or without a manifest."""
         self._file_system.invalidate_cache()
-        if not self._file_system.exists(self._root):
+        if not self._is_there(self._root):
             return []
         names = (entry.rstrip("/").rpartition("/")[2] for entry in self._list(self._root))
         matches = (_ITERATION.fullmatch(name) for name in names)
@@ -196,7 +204,8 @@ class Storage:
         """Delete what the newest ``keep`` checkpoints of a run do not need; return their iterations.
 
         A checkpoint is unmade by removing its manifest first. Checkpoints of other lineages, and
-        whatever is not named like a file of moe_ft, stay.
+        whatever is not named like a file of moe_ft, stay; only a checkpoint of the same iteration has
+        been replaced by the newest.
 
         Args:
             newest: the checkpoint that was just written.
@@ -205,37 +214,47 @@ class Storage:
         live: list[Manifest] = [newest]
         dead: list[Manifest] = []
         for iteration in self.iterations():
-            if iteration == newest.iteration or not self.has_manifest(iteration):
+            manifest = None if iteration == newest.iteration else self._readable(iteration)
+            if manifest is None:
                 continue
-            try:
-                manifest = self.manifest(iteration)
-            except CorruptStateError:
-                continue  # evidence for somebody; not ours to delete
             if manifest.identity.lineage == newest.identity.lineage:
                 (live if len(live) < keep and iteration < newest.iteration else dead).append(
                     manifest
                 )
         for manifest in dead:
             self.remove(f"{iteration_directory(manifest.iteration)}/{MANIFEST_NAME}")
-        needed = {
-            path for manifest in live for file in manifest.files for path in (file.index, file.data)
-        }
+        needed = self._needed()
         for iteration in self.iterations():
             # Files without a manifest may still become a checkpoint if they are newer.
             if iteration <= newest.iteration and not self._is_foreign(iteration, live):
                 self._remove_unneeded(iteration, needed)
         return [manifest.iteration for manifest in dead]
 
+    def _readable(self, iteration: int) -> Manifest | None:
+        """Return a manifest, None if there is none or it is corrupt: evidence, and not ours to delete."""
+        if not self.has_manifest(iteration):
+            return None
+        try:
+            return self.manifest(iteration)
+        except CorruptStateError:
+            return None
+
+    def _needed(self) -> set[str]:
+        """Return the files that any manifest names, of whichever run."""
+        manifests = (self._readable(iteration) for iteration in self.iterations())
+        files = [file for manifest in manifests if manifest for file in manifest.files]
+        return {path for file in files for path in (file.index, file.data)}
+
     def _is_foreign(self, iteration: int, live: Iterable[Manifest]) -> bool:
         is_live = any(manifest.iteration == iteration for manifest in live)
         return self.has_manifest(iteration) and not is_live
 
-    def _remove_unneeded(self, iteration: int, needed: set[str]) -> None:
+    def _remove_unneeded(self, iteration: int, needed: set[str], prefix: str = "") -> None:
         directory = self._full(iteration_directory(iteration))
         for entry in self._list(directory):
             name = entry.rpartition("/")[2]
             path = f"{iteration_directory(iteration)}/{name}"
-            if _RANK_FILE.fullmatch(name) and path not in needed:
+            if _OUR_FILE.fullmatch(name) and name.startswith(prefix) and path not in needed:
                 self.remove(path)
         with suppress(OSError):
             self._file_system.rmdir(directory)  # only if it is empty
@@ -245,17 +264,11 @@ class Storage:
 
         Call it when no older checkpoint can become complete any more; it makes room on a full disk.
         """
+        needed = self._needed()
         prefix = f"rank_{rank:05d}_"
         for iteration in self.iterations():
-            if iteration >= before or self.has_manifest(iteration):
-                continue
-            directory = self._full(iteration_directory(iteration))
-            for entry in self._list(directory):
-                name = entry.rpartition("/")[2]
-                if name.startswith(prefix) and _RANK_FILE.fullmatch(name):
-                    self.remove(f"{iteration_directory(iteration)}/{name}")
-            with suppress(OSError):
-                self._file_system.rmdir(directory)
+            if iteration < before and not self.has_manifest(iteration):
+                self._remove_unneeded(iteration, needed, prefix)
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there."""

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_ft.engine.background import PhaseHook
-from moe_ft.engine.layout import tensor_bytes
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.formats import IterationRecord, TensorEntry, UnitEntry
+from moe_ft.formats import IterationRecord, TensorEntry, UnitEntry, tensor_bytes
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery.sources import StateReader, read_unit
 from moe_ft.state.parameters import LocalParameter

@@ -50,8 +50,11 @@ class MemoryReader:
         path = node_dir / version.path
         self.index = decode(path.read_bytes(), Index, str(path))
         with (path.parent / self.index.file).open("rb") as file:
-            # Private, because torch wants a writable buffer; nothing is written to it.
-            self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            try:
+                # Private, because torch wants a writable buffer; nothing is written to it.
+                self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except ValueError as error:
+                raise CorruptStateError(f"{path.with_name(self.index.file)} is empty") from error
         self._view = memoryview(self._mapping)
 
     def read(self, offset: int, num_bytes: int) -> memoryview:

@@ -1,8 +1,9 @@
 """File systems that fail at chosen operations: a local directory and an object store.
 
 `install` makes their protocols known to fsspec and counts every operation, also those that
-engine/storage.py does on local files without fsspec. A kill is an exception that no `except Exception` catches,
-and after it nothing works any more; a failure is an OSError, after which the next operation works again.
+engine/storage.py does on local files without fsspec. A kill is an exception that no
+`except Exception` catches, and after it nothing works any more; a failure is an OSError, after which
+the next operation works again.
 """
 
 import os
@@ -61,6 +62,7 @@ class _FaultyFile(LocalFileOpener):
     """A file of which half is written if a write fails."""
 
     def write(self, data: Any) -> Any:
+        """Count, then write."""
         try:
             INJECTOR.step("write", self.path)
         except (OSError, KilledError):
@@ -80,18 +82,22 @@ class FaultyLocalFileSystem(LocalFileSystem):
         return _FaultyFile(self._strip_protocol(path), mode, fs=self, **kwargs)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Count, then create."""
         INJECTOR.step("makedirs", path)
         super().makedirs(path, exist_ok=exist_ok)
 
     def info(self, path: Any, **kwargs: Any) -> Any:
+        """Count, then look."""
         INJECTOR.step("info", os.fspath(path))
         return super().info(path, **kwargs)
 
     def rm_file(self, path: str) -> None:
+        """Count, then remove."""
         INJECTOR.step("rm_file", path)
         super().rm_file(path)
 
     def rmdir(self, path: str) -> None:
+        """Count, then remove."""
         INJECTOR.step("rmdir", path)
         super().rmdir(path)
 
@@ -113,26 +119,32 @@ class FaultyObjectStore(MemoryFileSystem):
         return super()._open(path, *args, **kwargs)
 
     def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> Any:
+        """Count, then read."""
         INJECTOR.step("cat_file", path)
         return super().cat_file(path, start=start, end=end, **kwargs)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Count, then create."""
         INJECTOR.step("makedirs", path)
         super().makedirs(path, exist_ok=exist_ok)
 
     def info(self, path: str, **kwargs: Any) -> Any:
+        """Count, then look."""
         INJECTOR.step("info", path)
         return super().info(path, **kwargs)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        """Count, then list."""
         INJECTOR.step("ls", path)
         return super().ls(path, detail=detail, **kwargs)
 
     def rm_file(self, path: str) -> None:
+        """Count, then remove."""
         INJECTOR.step("rm_file", path)
         super().rm_file(path)
 
     def rmdir(self, path: str) -> None:
+        """Count, then remove."""
         INJECTOR.step("rmdir", path)
         super().rmdir(path)
 
@@ -154,8 +166,9 @@ def install() -> Iterator[Injector]:
     FaultyObjectStore.pseudo_dirs[:] = [""]
     INJECTOR.forget()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("replace", "fsync"):
-            patch.setattr(f"moe_ft.engine.storage.os.{name}", _counted(name, getattr(os, name)))
+        functions = {"replace": os.replace, "fsync": lambda descriptor: None}  # no power fails here
+        for name, function in functions.items():
+            patch.setattr(f"moe_ft.engine.storage.os.{name}", _counted(name, function))
         yield INJECTOR
     INJECTOR.forget()
 

@@ -4,7 +4,17 @@ from dataclasses import fields
 
 import pytest
 
-from moe_ft.config import FaultConfig, MoeFtConfig, ObservabilityConfig, StrategyConfig
+from moe_ft.config import (
+    FaultConfig,
+    MemoryConfig,
+    MoeFtConfig,
+    ObservabilityConfig,
+    RecoveryConfig,
+    StorageConfig,
+    StrategyConfig,
+    flag_of,
+    parse_size,
+)
 from moe_ft.errors import ConfigError
 
 LOG = ObservabilityConfig(event_log="events")
@@ -59,8 +69,148 @@ def test_setting_names_are_unique_because_flags_are_made_from_them() -> None:
             MoeFtConfig(strategy=StrategyConfig(strategy="hope")),
             "--moe-ft-strategy=hope must be one of none",
         ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(interval="0")),
+            "--moe-ft-interval=0 must be a whole number, at least 1, or auto",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(interval="often")),
+            "--moe-ft-interval=often must be a whole number",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(overhead_limit=1.0)),
+            "--moe-ft-overhead-limit=1.0 must be a fraction between 0 and 1",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(overhead_limit=float("nan"))),
+            "--moe-ft-overhead-limit=nan must be a fraction",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(on_error="ignore")),
+            "--moe-ft-on-error=ignore must be one of degrade, raise",
+        ),
+        (
+            MoeFtConfig(memory=MemoryConfig(host_memory_limit="much")),
+            "--moe-ft-host-memory-limit=much must be a size in bytes. Write it like 512GiB",
+        ),
+        (
+            MoeFtConfig(memory=MemoryConfig(replication_factor="-1")),
+            "--moe-ft-replication-factor=-1 must be a whole number, at least 0, or auto",
+        ),
+        (
+            MoeFtConfig(storage=StorageConfig(persist_interval=-1)),
+            "--moe-ft-persist-interval=-1 must be at least 0",
+        ),
+        (
+            MoeFtConfig(storage=StorageConfig(keep=0)),
+            "--moe-ft-keep=0 must be at least 1",
+        ),
+        (
+            MoeFtConfig(recovery=RecoveryConfig(recover_from="iter_")),
+            "--moe-ft-recover-from=iter_ must be auto, load or iter_N",
+        ),
+        (
+            MoeFtConfig(recovery=RecoveryConfig(recover_from="120")),
+            "--moe-ft-recover-from=120 must be auto, load or iter_N",
+        ),
+        (
+            MoeFtConfig(recovery=RecoveryConfig(on_missing="hope")),
+            "--moe-ft-on-missing=hope must be one of start, fail",
+        ),
     ],
 )
 def test_wrong_value_is_named_with_its_rule(config: MoeFtConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("+", r"\+")):
         config.validate(world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("200GB", 200 * 10**9),
+        ("512GiB", 512 * 2**30),
+        ("1.5 GiB", 3 * 2**29),
+        (" 2KiB ", 2048),
+        ("1TB", 10**12),
+    ],
+)
+def test_size_is_read_in_powers_of_ten_or_two(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.GiB", "1e9", "1 2", "0x10", "1PiB", "1iB"])
+def test_text_that_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a size in bytes"):
+        parse_size(text)
+
+
+def test_flag_of_a_field_has_dashes() -> None:
+    assert flag_of("event_log") == "--moe-ft-event-log"
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "job_id"),
+    [
+        (MemoryConfig(job_id="mine"), {"SLURM_JOB_ID": "7"}, "mine"),
+        (MemoryConfig(), {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "run"}, "7"),
+        (MemoryConfig(), {"TORCHELASTIC_RUN_ID": "run"}, "run"),
+    ],
+)
+def test_job_is_named_by_the_flag_then_slurm_then_torchrun(
+    config: MemoryConfig, environment: dict[str, str], job_id: str
+) -> None:
+    assert config.resolve_job_id(environment) == job_id
+
+
+@pytest.mark.parametrize("environment", [{}, {"TORCHELASTIC_RUN_ID": "none"}])
+def test_job_that_nothing_names_is_refused_with_the_flag(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="--moe-ft-job-id is missing.*Add --moe-ft-job-id NAME"):
+        MemoryConfig().resolve_job_id(environment)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", ".hidden", "-x", "a b", "a/b", "x" * 102, "a\n"])
+def test_name_that_cannot_be_a_directory_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="becomes a directory's name"):
+        MemoryConfig(job_id=name).resolve_job_id({})
+    with pytest.raises(ConfigError, match="becomes a directory's name"):
+        MemoryConfig(node_id=name).resolve_node_id({}, "host")
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "node"),
+    [
+        (MemoryConfig(node_id="n1"), {"MOE_FT_NODE_ID": "n2"}, "n1"),
+        (MemoryConfig(), {"MOE_FT_NODE_ID": "n2", "SLURMD_NODENAME": "n3"}, "n2"),
+        (MemoryConfig(), {"SLURMD_NODENAME": "n3"}, "n3"),
+        (MemoryConfig(), {}, "host"),
+    ],
+)
+def test_node_is_named_by_the_flag_then_the_environment_then_the_host(
+    config: MemoryConfig, environment: dict[str, str], node: str
+) -> None:
+    assert config.resolve_node_id(environment, "host") == node
+
+
+@pytest.mark.parametrize(
+    ("recover_from", "iteration"),
+    [("auto", None), ("load", None), ("iter_0", 0), ("iter_120", 120)],
+)
+def test_iteration_to_recover_from_is_read(recover_from: str, iteration: int | None) -> None:
+    assert RecoveryConfig(recover_from=recover_from).only_iteration == iteration
+
+
+@pytest.mark.parametrize(
+    ("config", "persists"),
+    [
+        (StorageConfig(), False),
+        (StorageConfig(persist_dir="/x"), True),
+        (StorageConfig(persist_dir="/x", persist_interval=0), False),
+    ],
+)
+def test_storage_is_used_with_a_directory_and_an_interval(
+    config: StorageConfig, persists: bool
+) -> None:
+    assert config.persists is persists

@@ -10,15 +10,8 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.engine.layout import (
-    DTYPE_BYTES,
-    UNIT_ALIGNMENT_BYTES,
-    FileLayout,
-    UnitPlace,
-    lay_out,
-    tensor_bytes,
-)
-from moe_ft.formats import TensorEntry
+from moe_ft.engine.layout import UNIT_ALIGNMENT_BYTES, FileLayout, UnitPlace, lay_out
+from moe_ft.formats import DTYPE_BYTES, TensorEntry, tensor_bytes
 from moe_ft.units import Level, UnitId, UnitKind
 
 Units = list[tuple[UnitId, Level, list[TensorEntry]]]

@@ -47,6 +47,7 @@ class Peer:
 
     @property
     def info(self) -> RankInfo:
+        """The rank as the others see it."""
         return RankInfo(
             rank=HOLDER,
             node="node-b",
@@ -57,6 +58,7 @@ class Peer:
         )
 
     def connect(self, token: str = TOKEN) -> PeerConnection:
+        """Return a connection that is closed with the peer."""
         assert self.server.address is not None
         self.connections.append(PeerConnection(self.server.address, token))
         return self.connections[-1]
@@ -70,6 +72,7 @@ class Peer:
         return found
 
     def close(self) -> None:
+        """Close all connections and stop listening."""
         for connection in self.connections:
             connection.close()
         self.server.close()
@@ -168,15 +171,24 @@ def test_replica_of_the_complete_snapshot_survives_many_that_were_not_completed(
         assert peer.committed() == {1: kept, iteration: bytes(region.mapping)}
 
 
+def restart(peer: Peer) -> None:
+    """Open the replicas again as a new process does that was restored from iteration 5."""
+    for region in peer.regions:
+        region.close()
+        region.open()
+        region.iteration = 5 if region.index_path.exists() else None
+
+
 def test_replica_that_a_start_was_restored_from_survives_the_first_new_one(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator
 ) -> None:
-    # The rank's node was replaced: it was restored from this replica and has no complete region yet.
+    # The rank's node was replaced: this replica is all that there is of its state.
     region, index = own_state(tmp_path, 5)
     replicator.replicate(region, index, keep_iteration=4)
+    restart(peer)
     restored = peer.committed()[5]
     region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(region, index, keep_iteration=None)
+    replicator.replicate(region, index, keep_iteration=5)
     assert peer.committed() == {5: restored, 6: bytes(region.mapping)}
 
 
@@ -281,9 +293,11 @@ def test_replica_that_arrives_slowly_but_steadily_is_not_given_up(
     # progress that is allowed, but is never silent for as long.
     monkeypatch.setattr("moe_ft.engine.peers.PROGRESS_TIMEOUT_S", 0.6)
     region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=1_000_000)
-    with SlowReceiver(index.file_bytes) as receiver:
-        with closing(PeerConnection(receiver.address, TOKEN)) as connection:
-            connection.put(region, index, 4, no_fault)
+    with (
+        SlowReceiver(index.file_bytes) as receiver,
+        closing(PeerConnection(receiver.address, TOKEN)) as connection,
+    ):
+        connection.put(region, index, 4, no_fault)
 
 
 class SlowReceiver:
@@ -517,5 +531,16 @@ def test_own_address_towards_this_host_is_the_loopback() -> None:
     assert own_host(HOST) == HOST
 
 
-def test_own_address_towards_a_host_that_does_not_exist_is_the_loopback() -> None:
-    assert own_host("no-such-host.invalid") == HOST
+def test_own_address_towards_a_host_that_does_not_exist_is_the_hosts_name() -> None:
+    assert own_host("no-such-host.invalid") == socket.gethostname()
+
+
+def test_server_that_is_named_instead_of_numbered_is_reached_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+    server = PeerServer(tmp_path, "localhost")
+    server.start()
+    server.admit(TOKEN)
+    assert server.address is not None
+    with closing(PeerConnection(server.address, TOKEN)) as connection:
+        assert connection.get("file") == b"data"
+    server.close()

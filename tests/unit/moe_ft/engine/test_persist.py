@@ -59,6 +59,7 @@ class Node:
         return next((reason for reason in reasons if text in reason), None)
 
     def persist(self, region: Region) -> Report:
+        """Have a region written, and return what is reported at the end."""
         self.client.submit(region)
         wait_for(self.client.poll, "the region to come back")
         return self.reports.drain()[-1]

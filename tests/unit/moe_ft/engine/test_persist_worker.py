@@ -24,9 +24,9 @@ from moe_ft.engine.persist_worker import (
     result_path,
 )
 from moe_ft.engine.regions import Region, write_atomically
-from moe_ft.engine.storage import Storage, rank_path
+from moe_ft.engine.storage import Storage
 from moe_ft.formats import MANIFEST_NAME
-from tests.unit.moe_ft.builders import complete_iterations, fill_region, make_identity, make_state
+from tests.unit.moe_ft.builders import complete_iterations, fill_region, make_identity
 from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
 from tests.waiting import wait_for
 
@@ -42,14 +42,18 @@ class Office:
         self.directory.mkdir()
         self._should_end = threading.Event()
         self.worker = PersistWorker(self.directory, self.storage, keep=2)
-        self._thread = threading.Thread(target=self.worker.run, args=(self._should_end,))
+        self._thread = threading.Thread(
+            target=self.worker.run, args=(self._should_end,), daemon=True
+        )
 
     def start(self) -> None:
+        """Let the worker serve."""
         self._thread.start()
 
     def ask(
         self, region: Region, *, rank: int = 0, waits_s: float = FAR_S, iteration: int | None = None
     ) -> None:
+        """Ask for a region of a rank to be written."""
         request = PersistRequest(
             rank=rank,
             iteration=region.iteration if iteration is None else iteration or 0,
@@ -61,6 +65,7 @@ class Office:
         write_atomically(request_path(self.directory, rank), msgspec.json.encode(request))
 
     def result(self, rank: int = 0) -> PersistResult:
+        """Wait for a rank's result, and take it."""
         path = result_path(self.directory, rank)
         wait_for(path.exists, f"the result of rank {rank}")
         content = path.read_bytes()
@@ -68,6 +73,7 @@ class Office:
         return msgspec.json.decode(content, type=PersistResult)
 
     def close(self) -> None:
+        """End the worker."""
         self._should_end.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -365,7 +371,7 @@ def wait_for_result(office: Office) -> PersistResult:
 class Parent:
     """A process that starts a writer as a rank does, and waits."""
 
-    def __init__(self, directory: Path, url: str, *extra: str) -> None:
+    def __init__(self, directory: Path, url: str) -> None:
         self.directory = directory
         directory.mkdir()
         command = writer_command(directory, url, 2, 0, "job", "run-a", renew_lock=True)
@@ -378,13 +384,19 @@ class Parent:
             "child.wait()\n"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *command, *extra], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, *command], stdout=subprocess.PIPE, text=True
         )
+        self.writer = psutil.Process(self.process.pid)
+
+    def start(self) -> "Parent":
+        """Wait until the writer serves."""
         assert self.process.stdout is not None
         self.writer = psutil.Process(int(self.process.stdout.readline()))
-        wait_for((directory / HEARTBEAT_NAME).exists, "the writer's heartbeat")
+        wait_for((self.directory / HEARTBEAT_NAME).exists, "the writer's heartbeat")
+        return self
 
     def close(self) -> None:
+        """End both."""
         if not is_gone(self.writer):
             self.writer.kill()
         self.process.kill()
@@ -401,8 +413,10 @@ def is_gone(process: psutil.Process) -> bool:
 @pytest.fixture
 def parent(tmp_path: Path) -> Iterator[Parent]:
     parent = Parent(tmp_path / "persist", str(tmp_path / "storage"))
-    yield parent
-    parent.close()
+    try:
+        yield parent.start()
+    finally:
+        parent.close()
 
 
 def test_writer_ends_when_its_parent_is_killed(parent: Parent) -> None:

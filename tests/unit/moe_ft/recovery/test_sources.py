@@ -10,7 +10,6 @@ from moe_ft.engine.peers import PeerConnection, PeerServer
 from moe_ft.engine.regions import own_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
-from moe_ft.planning.recovery import Version
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.sources import (
     MemoryReader,
@@ -42,8 +41,9 @@ class Place:
             self.server.start()
             self.server.admit("token")
 
-    def reader(self, version: Version | None = None) -> StateReader:
-        version = version or self.version
+    def reader(self) -> StateReader:
+        """Open the state."""
+        version = self.version
         if self.tier == "memory":
             return MemoryReader(self.node_dir, version)
         if self.tier == "storage":
