@@ -22,7 +22,7 @@ from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.layout import FileLayout
 from moe_ft.engine.peers import PeerConnection, PeerServer
 from moe_ft.engine.persist import writer_command
-from moe_ft.engine.regions import node_directory, own_directory, replica_directory
+from moe_ft.engine.regions import Region, node_directory, own_directory, replica_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.planning.placement import place_replicas, sources_of
 from moe_ft.planning.recovery import Source, Tier, Version
@@ -96,7 +96,7 @@ class MoeFtMemory(Candidate):
 
     def _context(self, agreement: Agreement, region_bytes: int) -> Any:
         """Meet the other rank and place replicas. All ranks."""
-        from moe_ft.engine.engine import EngineContext
+        from moe_ft.engine.engine import EngineContext, num_regions
 
         rank, node_dir = self.site.rank, self._node_dir(self._node)
         server = PeerServer(node_dir, "127.0.0.1")
@@ -124,6 +124,10 @@ class MoeFtMemory(Candidate):
             node_dir=node_dir,
             identity=identity,
             parameters=self._parameters,
+            regions=[
+                Region(own_directory(node_dir, rank), number, region_bytes)
+                for number in range(num_regions(persists=self.persists))
+            ],
             peers=tuple(self._topology.ranks[peer] for peer in peers[rank]),
             sources=tuple(self._topology.ranks[source] for source in sources_of(peers, rank)),
             server=server,

@@ -29,7 +29,7 @@ from moe_ft.engine.background import Report
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
 from moe_ft.engine.layout import FileLayout
 from moe_ft.engine.peers import PeerServer
-from moe_ft.engine.regions import own_directory
+from moe_ft.engine.regions import Region, own_directory
 from moe_ft.formats import Index, decode, encode
 from moe_ft.planning.recovery import Source, Tier, Version, plan_recovery
 from moe_ft.planning.strategies import DenseStrategy, SnapshotPlan
@@ -108,6 +108,10 @@ class EngineRank:
             node_dir=self.node_dir,
             identity=stand_ins.identity(1),
             parameters=self.parameters,
+            regions=[
+                Region(own_directory(self.node_dir, 0), number, info.region_bytes)
+                for number in range(2)
+            ],
             peers=(),
             sources=(),
             server=PeerServer(self.node_dir, "127.0.0.1"),

@@ -201,6 +201,17 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     records: tuple[IterationRecord, ...]
 
 
+class IndexHead(msgspec.Struct, frozen=True):
+    """The part of an index that says what it is of; the rest is passed over. See `Index`."""
+
+    format: str
+    identity: Identity
+    rank: _Count
+    iteration: _Count
+    file: str
+    file_bytes: _Count
+
+
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's files of a checkpoint on storage; paths are relative to the persist directory."""
 
@@ -246,12 +257,14 @@ def encode(body: Index | Manifest) -> bytes:
     return b'{"xxh3_64":"%s","body":%s}\n' % (checksum(encoded).encode(), encoded)
 
 
-def decode[Body: (Index, Manifest)](content: bytes, kind: type[Body], where: str) -> Body:
+def decode[Body: (Index, IndexHead, Manifest)](
+    content: bytes, kind: type[Body], where: str
+) -> Body:
     """Return what `encode` wrote, after checking it.
 
     Args:
         content: of the file.
-        kind: Index or Manifest.
+        kind: Index, IndexHead or Manifest.
         where: its path, for messages.
 
     Raises:
@@ -277,13 +290,17 @@ def decode[Body: (Index, Manifest)](content: bytes, kind: type[Body], where: str
     return decoded
 
 
-def _check(decoded: Index | Manifest, where: str) -> None:
+def _check(decoded: Index | IndexHead | Manifest, where: str) -> None:
     """Check what a schema cannot say."""
     if not decoded.identity.history:
         raise CorruptStateError(f"{where} belongs to no incarnation")
     if isinstance(decoded, Manifest):
         _check_manifest(decoded, where)
-    else:
+        return
+    check_path(decoded.file, where)
+    if "/" in decoded.file:
+        raise CorruptStateError(f"{where}: the data file '{decoded.file}' is not beside its index")
+    if isinstance(decoded, Index):
         _check_index(decoded, where)
 
 
@@ -297,9 +314,6 @@ def _check_manifest(manifest: Manifest, where: str) -> None:
 
 
 def _check_index(index: Index, where: str) -> None:
-    check_path(index.file, where)
-    if "/" in index.file:
-        raise CorruptStateError(f"{where}: the data file '{index.file}' is not beside its index")
     if not index.records or index.records[-1].iteration != index.iteration:
         raise CorruptStateError(f"{where} holds no record of its iteration {index.iteration}")
     if index.header_bytes > index.file_bytes:

@@ -158,13 +158,14 @@ class TrainingRun:
         """The loop is about to run an iteration."""
         self.iteration = iteration
         self.num_tokens = None
-        if (
-            self._record_to_resume is not None
-        ):  # nothing draws random numbers any more before forward
-            apply_rng(self._record_to_resume)
-            self._record_to_resume = None
+        self._resume_rng()  # nothing draws random numbers any more before forward
         self._router_load.begin()
         self._iteration_start_s = time.perf_counter()
+
+    def _resume_rng(self) -> None:
+        if self._record_to_resume is not None:
+            apply_rng(self._record_to_resume)
+            self._record_to_resume = None
 
     def watch_forward_step(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward step that notes when forward and backward of this iteration begin."""
@@ -263,6 +264,7 @@ class TrainingRun:
 
     def end_training(self) -> None:
         """`train` has returned, or leaves by one of Megatron's --exit-* paths. Called by all ranks."""
+        self._resume_rng()  # nothing was left to train
         if self._session is not None and self._last_facts is not None:
             self._session.finish(self.iteration, self._last_facts)
             self._session.engine.drain(self._write_report)

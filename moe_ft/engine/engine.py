@@ -32,7 +32,7 @@ from moe_ft.engine.regions import (
 )
 from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter, pin
 from moe_ft.errors import DegradedError
-from moe_ft.formats import Identity, Index, decode
+from moe_ft.formats import Identity, IndexHead, decode
 from moe_ft.planning.strategies import SnapshotPlan, Strategy
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.record import CapturedRecord
@@ -71,6 +71,7 @@ class EngineContext:
     """What the engine is given about its rank and job.
 
     Attributes:
+        regions: this rank's own, opened or not.
         peers: ranks that keep this rank's replicas; sources: ranks whose replicas this rank keeps.
         server: listens already.
         token: what peers' requests must carry.
@@ -83,6 +84,7 @@ class EngineContext:
     node_dir: Path
     identity: Identity
     parameters: Sequence[LocalParameter]
+    regions: Sequence[Region]
     peers: tuple[RankInfo, ...]
     sources: tuple[RankInfo, ...]
     server: PeerServer
@@ -107,7 +109,7 @@ class CheckpointEngine:
         self._agreement, self._make_layout = agreement, make_layout
         self._layouts: dict[int, tuple[SnapshotPlan, FileLayout]] = {}
         self._reports = Reports()
-        self._regions: list[Region] = []
+        self._regions = context.regions
         self._replicas: dict[int, list[Region]] = {}
         self._job: SnapshotJob | None = None
         self._complete: Region | None = None
@@ -155,11 +157,6 @@ class CheckpointEngine:
             OSError: if the memory directory cannot be made or has no room.
         """
         context, persists = self._context, self._settings.persist_interval > 0
-        directory = own_directory(context.node_dir, context.rank)
-        num_bytes = context.topology.ranks[context.rank].region_bytes
-        self._regions = [
-            Region(directory, number, num_bytes) for number in range(num_regions(persists=persists))
-        ]
         for source in context.sources:
             directory = replica_directory(context.node_dir, source.rank, context.rank)
             self._replicas[source.rank] = [
@@ -181,6 +178,7 @@ class CheckpointEngine:
                 self._complete = region
         self._start_iteration = self._last_snapshot_iteration = iteration
         self._complete_iteration = iteration if is_restored else None
+        self._layout(iteration)  # thousands of units take a while, not to be spent in an iteration
         context.server.keep(self._replicas)
         self._writer.start()
         if persists:
@@ -454,7 +452,7 @@ class CheckpointEngine:
 def holds(region: Region, lineage: str, iteration: int) -> bool:
     """Return whether a region holds the snapshot of an iteration of a run."""
     try:
-        index = decode(region.index_path.read_bytes(), Index, str(region.index_path))
+        index = decode(region.index_path.read_bytes(), IndexHead, str(region.index_path))
     except OSError:
         return False
     return (index.identity.lineage, index.iteration) == (lineage, iteration)

@@ -34,6 +34,7 @@ _STORAGE_POLL_S = 0.1
 _HEARTBEAT_S = 0.5
 _LOCK_RENEWAL_S = 10.0
 _MAX_THREADS = 4
+_NICENESS = 10  # with 19 a writer starves for seconds where all cores are busy
 _PR_SET_PDEATHSIG = 1
 
 
@@ -81,6 +82,7 @@ class PersistWorker:
 
     def __init__(self, directory: Path, storage: Storage, keep: int) -> None:
         self._directory, self._storage, self._keep = directory, storage, keep
+        self._mappings: dict[Path, tuple[tuple[int, int], memoryview]] = {}
         self._running: dict[Path, tuple[bytes, Future[None]]] = {}
 
     def run(self, should_end: threading.Event) -> None:
@@ -165,11 +167,23 @@ class PersistWorker:
 
     def _write(self, index: Index, data: str, data_path: str) -> None:
         """Verify a region and write its bytes."""
-        with Path(data).open("rb") as file:
-            # Not closed by hand: the traceback of a failed write still holds a part of it.
-            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        content = self._mapped(Path(data))
+        if len(content) < index.file_bytes:
+            raise CorruptStateError(f"{data} is shorter than its index says")
         check_units(index, content, data)
         self._storage.write(data_path, content[: index.file_bytes])
+
+    def _mapped(self, path: Path) -> memoryview:
+        """Return a region's bytes. Regions are reused, and mapping one anew costs more than reading it."""
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            file_id = (status.st_ino, status.st_size)
+            known = self._mappings.get(path)
+            if known is None or known[0] != file_id:
+                # Not closed by hand: the traceback of a failed write may hold a part of it.
+                mapping = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                known = self._mappings[path] = (file_id, mapping)
+        return known[1]
 
     def _complete(
         self, index: Index, tag: str, deadline_s: float, is_wanted: Callable[[], bool]
@@ -210,7 +224,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _lower_priority() -> None:
-    os.nice(19)
+    os.nice(_NICENESS)
     with suppress(psutil.Error, OSError):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
 

@@ -111,11 +111,15 @@ class Region:
     def open(self) -> None:
         """Map the file and touch all of it, creating it first if it is not there in this size.
 
+        Again does nothing. A file of this size keeps what it holds.
+
         Raises:
             OSError: if the file system has no room; writing to a mapping later would kill the process.
         """
+        if self._mapping is not None:
+            return
         make_private(self.directory)
-        if self.data_path.exists() and self.data_path.stat().st_size != self.num_bytes:
+        if self.data_path.exists() and not self.is_in_place:
             self.invalidate()
             self.data_path.unlink()
         descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -125,6 +129,11 @@ class Region:
         finally:
             os.close(descriptor)
         _touch(self._mapping)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the data file is there in the size that this region has."""
+        return self.data_path.is_file() and self.data_path.stat().st_size == self.num_bytes
 
     def invalidate(self) -> None:
         """Remove the index: from now on the region holds nothing."""

@@ -35,7 +35,9 @@ from moe_ft.formats import (
 )
 from moe_ft.state import record as records
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.slices import DTYPES, live_tensor
+from moe_ft.state.slices import DTYPES, own_slice, whole_tensor
+
+_BATCH = 256
 
 
 class SnapshotState(IntEnum):
@@ -99,6 +101,7 @@ class SnapshotWriter:
         self._jobs: queue.SimpleQueue[SnapshotJob | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: Any = None
+        self._copies: dict[tuple[int, int], list[_Copy]] = {}
 
     def start(self) -> None:
         """Start the thread."""
@@ -160,36 +163,40 @@ class SnapshotWriter:
 
     def _copy(self, job: SnapshotJob) -> set[tuple[str, str]]:
         """Copy all tensors; return (parameter, key) of those that do not exist yet."""
-        mapping = job.region.mapping
-        mapping[: len(job.layout.header)] = job.layout.header
-        absent: set[tuple[str, str]] = set()
-        half = len(job.layout.units) // 2
+        job.region.mapping[: len(job.layout.header)] = job.layout.header
+        copies = self._copies_into(job)
+        half = len(copies) // 2
         stream = self._stream
         with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
             if stream:
                 stream.wait_event(job.ready)
-            for count, place in enumerate(job.layout.units):
-                if count == half:
-                    self._phase_hook(Phase.SNAPSHOT, job.iteration)
-                for tensor in place.tensors:
-                    source = live_tensor(self._parameters[tensor.parameter], tensor.key)
-                    if source is None:
-                        absent.add((tensor.parameter, tensor.key))
-                        continue
-                    target = torch.frombuffer(
+            absent = _copy_all(copies[:half], non_blocking=stream is not None)
+            self._phase_hook(Phase.SNAPSHOT, job.iteration)
+            absent |= _copy_all(copies[half:], non_blocking=stream is not None)
+            if stream:
+                stream.synchronize()
+        return absent
+
+    def _copies_into(self, job: SnapshotJob) -> list["_Copy"]:
+        """Return what a layout copies into a region; found out once, for thousands of tensors."""
+        key = (id(job.region), id(job.layout))
+        if key not in self._copies:
+            mapping = job.region.mapping
+            self._copies[key] = [
+                _Copy(
+                    local=self._parameters[tensor.parameter],
+                    key=tensor.key,
+                    target=torch.frombuffer(
                         mapping,
                         dtype=DTYPES[tensor.dtype],
                         count=tensor.end - tensor.start,
                         offset=place.offset + tensor.offset,
-                    )
-                    if source.dtype != target.dtype:
-                        raise SnapshotError(
-                            f"{tensor.parameter}/{tensor.key} is {source.dtype}, expected {target.dtype}"
-                        )
-                    target.copy_(source, non_blocking=stream is not None)
-            if stream:
-                stream.synchronize()
-        return absent
+                    ),
+                )
+                for place in job.layout.units
+                for tensor in place.tensors
+            ]
+        return self._copies[key]
 
     def _index(self, job: SnapshotJob, absent: set[tuple[str, str]]) -> Index:
         with memoryview(job.region.mapping) as content:
@@ -218,6 +225,56 @@ class SnapshotWriter:
             parameters=self._entries,
             records=(records.encode(job.record),),
         )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Copy:
+    """One tensor's way into a region.
+
+    Attributes:
+        whole, address: the tensor that `source` was cut from, and where its memory was: optimizers may
+            replace either, so both are compared before each copy.
+    """
+
+    local: LocalParameter
+    key: str
+    target: torch.Tensor
+    whole: torch.Tensor | None = None
+    address: int = 0
+    source: torch.Tensor | None = None
+
+    def find_source(self) -> torch.Tensor | None:
+        """Return what to copy now, None if it does not exist yet."""
+        whole = whole_tensor(self.local, self.key)
+        if whole is None:
+            return None
+        address = whole.data_ptr()
+        if whole is not self.whole or address != self.address or self.source is None:
+            self.whole, self.address = whole, address
+            self.source = own_slice(self.local, self.key, whole)
+            if self.source.dtype != self.target.dtype:
+                raise SnapshotError(
+                    f"{self.local.name}/{self.key} is {self.source.dtype}, expected {self.target.dtype}"
+                )
+        return self.source
+
+
+def _copy_all(copies: Sequence[_Copy], *, non_blocking: bool) -> set[tuple[str, str]]:
+    """Copy tensors; return (parameter, key) of those that do not exist yet."""
+    absent: set[tuple[str, str]] = set()
+    for start in range(0, len(copies), _BATCH):
+        sources, targets = [], []
+        for copy in copies[start : start + _BATCH]:
+            source = copy.find_source()
+            if source is None:
+                absent.add((copy.local.name, copy.key))
+            else:
+                sources.append(source)
+                targets.append(copy.target)
+        if sources:
+            # One call for many: Python's lock is free meanwhile, and the training thread goes on.
+            torch._foreach_copy_(targets, sources, non_blocking)
+    return absent
 
 
 def _mark_absent(

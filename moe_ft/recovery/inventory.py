@@ -7,7 +7,7 @@ from pathlib import Path
 from moe_ft.engine.regions import index_paths, job_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
-from moe_ft.formats import Identity, Index, decode
+from moe_ft.formats import Identity, IndexHead, decode
 from moe_ft.planning.recovery import Version
 
 
@@ -51,7 +51,7 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
     for path in index_paths(node_dir):
         where = f"memory of node {node}: {path.parent.name}/{path.name}"
         try:
-            index = decode(path.read_bytes(), Index, where)
+            index = decode(path.read_bytes(), IndexHead, where)
             data = path.parent / index.file
             if data.stat().st_size < index.file_bytes:
                 raise CorruptStateError(f"{where}: {data.name} is shorter than it says")

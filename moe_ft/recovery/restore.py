@@ -105,6 +105,7 @@ def _fetch_unit(
     return False
 
 
+@torch.no_grad()
 def put_back(
     fetched: FetchedState,
     parameters: Sequence[LocalParameter],
@@ -173,5 +174,4 @@ def _write(owned: Sequence[LocalParameter], tensor: TensorEntry, content: memory
     target = live_tensor(local, tensor.key)
     assert target is not None
     part = content[tensor.offset : tensor.offset + tensor_bytes(tensor)]
-    with torch.no_grad():
-        target.copy_(torch.frombuffer(part, dtype=dtype))
+    target.copy_(torch.frombuffer(part, dtype=dtype))

@@ -31,7 +31,13 @@ from moe_ft.engine.engine import (
 from moe_ft.engine.layout import FileLayout, lay_out
 from moe_ft.engine.peers import PeerConnection, PeerServer, own_host
 from moe_ft.engine.persist import writer_command
-from moe_ft.engine.regions import file_system_type, make_private, node_directory
+from moe_ft.engine.regions import (
+    Region,
+    file_system_type,
+    make_private,
+    node_directory,
+    own_directory,
+)
 from moe_ft.engine.storage import LOCK_NAME, LOCK_STALE_S, Storage
 from moe_ft.errors import ConfigError, PlanError, SnapshotError, UnrecoverableError
 from moe_ft.formats import Identity, IterationRecord, differing_settings
@@ -54,7 +60,13 @@ from moe_ft.recovery.inventory import (
     other_jobs,
 )
 from moe_ft.recovery.restore import FetchedState, fetch, put_back
-from moe_ft.recovery.sources import MemoryReader, PeerReader, StateReader, StorageReader
+from moe_ft.recovery.sources import (
+    MemoryReader,
+    PeerReader,
+    RegionReader,
+    StateReader,
+    StorageReader,
+)
 from moe_ft.state import record as records
 from moe_ft.state.parameters import StatePlaces, local_parameters
 from moe_ft.state.slices import describe
@@ -147,6 +159,10 @@ class Session:
         return self._topology
 
     @property
+    def _region_bytes(self) -> int:
+        return self._topology.ranks[self._facts.rank].region_bytes
+
+    @property
     def node_dir(self) -> Path:
         """This node's memory directory."""
         return self._node_dir
@@ -168,6 +184,10 @@ class Session:
         self._check_together(self._prepare_directories)
         self._check_together(self._prepare_storage)
         self._check_together(lambda: self._check_memory(peers))
+        self._regions = [
+            Region(own_directory(self._node_dir, self._facts.rank), number, self._region_bytes)
+            for number in range(num_regions(persists=self._config.storage.persists))
+        ]
         recovery, plan = self._recover()
         self._start_engine(recovery, plan, peers, server)
         return recovery
@@ -383,6 +403,9 @@ class Session:
 
     def _open_source(self, source: Source) -> StateReader:
         if source.tier is Tier.MEMORY:
+            for region in self._regions:
+                if self._node_dir / source.version.path == region.index_path and region.is_in_place:
+                    return RegionReader(region)
             return MemoryReader(self._node_dir, source.version)
         if source.tier is Tier.STORAGE:
             assert self._storage is not None
@@ -455,6 +478,7 @@ class Session:
             node_dir=self._node_dir,
             identity=identity,
             parameters=self._parameters,
+            regions=self._regions,
             peers=tuple(ranks[peer] for peer in peers[rank]),
             sources=tuple(ranks[source] for source in sources_of(peers, rank)),
             server=server,

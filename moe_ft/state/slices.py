@@ -84,18 +84,25 @@ def live_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
     It shares memory with the model or the optimizer: whoever copies it must be done before the next
     optimizer step.
     """
+    whole = whole_tensor(local, key)
+    return None if whole is None else own_slice(local, key, whole)
+
+
+def whole_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
+    """Return the tensor that a slice is cut from, as the model or the optimizer has it now."""
     if key == "weight":
-        return local.parameter.detach().view(-1)[local.start : local.end]
+        return local.parameter
     if key == "param":
-        assert local.master is not None
-        return _own_part(local, local.master.detach())
-    value = local.optimizer.optimizer.state.get(local.master, {}).get(key)
-    return None if value is None else _own_part(local, value)
+        return local.master
+    found: torch.Tensor | None = local.optimizer.optimizer.state.get(local.master, {}).get(key)
+    return found
 
 
-def _own_part(local: LocalParameter, tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.view(-1)
-    return flat if local.is_sharded else flat[local.start : local.end]
+def own_slice(local: LocalParameter, key: str, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor, flat."""
+    flat = whole.detach().view(-1)
+    is_cut = key != "weight" and local.is_sharded  # the distributed optimizer holds slices only
+    return flat if is_cut else flat[local.start : local.end]
 
 
 def make_state(local: LocalParameter, key: str, dtype: torch.dtype) -> None:
