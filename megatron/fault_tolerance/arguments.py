@@ -4,6 +4,8 @@ Checks of what the flags mean together are in validation.py.
 """
 
 import argparse
+import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,6 +64,9 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     config = config_from_arguments(args)
     check_arguments(args)
     config.validate(args.world_size)
+    if config.strategy.is_on:  # known only here, and needed only then
+        config.memory.resolve_job_id(os.environ)
+        config.memory.resolve_node_id(os.environ, socket.gethostname())
     if args.text_dir is not None:
         source = TextSource(paths=(args.text_dir,), tokenizer=args.tokenizer_model)
         prefix = prepare_cached(source, args.data_cache_path)

@@ -139,7 +139,6 @@ class SnapshotWriter:
         start = time.perf_counter()
         job.region.invalidate()
         absent = self._copy(job)
-        self._complete_record(job.record)
         job.copied.set()
         job.copy_s = time.perf_counter() - start
         index = self._index(job, absent)
@@ -173,6 +172,7 @@ class SnapshotWriter:
             absent = _copy_all(copies[:half], non_blocking=stream is not None)
             self._phase_hook(Phase.SNAPSHOT, job.iteration)
             absent |= _copy_all(copies[half:], non_blocking=stream is not None)
+            self._complete_record(job.record)
             if stream:
                 stream.synchronize()
         return absent

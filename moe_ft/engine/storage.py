@@ -34,7 +34,7 @@ from moe_ft.formats import (
 )
 
 LOCK_NAME = "moe_ft.lock"
-LOCK_STALE_S = 60.0
+LOCK_STALE_S = 30.0  # three renewals
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _OUR_FILE = re.compile(r"rank_\d{5,}_[0-9a-f]{8}\.(safetensors|json)(\.part)?|manifest\.json\.part")
 _CHUNK_BYTES = 16 << 20

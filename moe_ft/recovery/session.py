@@ -74,6 +74,7 @@ from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import Level, parse_unit
 
 _AGREEMENT_TIMEOUT_S = 600.0
+_LOCK_POLL_S = 0.5
 _OLD_START_S = 20.0  # an older start's ranks may take a moment to die
 
 
@@ -302,17 +303,23 @@ class Session:
             self._take_lock(self._storage)
 
     def _take_lock(self, storage: Storage) -> None:
+        """Take the persist directory; another job's lock is waited out unless that job renews it."""
         lock = storage.lock()
         if lock is not None and lock.job_id != self._job_id:
-            age_s = time.time() - lock.heartbeat_s
-            if age_s < LOCK_STALE_S:
-                raise ConfigError(
-                    f"--moe-ft-persist-dir={storage.url} is used by job '{lock.job_id}' on {lock.host}, "
-                    f"which renewed {LOCK_NAME} {age_s:.0f} s ago: two jobs cannot write to one "
-                    f"directory. Name another one, or wait until that job has ended ({LOCK_STALE_S:.0f} "
-                    "s after its death)."
+            deadline = min(time.time(), lock.heartbeat_s) + LOCK_STALE_S
+            if time.time() < deadline:
+                _say(
+                    f"job '{lock.job_id}' used {storage.url} a moment ago: watching whether it is alive"
                 )
-            _say(f"taking over {storage.url} from job '{lock.job_id}', silent for {age_s:.0f} s")
+            while time.time() < deadline:
+                time.sleep(_LOCK_POLL_S)
+                if storage.lock() not in (None, lock):
+                    raise ConfigError(
+                        f"--moe-ft-persist-dir={storage.url} is used by job '{lock.job_id}' on {lock.host}, "
+                        f"which has just renewed {LOCK_NAME}: two jobs cannot write to one directory. Name "
+                        "another one, or wait until that job has ended."
+                    )
+            _say(f"taking over {storage.url} from job '{lock.job_id}', which does not run any more")
         storage.write_lock(self._job_id, "", socket.gethostname())
 
     def _check_memory(self, peers: Sequence[tuple[int, ...]]) -> None:

@@ -94,15 +94,22 @@ class RecordTaker:
             "extra_state": {
                 name: state for name, state in states.items() if isinstance(state, torch.Tensor)
             },
+            "tokens_per_expert": dict(facts.tokens_per_expert),
         }
         return CapturedRecord(facts=facts, values=values)
 
     def complete(self, captured: CapturedRecord) -> None:
-        """Add what moves with the weights: steps and scales. Any thread, before the next optimizer step."""
+        """Add what moves with the weights, steps and scales, and bring all tensors to the CPU.
+
+        Any thread, on the stream that copies the weights, before the next optimizer step: on the
+        compute stream the transfer would wait for everything that is queued there.
+        """
         for inner, owned, values in zip(
             self._inner, self._owned, captured.values["optimizers"], strict=True
         ):
             values.update(_capture_per_parameter(inner, owned))
+        for name, value in captured.values.items():
+            captured.values[name] = _on_cpu(value)
 
 
 def buffer_places(
@@ -165,6 +172,15 @@ def _capture_per_parameter(inner: Any, owned: Sequence[LocalParameter]) -> dict[
     }
 
 
+def _on_cpu(value: Any) -> Any:
+    """Return nested dicts and lists with every tensor on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.to("cpu")
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return [_on_cpu(item) for item in value] if isinstance(value, list) else value
+
+
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
@@ -203,7 +219,7 @@ def encode(captured: CapturedRecord) -> IterationRecord:
         buffers={name: pack(tensor) for name, tensor in values["buffers"].items()},
         extra_state={name: pack(tensor) for name, tensor in values["extra_state"].items()},
         tokens_per_expert={
-            name: tuple(counts.tolist()) for name, counts in facts.tokens_per_expert.items()
+            name: tuple(counts.tolist()) for name, counts in values["tokens_per_expert"].items()
         },
     )
 

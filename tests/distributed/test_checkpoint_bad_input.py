@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_ft.engine.storage import Lock
+from moe_ft.engine.storage import Lock, Storage
 from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import layout_flags
 from tests.distributed.test_recovery import job  # noqa: F401  # a fixture
@@ -51,11 +52,20 @@ def test_unknown_storage_protocol_is_refused(job: CheckpointJob) -> None:  # noq
 
 
 def test_persist_directory_of_another_running_job_is_refused(job: CheckpointJob) -> None:  # noqa: F811
-    job.storage.mkdir()
-    lock = Lock(job_id="other", lineage="", host="elsewhere", heartbeat_s=time.time())
-    (job.storage / "moe_ft.lock").write_bytes(msgspec.json.encode(lock))
-    line = refusal(job, storage=True)
-    assert "is used by job 'other' on elsewhere" in line
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.2):
+            Storage(str(job.storage)).write_lock("other", "", "elsewhere")
+
+    other = threading.Thread(target=renew)
+    other.start()
+    try:
+        line = refusal(job, storage=True)
+    finally:
+        ended.set()
+        other.join()
+    assert "is used by job 'other' on" in line
     assert "Name another one" in line
 
 
