@@ -103,6 +103,7 @@ def job_facts(args: argparse.Namespace) -> JobFacts:
         fingerprint=fingerprint(args),
         iteration=args.iteration,
         is_deterministic=cpu_device.is_active() or bool(args.deterministic_mode),
+        timeout_s=args.distributed_timeout_minutes * 60.0,
     )
 
 
@@ -116,20 +117,18 @@ def iteration_facts(
     *,
     grad_norm: float | None,
     num_tokens: torch.Tensor | None,
-    num_samples: int,
+    num_samples: int = 0,
     num_floating_point_operations: float,
     tokens_per_expert: dict[str, torch.Tensor],
 ) -> IterationFacts:
     """Return the counters of the state that an iteration has just made.
-
-    `train_step` has returned and the loop has not counted it yet.
 
     Args:
         args: Megatron's arguments.
         iteration: the state's now.
         grad_norm: what train_step returned.
         num_tokens: of the batch, with --calculate-per-token-loss.
-        num_samples: of the iteration, to be added to the consumed ones.
+        num_samples: of the iteration, if the loop has not counted them yet.
         num_floating_point_operations: so far, this iteration included.
         tokens_per_expert: of this rank.
     """
@@ -138,7 +137,7 @@ def iteration_facts(
         grad_norm=None if grad_norm is None else float(grad_norm),
         num_tokens=None if num_tokens is None else int(num_tokens),
         consumed_train_samples=args.consumed_train_samples + num_samples,
-        consumed_valid_samples=args.consumed_valid_samples + _evaluation_samples(args, iteration),
+        consumed_valid_samples=args.consumed_valid_samples,
         skipped_train_samples=args.skipped_train_samples,
         num_floating_point_operations=num_floating_point_operations,
         num_microbatches=get_num_microbatches(),
@@ -146,18 +145,11 @@ def iteration_facts(
     )
 
 
-def _evaluation_samples(args: argparse.Namespace, iteration: int) -> int:
-    """Return the validation samples that the loop consumes before the next iteration.
-
-    Training goes on behind the evaluation of a recovered iteration, as it does after stock --load.
-    """
-    is_due = args.do_valid and args.eval_interval and iteration % args.eval_interval == 0
-    first = args.start_eval_at_iter
-    if not is_due or (first is not None and iteration < first):
-        return 0
-    eval_iters = args.eval_iters if isinstance(args.eval_iters, int) else sum(args.eval_iters)
-    batch_size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
-    return int(eval_iters * batch_size)
+def is_evaluated(args: argparse.Namespace, iteration: int) -> bool:
+    """Return whether the loop evaluates the state of an iteration before it trains on."""
+    if not args.do_valid or not args.eval_interval or iteration % args.eval_interval:
+        return False
+    return args.start_eval_at_iter is None or iteration >= args.start_eval_at_iter
 
 
 def resume(args: argparse.Namespace, record: IterationRecord) -> None:

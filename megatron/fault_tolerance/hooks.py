@@ -31,7 +31,8 @@ def installed(run: TrainingRun) -> Iterator[None]:
     except (
         SystemExit
     ) as exit_:  # all of Megatron's --exit-* flags, and a failed validation of results
-        run.end("exit flag" if not exit_.code else f"exit code {exit_.code}")
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        run.end(f"exit code {code}" if code else "exit flag", code)
         raise
     finally:
         patches.restore()

@@ -54,7 +54,10 @@ class TrainingRun:
         self._router_load = RouterLoad()
         self._record_to_resume: IterationRecord | None = None
         self._num_floating_point_operations = 0.0
-        self._last_facts: IterationFacts | None = None
+        self._grad_norm: float | None = None
+        self._iteration_s = self._stall_s = 0.0
+        self._is_seam_open = False  # the engine has not acted on the last iteration yet
+        self._is_in_iteration = False
         self._has_ended = False
 
     @property
@@ -156,7 +159,9 @@ class TrainingRun:
 
     def begin_iteration(self, iteration: int) -> None:
         """The loop is about to run an iteration."""
-        self.iteration = iteration
+        if self._is_seam_open:  # the state was evaluated
+            self._stall_s = self._pass_seam(self._iteration_s)
+        self.iteration, self._is_in_iteration = iteration, True
         self.num_tokens = None
         self._resume_rng()  # nothing draws random numbers any more before forward
         self._router_load.begin()
@@ -207,15 +212,17 @@ class TrainingRun:
         args = get_args()
         self.iteration += 1
         num_samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
-        iteration_s = time.perf_counter() - self._iteration_start_s
-        stall_s = 0.0
+        iteration_s = self._iteration_s = time.perf_counter() - self._iteration_start_s
+        self._is_in_iteration = False
+        stall_s, self._stall_s = self._stall_s, 0.0
         if self._session is not None:
             self._num_floating_point_operations += num_floating_point_operations(args, num_samples)
-            facts = self._facts(args, num_samples, None if is_skipped else grad_norm)
-            self._last_facts, session = facts, self._session
-            stall_s = session.engine.end_iteration(
-                self.iteration, iteration_s, lambda: session.capture(facts)
-            )
+            self._grad_norm = None if is_skipped else grad_norm
+            if checkpointing.is_evaluated(args, self.iteration):
+                # Evaluation moves random numbers and the validation data: the state is taken behind it.
+                self._is_seam_open = True
+            else:
+                stall_s += self._pass_seam(iteration_s, num_samples)
         loss = losses.get("lm loss")
         times = {"iteration_s": iteration_s, "stall_s": stall_s}
         self.event_log.write(
@@ -232,11 +239,20 @@ class TrainingRun:
         if self._session is not None:
             self._session.engine.drain(self._write_report)
 
-    def _facts(self, args: Any, num_samples: int, grad_norm: float | None) -> IterationFacts:
+    def _pass_seam(self, iteration_s: float, num_samples: int = 0) -> float:
+        """Let the engine act on the state as it is now; return the seconds waited at the last fence."""
+        assert self._session is not None
+        session, facts = self._session, self._facts(num_samples)
+        self._is_seam_open = False
+        return session.engine.end_iteration(
+            self.iteration, iteration_s, lambda: session.capture(facts)
+        )
+
+    def _facts(self, num_samples: int = 0) -> IterationFacts:
         return checkpointing.iteration_facts(
-            args,
+            get_args(),
             self.iteration,
-            grad_norm=grad_norm,
+            grad_norm=self._grad_norm,
             num_tokens=self.num_tokens,
             num_samples=num_samples,
             num_floating_point_operations=self._num_floating_point_operations,
@@ -265,20 +281,28 @@ class TrainingRun:
     def end_training(self) -> None:
         """`train` has returned, or leaves by one of Megatron's --exit-* paths. Called by all ranks."""
         self._resume_rng()  # nothing was left to train
-        if self._session is not None and self._last_facts is not None:
-            self._session.finish(self.iteration, self._last_facts)
+        # An exit in the middle of an iteration leaves half of it in the buffers: that is no state.
+        if self._session is not None and not self._is_in_iteration:
+            if self._is_seam_open:
+                self._pass_seam(self._iteration_s)
+            self._session.finish(self.iteration, self._facts())
             self._session.engine.drain(self._write_report)
         if self.config.observability.state_digest:
             self._write_digest(get_args().consumed_train_samples)
 
-    def end(self, reason: str) -> None:
-        """`pretrain` has returned or exited: the last checkpoint and evaluation are done."""
+    def end(self, reason: str, exit_code: int = 0) -> None:
+        """`pretrain` has returned or exited: the last checkpoint and evaluation are done.
+
+        Args:
+            reason: for the event log.
+            exit_code: if it is not 0 the job is to be started again, and finds its memory.
+        """
         # On a CPU this is the largest resident set, see cpu_device.py.
         peak_bytes = torch.cuda.max_memory_allocated()
         self.event_log.write(
             "end", self.iteration, reason=reason, peak_device_memory_bytes=peak_bytes
         )
-        self._has_ended = True
+        self._has_ended = exit_code == 0 and not self._is_in_iteration
 
     def close(self) -> None:
         """End checkpointing and close the event log."""

@@ -58,6 +58,14 @@ class Agreement:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value. Setup and recovery only; called by all ranks."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
     def barrier(self) -> None:
         """Wait for all ranks; raises RuntimeError if one does not come in time."""
         if self._group is not None:

@@ -4,8 +4,8 @@ It does not know which strategy it runs. The training thread calls the methods a
 copying is engine/snapshot.py, sending engine/peers.py, writing engine/persist.py.
 
 Whether a snapshot is taken, is complete or goes to storage is decided by all ranks together
-(engine/agreement.py): a region is overwritten only when every rank has a newer snapshot committed and at its
-peers, so there always is one that all ranks have.
+(engine/agreement.py): a region is overwritten only when every rank has a newer snapshot committed, and has
+sent it to the peers that take it, so there always is one that all ranks have.
 """
 
 import shutil
@@ -30,7 +30,7 @@ from moe_ft.engine.regions import (
     rank_and_holder,
     replica_directory,
 )
-from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter, pin
+from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter, pin, unpin
 from moe_ft.errors import DegradedError
 from moe_ft.formats import Identity, IndexHead, decode
 from moe_ft.planning.strategies import SnapshotPlan, Strategy
@@ -115,6 +115,7 @@ class CheckpointEngine:
         self._complete: Region | None = None
         self._complete_iteration: int | None = None  # known also where a peer alone has it
         self._num_complete = 0
+        self._has_removed_left_overs = False
         self._start_iteration = self._last_snapshot_iteration = 0
         self._persisted_iteration: int | None = None
         self._printed_s: dict[str, float] = {}
@@ -151,7 +152,7 @@ class CheckpointEngine:
         Args:
             iteration: the state's.
             is_restored: whether it was recovered; regions that hold it are then kept until a newer
-                snapshot is complete. After a fresh start nothing older counts any more.
+                snapshot is complete. After a fresh start every region may be overwritten.
 
         Raises:
             OSError: if the memory directory cannot be made or has no room.
@@ -163,16 +164,13 @@ class CheckpointEngine:
                 Region(directory, number, source.region_bytes)
                 for number in range(NUM_REPLICA_REGIONS)
             ]
-        is_on_gpu = any(each.parameter.is_cuda for each in context.parameters)
         for region in [*self._regions, *chain.from_iterable(self._replicas.values())]:
             region.open()
-            if is_on_gpu:
-                pin(region)
-            if not is_restored:
-                region.invalidate()
-            elif holds(region, context.identity.lineage, iteration):
+            if is_restored and holds(region.index_path, context.identity.lineage, iteration):
                 region.iteration = iteration
         for region in self._regions:
+            if self._is_on_gpu:
+                pin(region)
             if region.iteration is not None and self._complete is None:
                 region.advance(Role.RECOVERY)
                 self._complete = region
@@ -207,6 +205,7 @@ class CheckpointEngine:
             int(is_ready),
             int(self._is_writer_idle),
             int(not self._persist.has_failed),
+            int(self._job is None or self._job.is_protected),
             int(goes_on),
         ]
         if self._tuner is not None:
@@ -245,9 +244,11 @@ class CheckpointEngine:
         """
         if not self._agreement.is_under_way:  # a skipped step has no fence
             self.before_step()
-        state, is_ready, is_writer_idle, can_persist, _, *costs = self._agreement.result()
+        state, is_ready, is_writer_idle, can_persist, is_protected, _, *costs = (
+            self._agreement.result()
+        )
         is_busy = self._job is not None or self._persist.region is not None
-        self._settle(SnapshotState(state))
+        self._settle(SnapshotState(state), is_protected=bool(is_protected))
         self._poll_persist(can_go_on=bool(can_persist))
         if self._tuner is not None:
             self._tuner.end_iteration(iteration_s, is_busy=is_busy)
@@ -275,8 +276,8 @@ class CheckpointEngine:
         interval = self._settings.interval if self._tuner is None else self._tuner.interval
         return bool(interval) and iteration - self._last_snapshot_iteration >= (interval or 0)
 
-    def _settle(self, state: SnapshotState) -> None:
-        """Act on what all ranks together say of the last snapshot."""
+    def _settle(self, state: SnapshotState, *, is_protected: bool) -> None:
+        """Act on what all ranks together say of the last snapshot, and whether all peers have it."""
         job = self._job
         if job is None or state is SnapshotState.RUNNING:
             return
@@ -291,7 +292,8 @@ class CheckpointEngine:
         job.region.advance(Role.RECOVERY)
         if before is not None and before.role is Role.RECOVERY:
             before.advance(Role.FREE)
-        if self._num_complete == 0:
+        if is_protected and not self._has_removed_left_overs:
+            self._has_removed_left_overs = True
             self._remove_left_overs()
         self._num_complete += 1
         persist_interval = self._settings.persist_interval
@@ -356,6 +358,10 @@ class CheckpointEngine:
                 share = self._persist.last_seconds / self._settings.persist_interval
                 self._tuner.end_checkpoint(share)
 
+    @property
+    def _is_on_gpu(self) -> bool:
+        return any(each.parameter.is_cuda for each in self._context.parameters)
+
     def drain(self, log: Callable[[Report], None]) -> None:
         """Hand over the events since the last call, and print those that say that something failed.
 
@@ -393,8 +399,10 @@ class CheckpointEngine:
             if self._job is not None:
                 self._job.copied.wait(FENCE_DEADLINE_S)
             self._begin_agreement(goes_on=time.monotonic() < deadline)
-            state, is_ready, is_writer_idle, can_persist, goes_on, *_ = self._agreement.result()
-            self._settle(SnapshotState(state))
+            state, is_ready, is_writer_idle, can_persist, is_protected, goes_on, *_ = (
+                self._agreement.result()
+            )
+            self._settle(SnapshotState(state), is_protected=bool(is_protected))
             self._poll_persist(can_go_on=bool(can_persist))
             if not goes_on:
                 self._reports.degraded("persist", iteration, "the last state is not on storage")
@@ -428,6 +436,9 @@ class CheckpointEngine:
         if self._supervisor is not None:
             self._supervisor.close()
         self._context.server.close()
+        if self._is_on_gpu:
+            for region in self._regions:
+                unpin(region)
         for regions in (self._regions, *self._replicas.values()):
             for region in regions:
                 region.close()
@@ -449,10 +460,10 @@ class CheckpointEngine:
                 context.node_dir.parent.rmdir()  # the job's, with its last node
 
 
-def holds(region: Region, lineage: str, iteration: int) -> bool:
+def holds(index_path: Path, lineage: str, iteration: int) -> bool:
     """Return whether a region holds the snapshot of an iteration of a run."""
     try:
-        index = decode(region.index_path.read_bytes(), IndexHead, str(region.index_path))
+        index = decode(index_path.read_bytes(), IndexHead, str(index_path))
     except OSError:
         return False
     return (index.identity.lineage, index.iteration) == (lineage, iteration)

@@ -25,6 +25,8 @@ from moe_ft.formats import Index, check_path, checksum, decode, encode
 from moe_ft.topology import RankInfo
 
 PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received
+_SLOWEST_BYTES_PER_S = 100e6  # of a peer that verifies a replica
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 10.0, 300.0
 _CHUNK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 1 << 30
@@ -252,6 +254,17 @@ class PeerConnection:
         self, region: Region, index: Index, keep_iteration: int | None, phase_hook: PhaseHook
     ) -> None:
         """Send a replica and wait until it is committed there; raises OSError if that fails."""
+        try:
+            self._put(region, index, keep_iteration, phase_hook)
+        except CorruptStateError:
+            raise  # an answer: the connection is in order
+        except BaseException:
+            self.close()  # in the middle of a message
+            raise
+
+    def _put(
+        self, region: Region, index: Index, keep_iteration: int | None, phase_hook: PhaseHook
+    ) -> None:
         connection = self._connected()
         content = encode(index)
         request = Put(
@@ -264,18 +277,25 @@ class PeerConnection:
         _send_all(connection, data[:half])
         phase_hook(Phase.REPLICATE, index.iteration)
         _send_all(connection, data[half:])
+        connection.settimeout(PROGRESS_TIMEOUT_S + index.file_bytes / _SLOWEST_BYTES_PER_S)
         reply = _REPLY.decode(_receive_header(connection))
+        connection.settimeout(PROGRESS_TIMEOUT_S)
         if reply.error:
             raise CorruptStateError(reply.error)
 
     def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytearray:
         """Return a range of a file in the peer's node memory; raises OSError if that fails."""
-        connection = self._connected()
-        _send(connection, Get(self._token, path, offset, num_bytes))
-        reply = _REPLY.decode(_receive_header(connection))
+        try:
+            connection = self._connected()
+            _send(connection, Get(self._token, path, offset, num_bytes))
+            reply = _REPLY.decode(_receive_header(connection))
+            content = _receive(connection, reply.num_bytes)
+        except BaseException:
+            self.close()  # in the middle of a message
+            raise
         if reply.error:
             raise OSError(reply.error)
-        return _receive(connection, reply.num_bytes)
+        return content
 
     def close(self) -> None:
         """Close the connection."""
@@ -291,29 +311,22 @@ class PeerReplicator:
         self, peers: Sequence[RankInfo], token: str, reports: Reports, phase_hook: PhaseHook
     ) -> None:
         self._reports, self._phase_hook = reports, phase_hook
-        self._connections = {
-            peer.rank: PeerConnection(peer.address, token) for peer in peers if peer.address
+        self._pairs = {
+            peer.rank: _Pair(PeerConnection(peer.address, token)) for peer in peers if peer.address
         }
+        self._is_lacking_address = len(self._pairs) < len(peers)
 
-    def replicate(self, region: Region, index: Index, keep_iteration: int | None) -> None:
-        """Send a region to all peers; a pair that fails is off until the next start."""
+    def replicate(self, region: Region, index: Index, keep_iteration: int | None) -> bool:
+        """Send a region to all peers; return whether all of them have it.
+
+        A pair that fails is tried again with the next snapshot, then less and less often.
+        """
         start = time.perf_counter()
-        reached = []
-        for rank, connection in list(self._connections.items()):
-            try:
-                connection.put(region, index, keep_iteration, self._phase_hook)
-                reached.append(rank)
-            except CorruptStateError as error:  # the pair works: the next replica may be fine
-                self._reports.degraded("replicate", index.iteration, f"rank {rank}: {error}")
-            except Exception as error:  # of the network, or an injected one
-                connection.close()
-                del self._connections[rank]
-                self._reports.degraded(
-                    "replicate",
-                    index.iteration,
-                    f"rank {rank} does not take replicas: {type(error).__name__}: {error}; "
-                    "no more are sent to it until the next start",
-                )
+        reached = [
+            rank
+            for rank, pair in self._pairs.items()
+            if self._send(rank, pair, region, index, keep_iteration)
+        ]
         if reached:
             self._reports.add(
                 "replicate",
@@ -323,11 +336,50 @@ class PeerReplicator:
                 num_units=len(index.units),
                 peers=reached,
             )
+        return len(reached) == len(self._pairs) and not self._is_lacking_address
+
+    def _send(
+        self, rank: int, pair: "_Pair", region: Region, index: Index, keep_iteration: int | None
+    ) -> bool:
+        wait_s = pair.retry_s - time.monotonic()
+        if wait_s > 0:
+            reason = f"rank {rank} failed {pair.num_failures} times; tried again in {wait_s:.0f} s"
+            self._reports.add("skipped", index.iteration, part="replicate", reason=reason)
+            return False
+        try:
+            pair.connection.put(region, index, keep_iteration, self._phase_hook)
+        except Exception as error:  # of the network, the peer, or an injected one
+            pair.fail()
+            self._reports.degraded(
+                "replicate",
+                index.iteration,
+                f"rank {rank} did not take the replica: {type(error).__name__}: {error}; until it takes "
+                "one, a loss of this node costs what came after the last one",
+            )
+            return False
+        pair.num_failures = 0
+        return True
 
     def close(self) -> None:
         """Close all connections."""
-        for connection in self._connections.values():
-            connection.close()
+        for pair in self._pairs.values():
+            pair.connection.close()
+
+
+class _Pair:
+    """The connection to one peer, and when to try it again after failures."""
+
+    def __init__(self, connection: PeerConnection) -> None:
+        self.connection = connection
+        self.num_failures = 0
+        self.retry_s = 0.0
+
+    def fail(self) -> None:
+        """Note a failure: the next snapshot tries again, the ones after that wait longer and longer."""
+        self.num_failures += 1
+        if self.num_failures > 1:
+            delay_s = min(_FIRST_RETRY_S * 2 ** (self.num_failures - 2), _LONGEST_RETRY_S)
+            self.retry_s = time.monotonic() + delay_s
 
 
 def own_host(master_addr: str) -> str:

@@ -26,10 +26,13 @@ from moe_ft.faults import Phase
 
 _HEARTBEAT_STALE_S = 10.0
 _SUPERVISION_S = 0.25
-_MAX_RESTARTS = 5
+_MAX_QUICK_RESTARTS = 5
+_RESTART_DELAY_S = 60.0
 _MIN_DEADLINE_S = 120.0
 _SLOWEST_BYTES_PER_S = 20e6
 _END_S = 2.0
+_START_S = 30.0
+_HEALTHY_S = 600.0  # a writer that lives as long has earned new restarts
 _RESTART_NAME = "restart"
 _LOG_NAME = "writer.log"
 
@@ -155,12 +158,13 @@ class WriterSupervisor:
             target=self._supervise, args=(started,), name="moe_ft-writer", daemon=True
         )
         self._thread.start()
-        started.wait()
+        started.wait(_START_S)
 
     def _supervise(self, started: threading.Event) -> None:
         # The writer dies with the thread that started it, so this one starts it and stays.
-        reason = ""
-        for num_restarts in range(_MAX_RESTARTS + 1):
+        num_restarts = 0
+        while True:
+            launched_s = time.monotonic()
             try:
                 self._launch()
             except OSError as error:
@@ -171,9 +175,12 @@ class WriterSupervisor:
             started.set()
             if self._should_end.is_set():
                 return
-            last = num_restarts == _MAX_RESTARTS
-            then = "it is not started again" if last else "it is started again"
+            num_restarts = 0 if time.monotonic() - launched_s > _HEALTHY_S else num_restarts + 1
+            delay_s = 0.0 if num_restarts <= _MAX_QUICK_RESTARTS else _RESTART_DELAY_S
+            then = f"it is started again in {delay_s:.0f} s" if delay_s else "it is started again"
             self._reports.degraded("writer", 0, f"the writer process {reason}; {then}")
+            if self._should_end.wait(delay_s):
+                return
 
     def _launch(self) -> None:
         for name in (HEARTBEAT_NAME, _RESTART_NAME):
@@ -204,13 +211,16 @@ class WriterSupervisor:
     def _kill(self) -> None:
         assert self._process is not None
         self._process.kill()
-        self._process.wait()
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # stuck in the kernel: it ends when storage answers
+            self._process.wait(_END_S)
 
     def close(self) -> None:
         """End the writer."""
         self._should_end.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(2 * _END_S)
         if self._process is not None:
             if self._process.stdin is not None:
                 self._process.stdin.close()

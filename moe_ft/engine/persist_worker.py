@@ -149,7 +149,8 @@ class PersistWorker:
         tag = file_tag(index.identity)
         data_path = rank_path(index.iteration, index.rank, tag, "safetensors")
         index_path = rank_path(index.iteration, index.rank, tag, "json")
-        self._storage.remove_incomplete(index.rank, index.iteration)
+        if request.writes_manifest:  # one rank for all: it reads every manifest
+            self._storage.remove_incomplete(index.iteration)
         named = encode(msgspec.structs.replace(index, file=data_path.rpartition("/")[2]))
         # A request may be served twice, when a writer dies between its work and its answer.
         if not self._storage.exists(index_path) or self._storage.read(index_path) != named:
@@ -205,6 +206,8 @@ class PersistWorker:
                     f"{index.iteration} in time"
                 )
             time.sleep(_STORAGE_POLL_S)
+        if not is_wanted():
+            raise TimeoutError(f"iteration {index.iteration} was given up")
         manifest = self._storage.write_manifest(index.iteration, tag, world_size)
         self._storage.retain(manifest, self._keep)
 

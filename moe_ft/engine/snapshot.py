@@ -45,15 +45,15 @@ class SnapshotState(IntEnum):
 
     RUNNING = 0
     FAILED = 1
-    COMPLETE = 2  # committed and at its peers
+    COMPLETE = 2  # committed, and sent to the peers that take it
     NONE = 3
 
 
 class Replicator(Protocol):
     """Sends committed regions to peers."""
 
-    def replicate(self, region: Region, index: Index, keep_iteration: int | None) -> None:
-        """Send a region; failures are reported, not raised."""
+    def replicate(self, region: Region, index: Index, keep_iteration: int | None) -> bool:
+        """Send a region; return whether all peers have it. Failures are reported, not raised."""
         ...
 
 
@@ -64,6 +64,7 @@ class SnapshotJob:
     Attributes:
         keep_iteration: the newest complete snapshot, which peers must not overwrite yet.
         ready: on a GPU, the event after which the state may be read.
+        is_protected: whether all peers have it, once it is complete.
     """
 
     region: Region
@@ -74,6 +75,7 @@ class SnapshotJob:
     ready: Any = None
     copied: threading.Event = field(default_factory=threading.Event)
     is_abandoned: bool = False
+    is_protected: bool = True
     state: SnapshotState = SnapshotState.RUNNING
     copy_s: float = 0.0
     complete_s: float = 0.0
@@ -156,7 +158,7 @@ class SnapshotWriter:
             level=dict(Counter(place.level.value for place in job.layout.units)),
         )
         if self._replicator is not None:
-            self._replicator.replicate(job.region, index, job.keep_iteration)
+            job.is_protected = self._replicator.replicate(job.region, index, job.keep_iteration)
         job.complete_s = time.perf_counter() - start
         job.state = SnapshotState.COMPLETE
 
@@ -286,6 +288,12 @@ def _mark_absent(
         msgspec.structs.replace(tensor, is_absent=(tensor.parameter, tensor.key) in absent)
         for tensor in tensors
     )
+
+
+def unpin(region: Region) -> None:
+    """Undo `pin`, before the memory is unmapped."""
+    view = torch.frombuffer(region.mapping, dtype=torch.uint8)
+    torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
 
 
 def pin(region: Region) -> None:

@@ -214,13 +214,10 @@ class Storage:
         live: list[Manifest] = [newest]
         dead: list[Manifest] = []
         for iteration in self.iterations():
-            manifest = None if iteration == newest.iteration else self._readable(iteration)
-            if manifest is None:
-                continue
-            if manifest.identity.lineage == newest.identity.lineage:
-                (live if len(live) < keep and iteration < newest.iteration else dead).append(
-                    manifest
-                )
+            # Newer ones are there after a recovery from an old one: they stay until the run passes them.
+            manifest = None if iteration >= newest.iteration else self._readable(iteration)
+            if manifest is not None and manifest.identity.lineage == newest.identity.lineage:
+                (live if len(live) < keep else dead).append(manifest)
         for manifest in dead:
             self.remove(f"{iteration_directory(manifest.iteration)}/{MANIFEST_NAME}")
         needed = self._needed()
@@ -249,26 +246,25 @@ class Storage:
         is_live = any(manifest.iteration == iteration for manifest in live)
         return self.has_manifest(iteration) and not is_live
 
-    def _remove_unneeded(self, iteration: int, needed: set[str], prefix: str = "") -> None:
+    def _remove_unneeded(self, iteration: int, needed: set[str]) -> None:
         directory = self._full(iteration_directory(iteration))
         for entry in self._list(directory):
             name = entry.rpartition("/")[2]
             path = f"{iteration_directory(iteration)}/{name}"
-            if _OUR_FILE.fullmatch(name) and name.startswith(prefix) and path not in needed:
+            if _OUR_FILE.fullmatch(name) and path not in needed:
                 self.remove(path)
         with suppress(OSError):
             self._file_system.rmdir(directory)  # only if it is empty
 
-    def remove_incomplete(self, rank: int, before: int) -> None:
-        """Remove a rank's files of older iterations that never became a checkpoint.
+    def remove_incomplete(self, before: int) -> None:
+        """Remove files of older iterations that never became a checkpoint.
 
         Call it when no older checkpoint can become complete any more; it makes room on a full disk.
         """
         needed = self._needed()
-        prefix = f"rank_{rank:05d}_"
         for iteration in self.iterations():
             if iteration < before and not self.has_manifest(iteration):
-                self._remove_unneeded(iteration, needed, prefix)
+                self._remove_unneeded(iteration, needed)
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there."""

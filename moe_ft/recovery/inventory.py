@@ -18,12 +18,14 @@ class Inventory:
     Attributes:
         versions: usable as far as the look went; their data has not been read yet.
         problems: what was found and cannot be used, and why.
+        is_unreadable: whether a place could not be looked at, so that nobody knows what is there.
         identities: one for each (lineage, fingerprint) that was found, and where.
     """
 
     versions: list[Version] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     identities: list[tuple[str, Identity]] = field(default_factory=list)
+    is_unreadable: bool = False
 
     def add_identity(self, where: str, identity: Identity) -> None:
         """Remember a run that was seen."""
@@ -35,6 +37,7 @@ class Inventory:
         """Add what another look has found."""
         self.versions += other.versions
         self.problems += other.problems
+        self.is_unreadable |= other.is_unreadable
         for where, identity in other.identities:
             self.add_identity(where, identity)
 
@@ -81,8 +84,9 @@ def look_at_storage(storage: Storage) -> Inventory:
     inventory = Inventory()
     try:
         iterations = storage.iterations()
-    except OSError as error:
-        inventory.problems.append(f"{storage.url} cannot be read: {error}")
+    except Exception as error:  # back ends raise what they like
+        inventory.problems.append(f"{storage.url} cannot be read: {type(error).__name__}: {error}")
+        inventory.is_unreadable = True
         return inventory
     for iteration in iterations:
         where = f"{storage.url}/iter_{iteration:07d}"
@@ -91,8 +95,12 @@ def look_at_storage(storage: Storage) -> Inventory:
                 inventory.problems.append(f"{where} has no manifest: it was never completed")
                 continue
             manifest = storage.manifest(iteration)
-        except OSError as error:
-            inventory.problems.append(_problem(error, where))
+        except CorruptStateError as error:
+            inventory.problems.append(str(error))
+            continue
+        except Exception as error:
+            inventory.problems.append(f"{where} cannot be read: {type(error).__name__}: {error}")
+            inventory.is_unreadable = True
             continue
         inventory.add_identity(where, manifest.identity)
         inventory.versions += [

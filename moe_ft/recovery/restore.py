@@ -96,7 +96,7 @@ def _fetch_unit(
         try:
             unit, content = read_unit(reader, name)
             _check_tensors(owned, unit.tensors, name)
-        except OSError as error:
+        except Exception as error:  # whatever a back end raises, the next source may have it
             fetched.problems.append(f"{source.tier} {_where(source)}: {error}")
             continue
         fetched.units[name] = (unit, content)
@@ -134,10 +134,22 @@ def _open(
     if source not in readers:
         try:
             readers[source] = open_source(source)
-        except OSError as error:
+            _check_is_planned(readers[source], source)
+        except Exception as error:  # as above
             readers[source] = None
             fetched.problems.append(f"{source.tier} {_where(source)}: {error}")
     return readers[source]
+
+
+def _check_is_planned(reader: StateReader | None, source: Source) -> None:
+    """Raise CorruptStateError if a place holds something else than when the recovery was planned."""
+    assert reader is not None
+    index, version = reader.index, source.version
+    found = (index.rank, index.iteration, index.identity.lineage, index.identity.history)
+    if found != (version.rank, version.iteration, version.lineage, version.history):
+        raise CorruptStateError(
+            f"it now holds iteration {index.iteration} of rank {index.rank}, not what was planned"
+        )
 
 
 def _where(source: Source) -> str:

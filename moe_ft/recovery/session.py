@@ -26,6 +26,7 @@ from moe_ft.engine.engine import (
     CheckpointEngine,
     EngineContext,
     EngineSettings,
+    holds,
     num_regions,
 )
 from moe_ft.engine.layout import FileLayout, lay_out
@@ -37,10 +38,11 @@ from moe_ft.engine.regions import (
     make_private,
     node_directory,
     own_directory,
+    rank_and_holder,
 )
 from moe_ft.engine.storage import LOCK_NAME, LOCK_STALE_S, Storage
 from moe_ft.errors import ConfigError, PlanError, SnapshotError, UnrecoverableError
-from moe_ft.formats import Identity, IterationRecord, differing_settings
+from moe_ft.formats import Identity, IterationRecord, checksum, differing_settings
 from moe_ft.planning.placement import (
     default_replication_factor,
     place_replicas,
@@ -73,7 +75,8 @@ from moe_ft.state.slices import describe
 from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import Level, parse_unit
 
-_AGREEMENT_TIMEOUT_S = 600.0
+# What else decides which slice of which parameter a rank has, such as the sizes of gradient buckets.
+_CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
 _LOCK_POLL_S = 0.5
 _OLD_START_S = 20.0  # an older start's ranks may take a moment to die
 
@@ -88,6 +91,7 @@ class JobFacts:
         fingerprint: the settings that state depends on, by flag.
         iteration: where training goes on if nothing is recovered (--load may have set it).
         is_deterministic: whether a replay computes the same bits.
+        timeout_s: of the job's process groups.
     """
 
     rank: int
@@ -98,6 +102,7 @@ class JobFacts:
     fingerprint: dict[str, Any]
     iteration: int
     is_deterministic: bool
+    timeout_s: float
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,7 +137,7 @@ class Session:
     ) -> None:
         self._config, self._facts, self._phase_hook = config, facts, phase_hook
         self._model, self._optimizer, self._scheduler = built
-        self._agreement = Agreement(_AGREEMENT_TIMEOUT_S)
+        self._agreement = Agreement(facts.timeout_s)
         self._job_id = config.memory.resolve_job_id(os.environ)
         self._node = config.memory.resolve_node_id(os.environ, socket.gethostname())
         self._node_dir = node_directory(config.memory.memory_dir, self._job_id, self._node)
@@ -211,6 +216,11 @@ class Session:
             (secrets.token_hex(16), f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}")
         )[0]
         server.admit(self._token)
+        cuts = checksum(
+            repr([(each.name, each.start, each.end) for each in self._parameters]).encode()
+        )
+        all_cuts = checksum("".join(self._agreement.gather(cuts)).encode())
+        self._fingerprint = {**self._facts.fingerprint, _CUTS: all_cuts}
         return server
 
     def _lay_out(self, plan: SnapshotPlan) -> FileLayout:
@@ -376,6 +386,12 @@ class Session:
                 recovery.sources = dict(fetched.sources)
                 return recovery, plan
             recovery.problems += failures
+        if inventory.is_unreadable:
+            raise UnrecoverableError(
+                f"--moe-ft-persist-dir={self._config.storage.persist_dir} could not be read: "
+                f"{'; '.join(inventory.problems)}. What is there may be the state to go on from: make it "
+                "readable, or start without it with --moe-ft-recover-from load."
+            )
         self._say_missing(recovery.problems)
         return recovery, None
 
@@ -385,20 +401,21 @@ class Session:
 
     def _look(self) -> Inventory:
         """Look at all nodes' memory and, once, at storage."""
-        own = Inventory()
+        own, stored = Inventory(), Inventory()
         if self._is_lowest_on_node:
             own = look_at_memory(self._node_dir, self._node, self._job_id)
         if self._facts.rank == 0 and self._storage is not None:
-            own.merge(look_at_storage(self._storage))
+            stored = look_at_storage(self._storage)
         inventory = Inventory()
-        for found in self._agreement.gather(own):
+        # Apart from the gather, which pads what every rank sends to the longest.
+        for found in (*self._agreement.gather(own), self._agreement.broadcast(stored)):
             inventory.merge(found)
         return inventory
 
     def _check_identity(self, inventory: Inventory) -> None:
         """Raise ConfigError if what was found is the state of another model or layout."""
         for where, identity in inventory.identities:
-            ours, theirs = self._facts.fingerprint, identity.fingerprint
+            ours, theirs = self._fingerprint, identity.fingerprint
             differences = differing_settings(ours, theirs)
             if differences:
                 raise ConfigError(
@@ -448,6 +465,25 @@ class Session:
                 "--moe-ft-on-missing start to begin from --load or afresh."
             )
 
+    def _make_room(self, recovery: Recovery, peers: Sequence[tuple[int, ...]]) -> None:
+        """Remove what other placements have left on this node and the recovery does not rest on.
+
+        What it rests on stays until a newer snapshot is complete and at its peers.
+        """
+        here = {info.rank for info in self._topology.on_node(self._node)}
+        for directory in self._node_dir.iterdir() if self._is_lowest_on_node else ():
+            owner, holder = rank_and_holder(directory.name)
+            is_used = holder in here and (
+                owner == holder or owner in sources_of(peers, holder or 0)
+            )
+            if owner is None or is_used:
+                continue
+            for data in directory.glob("region_*.safetensors"):
+                index = data.with_suffix(".json")
+                if recovery.record is None or not holds(index, self._lineage, recovery.iteration):
+                    index.unlink(missing_ok=True)
+                    data.unlink(missing_ok=True)
+
     def _start_engine(
         self,
         recovery: Recovery,
@@ -464,7 +500,7 @@ class Session:
             job_id=self._job_id,
             lineage=lineage,
             history=history,
-            fingerprint=self._facts.fingerprint,
+            fingerprint=self._fingerprint,
             world_size=self._facts.world_size,
             strategy=config.strategy.strategy,
         )
@@ -508,13 +544,18 @@ class Session:
             self._record_taker.complete,
         )
 
+        self._lineage = lineage
+
         def start() -> None:
             try:
+                self._make_room(recovery, peers)
                 self.engine.start(recovery.iteration, is_restored=plan is not None)
             except (OSError, SnapshotError) as error:
                 raise ConfigError(
                     f"--moe-ft-memory-dir={config.memory.memory_dir} cannot hold the regions of rank "
-                    f"{rank} on node {self._node}: {error}. Free memory there, or enlarge its file system."
+                    f"{rank} on node {self._node}: {error}. Enlarge its file system (mount -o "
+                    "remount,size=...): what other ranks have left there is needed until a new "
+                    "snapshot is complete."
                 ) from error
 
         self._check_together(start)

@@ -104,6 +104,7 @@ def local_parameters(
             unit, name = global_name(local_name, modules)
             inner, master, slice_ = owners.get(parameter, (None, None, None))
             found.append((unit, name, parameter, inner, master, slice_))
+    assert len({name for _, name, *_ in found}) == len(found), "two parameters of one name"
     slices = _replicated_slices(found, places, assign_slices)
     return [
         LocalParameter(

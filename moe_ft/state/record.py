@@ -21,6 +21,9 @@ from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, dtype_name
 from moe_ft.state.tensors import inner_optimizers
 
+# Of a parameter group: from the command line, where they may change from start to start.
+_SETTINGS = ("max_lr", "min_lr")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationFacts:
@@ -144,7 +147,11 @@ def _capture_scalars(inner: Any) -> dict[str, Any]:
     found_inf = getattr(inner, "found_inf", None) if scaler else None
     return {
         "groups": [
-            {key: value for key, value in group.items() if key != "params"}
+            {
+                key: _copied(value)
+                for key, value in group.items()
+                if key != "params" and key not in _SETTINGS
+            }
             for group in inner.optimizer.param_groups
         ],
         "scaler": {key: _copied(value) for key, value in scaler.state_dict().items()}

@@ -122,6 +122,7 @@ def test_memory_directory_that_is_not_on_tmpfs_is_warned_about(
             "--expert-model-parallel-size: 2 there, 1 now; --pipeline-model-parallel-size: 1 there",
         ),
         (["--seed", "5"], "--seed: 1234 there, 5 now"),
+        (["--overlap-grad-reduce", "--ddp-num-buckets", "4"], "cuts of the state"),
     ],
 )
 def test_state_of_another_model_or_layout_is_refused(

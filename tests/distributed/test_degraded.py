@@ -152,15 +152,17 @@ def test_failing_snapshot_thread_costs_one_snapshot(
     assert job.digests() == expected
 
 
-def test_failing_pair_is_off_and_the_other_tiers_go_on(
+def test_replica_that_fails_once_is_made_up_for_by_the_next(
     job: CheckpointJob,  # noqa: F811
     expected: list[tuple[str, str]],  # noqa: F811
 ) -> None:
-    job.run("--moe-ft-inject-fault", "exception:1@3:replicate", nodes=TWO_NODES).check()
-    assert "rank 0 does not take replicas" in reasons(job, "replicate")
-    assert [line["iteration"] for line in job.events("replicate", 1)] == [1, 2]
-    assert [line["iteration"] for line in job.events("snapshot", 1)] == [1, 2, 3, 4, 5, 6]
-    assert [line["iteration"] for line in job.events("replicate", 0)] == [1, 2, 3, 4, 5, 6]
+    faults = ("exception:1@2:replicate", "lose-node:1@5:backward")
+    job.run_with_faults(*faults, nodes=lambda start: TWO_NODES)
+    assert "rank 0 did not take the replica" in reasons(job, "replicate")
+    assert [line["iteration"] for line in job.events("replicate", 1)][:3] == [1, 3, 4]
+    (recovery,) = job.events("recovery", 1)
+    assert set(recovery["sources"]) == {"peer"}
+    assert recovery["restored_iteration"] in (4, 5)
     assert job.digests() == expected
 
 

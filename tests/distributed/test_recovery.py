@@ -198,6 +198,19 @@ def test_every_line_of_a_recovery_event_is_there(job: CheckpointJob) -> None:
     json.dumps(recovery)
 
 
+def test_evaluation_that_draws_random_numbers_does_not_break_exactness(job: CheckpointJob) -> None:
+    features = ["--eval-iters", "1", "--eval-interval", "2", "--moe-input-jitter-eps", "0.01"]
+    log = job.folder / "features"
+    flags = [*job.flags()[: job.flags().index("--moe-ft-strategy")], *features, *event_flags(log)]
+    run_training(flags, NUM_RANKS, log_dir=log).check()
+    # Iteration 4 is evaluated: it is the one to go on from.
+    job.run_with_faults("kill:1@4:before-step", flags=[*features, "--moe-ft-interval", "2"])
+    assert job.events("recovery")[0]["restored_iteration"] in (2, 4)
+    for rank in range(NUM_RANKS):
+        wanted = events(log, rank, "state_digest")[-1]["sha256_all"]
+        assert job.events("state_digest", rank)[-1]["sha256_all"] == wanted
+
+
 def test_evaluation_and_per_token_loss_and_expert_bias_survive_a_recovery(
     job: CheckpointJob,
 ) -> None:

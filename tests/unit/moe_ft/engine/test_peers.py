@@ -349,31 +349,35 @@ class SlowReceiver:
 # Peers that are gone
 
 
-def test_peer_that_is_gone_is_reported_once(
+def test_peer_that_is_gone_is_tried_less_and_less_often(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator, reports: Reports
 ) -> None:
     peer.server.close()
     region, index = own_state(tmp_path, 5)
-    for _ in range(3):
-        replicator.replicate(region, index, keep_iteration=4)
-    report = only(reports)
-    assert (report.event, report.fields["part"]) == ("degraded", "replicate")
-    assert "rank 7 does not take replicas" in report.fields["reason"]
+    answers = [replicator.replicate(region, index, keep_iteration=4) for _ in range(4)]
+    assert answers == [False] * 4
+    first, second, *rest = reports.drain()
+    for report in (first, second):
+        assert (report.event, report.fields["part"]) == ("degraded", "replicate")
+        assert "rank 7 did not take the replica" in report.fields["reason"]
+    assert [report.event for report in rest] == ["skipped", "skipped"]
+    assert "rank 7 failed 2 times; tried again in" in rest[0].fields["reason"]
 
 
-def test_peer_that_is_gone_is_not_asked_again_even_if_it_comes_back(
+def test_peer_that_comes_back_gets_the_next_replica(
     tmp_path: Path, peer: Peer, reports: Reports
 ) -> None:
-    peer.server.close()
-    replicator = PeerReplicator([peer.info], TOKEN, reports, no_fault)
+    unreachable = socket.create_server((HOST, 0))
+    address = unreachable.getsockname()
+    unreachable.close()
+    gone = msgspec.convert({**info_fields(peer.info), "address": address}, RankInfo)
+    replicator = PeerReplicator([gone], TOKEN, reports, no_fault)
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, index, keep_iteration=4)
-    assert peer.server.address is not None
-    with socket.create_server(peer.server.address) as listener:
-        listener.setblocking(False)
-        replicator.replicate(region, index, keep_iteration=4)
-        with pytest.raises(BlockingIOError):
-            listener.accept()  # nobody has connected
+    assert not replicator.replicate(region, index, keep_iteration=4)
+    replicator._pairs[HOLDER].connection._address = peer.info.address
+    assert replicator.replicate(region, index, keep_iteration=4)
+    replicator.close()
+    assert [report.event for report in reports.drain()] == ["degraded", "replicate"]
 
 
 def test_peer_that_does_not_read_is_given_up_after_a_time_without_progress(
@@ -393,7 +397,7 @@ def test_peer_that_does_not_read_is_given_up_after_a_time_without_progress(
         replicator = PeerReplicator([silent], TOKEN, reports, no_fault)
         replicator.replicate(region, index, keep_iteration=4)
         replicator.close()
-    assert "rank 9 does not take replicas: TimeoutError" in only(reports).fields["reason"]
+    assert "rank 9 did not take the replica: TimeoutError" in only(reports).fields["reason"]
 
 
 def test_peer_that_is_left_still_gets_replicas(

@@ -221,9 +221,13 @@ def test_retention_of_runs_in_one_directory_follows_the_rule_for_the_writing_run
         storage = Storage(faulty_urls(Path())["objects"])
         for lineage, iteration in steps:
             save(storage, iteration, make_identity(lineage), keep)
-            # Those from beyond it belong to what the run went back behind.
+            # Those from beyond it stay until the run passes them; another run's is replaced.
+            newer = {each for each in expected[lineage] if each > iteration}
             older = sorted(each for each in expected[lineage] if each < iteration)
-            expected[lineage] = {iteration, *older[len(older) - min(keep - 1, len(older)) :]}
+            kept = older[len(older) - min(keep - 1, len(older)) :]
+            for other in expected.values():
+                other.discard(iteration)
+            expected[lineage] = {iteration, *kept, *newer}
             assert set(complete_iterations(storage)) == set.union(*expected.values())
 
 
@@ -245,14 +249,16 @@ def test_checkpoint_is_unmade_before_its_files_are_removed(
     assert len(removed) == 5
 
 
-def test_checkpoints_beyond_the_one_that_a_run_went_back_behind_are_unmade(
+def test_checkpoints_beyond_the_one_that_a_run_went_back_behind_stay_until_it_passes_them(
     storage: Storage,
 ) -> None:
     for iteration in (4, 6, 8):
         persist_checkpoint(storage, iteration, make_identity())
     again = make_identity(history=((0, 0), (1, 4)))
     save(storage, 5, again, 2)
-    assert complete_iterations(storage) == [5, 4]
+    assert complete_iterations(storage) == [8, 6, 5, 4]
+    save(storage, 9, again, 2)
+    assert complete_iterations(storage) == [9, 8]
 
 
 def test_checkpoint_of_an_earlier_incarnation_is_replaced_at_the_same_iteration(
@@ -309,16 +315,14 @@ def test_older_files_that_a_manifest_of_another_lineage_names_stay(storage: Stor
 def test_older_files_that_a_kept_manifest_names_are_not_incomplete(storage: Storage) -> None:
     older = persist_checkpoint(storage, 1, make_identity())
     storage.retain(rewritten(storage, 2, older), 1)
-    storage.remove_incomplete(0, before=3)
+    storage.remove_incomplete(before=3)
     assert complete_iterations(storage) == [2]
 
 
-def test_files_of_one_rank_that_never_became_a_checkpoint_are_removed(storage: Storage) -> None:
+def test_files_that_never_became_a_checkpoint_are_removed(storage: Storage) -> None:
     for rank in (0, 1):
         persist_rank(storage, rank, 3, TWO_RANKS)
-    storage.remove_incomplete(1, before=4)
-    assert {name[:10] for name in names(storage, 3)} == {"rank_00000"}
-    storage.remove_incomplete(0, before=4)
+    storage.remove_incomplete(before=4)
     assert storage.iterations() == []
 
 
@@ -327,7 +331,7 @@ def test_files_of_this_or_a_newer_iteration_are_not_removed_as_incomplete(
 ) -> None:
     for iteration in (4, 5):
         persist_rank(storage, 0, iteration, make_identity())
-    storage.remove_incomplete(0, before=4)
+    storage.remove_incomplete(before=4)
     assert storage.iterations() == [5, 4]
 
 
@@ -339,7 +343,7 @@ def test_checkpoint_whose_manifest_cannot_be_looked_at_is_not_incomplete(
     persist_checkpoint(storage, 1, make_identity())
     injector.broken = (("info", manifest_path(1)),)
     with suppress(OSError):
-        storage.remove_incomplete(0, before=2)
+        storage.remove_incomplete(before=2)
     injector.forget()
     assert complete_iterations(storage) == [1]
 
