@@ -19,7 +19,7 @@ class CheckpointJob:
         self.folder, self.memory_dir = folder, memory_dir
         self.storage = folder / "storage"
         self.events_dir = folder / "events"
-        self._base = [
+        self.base = [
             *model_flags(train_iters=NUM_ITERATIONS, hidden_dropout=0.1),
             *layout_flags({"ep": 2}),
             *dataset_flags,
@@ -28,14 +28,14 @@ class CheckpointJob:
     def reference(self) -> list[tuple[str, str]]:
         """Train without checkpoints; return the digests."""
         log = self.folder / "reference"
-        run_training([*self._base, *event_flags(log)], NUM_RANKS, log_dir=log).check()
+        run_training([*self.base, *event_flags(log)], NUM_RANKS, log_dir=log).check()
         return digests(log, NUM_RANKS)
 
     def flags(self, *flags: str, storage: bool = False) -> list[str]:
         """Return the job's flags with checkpoints in memory, and on storage if asked for."""
         tiers = ["--moe-ft-persist-dir", str(self.storage), "--moe-ft-persist-interval", "2"]
         return [
-            *self._base,
+            *self.base,
             *event_flags(self.events_dir),
             *("--moe-ft-strategy", "dense", "--moe-ft-job-id", "test"),
             *("--moe-ft-memory-dir", str(self.memory_dir)),

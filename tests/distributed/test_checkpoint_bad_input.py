@@ -1,10 +1,8 @@
 """Flags and directories that cannot work are refused with the reason and the remedy."""
 
-import os
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,23 +11,11 @@ import pytest
 from moe_ft.engine.storage import Lock, Storage
 from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import layout_flags
-from tests.distributed.test_recovery import job  # noqa: F401  # a fixture
 
 REFUSED = 2
 
 
-@pytest.fixture
-def tiny_memory(memory_dir: Path) -> Iterator[Path]:
-    folder = memory_dir / "tiny"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def refusal(job: CheckpointJob, *flags: str, storage: bool = False) -> str:  # noqa: F811
+def refusal(job: CheckpointJob, *flags: str, storage: bool = False) -> str:
     result = job.run(*flags, storage=storage)
     assert result.exit_codes[0] == REFUSED, result.output(0)[-2000:]
     (line,) = [
@@ -40,18 +26,18 @@ def refusal(job: CheckpointJob, *flags: str, storage: bool = False) -> str:  # n
     return line
 
 
-def test_persist_directory_that_cannot_be_written_is_refused(job: CheckpointJob) -> None:  # noqa: F811
+def test_persist_directory_that_cannot_be_written_is_refused(job: CheckpointJob) -> None:
     job.storage.write_text("a file")
     line = refusal(job, storage=True)
     assert f"--moe-ft-persist-dir={job.storage} cannot be used" in line
 
 
-def test_unknown_storage_protocol_is_refused(job: CheckpointJob) -> None:  # noqa: F811
+def test_unknown_storage_protocol_is_refused(job: CheckpointJob) -> None:
     line = refusal(job, "--moe-ft-persist-dir", "nosuch://bucket/path")
     assert "--moe-ft-persist-dir=nosuch://bucket/path cannot be used" in line
 
 
-def test_persist_directory_of_another_running_job_is_refused(job: CheckpointJob) -> None:  # noqa: F811
+def test_persist_directory_of_another_running_job_is_refused(job: CheckpointJob) -> None:
     ended = threading.Event()
 
     def renew() -> None:
@@ -69,7 +55,7 @@ def test_persist_directory_of_another_running_job_is_refused(job: CheckpointJob)
     assert "Name another one" in line
 
 
-def test_stale_lock_of_another_job_is_taken_over(job: CheckpointJob) -> None:  # noqa: F811
+def test_stale_lock_of_another_job_is_taken_over(job: CheckpointJob) -> None:
     job.storage.mkdir()
     lock = Lock(job_id="other", lineage="", host="elsewhere", heartbeat_s=time.time() - 3600)
     (job.storage / "moe_ft.lock").write_bytes(msgspec.json.encode(lock))
@@ -78,25 +64,26 @@ def test_stale_lock_of_another_job_is_taken_over(job: CheckpointJob) -> None:  #
 
 
 def test_regions_that_do_not_fit_the_file_system_are_refused(
-    job: CheckpointJob,  # noqa: F811
-    tiny_memory: Path,
+    job: CheckpointJob,
+    mount_small: Callable[[str], Path],
 ) -> None:
+    tiny_memory = mount_small("1m")
     line = refusal(job, "--moe-ft-memory-dir", str(tiny_memory))
     assert f"--moe-ft-memory-dir={tiny_memory}: snapshots and replicas take" in line
     assert "Enlarge it" in line
 
 
-def test_regions_above_the_memory_limit_are_refused(job: CheckpointJob) -> None:  # noqa: F811
+def test_regions_above_the_memory_limit_are_refused(job: CheckpointJob) -> None:
     line = refusal(job, "--moe-ft-host-memory-limit", "100kB")
     assert "--moe-ft-host-memory-limit=100kB: snapshots and replicas take" in line
 
 
-def test_more_replicas_than_other_nodes_are_refused(job: CheckpointJob) -> None:  # noqa: F811
+def test_more_replicas_than_other_nodes_are_refused(job: CheckpointJob) -> None:
     line = refusal(job, "--moe-ft-replication-factor", "1")
     assert "--moe-ft-replication-factor=1: 1 replicas need 2 nodes, there are 1" in line
 
 
-def test_missing_job_name_is_refused(job: CheckpointJob) -> None:  # noqa: F811
+def test_missing_job_name_is_refused(job: CheckpointJob) -> None:
     flags = job.flags()
     position = flags.index("--moe-ft-job-id")
     del flags[position : position + 2]
@@ -105,7 +92,7 @@ def test_missing_job_name_is_refused(job: CheckpointJob) -> None:  # noqa: F811
 
 
 def test_memory_directory_that_is_not_on_tmpfs_is_warned_about(
-    job: CheckpointJob,  # noqa: F811
+    job: CheckpointJob,
     tmp_path: Path,
 ) -> None:
     flags = ("--moe-ft-memory-dir", str(tmp_path / "memory"), "--exit-interval", "1")
@@ -128,7 +115,7 @@ def test_memory_directory_that_is_not_on_tmpfs_is_warned_about(
 def test_state_of_another_model_or_layout_is_refused(
     flags: list[str],
     difference: str,
-    job: CheckpointJob,  # noqa: F811
+    job: CheckpointJob,
 ) -> None:
     job.run("--exit-interval", "2", storage=True).check()
     line = refusal(job, *flags, storage=True)
@@ -136,7 +123,7 @@ def test_state_of_another_model_or_layout_is_refused(
     assert "name another --moe-ft-persist-dir" in line
 
 
-def test_second_job_of_the_same_name_is_refused(job: CheckpointJob) -> None:  # noqa: F811
+def test_second_job_of_the_same_name_is_refused(job: CheckpointJob) -> None:
     import filelock
 
     node = "thisnode"
@@ -147,7 +134,7 @@ def test_second_job_of_the_same_name_is_refused(job: CheckpointJob) -> None:  # 
     assert "rank 1 of a job of this name is running on node thisnode already" in line
 
 
-def test_memory_directories_are_private(job: CheckpointJob) -> None:  # noqa: F811
+def test_memory_directories_are_private(job: CheckpointJob) -> None:
     job.run("--moe-ft-inject-fault", "kill:0@2:backward")
     directories = [path for path in job.memory_dir.rglob("*") if path.is_dir()]
     assert directories

@@ -7,13 +7,12 @@ import pytest
 
 from moe_ft.cli import main
 from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
-from tests.distributed.test_recovery import job  # noqa: F401  # a fixture
 
 DAMAGED, REFUSED = 1, 2
 
 
 @pytest.fixture
-def left_by_a_kill(job: CheckpointJob) -> CheckpointJob:  # noqa: F811
+def left_by_a_kill(job: CheckpointJob) -> CheckpointJob:
     """Return a job that was killed after iteration 5, with memory, replicas and storage left."""
     job.run("--moe-ft-inject-fault", "kill:1@5:backward", storage=True, nodes=TWO_NODES)
     return job

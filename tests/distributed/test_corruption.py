@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
-from tests.distributed.test_recovery import expected, job  # noqa: F401  # fixtures
 
 KILL = "kill:1@4:backward"
 Damage = Callable[[Path], None]
@@ -44,8 +43,8 @@ DAMAGES = (flip_data, truncate_data, flip_index, truncate_index, remove_index)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_own_memory_is_replaced_by_the_peers_copy(
     damage: Damage,
-    job: CheckpointJob,  # noqa: F811
-    expected: list[tuple[str, str]],  # noqa: F811
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
 ) -> None:
     def between(start: int) -> None:
         for index in (job.memory_dir / "test" / "node1" / "rank_00001").glob("region_*.json"):
@@ -62,8 +61,8 @@ def test_damaged_own_memory_is_replaced_by_the_peers_copy(
 @pytest.mark.parametrize("damage", (flip_data, flip_index))
 def test_damaged_newest_state_in_all_memory_gives_way_to_the_one_before(
     damage: Damage,
-    job: CheckpointJob,  # noqa: F811
-    expected: list[tuple[str, str]],  # noqa: F811
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
 ) -> None:
     def between(start: int) -> None:
         damage(newest(list((job.memory_dir / "test").rglob("rank_00001/region_*.json"))))
@@ -77,8 +76,8 @@ def test_damaged_newest_state_in_all_memory_gives_way_to_the_one_before(
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_newest_checkpoint_on_storage_gives_way_to_the_one_before(
     damage: Damage,
-    job: CheckpointJob,  # noqa: F811
-    expected: list[tuple[str, str]],  # noqa: F811
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
 ) -> None:
     job.run("--exit-interval", "4", "--moe-ft-keep", "3", storage=True).check()
     damage(next((job.storage / "iter_0000004").glob("rank_00001_*.json")))
@@ -92,7 +91,7 @@ def test_damaged_newest_checkpoint_on_storage_gives_way_to_the_one_before(
 @pytest.mark.parametrize("position", (5, 300, -3))
 def test_damaged_manifest_makes_its_directory_no_checkpoint(
     position: int,
-    job: CheckpointJob,  # noqa: F811
+    job: CheckpointJob,
 ) -> None:
     job.run("--exit-interval", "4", "--moe-ft-keep", "3", storage=True).check()
     flip_byte(job.storage / "iter_0000004" / "manifest.json", position)

@@ -3,35 +3,20 @@
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob
-from tests.distributed.test_recovery import expected, job  # noqa: F401  # fixtures
 
 DEADLINE_S = 60.0
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a file system with room for little more than one checkpoint."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def reasons(job: CheckpointJob, part: str) -> str:  # noqa: F811
+def reasons(job: CheckpointJob, part: str) -> str:
     lines = [line for rank in range(NUM_RANKS) for line in job.events("degraded", rank)]
     return "; ".join(line["reason"] for line in lines if line["part"] == part)
 
@@ -51,7 +36,7 @@ def act_when(condition: Callable[[], bool], action: Callable[[], None]) -> threa
     return thread
 
 
-def writers(job: CheckpointJob) -> list[psutil.Process]:  # noqa: F811
+def writers(job: CheckpointJob) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -62,11 +47,11 @@ def writers(job: CheckpointJob) -> list[psutil.Process]:  # noqa: F811
 
 
 def test_full_disk_leaves_the_last_good_checkpoint_and_training_goes_on(
-    job: CheckpointJob,  # noqa: F811
-    expected: list[tuple[str, str]],  # noqa: F811
-    small_disk: Path,
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
+    mount_small: Callable[[str], Path],
 ) -> None:
-    job.storage = small_disk / "storage"
+    job.storage = mount_small("6m") / "storage"
     job.run("--moe-ft-keep", "9", storage=True).check()
     assert "No space left on device" in reasons(job, "persist")
     assert job.digests() == expected
@@ -78,8 +63,8 @@ def test_full_disk_leaves_the_last_good_checkpoint_and_training_goes_on(
 
 
 def test_storage_that_vanishes_is_reported_and_training_goes_on(
-    job: CheckpointJob,  # noqa: F811
-    expected: list[tuple[str, str]],  # noqa: F811
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
 ) -> None:
     def vanish() -> None:
         shutil.rmtree(job.storage)
@@ -93,8 +78,8 @@ def test_storage_that_vanishes_is_reported_and_training_goes_on(
 
 
 def test_memory_that_vanishes_is_reported_and_training_goes_on(
-    job: CheckpointJob,  # noqa: F811
-    expected: list[tuple[str, str]],  # noqa: F811
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
 ) -> None:
     own = job.memory_dir / "test"
     watcher = act_when(
@@ -107,8 +92,8 @@ def test_memory_that_vanishes_is_reported_and_training_goes_on(
 
 
 def test_killed_writer_is_started_again(
-    job: CheckpointJob,  # noqa: F811
-    expected: list[tuple[str, str]],  # noqa: F811
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
 ) -> None:
     watcher = act_when(lambda: bool(writers(job)), lambda: writers(job)[0].kill())
     job.run(storage=True).check()
@@ -119,8 +104,8 @@ def test_killed_writer_is_started_again(
 
 
 def test_stopped_writer_is_killed_and_replaced(
-    job: CheckpointJob,  # noqa: F811
-    expected: list[tuple[str, str]],  # noqa: F811
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
 ) -> None:
     def stop() -> None:
         os.kill(writers(job)[0].pid, signal.SIGSTOP)
@@ -133,7 +118,7 @@ def test_stopped_writer_is_killed_and_replaced(
     assert job.digests() == expected
 
 
-def test_writer_ends_with_a_killed_rank(job: CheckpointJob) -> None:  # noqa: F811
+def test_writer_ends_with_a_killed_rank(job: CheckpointJob) -> None:
     job.run("--moe-ft-inject-fault", "kill:0@4:backward", storage=True)
     deadline = time.monotonic() + DEADLINE_S
     while writers(job):
@@ -142,8 +127,8 @@ def test_writer_ends_with_a_killed_rank(job: CheckpointJob) -> None:  # noqa: F8
 
 
 def test_failing_snapshot_thread_costs_one_snapshot(
-    job: CheckpointJob,  # noqa: F811
-    expected: list[tuple[str, str]],  # noqa: F811
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
 ) -> None:
     job.run("--moe-ft-inject-fault", "exception:1@3:snapshot").check()
     assert "InjectedFaultError" in reasons(job, "snapshot")
@@ -153,8 +138,8 @@ def test_failing_snapshot_thread_costs_one_snapshot(
 
 
 def test_replica_that_fails_once_is_made_up_for_by_the_next(
-    job: CheckpointJob,  # noqa: F811
-    expected: list[tuple[str, str]],  # noqa: F811
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
 ) -> None:
     faults = ("exception:1@2:replicate", "lose-node:1@5:backward")
     job.run_with_faults(*faults, nodes=lambda start: TWO_NODES)
@@ -167,8 +152,8 @@ def test_replica_that_fails_once_is_made_up_for_by_the_next(
 
 
 def test_hanging_copy_thread_skips_snapshots_and_training_goes_on(
-    job: CheckpointJob,  # noqa: F811
-    expected: list[tuple[str, str]],  # noqa: F811
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
 ) -> None:
     job.run("--moe-ft-inject-fault", "hang:1@3:replicate", nodes=TWO_NODES).check()
     skipped = [line["reason"] for line in job.events("skipped")]
@@ -176,7 +161,7 @@ def test_hanging_copy_thread_skips_snapshots_and_training_goes_on(
     assert job.digests() == expected
 
 
-def test_degraded_part_ends_training_if_the_user_says_so(job: CheckpointJob) -> None:  # noqa: F811
+def test_degraded_part_ends_training_if_the_user_says_so(job: CheckpointJob) -> None:
     result = job.run(
         "--moe-ft-on-error", "raise", "--moe-ft-inject-fault", "exception:1@3:snapshot"
     )

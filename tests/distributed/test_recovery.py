@@ -2,28 +2,15 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.checkpoint_job import NUM_ITERATIONS, NUM_RANKS, TWO_NODES, CheckpointJob
-from tests.demo_model import event_flags
+from tests.demo_model import event_flags, layout_flags
 from tests.harness import events, run_training
 
 KILL = "kill:1@4:backward"
-
-
-@pytest.fixture
-def job(dataset_flags: list[str], tmp_path: Path, memory_dir: Path) -> CheckpointJob:
-    return CheckpointJob(dataset_flags, tmp_path, memory_dir)
-
-
-@pytest.fixture(scope="session")
-def expected(
-    dataset_flags: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[str, str]]:
-    folder = tmp_path_factory.mktemp("reference_job")
-    return CheckpointJob(dataset_flags, folder, folder).reference()
 
 
 def test_undisturbed_run_takes_every_snapshot_and_has_nothing_to_complain_about(
@@ -198,32 +185,54 @@ def test_every_line_of_a_recovery_event_is_there(job: CheckpointJob) -> None:
     json.dumps(recovery)
 
 
-def test_evaluation_that_draws_random_numbers_does_not_break_exactness(job: CheckpointJob) -> None:
-    features = ["--eval-iters", "1", "--eval-interval", "2", "--moe-input-jitter-eps", "0.01"]
-    log = job.folder / "features"
-    flags = [*job.flags()[: job.flags().index("--moe-ft-strategy")], *features, *event_flags(log)]
-    run_training(flags, NUM_RANKS, log_dir=log).check()
-    # Iteration 4 is evaluated: it is the one to go on from.
-    job.run_with_faults("kill:1@4:before-step", flags=[*features, "--moe-ft-interval", "2"])
-    assert job.events("recovery")[0]["restored_iteration"] in (2, 4)
-    for rank in range(NUM_RANKS):
-        wanted = events(log, rank, "state_digest")[-1]["sha256_all"]
-        assert job.events("state_digest", rank)[-1]["sha256_all"] == wanted
-
-
-def test_evaluation_and_per_token_loss_and_expert_bias_survive_a_recovery(
-    job: CheckpointJob,
-) -> None:
-    features = [
+FEATURES = {
+    # The router's jitter draws random numbers in evaluation too; iteration 4 is evaluated.
+    "evaluation-with-jitter": (
+        *("--eval-iters", "1", "--eval-interval", "2", "--moe-input-jitter-eps", "0.01"),
+        *("--moe-ft-interval", "2"),
+    ),
+    "ramp-up-and-expert-bias": (
         *("--eval-iters", "2", "--eval-interval", "2", "--calculate-per-token-loss"),
         *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
         *("--lr-decay-style", "cosine", "--lr-warmup-iters", "2"),
         *("--rampup-batch-size", "8", "4", "64"),
-    ]
+    ),
+    "virtual-stages-and-overlap": (
+        *layout_flags({"pp": 2, "ep": 1}),
+        *("--num-layers-per-virtual-pipeline-stage", "1"),
+        *("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3"),
+    ),
+    "full-recomputation-and-shared-experts": (
+        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+        *("--recompute-num-layers", "1", "--moe-shared-expert-intermediate-size", "64"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature_survives_a_recovery_bit_for_bit(name: str, job: CheckpointJob) -> None:
+    features = FEATURES[name]
     log = job.folder / "features"
-    flags = [*job.flags()[: job.flags().index("--moe-ft-strategy")], *features, *event_flags(log)]
-    run_training(flags, NUM_RANKS, log_dir=log).check()
-    job.run_with_faults(KILL, flags=features)
+    stock = [*job.base, *features, *event_flags(log)]
+    run_training(stock, NUM_RANKS, log_dir=log).check()
+    job.run_with_faults("kill:1@4:before-step", flags=features)
+    assert job.events("recovery")[0]["restored_iteration"] >= 2
     for rank in range(NUM_RANKS):
         wanted = events(log, rank, "state_digest")[-1]["sha256_all"]
         assert job.events("state_digest", rank)[-1]["sha256_all"] == wanted
+
+
+def test_automatic_interval_is_chosen_from_measurements_by_all_ranks_alike(
+    job: CheckpointJob,
+) -> None:
+    board = job.folder / "tensorboard"
+    flags = ("--moe-ft-interval", "auto", "--train-iters", "9", "--tensorboard-dir", str(board))
+    job.run(*flags, "--exit-interval", "9").check()
+    chosen = [job.events("interval", rank)[0] for rank in range(NUM_RANKS)]
+    assert chosen[0]["interval"] == chosen[1]["interval"] >= 1
+    assert all(line["iteration_s"] > 0 for line in chosen)
+    assert (
+        job.events("snapshot")[0]["iteration"] == 5
+    )  # behind two warm-up and three quiet iterations
+    tags = EventAccumulator(str(board)).Reload().Tags()["scalars"]
+    assert {"moe-ft/stall_s", "moe-ft/snapshot/seconds", "moe-ft/interval/interval"} <= set(tags)
