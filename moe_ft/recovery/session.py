@@ -6,9 +6,7 @@ flags on this machine is found here, before the first iteration, and by all rank
 
 import os
 import secrets
-import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +20,9 @@ from moe_ft.config import MoeFtConfig
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.engine import (
-    NUM_REPLICA_REGIONS,
     CheckpointEngine,
     EngineContext,
     EngineSettings,
-    holds,
     num_regions,
 )
 from moe_ft.engine.layout import FileLayout, lay_out
@@ -34,32 +30,29 @@ from moe_ft.engine.peers import PeerConnection, PeerServer, own_host
 from moe_ft.engine.persist import writer_command
 from moe_ft.engine.regions import (
     Region,
-    file_system_type,
-    make_private,
     node_directory,
     own_directory,
-    rank_and_holder,
 )
-from moe_ft.engine.storage import LOCK_NAME, LOCK_STALE_S, Storage
+from moe_ft.engine.storage import Storage
 from moe_ft.errors import ConfigError, PlanError, SnapshotError, UnrecoverableError
 from moe_ft.formats import Identity, IterationRecord, checksum, differing_settings
 from moe_ft.planning.placement import (
     default_replication_factor,
     place_replicas,
-    plan_node_memory,
     sources_of,
 )
 from moe_ft.planning.recovery import RecoveryPlan, Source, Tier, plan_recovery
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.planning.strategies import DenseStrategy, SnapshotPlan
-from moe_ft.recovery.cleaning import alive_lock
 from moe_ft.recovery.gather import gather_state
-from moe_ft.recovery.inventory import (
-    Inventory,
-    look_at_memory,
-    look_at_storage,
-    measure,
-    other_jobs,
+from moe_ft.recovery.inventory import Inventory, look_at_memory, look_at_storage
+from moe_ft.recovery.preflight import (
+    Site,
+    check_memory,
+    claim_memory,
+    make_room,
+    open_storage,
+    say,
 )
 from moe_ft.recovery.restore import FetchedState, fetch, put_back
 from moe_ft.recovery.sources import (
@@ -77,8 +70,6 @@ from moe_ft.units import Level, parse_unit
 
 # What else decides which slice of which parameter a rank has, such as the sizes of gradient buckets.
 _CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
-_LOCK_POLL_S = 0.5
-_OLD_START_S = 20.0  # an older start's ranks may take a moment to die
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,9 +178,17 @@ class Session:
         self._agreement.start()
         server = self._meet()
         peers = self._place()
-        self._check_together(self._prepare_directories)
-        self._check_together(self._prepare_storage)
-        self._check_together(lambda: self._check_memory(peers))
+        self._site = Site(
+            config=self._config,
+            job_id=self._job_id,
+            node=self._node,
+            node_dir=self._node_dir,
+            rank=self._facts.rank,
+            topology=self._topology,
+        )
+        self._alive = self._check_together(lambda: claim_memory(self._site))
+        self._storage = self._check_together(lambda: open_storage(self._site))
+        self._check_together(lambda: check_memory(self._site, peers))
         self._regions = [
             Region(own_directory(self._node_dir, self._facts.rank), number, self._region_bytes)
             for number in range(num_regions(persists=self._config.storage.persists))
@@ -232,16 +231,16 @@ class Session:
                 tensors.setdefault(name, []).extend(describe(local, levels[name]))
         return lay_out((parse_unit(name), levels[name], found) for name, found in tensors.items())
 
-    def _check_together(self, check: Callable[[], None]) -> None:
+    def _check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
         """Run a check on all ranks; if it fails on one, raise its ConfigError on all."""
-        problem = ""
         try:
-            check()
+            answer, problem = check(), ""
         except ConfigError as error:
             problem = str(error)
         problems = list(dict.fromkeys(each for each in self._agreement.gather(problem) if each))
         if problems:
             raise ConfigError(problems[0])
+        return answer
 
     def _place(self) -> list[tuple[int, ...]]:
         num_nodes = len(self._topology.nodes)
@@ -254,104 +253,6 @@ class Session:
             raise ConfigError(
                 f"--moe-ft-replication-factor={factor}: {error}. Lower it, or start more nodes."
             ) from error
-
-    def _prepare_directories(self) -> None:
-        memory = self._config.memory
-        try:
-            make_private(Path(memory.memory_dir))
-            make_private(self._node_dir.parent)
-            make_private(self._node_dir)
-        except OSError as error:
-            raise ConfigError(
-                f"--moe-ft-memory-dir={memory.memory_dir} cannot be used on node {self._node}: {error}. "
-                "Name a directory on a tmpfs that you may write to."
-            ) from error
-        try:
-            self._alive = alive_lock(self._node_dir, self._facts.rank)
-            self._alive.acquire(timeout=_OLD_START_S)
-        except (filelock.Timeout, OSError) as error:
-            raise ConfigError(
-                f"--moe-ft-job-id={self._job_id}: rank {self._facts.rank} of a job of this name is "
-                f"running on node {self._node} already ({error}). Give this job another name, or end the "
-                "other one."
-            ) from error
-        if not self._is_lowest_on_node:
-            return
-        kind = file_system_type(self._node_dir)
-        if kind not in ("tmpfs", "ramfs", "hugetlbfs"):
-            _say(
-                f"warning: --moe-ft-memory-dir={memory.memory_dir} is on {kind or 'an unknown file system'}"
-                f" on node {self._node}, not on tmpfs: snapshots go at the speed of that"
-            )
-        for other in other_jobs(memory.memory_dir, self._job_id):
-            _say(
-                f"{memory.memory_dir} on node {self._node} also holds memory of {other}; not touched"
-            )
-
-    @property
-    def _is_lowest_on_node(self) -> bool:
-        return self._topology.lowest_on_node(self._node).rank == self._facts.rank
-
-    def _prepare_storage(self) -> None:
-        url = self._config.storage.persist_dir
-        if url is None:
-            return
-        try:
-            self._storage = Storage(url)
-            if self._config.storage.persists and self._is_lowest_on_node:
-                self._storage.make_root()
-                probe = f".probe_{self._facts.rank:05d}"
-                self._storage.write_atomically(probe, b"moe_ft")
-                self._storage.remove(probe)
-        except Exception as error:  # fsspec raises whatever its back ends do
-            raise ConfigError(
-                f"--moe-ft-persist-dir={url} cannot be used on node {self._node}: "
-                f"{type(error).__name__}: {error}. Name a directory that can be written, or an fsspec "
-                "URL whose package is installed."
-            ) from error
-        if self._facts.rank == 0 and self._config.storage.persists:
-            self._take_lock(self._storage)
-
-    def _take_lock(self, storage: Storage) -> None:
-        """Take the persist directory; another job's lock is waited out unless that job renews it."""
-        lock = storage.lock()
-        if lock is not None and lock.job_id != self._job_id:
-            deadline = min(time.time(), lock.heartbeat_s) + LOCK_STALE_S
-            if time.time() < deadline:
-                _say(
-                    f"job '{lock.job_id}' used {storage.url} a moment ago: watching whether it is alive"
-                )
-            while time.time() < deadline:
-                time.sleep(_LOCK_POLL_S)
-                if storage.lock() not in (None, lock):
-                    raise ConfigError(
-                        f"--moe-ft-persist-dir={storage.url} is used by job '{lock.job_id}' on {lock.host}, "
-                        f"which has just renewed {LOCK_NAME}: two jobs cannot write to one directory. Name "
-                        "another one, or wait until that job has ended."
-                    )
-            _say(f"taking over {storage.url} from job '{lock.job_id}', which does not run any more")
-        storage.write_lock(self._job_id, "", socket.gethostname())
-
-    def _check_memory(self, peers: Sequence[tuple[int, ...]]) -> None:
-        """Compare the memory that regions and replicas will take with the limit and the file system."""
-        regions = num_regions(persists=self._config.storage.persists)
-        needed = plan_node_memory(self._topology, peers, regions, NUM_REPLICA_REGIONS)[self._node]
-        limit = self._config.memory.host_memory_limit_bytes
-        what = f"snapshots and replicas take {needed / 2**30:.2f} GiB on node {self._node}"
-        remedy = (
-            "Lower --moe-ft-replication-factor, leave out --moe-ft-persist-dir, or use more ranks"
-        )
-        if limit is not None and needed > limit:
-            raise ConfigError(
-                f"--moe-ft-host-memory-limit={self._config.memory.host_memory_limit}: {what}, more than "
-                f"the limit. Raise it if the node has the memory. {remedy}."
-            )
-        free = shutil.disk_usage(self._node_dir).free + measure(self._node_dir)[0]
-        if self._is_lowest_on_node and needed > free:
-            raise ConfigError(
-                f"--moe-ft-memory-dir={self._config.memory.memory_dir}: {what}, and its file system has "
-                f"{free / 2**30:.2f} GiB for them. Enlarge it (mount -o remount,size=...). {remedy}."
-            )
 
     def _recover(self) -> tuple[Recovery, RecoveryPlan | None]:
         recovery = Recovery(
@@ -402,7 +303,7 @@ class Session:
     def _look(self) -> Inventory:
         """Look at all nodes' memory and, once, at storage."""
         own, stored = Inventory(), Inventory()
-        if self._is_lowest_on_node:
+        if self._site.is_lowest_on_node:
             own = look_at_memory(self._node_dir, self._node, self._job_id)
         if self._facts.rank == 0 and self._storage is not None:
             stored = look_at_storage(self._storage)
@@ -455,34 +356,15 @@ class Session:
         if self._storage is not None:
             looked_at += f" and {self._storage.url}"
         if problems and self._facts.rank == 0:
-            _say(f"nothing to recover from was found in {looked_at}:")
+            say(f"nothing to recover from was found in {looked_at}:")
             for problem in problems:
-                _say(f"  {problem}")
+                say(f"  {problem}")
         if self._config.recovery.on_missing == "fail":
             reasons = "; ".join(problems) or "it is empty"
             raise UnrecoverableError(
                 f"--moe-ft-on-missing=fail: nothing to recover from in {looked_at}: {reasons}. Use "
                 "--moe-ft-on-missing start to begin from --load or afresh."
             )
-
-    def _make_room(self, recovery: Recovery, peers: Sequence[tuple[int, ...]]) -> None:
-        """Remove what other placements have left on this node and the recovery does not rest on.
-
-        What it rests on stays until a newer snapshot is complete and at its peers.
-        """
-        here = {info.rank for info in self._topology.on_node(self._node)}
-        for directory in self._node_dir.iterdir() if self._is_lowest_on_node else ():
-            owner, holder = rank_and_holder(directory.name)
-            is_used = holder in here and (
-                owner == holder or owner in sources_of(peers, holder or 0)
-            )
-            if owner is None or is_used:
-                continue
-            for data in directory.glob("region_*.safetensors"):
-                index = data.with_suffix(".json")
-                if recovery.record is None or not holds(index, self._lineage, recovery.iteration):
-                    index.unlink(missing_ok=True)
-                    data.unlink(missing_ok=True)
 
     def _start_engine(
         self,
@@ -505,7 +387,7 @@ class Session:
             strategy=config.strategy.strategy,
         )
         command = None
-        if self._is_lowest_on_node and config.storage.persists:
+        if self._site.is_lowest_on_node and config.storage.persists:
             command = writer_command(
                 self._node_dir / "persist",
                 config.storage.persist_dir or "",
@@ -544,11 +426,10 @@ class Session:
             self._record_taker.complete,
         )
 
-        self._lineage = lineage
-
         def start() -> None:
             try:
-                self._make_room(recovery, peers)
+                restored = None if plan is None else (lineage, recovery.iteration)
+                make_room(self._site, peers, restored)
                 self.engine.start(recovery.iteration, is_restored=plan is not None)
             except (OSError, SnapshotError) as error:
                 raise ConfigError(
@@ -586,14 +467,10 @@ class Session:
         try:
             self._agreement.barrier()
         except RuntimeError as error:
-            _say(
+            say(
                 f"rank {self._facts.rank} keeps its memory: another rank did not end cleanly: {error}"
             )
             return
         engine.remove_memory()
         if self._facts.rank == 0 and self._storage is not None and self._config.storage.persists:
             self._storage.release_lock(self._job_id)
-
-
-def _say(line: str) -> None:
-    print(f"moe_ft: {line}", file=sys.stderr, flush=True)
