@@ -24,6 +24,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks import stand_ins
+from benchmarks.output import show
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import Report
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
@@ -340,10 +341,7 @@ def main() -> None:
         f"{_PROBE_OPERATIONS} small operations: {wait_ms:.1f} ms."
     ]
     parts += ["Recovery", table(recovery, has_goal=False)]
-    text = "\n\n".join(parts) + "\n"
-    print(text)
-    if options.output:
-        options.output.write_text(text)
+    show(parts, options.output)
 
 
 if __name__ == "__main__":

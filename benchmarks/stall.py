@@ -45,6 +45,7 @@ import torch.multiprocessing as mp
 from tabulate import tabulate
 
 from benchmarks.ours import OURS
+from benchmarks.output import show
 from benchmarks.peers import PEERS, Candidate, Site, State
 
 # A new candidate: subclass `Candidate` and add it here under the name that the table shows.
@@ -449,10 +450,7 @@ def main() -> None:
                 rows.append(result)
         parts += [f"Work: {work}", tabulate(rows, HEADERS, "github", disable_numparse=True)]
         parts += ["\n".join(not_run)] if not_run else []
-    text = "\n\n".join(parts) + "\n"
-    print(text)
-    if options.output:
-        options.output.write_text(text)
+    show(parts, options.output)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks import stand_ins
+from benchmarks.output import show
 from moe_ft.engine.peers import check_units
 from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
 from moe_ft.engine.regions import Region
@@ -261,10 +262,7 @@ def main() -> None:
         for title, (samples, base) in tables.items():
             table = rows(samples, layout.num_bytes, base)
             parts += [title, tabulate(table, HEADERS, "github", disable_numparse=True)]
-    text = "\n\n".join(parts) + "\n"
-    print(text)
-    if options.output:
-        options.output.write_text(text)
+    show(parts, options.output)
 
 
 if __name__ == "__main__":

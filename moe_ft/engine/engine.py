@@ -319,8 +319,6 @@ class CheckpointEngine:
     def _take(self, iteration: int, capture: Callable[[], CapturedRecord]) -> None:
         region = self._free_region()
         assert region is not None  # is_ready was agreed
-        if region.role is not Role.FREE:
-            region.advance(Role.FREE)
         region.advance(Role.SNAPSHOT)
         self._job = SnapshotJob(
             region=region,

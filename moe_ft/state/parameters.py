@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moe_ft.formats import ParameterEntry
-from moe_ft.state.tensors import inner_optimizers
+from moe_ft.state.tensors import inner_optimizers, model_of_masters
 from moe_ft.units import UnitId, UnitKind
 
 AssignSlices = Callable[[Sequence[int], int], list[list[tuple[int, int]]]]
@@ -181,22 +181,11 @@ def _owners(optimizer: Any) -> dict[torch.nn.Parameter, tuple[Any, Any, tuple[in
                 master = torch_optimizer.param_groups[group]["params"][order]
                 owners[parameter] = (inner, master, (range_.start, range_.end))
             continue
-        model_of = _model_of_master(inner)
+        model_of = model_of_masters(inner)
         for group in torch_optimizer.param_groups:
             for master in group["params"]:
                 owners[model_of.get(master, master)] = (inner, master, None)
     return owners
-
-
-def _model_of_master(inner: Any) -> dict[torch.Tensor, torch.nn.Parameter]:
-    """Return the model parameter behind each fp32 copy of Float16OptimizerWithFloat16Params."""
-    halves = getattr(inner, "float16_groups", [])
-    masters = getattr(inner, "fp32_from_float16_groups", [])
-    return {
-        master: parameter
-        for half_group, master_group in zip(halves, masters, strict=True)
-        for parameter, master in zip(half_group, master_group, strict=True)
-    }
 
 
 def _replicated_slices(

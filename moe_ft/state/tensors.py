@@ -56,13 +56,18 @@ def _states(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[s
             master = torch_optimizer.param_groups[group]["params"][order]
             yield parameter, master, torch_optimizer.state.get(master, {})
         return
+    model_of = model_of_masters(optimizer)
+    for group in torch_optimizer.param_groups:
+        for master in group["params"]:
+            yield model_of.get(master, master), master, torch_optimizer.state.get(master, {})
+
+
+def model_of_masters(optimizer: Any) -> dict[torch.Tensor, torch.nn.Parameter]:
+    """Return the model parameter behind each fp32 copy of Float16OptimizerWithFloat16Params."""
     half_groups = getattr(optimizer, "float16_groups", [])
     master_groups = getattr(optimizer, "fp32_from_float16_groups", [])
-    model_of = {
+    return {
         master: parameter
         for halves, masters in zip(half_groups, master_groups, strict=True)
         for parameter, master in zip(halves, masters, strict=True)
     }
-    for group in torch_optimizer.param_groups:
-        for master in group["params"]:
-            yield model_of.get(master, master), master, torch_optimizer.state.get(master, {})

@@ -1,12 +1,12 @@
 """Snapshots through a side stream into pinned memory, and an exact recovery from them, on one GPU."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.demo_model import event_flags, model_flags
+from tests.gpu.determinism import deterministic_environment
 from tests.harness import digests, events, run_training, run_with_restarts
 
 pytestmark = [
@@ -18,13 +18,7 @@ pytestmark = [
 def test_run_that_is_killed_on_a_gpu_ends_in_the_state_of_one_that_was_not(
     dataset_flags: list[str], tmp_path: Path, memory_dir: Path
 ) -> None:
-    env = {
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "NCCL_ALGO": "Ring",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    }
+    env = deterministic_environment()
     job = [
         *model_flags(
             attention_backend="unfused", deterministic_mode=True, hidden_dropout=0.1, train_iters=6

@@ -1,12 +1,12 @@
 """The same entry point on a GPU: nothing is emulated, and deterministic runs are bitwise equal."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.demo_model import event_flags, model_flags
+from tests.gpu.determinism import deterministic_environment
 from tests.harness import digests, events, run_training
 
 pytestmark = [
@@ -18,13 +18,7 @@ pytestmark = [
 def test_deterministic_runs_on_a_gpu_end_with_equal_digests(
     dataset_flags: list[str], tmp_path: Path
 ) -> None:
-    env = {
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "NCCL_ALGO": "Ring",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    }
+    env = deterministic_environment()
     ends = []
     for name in ("first", "second"):
         folder = tmp_path / name
