@@ -1,4 +1,4 @@
-"""Command line of moe_ft: ``python -m moe_ft {inspect,verify,clean,report}``."""
+"""Command line of moe_ft: ``python -m moe_ft {inspect,verify,clean,report,plan}``."""
 
 import argparse
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moe_ft.config import DEFAULT_MEMORY_DIR
 from moe_ft.errors import MoeFtError
+from moe_ft.plan_command.command import add_plan_command
 from moe_ft.recovery.cleaning import clean
 from moe_ft.recovery.inspection import find_holdings, render_holdings, verify
 from moe_ft.report import render, summarize
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="summarize the event log of a run")
     report.add_argument("run_dir", metavar="RUN_DIR", help="what --moe-ft-event-log named")
     report.set_defaults(run=_report)
+    add_plan_command(commands)
     return parser
 
 

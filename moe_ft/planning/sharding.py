@@ -3,7 +3,10 @@
 With the distributed optimizer every rank owns a slice already and nothing is decided here.
 """
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
+from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from moe_ft.errors import PlanError
@@ -28,11 +31,125 @@ def assign_equal_slices(num_elements: Sequence[int], num_ranks: int) -> list[lis
     Raises:
         PlanError: if there is no rank.
     """
+    _check_num_ranks(num_ranks)
+    total = sum(num_elements)
+    return _cut(num_elements, [total * rank // num_ranks for rank in range(num_ranks + 1)])
+
+
+def assign_baseline_slices(num_elements: Sequence[int], num_ranks: int) -> list[list[Slice]]:
+    """Let the first of the ranks save everything that all of them hold alike.
+
+    What Megatron-DeepSpeed does, and what the other ways are compared with (MoC-System, Fig. 7a).
+
+    Args:
+        num_elements: elements of each parameter, in an order that all ranks share.
+        num_ranks: ranks that hold them, at least 1.
+
+    Returns:
+        ``[rank][parameter]`` as of `assign_equal_slices`.
+
+    Raises:
+        PlanError: if there is no rank.
+    """
+    _check_num_ranks(num_ranks)
+    return _cut(num_elements, [0, *[sum(num_elements)] * num_ranks])
+
+
+def assign_weighted_slices(
+    num_elements: Sequence[int], shares: Sequence[float]
+) -> list[list[Slice]]:
+    """Cut parameters that all ranks hold alike so that the ranks save unequal shares of them.
+
+    Args:
+        num_elements: elements of each parameter, in an order that all ranks share.
+        shares: ``[rank]`` non-negative; rank r saves shares[r] / sum(shares) of all elements, to
+            within one element. If they add up to the number of elements, it saves exactly shares[r].
+
+    Returns:
+        ``[rank][parameter]`` as of `assign_equal_slices`.
+
+    Raises:
+        PlanError: if there is no rank, a share is negative or not finite, or all are 0 although there
+            is something to save.
+    """
+    _check_num_ranks(len(shares))
+    if not all(math.isfinite(share) and share >= 0 for share in shares):
+        raise PlanError(f"shares must be finite and not negative, got {list(shares)}")
+    total = sum(num_elements)
+    ends = [Fraction(0), *accumulate(Fraction(share) for share in shares)]
+    if ends[-1] == 0 and total > 0:
+        raise PlanError(f"shares of {total} elements must not all be 0, got {list(shares)}")
+    return _cut(num_elements, [math.floor(total * end / (ends[-1] or 1)) for end in ends])
+
+
+def adaptive_shares(total_bytes: int, loads: Sequence[int]) -> list[int]:
+    """Spread bytes that any rank can save so that the heaviest rank is as light as possible.
+
+    The light ranks are filled to a common level, like vessels with water (MoC-System, section 4.3,
+    adaptive sharding, without its restriction to whole modules; for that see `assign_greedy`).
+
+    Args:
+        total_bytes: to be spread: state that every rank holds.
+        loads: ``[rank]`` bytes that a rank saves anyway, such as its selected experts.
+
+    Returns:
+        ``[rank]`` bytes that each takes, whose sum is total_bytes. No other division has a lighter
+        heaviest rank.
+
+    Raises:
+        PlanError: if there is no rank or a number is negative.
+    """
+    _check_num_ranks(len(loads))
+    if total_bytes < 0 or min(loads) < 0:
+        raise PlanError(f"total_bytes={total_bytes} and loads={list(loads)} must not be negative")
+    order = sorted(range(len(loads)), key=lambda rank: loads[rank])
+    in_lightest = 0  # bytes of the lightest ranks so far, if they share total_bytes
+    for count, rank in enumerate(order, 1):
+        in_lightest += loads[rank]
+        level, rest = divmod(total_bytes + in_lightest, count)
+        if count == len(order) or level <= loads[order[count]]:
+            break
+    shares = [0] * len(loads)
+    for position, rank in enumerate(sorted(order[:count])):
+        shares[rank] = level - loads[rank] + (position < rest)
+    return shares
+
+
+def assign_greedy(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Give whole modules to ranks: the largest first, each to the rank with the least so far.
+
+    Args:
+        sizes: ``[module]`` bytes.
+        loads: ``[rank]`` bytes that a rank saves anyway.
+
+    Returns:
+        ``[module]`` the rank that saves it. Among equal modules the first comes first, among equal
+        ranks the lowest.
+
+    Raises:
+        PlanError: if there is no rank.
+
+    Source: MoC-System, section 4.3, adaptive sharding; with loads of 0 its equal sharding (4.2).
+    """
+    _check_num_ranks(len(loads))
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapify(heap)
+    ranks = [0] * len(sizes)
+    for module in sorted(range(len(sizes)), key=lambda module: -sizes[module]):
+        load, rank = heap[0]
+        ranks[module] = rank
+        heapreplace(heap, (load + sizes[module], rank))
+    return ranks
+
+
+def _check_num_ranks(num_ranks: int) -> None:
     if num_ranks < 1:
         raise PlanError(f"num_ranks must be at least 1, got {num_ranks}")
+
+
+def _cut(num_elements: Sequence[int], cuts: Sequence[int]) -> list[list[Slice]]:
+    """Cut parameters that are laid end to end; rank r gets what lies between cuts r and r + 1."""
     ends = list(accumulate(num_elements))
-    total = ends[-1] if ends else 0
-    cuts = [total * rank // num_ranks for rank in range(num_ranks + 1)]
     return [
         [
             _intersect(end - count, end, low, high)

@@ -16,6 +16,7 @@ LAYERS = {
     "pretrain_gpt_moe": 70,
     "megatron.fault_tolerance": 60,
     "moe_ft.cli": 55,
+    "moe_ft.plan_command": 54,
     "moe_ft.__main__": 56,
     "moe_ft.recovery": 50,
     "moe_ft.elastic": 50,

@@ -1,0 +1,273 @@
+"""How many parameters a GPT with experts has, unit by unit, and how many bytes a checkpoint of one takes.
+
+Computed from hyper-parameters, for planning before there is a model. The parameters of a real model are
+found by state/parameters.py. What a rank saves of them is planning/partial_size.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+
+from moe_ft.errors import PlanError
+from moe_ft.units import UnitId, UnitKind
+
+
+def evenly_spaced_layers(num_layers: int, num_moe_layers: int) -> tuple[int, ...]:
+    """Return which layers have experts; with half of them it is every second, layer 1 being the first.
+
+    Raises:
+        PlanError: if there are more MoE layers than layers.
+    """
+    if not 0 <= num_moe_layers <= num_layers:
+        raise PlanError(
+            f"num_moe_layers={num_moe_layers} must be between 0 and {num_layers} layers"
+        )
+    return tuple((index + 1) * num_layers // num_moe_layers - 1 for index in range(num_moe_layers))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """Hyper-parameters of a GPT with experts. Sizes that are 0 follow from the others, as in Megatron.
+
+    Attributes:
+        num_layers: transformer layers.
+        hidden_size: width.
+        num_experts: of each MoE layer, over all ranks.
+        moe_layers: layers that have experts instead of a dense FFN, ascending, from 0.
+        ffn_hidden_size: inner width of a dense FFN; 0: 4 x hidden_size.
+        moe_ffn_hidden_size: inner width of an expert; 0: ffn_hidden_size.
+        shared_expert_hidden_size: inner width of the experts of an MoE layer that see every token; 0:
+            there are none.
+        num_attention_heads: needed only with one of the next two.
+        kv_channels: width of a head; 0: hidden_size / num_attention_heads.
+        num_query_groups: heads that keys and values have; 0: as many as queries.
+        vocab_size: as padded.
+        num_positions: learned position embeddings; 0: none.
+        has_output_layer: of its own, that is, not tied to the word embeddings.
+        is_gated: whether FFNs have a gate (SwiGLU), that is, twice the width on their way in.
+        has_bias: whether linear layers have biases.
+        has_norm_bias: LayerNorm has a bias, RMSNorm has none.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_experts: int
+    moe_layers: tuple[int, ...]
+    ffn_hidden_size: int = 0
+    moe_ffn_hidden_size: int = 0
+    shared_expert_hidden_size: int = 0
+    num_attention_heads: int = 1
+    kv_channels: int = 0
+    num_query_groups: int = 0
+    vocab_size: int = 50257
+    num_positions: int = 2048
+    has_output_layer: bool = False
+    is_gated: bool = False
+    has_bias: bool = True
+    has_norm_bias: bool = True
+
+    def __post_init__(self) -> None:
+        at_least_1 = ("num_layers", "hidden_size", "num_experts", "num_attention_heads")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            least = int(each.name in at_least_1)
+            if each.name != "moe_layers" and value < least:
+                raise PlanError(f"{each.name}={value} must be at least {least}")
+        in_order = list(self.moe_layers) == sorted(set(self.moe_layers))
+        if not in_order or not set(self.moe_layers) <= set(range(self.num_layers)):
+            raise PlanError(
+                f"moe_layers={self.moe_layers} must be ascending layers below {self.num_layers}"
+            )
+        if self.num_attention_heads % (self.num_query_groups or 1):
+            raise PlanError(
+                f"num_query_groups={self.num_query_groups} must divide "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        if not self.kv_channels and self.hidden_size % self.num_attention_heads:
+            raise PlanError(
+                f"num_attention_heads={self.num_attention_heads} must divide "
+                f"hidden_size={self.hidden_size} where kv_channels is not given"
+            )
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return len(self.moe_layers)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm."""
+        return self.hidden_size * (1 + self.has_norm_bias)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention without its norm."""
+        kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
+        query = self.num_attention_heads * kv_channels
+        key_value = 2 * (self.num_query_groups or self.num_attention_heads) * kv_channels
+        biases = self.has_bias * (query + key_value + self.hidden_size)
+        return self.hidden_size * (2 * query + key_value) + biases
+
+    @property
+    def dense_ffn_parameters(self) -> int:
+        """Parameters of the FFN of a layer without experts, without its norm."""
+        return self._ffn_parameters(self.ffn_hidden_size or 4 * self.hidden_size)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert of one layer."""
+        return self._ffn_parameters(
+            self.moe_ffn_hidden_size or self.ffn_hidden_size or 4 * self.hidden_size
+        )
+
+    @property
+    def shared_expert_parameters(self) -> int:
+        """Parameters of one MoE layer's experts that see every token."""
+        width = self.shared_expert_hidden_size
+        return self._ffn_parameters(width) if width else 0
+
+    @property
+    def router_parameters(self) -> int:
+        """Parameters of one layer's router, which has no bias."""
+        return self.hidden_size * self.num_experts
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """P_e: parameters of all experts of all layers."""
+        return self.num_moe_layers * self.num_experts * self.expert_parameters
+
+    @property
+    def num_non_expert_parameters(self) -> int:
+        """P_ne: all other parameters."""
+        return sum(non_expert_modules(self).values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model."""
+        return self.num_non_expert_parameters + self.num_expert_parameters
+
+    def _ffn_parameters(self, width: int) -> int:
+        inward = width * (1 + self.is_gated)
+        return self.hidden_size * (inward + width) + self.has_bias * (inward + self.hidden_size)
+
+
+def unit_parameters(shape: ModelShape) -> dict[UnitId, int]:
+    """Return the parameters of every unit of a model."""
+    hidden, norm = shape.hidden_size, shape.norm_parameters
+    tables = (shape.vocab_size + shape.num_positions) * hidden
+    units = {UnitId(kind=UnitKind.EMBEDDING): tables}
+    for layer in range(shape.num_layers):
+        is_moe = layer in shape.moe_layers
+        ffn = shape.shared_expert_parameters if is_moe else shape.dense_ffn_parameters
+        non_expert = UnitId(kind=UnitKind.NON_EXPERT, layer=layer)
+        units[non_expert] = shape.attention_parameters + ffn + 2 * norm
+        if is_moe:
+            units[UnitId(kind=UnitKind.ROUTER, layer=layer)] = shape.router_parameters
+            for expert in range(shape.num_experts):
+                unit = UnitId(kind=UnitKind.EXPERT, layer=layer, expert=expert)
+                units[unit] = shape.expert_parameters
+    units[UnitId(kind=UnitKind.FINAL_NORM)] = norm
+    if shape.has_output_layer:
+        units[UnitId(kind=UnitKind.OUTPUT)] = shape.vocab_size * hidden
+    return units
+
+
+def non_expert_modules(shape: ModelShape) -> dict[str, int]:
+    """Return the parameters of the modules that are not experts.
+
+    These are the smallest parts that MoC-System's coarse sharding assigns (section 4.2): attention and
+    FFN of each layer, each with its norm; tables, router and final norm by themselves.
+    """
+    norm = shape.norm_parameters
+    modules = {
+        "word embeddings": shape.vocab_size * shape.hidden_size,
+        "position embeddings": shape.num_positions * shape.hidden_size,
+    }
+    for layer in range(shape.num_layers):
+        is_moe = layer in shape.moe_layers
+        modules[f"layer {layer} attention"] = shape.attention_parameters + norm
+        if is_moe:
+            modules[f"layer {layer} router"] = shape.router_parameters + norm
+            modules[f"layer {layer} shared experts"] = shape.shared_expert_parameters
+        else:
+            modules[f"layer {layer} ffn"] = shape.dense_ffn_parameters + norm
+    modules["final norm"] = norm
+    modules["output"] = shape.has_output_layer * shape.vocab_size * shape.hidden_size
+    return {name: count for name, count in modules.items() if count}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteModel:
+    """Bytes per parameter that a checkpoint holds, by class, and which classes leave experts out.
+
+    The default is MoC-System's equation 6: experts that are not selected are left out altogether. Its
+    measurements (Fig. 10a, Table 3) follow only if the master weights of all experts are saved.
+
+    Attributes:
+        weights: of the weights that the forward pass uses.
+        master: of the optimizer's own weights.
+        moments: of its first and second moments.
+        weights_always_full: whether experts that are not selected save their weights all the same.
+        master_always_full: the same for master weights.
+        moments_always_full: the same for moments.
+    """
+
+    weights: int = 2
+    master: int = 4
+    moments: int = 8
+    weights_always_full: bool = False
+    master_always_full: bool = False
+    moments_always_full: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "master", "moments"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"{name}={getattr(self, name)} must not be negative")
+
+    @property
+    def optimizer(self) -> int:
+        """B_o: bytes of the optimizer's state for a parameter."""
+        return self.master + self.moments
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything for a parameter."""
+        return self.weights + self.optimizer
+
+    @property
+    def weights_by_rule(self) -> tuple[int, int]:
+        """Bytes of the weights that (only selected, all) experts save."""
+        return _by_rule((self.weights, self.weights_always_full))
+
+    @property
+    def optimizer_by_rule(self) -> tuple[int, int]:
+        """Bytes of the optimizer's state that (only selected, all) experts save."""
+        return _by_rule(
+            (self.master, self.master_always_full), (self.moments, self.moments_always_full)
+        )
+
+
+def _by_rule(*classes: tuple[int, bool]) -> tuple[int, int]:
+    always = sum(num_bytes for num_bytes, is_always_full in classes if is_always_full)
+    return sum(num_bytes for num_bytes, _ in classes) - always, always
+
+
+PRESETS: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        # MoC-System, Table 1; vocabulary and positions of GPT-3 like models in Megatron-DeepSpeed.
+        "gpt-125m-8e": ModelShape(
+            num_layers=12,
+            hidden_size=768,
+            num_attention_heads=12,
+            num_experts=8,
+            moe_layers=evenly_spaced_layers(12, 6),
+        ),
+        "gpt-350m-16e": ModelShape(
+            num_layers=24,
+            hidden_size=1024,
+            num_attention_heads=16,
+            num_experts=16,
+            moe_layers=evenly_spaced_layers(24, 12),
+        ),
+    }
+)

@@ -1,0 +1,202 @@
+"""Which experts a partial snapshot holds: sequential and load-aware selection (MoC-System, section 3.2).
+
+Everything is about the experts of one pipeline stage, whose ranks all choose the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ft.errors import PlanError
+
+Selection = tuple[tuple[int, ...], ...]  # per MoE layer the selected experts, ascending
+Counts = npt.NDArray[np.int64]  # [layer, expert]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLayout:
+    """The experts of one stage and the expert-parallel ranks that hold them.
+
+    Attributes:
+        num_layers: MoE layers of the stage.
+        num_experts: in each of them.
+        ep_size: expert-parallel ranks; rank r holds the r-th equal part of every layer's experts.
+    """
+
+    num_layers: int
+    num_experts: int
+    ep_size: int
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1 or self.ep_size < 1 or self.num_experts % self.ep_size:
+            raise PlanError(
+                f"{self.num_experts} experts cannot be divided equally among {self.ep_size} ranks"
+            )
+
+    @property
+    def num_local(self) -> int:
+        """Experts of one layer on one rank."""
+        return self.num_experts // self.ep_size
+
+    def rank_of(self, expert: int) -> int:
+        """Return the expert-parallel rank that holds an expert."""
+        return expert // self.num_local
+
+    def expert_at(self, position: int) -> int:
+        """Return the expert at a position of the interleaved order.
+
+        Consecutive positions are on consecutive ranks; positions wrap around.
+        """
+        position %= self.num_experts
+        return position % self.ep_size * self.num_local + position // self.ep_size
+
+    def first_cursors(self, k: int, start: int = 0) -> tuple[int, ...]:
+        """Return the positions at which the layers begin, so that layer and rank interleave (Fig. 4).
+
+        With k experts per layer, the experts of all layers together go around the ranks.
+
+        Args:
+            k: experts per layer.
+            start: position of the first layer.
+        """
+        return tuple((start + layer * k) % self.num_experts for layer in range(self.num_layers))
+
+
+def check_k(experts: ExpertLayout, k: int) -> None:
+    """Raise PlanError unless 1 <= k <= the experts of a layer."""
+    if not 1 <= k <= experts.num_experts:
+        raise PlanError(f"k={k} must be between 1 and the {experts.num_experts} experts of a layer")
+
+
+def select_sequential(experts: ExpertLayout, cursors: Sequence[int], k: int) -> Selection:
+    """Take the next k experts of every layer in the interleaved order.
+
+    Args:
+        experts: of the stage.
+        cursors: ``[layer]`` positions where the layers go on; see `advance`.
+        k: experts per layer.
+    """
+    check_k(experts, k)
+    return tuple(
+        tuple(sorted(experts.expert_at(cursor + step) for step in range(k))) for cursor in cursors
+    )
+
+
+def advance(experts: ExpertLayout, cursors: Sequence[int], k: int) -> tuple[int, ...]:
+    """Return where the layers go on after k experts of each."""
+    return tuple((cursor + k) % experts.num_experts for cursor in cursors)
+
+
+def select_load_aware(
+    experts: ExpertLayout, cursors: Sequence[int], unsaved: Counts, k: int
+) -> Selection:
+    """Take the k experts of every layer with the most unsaved updates.
+
+    Args:
+        experts: of the stage.
+        cursors: ``[layer]`` positions; among equals the next from there in the interleaved order.
+        unsaved: ``[layer, expert]`` tokens that an expert has been trained with since it was last saved.
+        k: experts per layer.
+    """
+    check_k(experts, k)
+    return select_by_keys(experts, cursors, [-unsaved], k)
+
+
+def select_by_keys(
+    experts: ExpertLayout, cursors: Sequence[int], keys: Sequence[Counts], k: int
+) -> Selection:
+    """Take the k experts of every layer with the least keys.
+
+    Args:
+        experts: of the stage.
+        cursors: ``[layer]`` positions; among equals the next from there in the interleaved order.
+        keys: ``[layer, expert]`` each, the most important first.
+        k: experts per layer, no more than there are.
+    """
+    order = np.array([experts.expert_at(position) for position in range(experts.num_experts)])
+    chosen = []
+    for layer, cursor in enumerate(cursors):
+        candidates = np.roll(order, -cursor)
+        # lexsort sorts by its last key first and is stable: candidates keep their order if equal.
+        ranking = np.lexsort([key[layer][candidates] for key in reversed(keys)])
+        chosen.append(tuple(sorted(candidates[ranking[:k]].tolist())))
+    return tuple(chosen)
+
+
+def rank_counts(experts: ExpertLayout, selection: Selection) -> list[int]:
+    """Return ``[expert-parallel rank]`` how many selected experts each holds."""
+    counts = [0] * experts.ep_size
+    for layer in selection:
+        for expert in layer:
+            counts[experts.rank_of(expert)] += 1
+    return counts
+
+
+def fill_up(experts: ExpertLayout, cursors: Sequence[int], selection: Selection) -> Selection:
+    """Raise k on ranks that have room, without raising the bottleneck rank (MoC-System, section 5.3).
+
+    Every rank takes as many experts as the rank that has the most, the next ones in the interleaved order.
+
+    Args:
+        experts: of the stage.
+        cursors: ``[layer]`` positions behind the selection.
+        selection: what was chosen.
+    """
+    counts = rank_counts(experts, selection)
+    most = max(counts, default=0)
+    extended = [set(layer) for layer in selection]
+    for step in range(experts.num_experts):
+        for layer, cursor in enumerate(cursors):
+            expert = experts.expert_at(cursor + step)
+            rank = experts.rank_of(expert)
+            if counts[rank] < most and expert not in extended[layer]:
+                extended[layer].add(expert)
+                counts[rank] += 1
+    return tuple(tuple(sorted(layer)) for layer in extended)
+
+
+def most_on_a_rank(experts: ExpertLayout, k: int) -> int:
+    """Return how many experts a rank saves at most, whatever is selected."""
+    return experts.num_layers * min(k, experts.num_local)
+
+
+def sequential_bottleneck(experts: ExpertLayout, k: int) -> int:
+    """Return the most experts that a rank saves in a snapshot with sequential selection.
+
+    All layers together take consecutive positions of the interleaved order.
+    """
+    return -(-experts.num_layers * k // experts.ep_size)
+
+
+def select_to_persist(
+    experts: ExpertLayout,
+    cursors: Sequence[int],
+    saved_at: Counts,
+    persisted_at: Counts,
+    unpersisted: Counts | None,
+    k: int,
+) -> Selection:
+    """Choose which of the experts' versions in memory go to storage.
+
+    Sequentially: the expert whose version on storage is the oldest, among equals the one whose version
+    in memory is the newest. Choosing only among the experts of the snapshot that happens to be written
+    could leave some out forever, where the rotations of snapshots and of persists share a factor.
+
+    Args:
+        experts: of the stage.
+        cursors: ``[layer]`` positions for what is equal otherwise.
+        saved_at: ``[layer, expert]`` iteration of the version in memory, -1 if there is none.
+        persisted_at: likewise on storage. An expert whose version is there already is not chosen.
+        unpersisted: ``[layer, expert]`` tokens that the version in memory has more than the one on
+            storage, for load-aware choice; None for sequential.
+        k: experts per layer.
+    """
+    has_nothing_new = (saved_at <= persisted_at).astype(np.int64)
+    by_age = [persisted_at, -saved_at]
+    keys = [has_nothing_new, *([-unpersisted] if unpersisted is not None else []), *by_age]
+    return tuple(
+        tuple(expert for expert in layer if not has_nothing_new[index, expert])
+        for index, layer in enumerate(select_by_keys(experts, cursors, keys, k))
+    )

@@ -1,0 +1,155 @@
+"""Parameters of models that others have counted, and the sums that must hold for all."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ft.errors import PlanError
+from moe_ft.planning.model_size import (
+    PRESETS,
+    ByteModel,
+    ModelShape,
+    evenly_spaced_layers,
+    non_expert_modules,
+    unit_parameters,
+)
+from moe_ft.units import UnitId, UnitKind
+
+# One layer, width 2, 3 experts of width 5 with biases, vocabulary 7, 4 positions.
+TINY = ModelShape(
+    num_layers=1,
+    hidden_size=2,
+    num_experts=3,
+    moe_layers=(0,),
+    moe_ffn_hidden_size=5,
+    vocab_size=7,
+    num_positions=4,
+)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    num_layers = draw(st.integers(1, 5))
+    groups = draw(st.integers(1, 3))
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=draw(st.integers(1, 9)),
+        num_experts=draw(st.integers(1, 6)),
+        moe_layers=evenly_spaced_layers(num_layers, draw(st.integers(0, num_layers))),
+        ffn_hidden_size=draw(st.integers(0, 9)),
+        moe_ffn_hidden_size=draw(st.integers(0, 9)),
+        shared_expert_hidden_size=draw(st.integers(0, 3)),
+        num_attention_heads=groups * draw(st.integers(1, 3)),
+        kv_channels=draw(st.integers(1, 4)),
+        num_query_groups=groups,
+        vocab_size=draw(st.integers(0, 20)),
+        num_positions=draw(st.integers(0, 20)),
+        has_output_layer=draw(st.booleans()),
+        is_gated=draw(st.booleans()),
+        has_bias=draw(st.booleans()),
+        has_norm_bias=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"), [("gpt-125m-8e", 323_605_248), ("gpt-350m-16e", 1_866_939_392)]
+)
+def test_presets_have_the_parameters_of_the_paper(name: str, num_parameters: int) -> None:
+    assert PRESETS[name].num_parameters == num_parameters
+
+
+def test_composition_of_gpt_350m_16e_is_that_of_figure_2() -> None:
+    shape, model = PRESETS["gpt-350m-16e"], ByteModel()
+    total = shape.num_parameters * model.total
+    shares = [
+        round(100 * count * num_bytes / total)
+        for num_bytes in (model.weights, model.optimizer)
+        for count in (shape.num_expert_parameters, shape.num_non_expert_parameters)
+    ]
+    assert shares == [12, 2, 74, 12]
+
+
+def test_units_of_a_tiny_model_have_the_parameters_counted_by_hand() -> None:
+    expert = 2 * 5 + 5 + 5 * 2 + 2
+    attention = 4 * 2 * 2 + 4 * 2  # query, key, value and output projection with biases
+    assert unit_parameters(TINY) == {
+        UnitId(kind=UnitKind.EMBEDDING): 7 * 2 + 4 * 2,
+        UnitId(kind=UnitKind.NON_EXPERT, layer=0): attention + 2 * (2 + 2),
+        UnitId(kind=UnitKind.ROUTER, layer=0): 2 * 3,
+        **{UnitId(kind=UnitKind.EXPERT, layer=0, expert=index): expert for index in range(3)},
+        UnitId(kind=UnitKind.FINAL_NORM): 4,
+    }
+
+
+def test_gate_doubles_the_way_into_an_expert() -> None:
+    assert replace(TINY, is_gated=True).expert_parameters == 2 * (2 * 5 + 5) + 5 * 2 + 2
+
+
+def test_grouped_queries_shrink_keys_and_values_only() -> None:
+    shape = replace(TINY, num_attention_heads=4, kv_channels=3, num_query_groups=2, has_bias=False)
+    assert shape.attention_parameters == 2 * (4 * 3) + 2 * 2 * (2 * 3) + (4 * 3) * 2
+
+
+def test_output_layer_of_its_own_is_as_large_as_the_word_embeddings() -> None:
+    units = unit_parameters(replace(TINY, has_output_layer=True))
+    assert units[UnitId(kind=UnitKind.OUTPUT)] == 7 * 2
+
+
+@given(shapes())
+def test_units_add_up_to_the_model(shape: ModelShape) -> None:
+    assert sum(unit_parameters(shape).values()) == shape.num_parameters
+
+
+@given(shapes())
+def test_modules_add_up_to_what_is_not_an_expert(shape: ModelShape) -> None:
+    units = unit_parameters(shape).items()
+    others = sum(count for unit, count in units if unit.kind is not UnitKind.EXPERT)
+    assert sum(non_expert_modules(shape).values()) == others
+    assert all(non_expert_modules(shape).values())
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_moe_layers", "expected"),
+    [(12, 6, (1, 3, 5, 7, 9, 11)), (4, 4, (0, 1, 2, 3)), (4, 0, ()), (5, 2, (1, 4))],
+)
+def test_moe_layers_are_spaced_evenly(
+    num_layers: int, num_moe_layers: int, expected: tuple[int, ...]
+) -> None:
+    assert evenly_spaced_layers(num_layers, num_moe_layers) == expected
+
+
+def test_more_moe_layers_than_layers_are_refused() -> None:
+    with pytest.raises(PlanError, match="num_moe_layers=5 must be between 0 and 4 layers"):
+        evenly_spaced_layers(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0, "moe_layers": ()}, "num_layers=0 must be at least 1"),
+        ({"vocab_size": -1}, "vocab_size=-1 must be at least 0"),
+        ({"moe_layers": (1,)}, r"moe_layers=\(1,\) must be ascending layers below 1"),
+        ({"num_layers": 3, "moe_layers": (2, 1)}, r"moe_layers=\(2, 1\) must be ascending"),
+        ({"num_attention_heads": 3}, "num_attention_heads=3 must divide hidden_size=2"),
+        (
+            {"num_attention_heads": 2, "num_query_groups": 3},
+            "num_query_groups=3 must divide num_attention_heads=2",
+        ),
+    ],
+)
+def test_shape_that_cannot_be_is_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        replace(TINY, **change)  # type: ignore[arg-type]
+
+
+def test_bytes_are_divided_by_whether_experts_may_be_left_out() -> None:
+    model = ByteModel(master_always_full=True)
+    assert (model.weights_by_rule, model.optimizer_by_rule) == ((2, 0), (8, 4))
+    assert (model.optimizer, model.total) == (12, 14)
+
+
+def test_negative_bytes_are_refused() -> None:
+    with pytest.raises(PlanError, match="moments=-8 must not be negative"):
+        ByteModel(moments=-8)
