@@ -13,7 +13,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.faults import ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
 
 FLAG_PREFIX = "--moe-ft-"
-STRATEGIES = ("none", "dense")
+STRATEGIES = ("none", "dense", "partial")
 DEFAULT_MEMORY_DIR = "/dev/shm/moe_ft"
 
 
@@ -79,6 +79,13 @@ class StrategyConfig:
         "--moe-ft-overhead-limit",
         metavar="N|auto",
     )
+    sharding: str = _setting(
+        "equal",
+        "who saves state that data-parallel ranks hold alike: their first rank, all in equal parts, or "
+        "(adaptive) the less the more selected experts a rank has; what the distributed optimizer has "
+        "divided stays divided",
+        choices=("none", "equal", "adaptive"),
+    )
     overhead_limit: float = _setting(
         0.03, "fraction of the training time that checkpoints may cost with --moe-ft-interval auto"
     )
@@ -105,11 +112,79 @@ class StrategyConfig:
         """Raise ConfigError if a value is not among those offered."""
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("on_error", self.on_error, ("degrade", "raise"))
+        _one_of("sharding", self.sharding, ("none", "equal", "adaptive"))
         _ = self.interval_iterations
         if not 0 < self.overhead_limit < 1:
             raise ConfigError(
                 f"--moe-ft-overhead-limit={self.overhead_limit} must be a fraction between 0 and 1. "
                 "Write 0.03 for three percent."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartialConfig:
+    """Partial experts checkpointing: which experts a snapshot holds."""
+
+    k_snapshot: str = _setting(
+        "auto",
+        "experts per MoE layer in each snapshot; auto = as many as can be copied while forward and "
+        "backward run",
+        metavar="N|auto",
+    )
+    k_persist: int = _setting(
+        1, "experts per MoE layer that each checkpoint writes to storage", metavar="N"
+    )
+    selection: str = _setting(
+        "sequential",
+        "which experts: one after the other, or those with the most unsaved tokens",
+        choices=("sequential", "load-aware"),
+    )
+    partial_covers: str = _setting(
+        "both",
+        "what of an expert is saved only when it is selected: its weights, its optimizer moments, or "
+        "both; the rest is in every snapshot",
+        choices=("weights", "optimizer", "both"),
+    )
+    master_always_full: bool = _setting(
+        False, "save the fp32 master weights of all experts in every snapshot"
+    )
+    dynamic_k: bool = _setting(
+        False, "double k after a recovery if the next one might lose more than --moe-ft-plt-limit"
+    )
+    plt_limit: float = _setting(
+        0.0375, "proportion of lost tokens that --moe-ft-dynamic-k keeps the run under"
+    )
+
+    @property
+    def k_in_memory(self) -> int | None:
+        """The experts in a snapshot, None for automatic; raises ConfigError if it is neither."""
+        is_auto = self.k_snapshot == "auto"
+        return None if is_auto else _count("k_snapshot", self.k_snapshot, least=1)
+
+    def validate(self, world_size: int) -> None:
+        """Raise ConfigError if a value is not among those offered, or storage wants more than memory."""
+        k_snapshot = self.k_in_memory
+        _one_of("selection", self.selection, ("sequential", "load-aware"))
+        _one_of("partial_covers", self.partial_covers, ("weights", "optimizer", "both"))
+        if self.k_persist < 1:
+            raise ConfigError(
+                f"--moe-ft-k-persist={self.k_persist} must be at least 1: an expert that never goes to "
+                "storage is lost with its node. Give a number of experts per MoE layer."
+            )
+        if k_snapshot is not None and self.k_persist > k_snapshot:
+            raise ConfigError(
+                f"--moe-ft-k-persist={self.k_persist} must be at most --moe-ft-k-snapshot={k_snapshot}: "
+                "storage is fed from what snapshots hold. Lower the first or raise the second."
+            )
+        if not 0 < self.plt_limit < 1:
+            raise ConfigError(
+                f"--moe-ft-plt-limit={self.plt_limit} must be a fraction between 0 and 1. Write 0.0375 "
+                "for 3.75 percent."
+            )
+        if self.partial_covers == "weights" and self.master_always_full:
+            raise ConfigError(
+                "--moe-ft-partial-covers=weights with --moe-ft-master-always-full leaves nothing that a "
+                "snapshot could leave out. Drop one of them, or use --moe-ft-strategy dense."
             )
 
 
@@ -260,6 +335,10 @@ class ObservabilityConfig:
         0, "also write the digest every N iterations; 0 = only at the end", metavar="N"
     )
 
+    router_log: bool = _setting(
+        False, "also write the tokens that every expert got from this rank in each iteration"
+    )
+
     def validate(self, world_size: int) -> None:
         """Raise ConfigError if digests are asked for without a place to write them."""
         if self.state_digest_interval < 0:
@@ -271,6 +350,11 @@ class ObservabilityConfig:
             flag = "state-digest" if self.state_digest else "state-digest-interval"
             raise ConfigError(
                 f"--moe-ft-{flag} writes to the event log, and there is none. "
+                "Add --moe-ft-event-log DIR."
+            )
+        if self.router_log and self.event_log is None:
+            raise ConfigError(
+                "--moe-ft-router-log writes to the event log, and there is none. "
                 "Add --moe-ft-event-log DIR."
             )
 
@@ -318,6 +402,7 @@ class MoeFtConfig:
     """All settings of moe_ft."""
 
     strategy: StrategyConfig = StrategyConfig()
+    partial: PartialConfig = PartialConfig()
     memory: MemoryConfig = MemoryConfig()
     storage: StorageConfig = StorageConfig()
     recovery: RecoveryConfig = RecoveryConfig()
@@ -339,6 +424,15 @@ class MoeFtConfig:
             raise ConfigError(
                 f"--moe-ft-inject-fault {self.fault.inject_fault[0]} needs the event log, where a "
                 "fault that fired is marked so that it fires once. Add --moe-ft-event-log DIR."
+            )
+        is_partial = self.strategy.strategy == "partial"
+        if self.strategy.sharding == "adaptive" and (
+            not is_partial or self.partial.selection != "sequential"
+        ):
+            raise ConfigError(
+                "--moe-ft-sharding=adaptive needs --moe-ft-strategy partial and --moe-ft-selection "
+                "sequential: only there it is known beforehand which rank has how many experts. Use "
+                "equal."
             )
         if not self.strategy.is_on:
             for fault in self.fault.faults:

@@ -16,6 +16,7 @@ from moe_ft.errors import CorruptStateError
 
 FORMAT = "moe_ft/1"
 MANIFEST_NAME = "manifest.json"
+FROZEN = "frozen"  # among the origins: all parameters that are not trained
 
 DTYPE_BYTES = {
     "F64": 8,
@@ -36,6 +37,7 @@ _Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Level = Annotated[str, msgspec.Meta(pattern="^(full|compute)$")]
 _DType = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(DTYPE_BYTES)})$")]
+_Gaps = tuple[tuple[_Count, _Count], ...]
 # JSON has no number for these; a clipped gradient norm may be one of them.
 _Float = float | Literal["inf", "-inf", "nan"]
 _ENVELOPE = re.compile(rb'\{"xxh3_64":"([0-9a-f]{16})","body":')
@@ -67,7 +69,12 @@ class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         offset: in bytes, from the start of the file.
+        iteration, incarnation: of the state that it is of, and the start of the processes that saved it.
         checksum: XXH3-64 of its num_bytes bytes.
+        file: the data file: on storage relative to the persist directory, in memory a name beside the
+            index; empty for the file of the index itself.
+        routed_tokens: of an expert, how many tokens it got so far.
+        gaps: of an expert, the ranges of them whose updates recoveries have dropped.
     """
 
     offset: _Count
@@ -76,6 +83,15 @@ class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: _Level
     checksum: _Checksum
     tensors: tuple[TensorEntry, ...]
+    incarnation: _Count = 0
+    file: str = ""
+    routed_tokens: _Count = 0
+    gaps: _Gaps = ()
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """What tells versions of one unit apart; later ones are greater."""
+        return self.incarnation, self.iteration
 
 
 class ParameterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,6 +169,28 @@ class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_expert: dict[str, tuple[int, ...]]
 
 
+class ExpertProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far the experts of a stage are trained, and what recoveries have cost them.
+
+    Attributes:
+        cursor, k_snapshot, k_persist: where the selection goes on.
+        least_k: below which k_snapshot does not go any more (Dynamic-K).
+        interval: iterations between snapshots.
+        routed_tokens: ``[expert]`` by MoE layer, tokens that the experts got so far.
+        gaps: ``[expert]`` by MoE layer, the ranges of them whose updates recoveries have dropped.
+        planned_tokens: tokens times top-k that a layer processes in the whole planned run.
+    """
+
+    cursor: _Count
+    k_snapshot: _Count
+    k_persist: _Count
+    least_k: _Count
+    interval: _Count
+    routed_tokens: dict[str, tuple[_Count, ...]]
+    gaps: dict[str, tuple[_Gaps, ...]]
+    planned_tokens: _Count
+
+
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which run wrote something.
 
@@ -163,6 +201,8 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fingerprint: the settings that state depends on, by flag.
         world_size: number of ranks.
         strategy: --moe-ft-strategy.
+        division: how a strategy that saves experts in parts divides them; versions of runs that divide them
+            otherwise do not fit together. Empty where they are saved whole.
     """
 
     job_id: str
@@ -171,6 +211,17 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: dict[str, Any]
     world_size: Annotated[int, msgspec.Meta(ge=1)]
     strategy: str
+    division: str = ""
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's files of a checkpoint on storage; paths are relative to the persist directory."""
+
+    rank: _Count
+    index: str
+    index_checksum: _Checksum
+    data: str
+    num_bytes: _Count
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -185,6 +236,10 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         units: unit versions by unit name.
         parameters: by global name.
         records: the last one is that of `iteration`.
+        origins: checksums, by unit name, of this rank's weights in the state that the run began with. A
+            unit without a version has not changed since, or all that it has changed by is lost.
+        progress: of the experts of this rank's stage, where a strategy saves only some of them.
+        older: files of other checkpoints on storage that hold some of the units.
     """
 
     format: str
@@ -199,6 +254,9 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     units: dict[str, UnitEntry]
     parameters: dict[str, ParameterEntry]
     records: tuple[IterationRecord, ...]
+    origins: dict[str, _Checksum] = {}
+    progress: ExpertProgress | None = None
+    older: tuple[FileEntry, ...] = ()
 
 
 class IndexHead(msgspec.Struct, frozen=True):
@@ -212,18 +270,13 @@ class IndexHead(msgspec.Struct, frozen=True):
     file_bytes: _Count
 
 
-class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's files of a checkpoint on storage; paths are relative to the persist directory."""
-
-    rank: _Count
-    index: str
-    index_checksum: _Checksum
-    data: str
-    num_bytes: _Count
-
-
 class UnitSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a checkpoint finds one unit: positions in the manifest's list of files."""
+    """Where a checkpoint finds one unit.
+
+    Attributes:
+        iteration: of the version; if ranks have different ones, the oldest.
+        files: positions in the manifest's files followed by its older ones.
+    """
 
     iteration: _Count
     level: _Level
@@ -231,7 +284,13 @@ class UnitSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Makes the files of an iteration a checkpoint; written last."""
+    """Makes the files of an iteration a checkpoint; written last.
+
+    Attributes:
+        files: of this checkpoint.
+        older: files of other checkpoints that this one needs.
+        units: by name; a unit that was never saved is not listed.
+    """
 
     format: str
     identity: Identity
@@ -239,6 +298,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created_s: float
     files: tuple[FileEntry, ...]
     units: dict[str, UnitSource]
+    older: tuple[FileEntry, ...] = ()
 
 
 def tensor_bytes(tensor: TensorEntry) -> int:
@@ -305,21 +365,27 @@ def _check(decoded: Index | IndexHead | Manifest, where: str) -> None:
 
 
 def _check_manifest(manifest: Manifest, where: str) -> None:
-    for entry in manifest.files:
+    files = (*manifest.files, *manifest.older)
+    for entry in files:
         check_path(entry.index, where)
         check_path(entry.data, where)
     for name, source in manifest.units.items():
-        if any(position >= len(manifest.files) for position in source.files):
+        if any(position >= len(files) for position in source.files):
             raise CorruptStateError(f"{where}: unit {name} names a file that is not listed")
 
 
 def _check_index(index: Index, where: str) -> None:
+    for entry in index.older:
+        check_path(entry.index, where)
+        check_path(entry.data, where)
     if not index.records or index.records[-1].iteration != index.iteration:
         raise CorruptStateError(f"{where} holds no record of its iteration {index.iteration}")
     if index.header_bytes > index.file_bytes:
         raise CorruptStateError(f"{where}: the header reaches beyond the end of its file")
     for name, unit in index.units.items():
-        if unit.offset + unit.num_bytes > index.file_bytes:
+        if unit.file:
+            check_path(unit.file, where)
+        elif unit.offset + unit.num_bytes > index.file_bytes:
             raise CorruptStateError(f"{where}: unit {name} reaches beyond the end of its file")
         for tensor in unit.tensors:
             if tensor.end < tensor.start or tensor.offset + tensor_bytes(tensor) > unit.num_bytes:

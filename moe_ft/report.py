@@ -3,6 +3,7 @@
 Reads files written by moe_ft/events.py; standard library and tabulate only, no torch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,8 @@ from tabulate import tabulate
 
 from moe_ft.errors import ConfigError
 from moe_ft.events import TAIL_BYTES, event_path, ranks_with_events, read_events, read_progress
+
+_NUM_AROUND_RECOVERY = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,28 @@ class RankSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecoverySummary:
+    """One recovery, and the loss around it; None where the log does not say.
+
+    Attributes:
+        restored_iteration: where training went on.
+        lost_tokens, plt: by this recovery; total_plt: by all so far.
+        loss_before: median over the last iterations that were kept; loss_after: over the first that follow.
+        highest_loss: of the first that follow.
+    """
+
+    incarnation: int
+    restored_iteration: int
+    sources: str
+    lost_tokens: int
+    plt: float
+    total_plt: float
+    loss_before: float | None
+    loss_after: float | None
+    highest_loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
     """What a run did, over all its incarnations; None where the log does not say."""
 
@@ -43,6 +68,7 @@ class RunSummary:
     iteration_s: float | None
     tokens_per_s: float | None
     ranks: tuple[RankSummary, ...]
+    recoveries: tuple[RecoverySummary, ...] = ()
 
 
 def summarize(directory: Path) -> RunSummary:
@@ -66,11 +92,12 @@ def summarize(directory: Path) -> RunSummary:
             f"the event log in {directory} is empty: no rank came as far as training."
         )
     # Every rank has the times; the loss is on the last stage, where the last rank always is.
-    iterations = [
+    events = [
         event
         for event in read_events(event_path(directory, ranks[-1]))
-        if event["event"] in ("start", "iteration")
+        if event["event"] in ("start", "iteration", "recovery")
     ]
+    iterations = [event for event in events if event["event"] != "recovery"]
     # The first iteration of a start pays for warming up.
     steady = [
         event
@@ -92,7 +119,38 @@ def summarize(directory: Path) -> RunSummary:
         iteration_s=iteration_s,
         tokens_per_s=num_tokens / iteration_s if iteration_s and num_tokens else None,
         ranks=summaries,
+        recoveries=tuple(_summarize_recoveries(events)),
     )
+
+
+def _summarize_recoveries(events: list[dict[str, Any]]) -> Iterator[RecoverySummary]:
+    losses: dict[int, float] = {}  # as the last attempt at each iteration had them
+    for position, event in enumerate(events):
+        if event["event"] == "iteration" and event.get("loss") is not None:
+            losses[event["iteration"]] = float(event["loss"])
+        if event["event"] != "recovery":
+            continue
+        restored = event["restored_iteration"]
+        losses = {iteration: loss for iteration, loss in losses.items() if iteration <= restored}
+        before = [losses[iteration] for iteration in sorted(losses)][-_NUM_AROUND_RECOVERY:]
+        after = [
+            float(line["loss"])
+            for line in events[position:]
+            if line["event"] == "iteration"
+            and line["incarnation"] == event["incarnation"]
+            and line.get("loss") is not None
+        ][:_NUM_AROUND_RECOVERY]
+        yield RecoverySummary(
+            incarnation=event["incarnation"],
+            restored_iteration=restored,
+            sources=", ".join(f"{tier} {count}" for tier, count in event["sources"].items()),
+            lost_tokens=event["lost_tokens"],
+            plt=event["plt"],
+            total_plt=event.get("total_plt", 0.0),
+            loss_before=median(before) if before else None,
+            loss_after=median(after) if after else None,
+            highest_loss=max(after, default=None),
+        )
 
 
 def _summarize_rank(directory: Path, rank: int, events: list[dict[str, Any]]) -> RankSummary:
@@ -123,7 +181,7 @@ def _ending(last: dict[str, Any]) -> str:
 
 
 def render(summary: RunSummary, directory: Path) -> str:
-    """Return the summary as text; the table of ranks only if one of them did not finish."""
+    """Return the summary as text, with recoveries if there were any and ranks if one did not finish."""
 
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -138,6 +196,31 @@ def render(summary: RunSummary, directory: Path) -> str:
         ("events", str(directory)),
     ]
     text = tabulate(rows, tablefmt="simple", disable_numparse=True)
+    if summary.recoveries:
+        recoveries = [
+            (
+                each.incarnation,
+                each.restored_iteration,
+                each.sources,
+                each.lost_tokens,
+                f"{100 * each.plt:.3f}",
+                f"{100 * each.total_plt:.3f}",
+                show(each.loss_before, ".3f"),
+                show(each.loss_after, ".3f"),
+                show(each.highest_loss, ".3f"),
+            )
+            for each in summary.recoveries
+        ]
+        headers_: tuple[str, ...] = (
+            "start",
+            "went on from",
+            "units from",
+            "lost tokens",
+            "PLT %",
+            "in all %",
+        )
+        headers_ += (f"loss of {_NUM_AROUND_RECOVERY} before", "after", "highest")
+        text += "\n\n" + tabulate(recoveries, headers=headers_, disable_numparse=True)
     if any(rank.ending != "finished" for rank in summary.ranks):
         ranks = [(r.rank, r.incarnation, r.iteration, r.phase, r.ending) for r in summary.ranks]
         headers = ("rank", "start", "iterations done", "last phase", "how it ended")

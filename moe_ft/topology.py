@@ -15,6 +15,7 @@ class RankInfo:
         address: host and port where it receives replicas and serves its node's memory; None if it
             does not listen.
         region_bytes: size of one of its regions.
+        slot_bytes, num_slots: of its pool; none where every snapshot holds every unit.
     """
 
     rank: int
@@ -23,6 +24,12 @@ class RankInfo:
     pid: int
     address: tuple[str, int] | None
     region_bytes: int
+    slot_bytes: int = 0
+    num_slots: int = 0
+
+    def memory_bytes(self, num_regions: int) -> int:
+        """Return what so many regions and a pool take."""
+        return num_regions * self.region_bytes + self.slot_bytes * self.num_slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

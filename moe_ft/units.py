@@ -32,9 +32,18 @@ class Level(StrEnum):
     NONE = "none"
 
 
+class Part(StrEnum):
+    """Of an expert that is saved in two parts: which one."""
+
+    WHOLE = ""
+    WEIGHTS = "weights"
+    MOMENTS = "moments"
+
+
 _LAYER_KINDS = (UnitKind.NON_EXPERT, UnitKind.ROUTER, UnitKind.EXPERT)
 _NAME = re.compile(
-    r"(?P<block>layer|mtp)\.(?P<layer>\d+)\.(?P<kind>non-expert|router|expert)(\.(?P<expert>\d+))?"
+    r"(?P<block>layer|mtp)\.(?P<layer>\d+)\.(?P<kind>non-expert|router|expert)"
+    r"(\.(?P<expert>\d+)(\.(?P<part>weights|moments))?)?"
 )
 
 
@@ -47,18 +56,27 @@ class UnitId:
         block: "layer" for the decoder's layers, "mtp" for multi-token prediction layers.
         layer: global index of the layer from 0; -1 outside of layers.
         expert: global index of the expert in its layer; -1 for everything else.
+        part: of an expert whose weights and moments are saved apart.
     """
 
     kind: UnitKind
     block: str = "layer"
     layer: int = -1
     expert: int = -1
+    part: Part = Part.WHOLE
+
+    @property
+    def layer_name(self) -> str:
+        """The name of its layer, as in ``layer.3``."""
+        return f"{self.block}.{self.layer}"
 
     def __str__(self) -> str:
         if self.kind not in _LAYER_KINDS:
             return self.kind.value
         name = f"{self.block}.{self.layer}.{self.kind}"
-        return f"{name}.{self.expert}" if self.kind is UnitKind.EXPERT else name
+        if self.kind is not UnitKind.EXPERT:
+            return name
+        return f"{name}.{self.expert}.{self.part}" if self.part else f"{name}.{self.expert}"
 
 
 def parse_unit(text: str) -> UnitId:
@@ -72,7 +90,13 @@ def parse_unit(text: str) -> UnitId:
         kind = UnitKind(match["kind"])
         if (kind is UnitKind.EXPERT) == (match["expert"] is not None):
             expert = -1 if match["expert"] is None else int(match["expert"])
-            return UnitId(kind=kind, block=match["block"], layer=int(match["layer"]), expert=expert)
+            return UnitId(
+                kind=kind,
+                block=match["block"],
+                layer=int(match["layer"]),
+                expert=expert,
+                part=Part(match["part"] or ""),
+            )
     elif text in list(UnitKind) and text not in list(_LAYER_KINDS):
         return UnitId(kind=UnitKind(text))
     raise PlanError(f"'{text}' is not the name of a unit, such as layer.3.expert.7 or embedding")

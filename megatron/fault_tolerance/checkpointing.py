@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.fault_tolerance import cpu_device
 from moe_ft.formats import IterationRecord
+from moe_ft.recovery.assembly import ExpertFacts
 from moe_ft.recovery.session import JobFacts
 from moe_ft.state.parameters import GroupPlace, StatePlaces
 from moe_ft.state.record import IterationFacts
@@ -101,6 +102,13 @@ def job_facts(args: argparse.Namespace) -> JobFacts:
         places=places,
         groups=groups,
         fingerprint=fingerprint(args),
+        experts=ExpertFacts(
+            num_experts=args.num_experts or 0,
+            ep=_place(groups.ep),
+            tokens_per_sample=args.seq_length * args.moe_router_topk,
+            planned_samples=args.train_samples or (args.train_iters or 0) * args.global_batch_size,
+            samples_per_iteration=args.global_batch_size,
+        ),
         iteration=args.iteration,
         is_deterministic=cpu_device.is_active() or bool(args.deterministic_mode),
         timeout_s=args.distributed_timeout_minutes * 60.0,

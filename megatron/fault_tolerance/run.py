@@ -24,7 +24,7 @@ from moe_ft.engine.background import Report
 from moe_ft.events import EventLog, last_incarnation
 from moe_ft.faults import Phase
 from moe_ft.formats import IterationRecord
-from moe_ft.recovery.session import Recovery, Session
+from moe_ft.recovery.session import JobLoss, Recovery, Session
 from moe_ft.state.digest import StateDigest, digest_state
 from moe_ft.state.record import IterationFacts, apply_rng
 from moe_ft.state.router_load import RouterLoad
@@ -81,6 +81,8 @@ class TrainingRun:
         recovery = None
         if self.config.strategy.is_on and optimizer is not None:
             recovery = self._start_session(args)
+        if self._session is not None or self.config.observability.router_log:
+            self._router_load.start(model)
         self._num_floating_point_operations = float(args.num_floating_point_operations_so_far)
         if self.config.observability.event_log is not None:
             self._write_start(args)
@@ -95,7 +97,6 @@ class TrainingRun:
         self.faults.node_of(session)
         recovery = session.open()
         self._session = session
-        self._router_load.start(self._built[0])
         if recovery.record is not None:
             checkpointing.resume(args, recovery.record)
             self.iteration = args.iteration
@@ -110,13 +111,15 @@ class TrainingRun:
             target_iteration=recovery.iteration,
             restored_iteration=recovery.iteration,
             replayed_iterations=0,
-            lost_tokens=0,
-            plt=0.0,
+            **_loss_fields(recovery.loss),
             sources={tier.value: count for tier, count in recovery.sources.items()},
             phases_s=recovery.phases_s,
             deterministic=recovery.is_deterministic,
             problems=recovery.problems,
         )
+        if recovery.loss is not None:
+            numbers = {"plt": recovery.loss.total_plt, "lost_tokens": recovery.loss.lost_tokens}
+            self._write_scalars(numbers, recovery.iteration)
 
     def _open_event_log(self) -> None:
         log = self.event_log
@@ -196,7 +199,9 @@ class TrainingRun:
         """Gradients are ready, no weight has changed."""
         self.enter(Phase.BEFORE_STEP)
         if self._session is not None:
-            self._session.engine.before_step()
+            layers = self._session.counted_layers
+            tokens = self._router_load.table(layers, get_args().num_experts) if layers else None
+            self._session.engine.before_step(tokens)
 
     def end_iteration(
         self, losses: Mapping[str, torch.Tensor], grad_norm: float | None, *, is_skipped: bool
@@ -233,11 +238,17 @@ class TrainingRun:
             num_tokens=num_samples * args.seq_length,
         )
         self._write_scalars(times, self.iteration)
+        if self.config.observability.router_log:
+            self._write_router_load(is_skipped=is_skipped)
         interval = self.config.observability.state_digest_interval
         if interval and self.iteration % interval == 0:
             self._write_digest(args.consumed_train_samples + num_samples)
         if self._session is not None:
             self._session.engine.drain(self._write_report)
+
+    def _write_router_load(self, *, is_skipped: bool) -> None:
+        tokens = {name: counts.tolist() for name, counts in self._router_load.counts().items()}
+        self.event_log.write("router_load", self.iteration, tokens=tokens, is_skipped=is_skipped)
 
     def _pass_seam(self, iteration_s: float, num_samples: int = 0) -> float:
         """Let the engine act on the state as it is now; return the seconds waited at the last fence."""
@@ -326,3 +337,19 @@ class TrainingRun:
         self.event_log.write(
             "state_digest", self.iteration, sha256=digest.sha256, sha256_all=digest.sha256_all
         )
+
+
+def _loss_fields(loss: JobLoss | None) -> dict[str, Any]:
+    """Return what a recovery event says of lost tokens; nothing is lost without a lossy strategy."""
+    if loss is None:
+        return {"lost_tokens": 0, "plt": 0.0}
+    return {
+        "lost_tokens": loss.lost_tokens,
+        "plt": loss.plt,
+        "repeated_tokens": loss.repeated_tokens,
+        "total_lost_tokens": loss.total_lost_tokens,
+        "total_plt": loss.total_plt,
+        "lost_per_expert": {layer: list(counts) for layer, counts in loss.per_expert.items()},
+        "k_snapshot": loss.k_snapshot,
+        "k_persist": loss.k_persist,
+    }

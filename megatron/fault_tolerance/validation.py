@@ -181,6 +181,12 @@ def _check_refused(args: argparse.Namespace) -> None:
                 f"{flag} is not supported with --moe-ft-strategy={args.moe_ft_strategy}: parameters kept "
                 f"in FP8 cannot be restored bit for bit yet. {remedy}."
             )
+    if args.moe_ft_strategy == "partial" and args.cuda_graph_impl not in (None, "none"):
+        raise ConfigError(
+            f"--cuda-graph-impl={args.cuda_graph_impl} is not supported with --moe-ft-strategy=partial: "
+            "replayed graphs run no hooks, so the tokens that a failure loses could not be counted. Use "
+            "--cuda-graph-impl none."
+        )
     for flag, name in _UNUSED:
         if getattr(args, name):
             raise ConfigError(

@@ -8,46 +8,39 @@ Whether a snapshot is taken, is complete or goes to storage is decided by all ra
 sent it to the peers that take it, so there always is one that all ranks have.
 """
 
-import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
-from moe_ft.engine.agreement import Agreement
+import torch
+
+from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook, Report, Reports
-from moe_ft.engine.layout import FileLayout
+from moe_ft.engine.layout import FileLayout, UnitPlace
+from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peers import PeerReplicator, PeerServer
 from moe_ft.engine.persist import PersistClient, WriterSupervisor, persist_deadline_s
-from moe_ft.engine.profile import IntervalTuner
-from moe_ft.engine.regions import (
-    Region,
-    Role,
-    own_directory,
-    rank_and_holder,
-    replica_directory,
-)
-from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter, pin, unpin
+from moe_ft.engine.pool import PoolVersions, RestoredVersion
+from moe_ft.engine.profile import IntervalTuner, SnapshotProfile
+from moe_ft.engine.regions import Region, Role
+from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter
+from moe_ft.engine.storage_schedule import StorageSchedule
 from moe_ft.errors import DegradedError
-from moe_ft.formats import Identity, IndexHead, decode
+from moe_ft.formats import Identity, Index, decode
 from moe_ft.planning.strategies import SnapshotPlan, Strategy
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.record import CapturedRecord
 from moe_ft.topology import RankInfo, Topology
+from moe_ft.units import UnitId
 
 FENCE_DEADLINE_S = 120.0
 _CLOSE_DEADLINE_S = 5.0
+_MOST_FAILURES_AT_END = 3
 _POLL_S = 0.01
 _PRINT_INTERVAL_S = 30.0
-NUM_REPLICA_REGIONS = 2
-
-
-def num_regions(*, persists: bool) -> int:
-    """Return how many regions a rank needs: the newest complete one, one to fill, one being written."""
-    return 3 if persists else 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +64,10 @@ class EngineContext:
     """What the engine is given about its rank and job.
 
     Attributes:
-        regions: this rank's own, opened or not.
-        peers: ranks that keep this rank's replicas; sources: ranks whose replicas this rank keeps.
+        memory: this rank's share of the node's, opened or not.
+        origins: checksums, by unit name, of the rotating units' weights in the run's first state.
+        stage_load: adds up what the ranks of the stage count; None where nothing is counted.
+        peers: ranks that keep this rank's replicas.
         server: listens already.
         token: what peers' requests must carry.
         writer_command: starts the node's writer process; None on all but the lowest rank of a node
@@ -81,16 +76,44 @@ class EngineContext:
 
     rank: int
     topology: Topology
-    node_dir: Path
     identity: Identity
     parameters: Sequence[LocalParameter]
-    regions: Sequence[Region]
+    memory: RankMemory
+    origins: Mapping[str, str]
+    stage_load: StageSum | None
     peers: tuple[RankInfo, ...]
-    sources: tuple[RankInfo, ...]
     server: PeerServer
     token: str
     writer_command: list[str] | None
     phase_hook: PhaseHook
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoredState:
+    """What a recovery put back on this rank.
+
+    Attributes:
+        indexes: of the regions that it was read from.
+        rotating: the versions that rotating units have now, by name.
+        persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
+            persist directory; empty if there is none.
+    """
+
+    indexes: frozenset[Path]
+    rotating: Mapping[str, RestoredVersion]
+    persisted_index: str
+
+
+class Layouts(Protocol):
+    """Knows how units lie in files."""
+
+    def lay_out(self, plan: SnapshotPlan) -> FileLayout:
+        """Return the layout of a region."""
+        ...
+
+    def place(self, unit: UnitId, offset: int) -> UnitPlace:
+        """Return how a rotating unit lies in a slot."""
+        ...
 
 
 class CheckpointEngine:
@@ -102,25 +125,24 @@ class CheckpointEngine:
         context: EngineContext,
         strategy: Strategy,
         agreement: Agreement,
-        make_layout: Callable[[SnapshotPlan], FileLayout],
+        layouts: Layouts,
         complete_record: Callable[[CapturedRecord], None],
     ) -> None:
         self._settings, self._context, self._strategy = settings, context, strategy
-        self._agreement, self._make_layout = agreement, make_layout
-        self._layouts: dict[int, tuple[SnapshotPlan, FileLayout]] = {}
+        self._agreement, self._make_layouts = agreement, layouts
+        self._layouts: dict[Hashable, FileLayout] = {}
+        self._versions = PoolVersions(context.memory.pool)
         self._reports = Reports()
-        self._regions = context.regions
-        self._replicas: dict[int, list[Region]] = {}
+        self._memory, self._regions = context.memory, context.memory.regions
         self._job: SnapshotJob | None = None
         self._complete: Region | None = None
         self._complete_iteration: int | None = None  # known also where a peer alone has it
-        self._num_complete = 0
         self._has_removed_left_overs = False
+        self._retained: list[Region] = []  # what was recovered rests on them
+        self._forward_start_s: float | None = None
+        self._profile = SnapshotProfile()
         self._start_iteration = self._last_snapshot_iteration = 0
-        self._persisted_iteration: int | None = None
         self._printed_s: dict[str, float] = {}
-        self._is_persist_due = False
-        self._is_writer_idle = True
         self._stall_s = 0.0
         self._tuner = IntervalTuner(settings.overhead_limit) if settings.interval is None else None
         self._replicator = (
@@ -137,58 +159,81 @@ class CheckpointEngine:
             self._replicator,
             context.phase_hook,
             complete_record,
+            context.memory.pool,
+            context.origins,
         )
-        persist_dir = context.node_dir / "persist"
-        self._persist = PersistClient(persist_dir, context.rank, self._reports, context.phase_hook)
+        persist_dir = context.memory.node_dir / "persist"
+        self._storage = StorageSchedule(
+            settings.persist_interval,
+            PersistClient(persist_dir, context.rank, self._reports, context.phase_hook),
+            self._versions,
+            strategy,
+            context.identity,
+            context.rank,
+        )
         self._supervisor = (
             WriterSupervisor(persist_dir, context.writer_command, self._reports)
             if context.writer_command
             else None
         )
 
-    def start(self, iteration: int, *, is_restored: bool) -> None:
-        """Open regions, accept replicas and start the threads and the writer.
+    def start(self, iteration: int, restored: RestoredState | None) -> None:
+        """Open memory, accept replicas and start the threads and the writer.
 
         Args:
             iteration: the state's.
-            is_restored: whether it was recovered; regions that hold it are then kept until a newer
-                snapshot is complete. After a fresh start every region may be overwritten.
+            restored: what was recovered, None after a fresh start: every region may then be overwritten.
 
         Raises:
             OSError: if the memory directory cannot be made or has no room.
         """
-        context, persists = self._context, self._settings.persist_interval > 0
-        for source in context.sources:
-            directory = replica_directory(context.node_dir, source.rank, context.rank)
-            self._replicas[source.rank] = [
-                Region(directory, number, source.region_bytes)
-                for number in range(NUM_REPLICA_REGIONS)
-            ]
-        for region in [*self._regions, *chain.from_iterable(self._replicas.values())]:
-            region.open()
-            if is_restored and holds(region.index_path, context.identity.lineage, iteration):
-                region.iteration = iteration
-        for region in self._regions:
-            if self._is_on_gpu:
-                pin(region)
-            if region.iteration is not None and self._complete is None:
-                region.advance(Role.RECOVERY)
-                self._complete = region
+        context = self._context
+        self._memory.open((context.identity.lineage, iteration) if restored else None)
+        if self._is_on_gpu:
+            self._memory.pin()
+        if restored is not None:
+            self._keep(restored)
         self._start_iteration = self._last_snapshot_iteration = iteration
-        self._complete_iteration = iteration if is_restored else None
-        self._layout(iteration)  # thousands of units take a while, not to be spent in an iteration
-        context.server.keep(self._replicas)
+        self._complete_iteration = iteration if restored else None
+        for plan in self._strategy.possible_plans():
+            self._layout(plan)  # not to be made in an iteration: it takes a while
+        context.server.keep(self._memory.replicas)
         self._writer.start()
-        if persists:
-            self._persist.start()
+        self._storage.start(restored.persisted_index if restored else "")
         if self._supervisor is not None:
             self._supervisor.start()
 
-    def before_step(self) -> None:
+    def _keep(self, restored: RestoredState) -> None:
+        """Keep what was recovered until a newer snapshot is complete."""
+        wanted = [region for region in self._regions if region.iteration is not None]
+        wanted += [
+            region
+            for region in self._regions
+            if region.index_path in restored.indexes and region not in wanted
+        ]
+        self._retained = wanted[: len(self._regions) - 1]  # one must be free to be filled
+        for region in self._retained:
+            region.advance(Role.RECOVERY)
+        self._versions.retain(
+            decode(region.index_path.read_bytes(), Index, str(region.index_path))
+            for region in self._retained
+        )
+        self._versions.adopt(restored.rotating)
+
+    def before_step(self, tokens_per_expert: torch.Tensor | None = None) -> None:
         """The fence: wait until nothing reads weights and moments any more.
 
         Called by all ranks before the optimizer step of every iteration.
+
+        Args:
+            tokens_per_expert: ``[layer, expert]`` counted on this rank in this iteration.
         """
+        if self._forward_start_s is not None:
+            self._profile.note_forward_backward(time.perf_counter() - self._forward_start_s)
+            self._forward_start_s = None
+        stage_load = self._context.stage_load
+        if stage_load is not None and tokens_per_expert is not None:
+            stage_load.begin(tokens_per_expert)
         job = self._job
         if job is not None and not job.copied.is_set() and not job.is_abandoned:
             start = time.perf_counter()
@@ -199,15 +244,19 @@ class CheckpointEngine:
 
     def _begin_agreement(self, *, goes_on: bool = True) -> None:
         state = SnapshotState.NONE if self._job is None else self._job.state
-        is_ready = self._free_region() is not None
+        slots = self._job.slots if self._job is not None else ()
+        upcoming = {str(place.unit): place.offset for place in slots}
+        has_room = self._versions.has_room(self._strategy.most_rotating, upcoming)
+        is_ready = has_room and self._free_region() is not None
         values = [
             int(state),
             int(is_ready),
-            int(self._is_writer_idle),
-            int(not self._persist.has_failed),
+            int(self._storage.is_idle),
+            int(not self._storage.has_failed),
             int(self._job is None or self._job.is_protected),
             int(goes_on),
         ]
+        values += self._strategy.values(self._profile.budget_bytes)
         if self._tuner is not None:
             values += self._tuner.values()
         self._agreement.begin(values)
@@ -215,14 +264,14 @@ class CheckpointEngine:
     def _free_region(self) -> Region | None:
         """Return a region that the next snapshot may fill, None if all are needed.
 
-        A snapshot that all ranks have completed makes the one before it free; until that is known,
-        either it or its predecessor will be.
+        A snapshot that all ranks have completed makes those before it free; until that is known, either it or
+        they will be.
         """
-        reserved = self._job.region if self._job is not None else self._complete
+        reserved = [*self._retained, self._complete] if self._job is None else [self._job.region]
         free = [
             region
             for region in self._regions
-            if region.role is not Role.PERSIST and region is not reserved
+            if region.role is not Role.PERSIST and region not in reserved
         ]
         return free[0] if free else None
 
@@ -244,25 +293,18 @@ class CheckpointEngine:
         """
         if not self._agreement.is_under_way:  # a skipped step has no fence
             self.before_step()
-        state, is_ready, is_writer_idle, can_persist, is_protected, _, *costs = (
+        state, is_ready, are_idle, can_persist, is_protected, _, *measured = (
             self._agreement.result()
         )
-        is_busy = self._job is not None or self._persist.region is not None
+        stage_load = self._context.stage_load
+        if stage_load is not None and stage_load.is_under_way:
+            self._strategy.add_tokens(stage_load.result())
+        is_busy = self._job is not None or self._storage.is_busy
         self._settle(SnapshotState(state), is_protected=bool(is_protected))
-        self._poll_persist(can_go_on=bool(can_persist))
-        if self._tuner is not None:
-            self._tuner.end_iteration(iteration_s, is_busy=is_busy)
-            if (cost := self._tuner.agree(costs)) is not None:
-                self._reports.add(
-                    "interval",
-                    iteration,
-                    interval=self._tuner.interval,
-                    iteration_s=cost.iteration_s,
-                    overhead_s=cost.overhead_s,
-                    completion_s=cost.completion_s,
-                )
-        if self._is_persist_due and is_writer_idle and self._complete is not None:
-            self._submit_persist()
+        self._poll_storage(are_idle=bool(are_idle), can_persist=bool(can_persist))
+        self._tune(iteration, iteration_s, measured, is_busy=is_busy)
+        if self._storage.is_due and are_idle and self._complete is not None:
+            self._storage.submit(self._complete)
         if self._is_due(iteration):
             if state == SnapshotState.RUNNING or not is_ready:
                 reason = "the last one is not complete" if is_ready else "all regions are in use"
@@ -270,7 +312,29 @@ class CheckpointEngine:
             else:
                 self._take(iteration, capture)
         stall_s, self._stall_s = self._stall_s, 0.0
+        self._forward_start_s = time.perf_counter()
         return stall_s
+
+    def _tune(
+        self, iteration: int, iteration_s: float, measured: list[int], *, is_busy: bool
+    ) -> None:
+        """Adapt to what the slowest rank measured: the strategy, and the interval if it is automatic."""
+        count = len(measured) - (self._tuner.num_values if self._tuner is not None else 0)
+        changes = self._strategy.agree(measured[:count])
+        if changes:
+            self._reports.add("strategy", iteration, **changes)
+        if self._tuner is None:
+            return
+        self._tuner.end_iteration(iteration_s, is_busy=is_busy)
+        if (cost := self._tuner.agree(measured[count:])) is not None:
+            self._reports.add(
+                "interval",
+                iteration,
+                interval=self._tuner.interval,
+                iteration_s=cost.iteration_s,
+                overhead_s=cost.overhead_s,
+                completion_s=cost.completion_s,
+            )
 
     def _is_due(self, iteration: int) -> bool:
         interval = self._settings.interval if self._tuner is None else self._tuner.interval
@@ -290,71 +354,57 @@ class CheckpointEngine:
         before, self._complete = self._complete, job.region
         self._complete_iteration = job.iteration
         job.region.advance(Role.RECOVERY)
-        if before is not None and before.role is Role.RECOVERY:
-            before.advance(Role.FREE)
+        for region in (*self._retained, *([before] if before is not None else [])):
+            if region.role is Role.RECOVERY:
+                region.advance(Role.FREE)
+        self._retained = []
+        self._versions.settle(job.region.index_path, job.pooled)
+        self._strategy.note_complete(job.iteration)
+        self._profile.note_copy(job.num_bytes, job.copy_s)
         if is_protected and not self._has_removed_left_overs:
             self._has_removed_left_overs = True
-            self._remove_left_overs()
-        self._num_complete += 1
-        persist_interval = self._settings.persist_interval
-        if persist_interval and self._num_complete % persist_interval == 0:
-            self._is_persist_due = True
-        if self._tuner is not None and not self._is_persist_due:
+            self._memory.remove_left_overs()
+        self._storage.note_complete()
+        if self._tuner is not None and not self._storage.is_due:
             self._tuner.end_checkpoint(job.complete_s)
 
-    def _remove_left_overs(self) -> None:
-        """Remove what other placements or earlier starts have left in this rank's share of the node."""
-        topology, rank = self._context.topology, self._context.rank
-        node, node_dir = topology.ranks[rank].node, self._context.node_dir
-        here = {info.rank for info in topology.on_node(node)}
-        sources = {source.rank for source in self._context.sources}
-        is_lowest = rank == topology.lowest_on_node(node).rank
-        for directory in node_dir.iterdir() if node_dir.is_dir() else ():
-            owner, holder = rank_and_holder(directory.name)
-            is_orphan = holder is not None and holder not in here
-            is_dismissed = holder == rank and owner != rank and owner not in sources
-            if (is_orphan and is_lowest) or is_dismissed:
-                shutil.rmtree(directory, ignore_errors=True)
-
-    def _take(self, iteration: int, capture: Callable[[], CapturedRecord]) -> None:
+    def _take(
+        self, iteration: int, capture: Callable[[], CapturedRecord], *, is_last: bool = False
+    ) -> None:
         region = self._free_region()
         assert region is not None  # is_ready was agreed
         region.advance(Role.SNAPSHOT)
+        plan = self._strategy.plan(iteration, is_last=is_last)
+        slots = self._versions.find_free(len(plan.rotating))
+        self._versions.outdate(region, self._regions, slots)
+        names = {str(unit) for unit in plan.rotating}
         self._job = SnapshotJob(
             region=region,
-            layout=self._layout(iteration),
+            layout=self._layout(plan),
             iteration=iteration,
             record=capture(),
             keep_iteration=self._complete_iteration,
+            plan=plan,
+            slots=[
+                self._make_layouts.place(unit, self._versions.offset_of(slot))
+                for unit, slot in zip(plan.rotating, slots, strict=True)
+            ],
+            carried=self._versions.carried(names),
+            is_sent_to_peers=not is_last or self._strategy.saves_all,
         )
         self._last_snapshot_iteration = iteration
         self._writer.submit(self._job)
 
-    def _layout(self, iteration: int) -> FileLayout:
-        plan = self._strategy.plan(iteration)
-        known = self._layouts.get(id(plan))
-        if known is None:
-            known = self._layouts[id(plan)] = (plan, self._make_layout(plan))
-        return known[1]
+    def _layout(self, plan: SnapshotPlan) -> FileLayout:
+        if plan.key not in self._layouts:
+            self._layouts[plan.key] = self._make_layouts.lay_out(plan)
+        return self._layouts[plan.key]
 
-    def _submit_persist(self) -> None:
-        assert self._complete is not None
-        self._is_persist_due, self._is_writer_idle = False, False
-        self._persisted_iteration = self._complete.iteration
-        self._complete.advance(Role.PERSIST)
-        self._persist.submit(self._complete)
-
-    def _poll_persist(self, *, can_go_on: bool) -> None:
-        region = self._persist.poll()
-        if region is None and not can_go_on:
-            region = self._persist.cancel()
-        if region is not None:
-            self._is_writer_idle = True
-            region.advance(Role.RECOVERY if region is self._complete else Role.FREE)
-            if self._tuner is not None:
-                # It may go on while persist_interval snapshots are taken.
-                share = self._persist.last_seconds / self._settings.persist_interval
-                self._tuner.end_checkpoint(share)
+    def _poll_storage(self, *, are_idle: bool, can_persist: bool) -> None:
+        self._storage.confirm(are_idle=are_idle, can_persist=can_persist)
+        is_done = self._storage.poll(self._complete, can_go_on=can_persist)
+        if is_done and self._tuner is not None:
+            self._tuner.end_checkpoint(self._storage.seconds_per_snapshot)
 
     @property
     def _is_on_gpu(self) -> bool:
@@ -392,22 +442,24 @@ class CheckpointEngine:
         """
         if not self._settings.persist_interval or iteration == self._start_iteration:
             return
-        deadline = time.monotonic() + persist_deadline_s(self._regions[0].num_bytes)
+        deadline = time.monotonic() + persist_deadline_s(self._memory.num_own_bytes)
+        num_failed = 0
         while True:
             if self._job is not None:
                 self._job.copied.wait(FENCE_DEADLINE_S)
             self._begin_agreement(goes_on=time.monotonic() < deadline)
-            state, is_ready, is_writer_idle, can_persist, is_protected, goes_on, *_ = (
+            state, is_ready, are_idle, can_persist, is_protected, goes_on, *_ = (
                 self._agreement.result()
             )
             self._settle(SnapshotState(state), is_protected=bool(is_protected))
-            self._poll_persist(can_go_on=bool(can_persist))
-            if not goes_on:
+            self._poll_storage(are_idle=bool(are_idle), can_persist=bool(can_persist))
+            num_failed += state == SnapshotState.FAILED
+            if not goes_on or num_failed == _MOST_FAILURES_AT_END:
                 self._reports.degraded("persist", iteration, "the last state is not on storage")
                 return
             if (
                 state != SnapshotState.RUNNING
-                and is_writer_idle
+                and are_idle
                 and not self._bring_last(iteration, capture, is_ready=bool(is_ready))
             ):
                 return
@@ -418,11 +470,14 @@ class CheckpointEngine:
     ) -> bool:
         """Take the next step on the last state's way to storage; return False if there is none."""
         newest = None if self._complete is None else self._complete.iteration
-        if newest == iteration and self._persisted_iteration != iteration:
-            self._submit_persist()
+        is_whole = newest == iteration and self._strategy.is_whole(iteration)
+        if is_whole and not self._storage.is_at_end(iteration):
+            assert self._complete is not None
+            self._storage.submit(self._complete, is_last=True)
             return True
-        if newest != iteration and self._last_snapshot_iteration != iteration and is_ready:
-            self._take(iteration, capture)
+        has_failed = newest != iteration and self._last_snapshot_iteration == iteration
+        if not is_whole and not has_failed and is_ready:
+            self._take(iteration, capture, is_last=True)
             return True
         return False
 
@@ -435,33 +490,9 @@ class CheckpointEngine:
             self._supervisor.close()
         self._context.server.close()
         if self._is_on_gpu:
-            for region in self._regions:
-                unpin(region)
-        for regions in (self._regions, *self._replicas.values()):
-            for region in regions:
-                region.close()
+            self._memory.unpin()
+        self._memory.close()
 
     def remove_memory(self) -> None:
-        """Remove this rank's memory, and the node's with the last rank; the run has ended cleanly."""
-        context = self._context
-        directories = [own_directory(context.node_dir, context.rank)]
-        directories += [
-            replica_directory(context.node_dir, source.rank, context.rank)
-            for source in context.sources
-        ]
-        for directory in directories:
-            shutil.rmtree(directory, ignore_errors=True)
-        node = context.topology.ranks[context.rank].node
-        if context.rank == context.topology.lowest_on_node(node).rank:
-            shutil.rmtree(context.node_dir, ignore_errors=True)
-            with suppress(OSError):
-                context.node_dir.parent.rmdir()  # the job's, with its last node
-
-
-def holds(index_path: Path, lineage: str, iteration: int) -> bool:
-    """Return whether a region holds the snapshot of an iteration of a run."""
-    try:
-        index = decode(index_path.read_bytes(), IndexHead, str(index_path))
-    except OSError:
-        return False
-    return (index.identity.lineage, index.iteration) == (lineage, iteration)
+        """Remove this rank's memory; the run has ended cleanly."""
+        self._memory.remove()

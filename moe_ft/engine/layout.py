@@ -14,7 +14,7 @@ from moe_ft.formats import TensorEntry, tensor_bytes
 from moe_ft.units import Level, UnitId
 
 UNIT_ALIGNMENT_BYTES = 64
-_HEADER_ALIGNMENT_BYTES = 4096
+HEADER_ALIGNMENT_BYTES = 4096
 _LENGTH_BYTES = 8
 
 
@@ -38,12 +38,15 @@ class FileLayout:
     num_bytes: int
 
 
-def lay_out(units: Iterable[tuple[UnitId, Level, Sequence[TensorEntry]]]) -> FileLayout:
+def lay_out(
+    units: Iterable[tuple[UnitId, Level, Sequence[TensorEntry]]], num_bytes: int | None = None
+) -> FileLayout:
     """Place units one behind the other.
 
     Args:
         units: units, their level and their tensors, whose offsets are ignored; units without
             tensors (other ranks hold them) are left out.
+        num_bytes: size of the file, if it is to be larger than it must be.
     """
     header: dict[str, dict[str, object]] = {}
     placed: list[tuple[UnitId, Level, int, int, tuple[TensorEntry, ...]]] = []
@@ -55,20 +58,25 @@ def lay_out(units: Iterable[tuple[UnitId, Level, Sequence[TensorEntry]]]) -> Fil
         inside = []
         for tensor in tensors:
             end = _align(end, header)
-            num_bytes = tensor_bytes(tensor)
+            size = tensor_bytes(tensor)
             inside.append(msgspec.structs.replace(tensor, offset=end - start))
             header[
                 f"{unit}/{level}/{tensor.parameter}[{tensor.start}:{tensor.end}]/{tensor.key}"
             ] = {
                 "dtype": tensor.dtype,
                 "shape": [tensor.end - tensor.start],
-                "data_offsets": [end, end + num_bytes],
+                "data_offsets": [end, end + size],
             }
-            end += num_bytes
+            end += size
         placed.append((unit, level, start, end - start, tuple(inside)))
+    data_start = _data_start(header)
+    if num_bytes is not None and num_bytes > data_start + end:
+        # Declaring the rest makes the header longer, perhaps by a page, and the rest shorter.
+        _declare_unused(header, end, num_bytes)
+        data_start = _data_start(header)
+        _declare_unused(header, end, num_bytes - data_start)
+        end = num_bytes - data_start
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    data_start = -(-(len(encoded) + _LENGTH_BYTES) // _HEADER_ALIGNMENT_BYTES)
-    data_start *= _HEADER_ALIGNMENT_BYTES
     padded = encoded.ljust(data_start - _LENGTH_BYTES)
     return FileLayout(
         units=tuple(
@@ -76,10 +84,10 @@ def lay_out(units: Iterable[tuple[UnitId, Level, Sequence[TensorEntry]]]) -> Fil
                 unit=unit,
                 level=level,
                 offset=data_start + start,
-                num_bytes=num_bytes,
+                num_bytes=size,
                 tensors=tensors,
             )
-            for unit, level, start, num_bytes, tensors in placed
+            for unit, level, start, size, tensors in placed
         ),
         header=len(padded).to_bytes(_LENGTH_BYTES, "little") + padded,
         num_bytes=data_start + end,
@@ -90,9 +98,18 @@ def _align(end: int, header: dict[str, dict[str, object]]) -> int:
     """Return the next aligned offset, declaring the gap before it."""
     aligned = -(-end // UNIT_ALIGNMENT_BYTES) * UNIT_ALIGNMENT_BYTES
     if aligned > end:
-        header[f"__unused__/{end}"] = {
-            "dtype": "U8",
-            "shape": [aligned - end],
-            "data_offsets": [end, aligned],
-        }
+        _declare_unused(header, end, aligned)
     return aligned
+
+
+def _declare_unused(header: dict[str, dict[str, object]], start: int, end: int) -> None:
+    header[f"__unused__/{start}"] = {
+        "dtype": "U8",
+        "shape": [end - start],
+        "data_offsets": [start, end],
+    }
+
+
+def _data_start(header: dict[str, dict[str, object]]) -> int:
+    num_bytes = len(json.dumps(header, separators=(",", ":"))) + _LENGTH_BYTES
+    return -(-num_bytes // HEADER_ALIGNMENT_BYTES) * HEADER_ALIGNMENT_BYTES

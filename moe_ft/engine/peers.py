@@ -11,17 +11,19 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from moe_ft.engine.background import PhaseHook, Reports
+from moe_ft.engine.memory import ReplicaMemory
+from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.formats import Index, check_path, checksum, decode, encode
+from moe_ft.formats import Index, UnitEntry, check_path, checksum, decode, encode
 from moe_ft.topology import RankInfo
 
 PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received
@@ -34,10 +36,12 @@ _LENGTH = struct.Struct(">I")
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-    """Keep a replica: followed by the index and the data.
+    """Keep a replica: followed by the index, the region's data, and slots of the pool.
 
     Attributes:
         keep_iteration: the newest complete snapshot, which must not be overwritten.
+        slots: names of the units that follow, in this order; their places are in the index.
+        slot_bytes: of all of them.
     """
 
     token: str
@@ -46,6 +50,8 @@ class Put(msgspec.Struct, frozen=True, tag=True):
     keep_iteration: int | None
     index_bytes: int
     data_bytes: int
+    slots: tuple[str, ...] = ()
+    slot_bytes: int = 0
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
@@ -94,6 +100,12 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytearray:
     return content
 
 
+def _pass_over(connection: socket.socket, num_bytes: int) -> None:
+    """Receive what nobody wants, so that the next message can follow."""
+    while num_bytes > 0:
+        num_bytes -= len(_receive(connection, min(num_bytes, _CHUNK_BYTES)))
+
+
 def _receive_header(connection: socket.socket) -> bytearray:
     (num_bytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
     if num_bytes > _MAX_HEADER_BYTES:
@@ -111,7 +123,7 @@ class PeerServer:
     def __init__(self, node_dir: Path, host: str) -> None:
         self._node_dir, self._host = node_dir, host
         self._token = ""
-        self._regions: Mapping[int, Sequence[Region]] = {}
+        self._replicas: Mapping[int, ReplicaMemory] = {}
         self._locks: dict[int, threading.Lock] = {}
         self._listener: socket.socket | None = None
         self.address: tuple[str, int] | None = None
@@ -129,10 +141,10 @@ class PeerServer:
         """Answer requests that carry this token; before, none are answered."""
         self._token = token
 
-    def keep(self, regions: Mapping[int, Sequence[Region]]) -> None:
-        """Accept replicas of these ranks into these open regions."""
-        self._locks = {source: threading.Lock() for source in regions}
-        self._regions = regions
+    def keep(self, replicas: Mapping[int, ReplicaMemory]) -> None:
+        """Accept replicas of these ranks into this memory, which is open."""
+        self._locks = {source: threading.Lock() for source in replicas}
+        self._replicas = replicas
 
     def close(self) -> None:
         """Stop listening."""
@@ -184,20 +196,36 @@ class PeerServer:
         if not 0 <= request.index_bytes <= _MAX_INDEX_BYTES:
             raise ConnectionError(f"an index of {request.index_bytes} bytes is not one of moe_ft")
         content = _receive(connection, request.index_bytes)
-        regions = self._regions.get(request.source)
-        if regions is None or regions[0].num_bytes != request.data_bytes:
-            expected = "none" if regions is None else f"{regions[0].num_bytes} bytes"
+        memory = self._replicas.get(request.source)
+        if memory is None or memory.regions[0].num_bytes != request.data_bytes:
+            expected = "none" if memory is None else f"{memory.regions[0].num_bytes} bytes"
             raise ConnectionError(
                 f"a replica of rank {request.source} of {request.data_bytes} bytes; expected {expected}"
             )
         with self._locks[request.source]:
-            region = next(each for each in regions if _may_go(each, request.keep_iteration))
+            free = [each for each in memory.regions if _may_go(each, request.keep_iteration)]
+            if not free:
+                _pass_over(connection, request.data_bytes + request.slot_bytes)
+                return f"all regions hold iteration {request.keep_iteration}, which must be kept"
+            region = free[0]
             region.invalidate()
-            target = memoryview(region.mapping)
-            _receive_into(connection, target)
+            contents = {"": memoryview(region.mapping)}
             try:
                 index = decode(bytes(content), Index, f"the index of rank {request.source}")
-                check_units(index, target, f"rank {request.source}")
+                slots = _slots_for(request, index, memory, region)
+            except CorruptStateError as error:
+                _pass_over(connection, request.data_bytes + request.slot_bytes)
+                return str(error)
+            _receive_into(connection, contents[""])
+            if memory.pool is not None and slots:
+                contents[memory.pool.name] = memoryview(memory.pool.mapping)
+            for unit in slots:
+                target = contents[unit.file]
+                _receive_into(connection, target[unit.offset : unit.offset + unit.num_bytes])
+            arrived = [name for name, unit in index.units.items() if not unit.file]
+            try:
+                where = f"rank {request.source}"
+                check_units(index, contents, where, [*arrived, *request.slots])
             except CorruptStateError as error:
                 return str(error)
             named = msgspec.structs.replace(index, file=region.data_path.name)
@@ -228,11 +256,72 @@ def _may_go(region: Region, keep_iteration: int | None) -> bool:
     return region.iteration is None or region.iteration != keep_iteration
 
 
-def check_units(index: Index, content: memoryview, where: str) -> None:
-    """Raise CorruptStateError if the header or a unit does not have the checksum of the index."""
-    if checksum(content[: index.header_bytes]) != index.header_checksum:
+def _slots_for(
+    request: Put, index: Index, memory: ReplicaMemory, filled: Region
+) -> list[UnitEntry]:
+    """Return where the units that follow go, after removing the indexes that name what is there now.
+
+    Raises:
+        CorruptStateError: if a place is not one, or a snapshot that must be kept is there.
+    """
+    slots: dict[int, UnitEntry] = {}
+    for name in request.slots:
+        unit, pool = index.units.get(name), memory.pool
+        if unit is None or pool is None or not pool.has_place(unit):
+            raise CorruptStateError(f"unit {name} has no place in the pool")
+        slots[unit.offset] = unit
+    if len(slots) < len(request.slots) or request.slot_bytes != sum(
+        unit.num_bytes for unit in slots.values()
+    ):
+        raise CorruptStateError("the slots that follow are not those of the index")
+    for region in memory.regions:
+        if region is not filled and slots and _names_another(region, slots):
+            if region.iteration is not None and region.iteration == request.keep_iteration:
+                raise CorruptStateError(
+                    f"a slot of iteration {region.iteration} would be overwritten, which must be kept"
+                )
+            region.invalidate()
+    return list(slots.values())
+
+
+def _names_another(region: Region, slots: Mapping[int, UnitEntry]) -> bool:
+    """Return whether a region's index names another version than the one that a slot will hold."""
+    try:
+        index = decode(region.index_path.read_bytes(), Index, str(region.index_path))
+    except OSError:
+        return False
+    named = [(slots[unit.offset], unit) for unit in index.units.values() if unit.offset in slots]
+    return any(new.file == old.file and new.checksum != old.checksum for new, old in named)
+
+
+def check_units(
+    index: Index,
+    contents: Mapping[str, memoryview],
+    where: str,
+    names: Iterable[str] | None = None,
+) -> None:
+    """Raise CorruptStateError if the header or a unit does not have the checksum of the index.
+
+    Args:
+        index: describes them.
+        contents: of the index's own file, under an empty name, and of others that it names.
+        where: for messages.
+        names: the units to check; by default all that are in the contents.
+    """
+    if checksum(contents[""][: index.header_bytes]) != index.header_checksum:
         raise CorruptStateError(f"{where}: the safetensors header does not match its checksum")
-    for name, unit in index.units.items():
+    if names is None:
+        names = [name for name, unit in index.units.items() if unit.file in contents]
+    check_places(index, contents, where, names)
+
+
+def check_places(
+    index: Index, contents: Mapping[str, memoryview], where: str, names: Iterable[str]
+) -> None:
+    """Raise CorruptStateError if a unit does not have the checksum of the index; see `check_units`."""
+    for name in names:
+        unit = index.units[name]
+        content = contents[unit.file]
         if checksum(content[unit.offset : unit.offset + unit.num_bytes]) != unit.checksum:
             raise CorruptStateError(f"{where}: unit {name} does not match its checksum")
 
@@ -251,11 +340,26 @@ class PeerConnection:
         return self._connection
 
     def put(
-        self, region: Region, index: Index, keep_iteration: int | None, phase_hook: PhaseHook
+        self,
+        region: Region,
+        index: Index,
+        keep_iteration: int | None,
+        phase_hook: PhaseHook,
+        pool: Pool | None = None,
+        slots: Sequence[str] = (),
     ) -> None:
-        """Send a replica and wait until it is committed there; raises OSError if that fails."""
+        """Send a replica and wait until it is committed there; raises OSError if that fails.
+
+        Args:
+            region: holds the snapshot.
+            index: describes it.
+            keep_iteration: what the peer must not overwrite.
+            phase_hook: called in the middle.
+            pool: holds the units of `slots`, which are sent too.
+            slots: names of units.
+        """
         try:
-            self._put(region, index, keep_iteration, phase_hook)
+            self._put(region, index, keep_iteration, phase_hook, pool, slots)
         except CorruptStateError:
             raise  # an answer: the connection is in order
         except BaseException:
@@ -263,12 +367,25 @@ class PeerConnection:
             raise
 
     def _put(
-        self, region: Region, index: Index, keep_iteration: int | None, phase_hook: PhaseHook
+        self,
+        region: Region,
+        index: Index,
+        keep_iteration: int | None,
+        phase_hook: PhaseHook,
+        pool: Pool | None,
+        slots: Sequence[str],
     ) -> None:
         connection = self._connected()
         content = encode(index)
         request = Put(
-            self._token, index.rank, index.iteration, keep_iteration, len(content), index.file_bytes
+            self._token,
+            index.rank,
+            index.iteration,
+            keep_iteration,
+            len(content),
+            index.file_bytes,
+            tuple(slots),
+            sum(index.units[name].num_bytes for name in slots),
         )
         _send(connection, request)
         _send_all(connection, content)
@@ -277,7 +394,13 @@ class PeerConnection:
         _send_all(connection, data[:half])
         phase_hook(Phase.REPLICATE, index.iteration)
         _send_all(connection, data[half:])
-        connection.settimeout(PROGRESS_TIMEOUT_S + index.file_bytes / _SLOWEST_BYTES_PER_S)
+        for name in slots:
+            assert pool is not None
+            unit = index.units[name]
+            with memoryview(pool.mapping) as pooled:
+                _send_all(connection, pooled[unit.offset : unit.offset + unit.num_bytes])
+        num_bytes = request.data_bytes + request.slot_bytes
+        connection.settimeout(PROGRESS_TIMEOUT_S + num_bytes / _SLOWEST_BYTES_PER_S)
         reply = _REPLY.decode(_receive_header(connection))
         connection.settimeout(PROGRESS_TIMEOUT_S)
         if reply.error:
@@ -316,16 +439,19 @@ class PeerReplicator:
         }
         self._is_lacking_address = len(self._pairs) < len(peers)
 
-    def replicate(self, region: Region, index: Index, keep_iteration: int | None) -> bool:
-        """Send a region to all peers; return whether all of them have it.
+    def replicate(
+        self, region: Region, pool: Pool | None, index: Index, keep_iteration: int | None
+    ) -> bool:
+        """Send a snapshot to all peers; return whether all of them have it.
 
+        Of the pool a peer gets what it does not have yet.
         A pair that fails is tried again with the next snapshot, then less and less often.
         """
         start = time.perf_counter()
         reached = [
             rank
             for rank, pair in self._pairs.items()
-            if self._send(rank, pair, region, index, keep_iteration)
+            if self._send(rank, pair, region, pool, index, keep_iteration)
         ]
         if reached:
             self._reports.add(
@@ -339,7 +465,13 @@ class PeerReplicator:
         return len(reached) == len(self._pairs) and not self._is_lacking_address
 
     def _send(
-        self, rank: int, pair: "_Pair", region: Region, index: Index, keep_iteration: int | None
+        self,
+        rank: int,
+        pair: "_Pair",
+        region: Region,
+        pool: Pool | None,
+        index: Index,
+        keep_iteration: int | None,
     ) -> bool:
         wait_s = pair.retry_s - time.monotonic()
         if wait_s > 0:
@@ -347,7 +479,8 @@ class PeerReplicator:
             self._reports.add("skipped", index.iteration, part="replicate", reason=reason)
             return False
         try:
-            pair.connection.put(region, index, keep_iteration, self._phase_hook)
+            slots = pair.missing(index)
+            pair.connection.put(region, index, keep_iteration, self._phase_hook, pool, slots)
         except Exception as error:  # of the network, the peer, or an injected one
             pair.fail()
             self._reports.degraded(
@@ -357,7 +490,7 @@ class PeerReplicator:
                 "one, a loss of this node costs what came after the last one",
             )
             return False
-        pair.num_failures = 0
+        pair.succeed(index)
         return True
 
     def close(self) -> None:
@@ -373,9 +506,24 @@ class _Pair:
         self.connection = connection
         self.num_failures = 0
         self.retry_s = 0.0
+        self._known: dict[str, UnitEntry] = {}  # what the peer's pool holds
+
+    def missing(self, index: Index) -> list[str]:
+        """Return the units of the pool whose versions the peer does not have where the index says."""
+        return [
+            name
+            for name, unit in index.units.items()
+            if unit.file and self._known.get(name) != unit
+        ]
+
+    def succeed(self, index: Index) -> None:
+        """Note that the peer has a snapshot."""
+        self.num_failures = 0
+        self._known = {name: unit for name, unit in index.units.items() if unit.file}
 
     def fail(self) -> None:
         """Note a failure: the next snapshot tries again, the ones after that wait longer and longer."""
+        self._known = {}
         self.num_failures += 1
         if self.num_failures > 1:
             delay_s = min(_FIRST_RETRY_S * 2 ** (self.num_failures - 2), _LONGEST_RETRY_S)

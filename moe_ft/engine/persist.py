@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class PersistClient:
     Attributes:
         region: the one that is being written, None if there is none.
         has_failed: whether the last one that was submitted could not be written.
+        has_lost_previous: whether that was because the checkpoint that it builds on is not there any more.
     """
 
     def __init__(self, directory: Path, rank: int, reports: Reports, phase_hook: PhaseHook) -> None:
@@ -55,7 +57,7 @@ class PersistClient:
         self._reports, self._phase_hook = reports, phase_hook
         self._deadline_s = 0.0
         self.region: Region | None = None
-        self.has_failed = False
+        self.has_failed = self.has_lost_previous = False
         self.last_seconds = 0.0
 
     def start(self) -> None:
@@ -64,15 +66,34 @@ class PersistClient:
         for path in (request_path, result_path):
             path(self._directory, self._rank).unlink(missing_ok=True)
 
-    def submit(self, region: Region) -> None:
-        """Have a committed region written; it must not change until `poll` returns it."""
+    def submit(
+        self,
+        region: Region,
+        rotating: Sequence[str],
+        previous: str,
+        tag: str,
+        rotating_bytes: int = 0,
+    ) -> None:
+        """Have a committed snapshot written; its region must not change until `poll` returns it.
+
+        Args:
+            region: holds the snapshot.
+            rotating: units in the pool that are written too; their slots must not change either.
+            previous: this rank's index of the checkpoint on storage that holds the others.
+            tag: of the files' names.
+            rotating_bytes: of the units in the pool.
+        """
         assert self.region is None and region.iteration is not None
-        self._deadline_s = time.time() + persist_deadline_s(region.num_bytes)
+        num_bytes = region.num_bytes + rotating_bytes
+        self._deadline_s = time.time() + persist_deadline_s(num_bytes)
         request = PersistRequest(
             rank=self._rank,
             iteration=region.iteration,
             index=str(region.index_path),
             data=str(region.data_path),
+            rotating=tuple(rotating),
+            previous=previous,
+            tag=tag,
             writes_manifest=self._rank == 0,
             deadline_s=self._deadline_s,
         )
@@ -94,6 +115,9 @@ class PersistClient:
         region, iteration = self.region, self.region.iteration or 0
         result = self._result()
         if result is not None and result.iteration == iteration:
+            self.has_lost_previous = result.has_lost_previous
+            if result.warning:
+                self._reports.degraded("persist", iteration, result.warning)
             if result.error:
                 self.has_failed = True
                 self._reports.degraded("persist", iteration, result.error)

@@ -24,9 +24,10 @@ import psutil
 
 from moe_ft.engine.peers import check_units
 from moe_ft.engine.regions import write_atomically
-from moe_ft.engine.storage import Storage, file_tag, rank_path
+from moe_ft.engine.storage import Storage, rank_path
+from moe_ft.engine.stored_file import PreviousCheckpoint, StoredFile, assemble
 from moe_ft.errors import CorruptStateError
-from moe_ft.formats import Index, decode, encode
+from moe_ft.formats import Index, checksum, decode, encode
 
 HEARTBEAT_NAME = "heartbeat"
 _POLL_S = 0.02
@@ -43,6 +44,10 @@ class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         index, data: absolute paths of the region's files.
+        rotating: units that are written although they are in the pool beside the region.
+        previous: this rank's index on storage, relative to the persist directory, whose checkpoint holds
+            the other units that the region does not; empty if there is none.
+        tag: of the files' names.
         writes_manifest: also wait for the other ranks' indexes and write the manifest (rank 0).
         deadline_s: seconds since 1970 after which nobody waits any more.
     """
@@ -51,12 +56,20 @@ class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     iteration: int
     index: str
     data: str
+    rotating: tuple[str, ...]
+    previous: str
+    tag: str
     writes_manifest: bool
     deadline_s: float
 
 
 class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a request ended; an empty error means that it succeeded."""
+    """How a request ended; an empty error means that it succeeded.
+
+    Attributes:
+        warning: what went wrong without harm to the checkpoint.
+        has_lost_previous: whether it failed because the checkpoint of `previous` is not there any more.
+    """
 
     rank: int
     iteration: int
@@ -65,6 +78,12 @@ class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_units: int
     seconds: float
     path: str
+    warning: str = ""
+    has_lost_previous: bool = False
+
+
+class PreviousCheckpointError(OSError):
+    """The older checkpoint that a request builds on cannot be read."""
 
 
 def request_path(directory: Path, rank: int) -> Path:
@@ -108,11 +127,12 @@ class PersistWorker:
         except msgspec.MsgspecError:
             return
         start = time.perf_counter()
-        index, error = None, ""
+        index, error, warning, has_lost_previous = None, "", "", False
         try:
-            index = self.persist(request, is_wanted=path.exists)
+            index, warning = self.persist(request, is_wanted=path.exists)
         except Exception as failure:  # any file system may raise anything; the rank says it
             error = f"{type(failure).__name__}: {failure}"
+            has_lost_previous = isinstance(failure, PreviousCheckpointError)
         result = PersistResult(
             rank=request.rank,
             iteration=request.iteration,
@@ -121,6 +141,8 @@ class PersistWorker:
             num_units=len(index.units) if index else 0,
             seconds=time.perf_counter() - start,
             path=self._storage.url,
+            warning=warning,
+            has_lost_previous=has_lost_previous,
         )
         with suppress(OSError):  # the memory directory is gone: so is whoever asked
             # First the request, or the next one, which a result invites, might be removed unserved.
@@ -132,12 +154,15 @@ class PersistWorker:
 
     def persist(
         self, request: PersistRequest, is_wanted: Callable[[], bool] = lambda: True
-    ) -> Index:
+    ) -> tuple[Index, str]:
         """Copy a region to storage, data first, then the index; rank 0 then writes the manifest.
 
         Args:
             request: what to write.
             is_wanted: returns False when the wait for other ranks is in vain.
+
+        Returns:
+            The index on storage, and what went wrong afterwards.
 
         Raises:
             CorruptStateError: if the region does not match its index, or another one is in its place.
@@ -146,33 +171,70 @@ class PersistWorker:
         index = decode(Path(request.index).read_bytes(), Index, request.index)
         if (index.rank, index.iteration) != (request.rank, request.iteration):
             raise CorruptStateError(f"{request.index} holds iteration {index.iteration}")
-        tag = file_tag(index.identity)
-        data_path = rank_path(index.iteration, index.rank, tag, "safetensors")
-        index_path = rank_path(index.iteration, index.rank, tag, "json")
+        data_path = rank_path(index.iteration, index.rank, request.tag, "safetensors")
+        index_path = rank_path(index.iteration, index.rank, request.tag, "json")
         if request.writes_manifest:  # one rank for all: it reads every manifest
             self._storage.remove_incomplete(index.iteration)
-        named = encode(msgspec.structs.replace(index, file=data_path.rpartition("/")[2]))
-        # A request may be served twice, when a writer dies between its work and its answer.
-        if not self._storage.exists(index_path) or self._storage.read(index_path) != named:
+        written = self._written(index_path, index)
+        if written is None:
+            name = data_path.rpartition("/")[2]
+            stored = assemble(index, request.rotating, self._previous(request), name)
+            written = stored.index
             try:
-                self._write(index, request.data, data_path)
-                self._storage.write_atomically(index_path, named)
+                self._write(index, stored, Path(request.data), data_path)
+                self._storage.write_atomically(index_path, encode(written))
             except Exception:
                 with suppress(Exception):  # a full disk must not stay full of what failed
                     if not self._storage.exists(index_path):
                         self._storage.remove(data_path)
                 raise
         if request.writes_manifest:
-            self._complete(index, tag, request.deadline_s, is_wanted)
-        return index
+            return written, self._complete(index, request.tag, request.deadline_s, is_wanted)
+        return written, ""
 
-    def _write(self, index: Index, data: str, data_path: str) -> None:
-        """Verify a region and write its bytes."""
-        content = self._mapped(Path(data))
-        if len(content) < index.file_bytes:
-            raise CorruptStateError(f"{data} is shorter than its index says")
-        check_units(index, content, data)
-        self._storage.write(data_path, content[: index.file_bytes])
+    def _written(self, index_path: str, index: Index) -> Index | None:
+        """Return what a writer that died before its answer has written of this snapshot, if it has."""
+        if not self._storage.exists(index_path):
+            return None
+        try:
+            found = self._storage.index(index_path)
+        except CorruptStateError:
+            return None
+        own = {name: unit.checksum for name, unit in index.units.items() if not unit.file}
+        there = {name: unit.checksum for name, unit in found.units.items() if name in own}
+        is_same = own == there and (found.identity, found.records) == (
+            index.identity,
+            index.records,
+        )
+        return found if is_same else None
+
+    def _previous(self, request: PersistRequest) -> PreviousCheckpoint | None:
+        """Return what this rank has in the checkpoint that holds the units that are not written now."""
+        if not request.previous:
+            return None
+        try:
+            content = self._storage.read(request.previous)
+            previous = PreviousCheckpoint(
+                index=decode(content, Index, request.previous),
+                path=request.previous,
+                checksum=checksum(content),
+            )
+            for file in previous.index.older:
+                if not self._storage.exists(file.data):
+                    raise FileNotFoundError(file.data)
+        except OSError as error:
+            raise PreviousCheckpointError(f"{request.previous}: {error}") from error
+        return previous
+
+    def _write(self, index: Index, stored: StoredFile, data: Path, data_path: str) -> None:
+        """Verify what is to be written and write it."""
+        files = {"", *stored.from_file.values()}
+        contents = {file: self._mapped(data.parent / file if file else data) for file in files}
+        for file, content in contents.items():
+            if not file and len(content) < index.file_bytes:
+                raise CorruptStateError(f"{data} is shorter than its index says")
+        check_units(index, contents, str(data), stored.from_file)
+        self._storage.write(data_path, stored.pieces(index, contents))
 
     def _mapped(self, path: Path) -> memoryview:
         """Return a region's bytes. Regions are reused, and mapping one anew costs more than reading it."""
@@ -188,8 +250,12 @@ class PersistWorker:
 
     def _complete(
         self, index: Index, tag: str, deadline_s: float, is_wanted: Callable[[], bool]
-    ) -> None:
-        """Wait until every rank's index is there, write the manifest, delete what is too old."""
+    ) -> str:
+        """Wait until every rank's index is there, write the manifest, delete what is too old.
+
+        Returns:
+            Why nothing could be deleted, if so: that makes the checkpoint no less complete.
+        """
         world_size = index.identity.world_size
         waiting = set(range(world_size))
         while True:
@@ -209,7 +275,11 @@ class PersistWorker:
         if not is_wanted():
             raise TimeoutError(f"iteration {index.iteration} was given up")
         manifest = self._storage.write_manifest(index.iteration, tag, world_size)
-        self._storage.retain(manifest, self._keep)
+        try:
+            self._storage.retain(manifest, self._keep)
+        except Exception as error:  # as any file system likes
+            return f"old checkpoints cannot be removed: {type(error).__name__}: {error}"
+        return ""
 
 
 def _die_with_parent(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""Measures what checkpoints cost, for --moe-ft-interval auto; choosing is planning/interval.py."""
+"""Measures what checkpoints cost and how fast they are copied; choosing is done in planning/."""
 
 from collections import deque
 from statistics import median
@@ -74,3 +74,27 @@ class IntervalTuner:
         before, self.interval = self._chosen, choose_interval(cost, self._overhead_limit)
         self._chosen = self.interval
         return cost if self.interval != before else None
+
+
+class SnapshotProfile:
+    """Measures how many bytes can be copied while forward and backward run. Owned by the training thread."""
+
+    def __init__(self) -> None:
+        self._forward_backward_s: deque[float] = deque(maxlen=_WINDOW)
+        self._bytes_per_s: deque[float] = deque(maxlen=_WINDOW)
+
+    def note_forward_backward(self, seconds: float) -> None:
+        """Note the time from the end of an iteration to the optimizer step of the next."""
+        self._forward_backward_s.append(seconds)
+
+    def note_copy(self, num_bytes: int, seconds: float) -> None:
+        """Note what was copied in which time."""
+        if seconds > 0:
+            self._bytes_per_s.append(num_bytes / seconds)
+
+    @property
+    def budget_bytes(self) -> float | None:
+        """What can be copied while forward and backward run, None until both were measured."""
+        if not self._bytes_per_s or len(self._forward_backward_s) < NUM_QUIET_ITERATIONS:
+            return None
+        return median(self._bytes_per_s) * median(self._forward_backward_s)

@@ -1,7 +1,8 @@
 """Regions: reusable stretches of host memory that outlive the process, as files on tmpfs.
 
 A region is a data file of fixed size, mapped once, and an index beside it. Without an index it holds
-nothing. Which bytes go in is engine/snapshot.py; what an index says is formats.py.
+nothing. Which bytes go in is engine/snapshot.py; what an index says is formats.py. Units that not every
+snapshot holds are in engine/pool.py.
 """
 
 import mmap
@@ -76,36 +77,23 @@ def make_private(directory: Path) -> None:
     directory.chmod(PRIVATE_MODE)
 
 
-class Region:
-    """One region. Owned by the training thread; its bytes belong to the copy thread in SNAPSHOT.
+class MappedFile:
+    """A file of fixed size, mapped and touched once.
 
     Attributes:
-        number: of the region in its directory.
-        role: see `Role`.
-        iteration: of the committed snapshot that it holds, None if there is none.
+        data_path: where it is.
+        num_bytes: its size.
     """
 
-    def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
-        self.directory, self.number, self.num_bytes = directory, number, num_bytes
-        self.role = Role.FREE
-        self.iteration: int | None = None
+    def __init__(self, data_path: Path, num_bytes: int) -> None:
+        self.data_path, self.num_bytes = data_path, num_bytes
         self._mapping: mmap.mmap | None = None
-
-    @property
-    def data_path(self) -> Path:
-        """The data file."""
-        return self.directory / f"region_{self.number}.safetensors"
-
-    @property
-    def index_path(self) -> Path:
-        """The index, which is there only while the region holds a committed snapshot."""
-        return self.directory / f"region_{self.number}.json"
 
     @property
     def mapping(self) -> mmap.mmap:
         """The mapped bytes."""
         if self._mapping is None:
-            raise SnapshotError(f"region {self.data_path} is not open")
+            raise SnapshotError(f"{self.data_path} is not open")
         return self._mapping
 
     def open(self) -> None:
@@ -118,10 +106,9 @@ class Region:
         """
         if self._mapping is not None:
             return
-        make_private(self.directory)
+        make_private(self.data_path.parent)
         if self.data_path.exists() and not self.is_in_place:
-            self.invalidate()
-            self.data_path.unlink()
+            self._discard()
         descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, self.num_bytes)  # ENOSPC now, not SIGBUS later
@@ -130,10 +117,45 @@ class Region:
             os.close(descriptor)
         _touch(self._mapping)
 
+    def _discard(self) -> None:
+        self.data_path.unlink()
+
     @property
     def is_in_place(self) -> bool:
-        """Whether the data file is there in the size that this region has."""
+        """Whether the data file is there in this size."""
         return self.data_path.is_file() and self.data_path.stat().st_size == self.num_bytes
+
+    def close(self) -> None:
+        """Unmap; the file stays. A buffer that still shows the memory keeps it mapped."""
+        if self._mapping is not None:
+            with suppress(BufferError):
+                self._mapping.close()
+            self._mapping = None
+
+
+class Region(MappedFile):
+    """One region. Owned by the training thread; its bytes belong to the copy thread in SNAPSHOT.
+
+    Attributes:
+        number: of the region in its directory.
+        role: see `Role`.
+        iteration: of the committed snapshot that it holds, None if there is none.
+    """
+
+    def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
+        super().__init__(directory / f"region_{number}.safetensors", num_bytes)
+        self.directory, self.number = directory, number
+        self.role = Role.FREE
+        self.iteration: int | None = None
+
+    @property
+    def index_path(self) -> Path:
+        """The index, which is there only while the region holds a committed snapshot."""
+        return self.directory / f"region_{self.number}.json"
+
+    def _discard(self) -> None:
+        self.invalidate()
+        super()._discard()
 
     def invalidate(self) -> None:
         """Remove the index: from now on the region holds nothing."""
@@ -157,13 +179,6 @@ class Region:
                 f"{self.role.name} to {to.name}"
             )
         self.role = to
-
-    def close(self) -> None:
-        """Unmap; the file stays. A buffer that still shows the memory keeps it mapped."""
-        if self._mapping is not None:
-            with suppress(BufferError):
-                self._mapping.close()
-            self._mapping = None
 
 
 def _touch(mapping: mmap.mmap) -> None:

@@ -9,9 +9,9 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -19,8 +19,9 @@ import msgspec
 import torch
 
 from moe_ft.engine.background import PhaseHook, Reports
-from moe_ft.engine.layout import FileLayout
-from moe_ft.engine.regions import Region
+from moe_ft.engine.layout import FileLayout, UnitPlace
+from moe_ft.engine.pool import Pool
+from moe_ft.engine.regions import MappedFile, Region
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
 from moe_ft.formats import (
@@ -33,6 +34,7 @@ from moe_ft.formats import (
     checksum,
     encode,
 )
+from moe_ft.planning.strategies import SnapshotPlan
 from moe_ft.state import record as records
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, own_slice, whole_tensor
@@ -50,10 +52,12 @@ class SnapshotState(IntEnum):
 
 
 class Replicator(Protocol):
-    """Sends committed regions to peers."""
+    """Sends committed snapshots to peers."""
 
-    def replicate(self, region: Region, index: Index, keep_iteration: int | None) -> bool:
-        """Send a region; return whether all peers have it. Failures are reported, not raised."""
+    def replicate(
+        self, region: Region, pool: Pool | None, index: Index, keep_iteration: int | None
+    ) -> bool:
+        """Send a snapshot; return whether all peers have it. Failures are reported, not raised."""
         ...
 
 
@@ -62,9 +66,14 @@ class SnapshotJob:
     """One snapshot to take.
 
     Attributes:
+        layout: of the region.
+        slots: places in the pool of the units that only some snapshots hold.
+        carried: versions of such units that this snapshot does not hold, by name.
         keep_iteration: the newest complete snapshot, which peers must not overwrite yet.
         ready: on a GPU, the event after which the state may be read.
         is_protected: whether all peers have it, once it is complete.
+        is_sent_to_peers: not where they would have to keep several of one iteration, at the end of training.
+        pooled: all versions in the pool that the snapshot's index names, once it is committed.
     """
 
     region: Region
@@ -72,6 +81,11 @@ class SnapshotJob:
     iteration: int
     record: records.CapturedRecord
     keep_iteration: int | None
+    plan: SnapshotPlan
+    slots: Sequence[UnitPlace] = ()
+    carried: Mapping[str, UnitEntry] = field(default_factory=dict)
+    is_sent_to_peers: bool = True
+    pooled: dict[str, UnitEntry] = field(default_factory=dict)
     ready: Any = None
     copied: threading.Event = field(default_factory=threading.Event)
     is_abandoned: bool = False
@@ -79,6 +93,16 @@ class SnapshotJob:
     state: SnapshotState = SnapshotState.RUNNING
     copy_s: float = 0.0
     complete_s: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """What is copied."""
+        return sum(place.num_bytes for place in self.places)
+
+    @property
+    def places(self) -> tuple[UnitPlace, ...]:
+        """Of all units that are copied."""
+        return (*self.layout.units, *self.slots)
 
 
 class SnapshotWriter:
@@ -94,7 +118,10 @@ class SnapshotWriter:
         replicator: Replicator | None,
         phase_hook: PhaseHook,
         complete_record: Callable[[records.CapturedRecord], None],
+        pool: Pool | None = None,
+        origins: Mapping[str, str] | None = None,
     ) -> None:
+        self._pool, self._origins = pool, dict(origins or {})
         self._complete_record = complete_record
         self._parameters = {each.name: each for each in parameters}
         self._entries: dict[str, ParameterEntry] = {each.name: each.entry for each in parameters}
@@ -147,18 +174,21 @@ class SnapshotWriter:
         if job.is_abandoned:
             raise SnapshotError("the copy took longer than the fence waits")
         job.region.commit(encode(index), job.iteration)
+        job.pooled = {name: entry for name, entry in index.units.items() if entry.file}
         committed_s = time.perf_counter() - start
         self._reports.add(
             "snapshot",
             job.iteration,
-            bytes=job.layout.num_bytes,
+            bytes=job.num_bytes,
             seconds=committed_s,
             copy_s=job.copy_s,
-            num_units=len(job.layout.units),
-            level=dict(Counter(place.level.value for place in job.layout.units)),
+            num_units=len(job.places),
+            level=dict(Counter(place.level.value for place in job.places)),
         )
-        if self._replicator is not None:
-            job.is_protected = self._replicator.replicate(job.region, index, job.keep_iteration)
+        if self._replicator is not None and job.is_sent_to_peers:
+            job.is_protected = self._replicator.replicate(
+                job.region, self._pool, index, job.keep_iteration
+            )
         job.complete_s = time.perf_counter() - start
         job.state = SnapshotState.COMPLETE
 
@@ -180,13 +210,27 @@ class SnapshotWriter:
         return absent
 
     def _copies_into(self, job: SnapshotJob) -> list["_Copy"]:
-        """Return what a layout copies into a region; found out once, for thousands of tensors."""
+        """Return what a snapshot copies where.
+
+        What goes into a region is found out once for each layout, for thousands of tensors.
+        """
         key = (id(job.region), id(job.layout))
         if key not in self._copies:
-            mapping = job.region.mapping
-            self._copies[key] = [
-                _Copy(
-                    local=self._parameters[tensor.parameter],
+            self._copies[key] = list(self._copies_to(job.region, job.layout.units))
+        if not job.slots:
+            return self._copies[key]
+        assert self._pool is not None
+        return [*self._copies[key], *self._copies_to(self._pool, job.slots)]
+
+    def _copies_to(self, target: MappedFile, places: Iterable[UnitPlace]) -> Iterator["_Copy"]:
+        mapping = target.mapping
+        for place in places:
+            for tensor in place.tensors:
+                local = self._parameters[tensor.parameter]
+                if (local.start, local.end) != (tensor.start, tensor.end):
+                    local = replace(local, start=tensor.start, end=tensor.end)
+                yield _Copy(
+                    local=local,
                     key=tensor.key,
                     target=torch.frombuffer(
                         mapping,
@@ -195,24 +239,41 @@ class SnapshotWriter:
                         offset=place.offset + tensor.offset,
                     ),
                 )
-                for place in job.layout.units
-                for tensor in place.tensors
-            ]
-        return self._copies[key]
+
+    def _entries_of(
+        self,
+        job: SnapshotJob,
+        file: MappedFile,
+        places: Iterable[UnitPlace],
+        absent: set[tuple[str, str]],
+        name: str = "",
+    ) -> Iterator[tuple[str, UnitEntry]]:
+        """Yield the entries of units that were copied into a file."""
+        with memoryview(file.mapping) as content:
+            for place in places:
+                routed_tokens, gaps = job.plan.rotating.get(place.unit, (0, ()))
+                yield (
+                    str(place.unit),
+                    UnitEntry(
+                        offset=place.offset,
+                        num_bytes=place.num_bytes,
+                        iteration=job.iteration,
+                        level=place.level.value,
+                        checksum=checksum(content[place.offset : place.offset + place.num_bytes]),
+                        tensors=_mark_absent(place.tensors, absent),
+                        incarnation=self._identity.history[-1][0],
+                        file=name,
+                        routed_tokens=routed_tokens,
+                        gaps=gaps,
+                    ),
+                )
 
     def _index(self, job: SnapshotJob, absent: set[tuple[str, str]]) -> Index:
-        with memoryview(job.region.mapping) as content:
-            units = {
-                str(place.unit): UnitEntry(
-                    offset=place.offset,
-                    num_bytes=place.num_bytes,
-                    iteration=job.iteration,
-                    level=place.level.value,
-                    checksum=checksum(content[place.offset : place.offset + place.num_bytes]),
-                    tensors=_mark_absent(place.tensors, absent),
-                )
-                for place in job.layout.units
-            }
+        units = dict(job.carried)
+        units.update(self._entries_of(job, job.region, job.layout.units, absent))
+        if job.slots:
+            assert self._pool is not None
+            units.update(self._entries_of(job, self._pool, job.slots, absent, self._pool.name))
         return Index(
             format=FORMAT,
             identity=self._identity,
@@ -226,6 +287,8 @@ class SnapshotWriter:
             units=units,
             parameters=self._entries,
             records=(records.encode(job.record),),
+            origins=self._origins,
+            progress=job.plan.progress() if job.plan.progress else None,
         )
 
 
@@ -288,21 +351,3 @@ def _mark_absent(
         msgspec.structs.replace(tensor, is_absent=(tensor.parameter, tensor.key) in absent)
         for tensor in tensors
     )
-
-
-def unpin(region: Region) -> None:
-    """Undo `pin`, before the memory is unmapped."""
-    view = torch.frombuffer(region.mapping, dtype=torch.uint8)
-    torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
-
-
-def pin(region: Region) -> None:
-    """Let the GPU copy into a region's memory directly.
-
-    Raises:
-        SnapshotError: if the driver refuses, for example because too much memory is locked.
-    """
-    view = torch.frombuffer(region.mapping, dtype=torch.uint8)
-    error = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)
-    if int(error) != 0:
-        raise SnapshotError(f"cudaHostRegister of {view.numel()} bytes failed with {error}")

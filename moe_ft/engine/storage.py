@@ -10,7 +10,7 @@ Used by the writer process and by recovery; no torch.
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,16 @@ class Lock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_s: float
 
 
-def file_tag(identity: Identity) -> str:
-    """Return what tells the files of one incarnation of one run from all others."""
-    return checksum(f"{identity.lineage} {identity.history}".encode())[:8]
+def file_tag(identity: Identity, *, is_last: bool = False) -> str:
+    """Return what tells the files of one incarnation of one run from all others.
+
+    Args:
+        identity: of the writer.
+        is_last: whether training has ended: a last checkpoint may be one of an iteration that has one
+            already, and does not overwrite its files.
+    """
+    end = " end" if is_last else ""
+    return checksum(f"{identity.lineage} {identity.history}{end}".encode())[:8]
 
 
 def iteration_directory(iteration: int) -> str:
@@ -80,13 +87,14 @@ class Storage:
         """Create the persist directory."""
         self._file_system.makedirs(self._root, exist_ok=True)
 
-    def write(self, path: str, content: memoryview) -> None:
+    def write(self, path: str, pieces: Iterable[memoryview]) -> None:
         """Write a large file; on a local file system it is on the disk when this returns."""
         full = self._full(path)
         self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
         with self._file_system.open(full, "wb") as file:
-            for start in range(0, len(content), _CHUNK_BYTES):
-                file.write(content[start : start + _CHUNK_BYTES])
+            for content in pieces:
+                for start in range(0, len(content), _CHUNK_BYTES):
+                    file.write(content[start : start + _CHUNK_BYTES])
             if self._is_local:
                 file.flush()
                 os.fsync(file.fileno())
@@ -98,7 +106,7 @@ class Storage:
         if not self._is_local:  # object stores show an object only when it is complete
             self._file_system.pipe_file(full, content)
             return
-        self.write(f"{path}.part", memoryview(content))
+        self.write(f"{path}.part", [memoryview(content)])
         os.replace(f"{full}.part", full)
         descriptor = os.open(os.path.dirname(full), os.O_RDONLY)
         try:
@@ -164,7 +172,8 @@ class Storage:
             CorruptStateError: if the indexes do not belong together.
         """
         files: list[FileEntry] = []
-        units: dict[str, tuple[int, str, list[int]]] = {}
+        older: dict[str, FileEntry] = {}
+        indexes: list[Index] = []
         identity = None
         for rank in range(world_size):
             path = rank_path(iteration, rank, tag, "json")
@@ -182,8 +191,8 @@ class Storage:
                     num_bytes=index.file_bytes,
                 )
             )
-            for name, unit in index.units.items():
-                units.setdefault(name, (unit.iteration, unit.level, []))[2].append(rank)
+            older.update({entry.data: entry for entry in index.older})
+            indexes.append(index)
         assert identity is not None
         manifest = Manifest(
             format=FORMAT,
@@ -191,10 +200,8 @@ class Storage:
             iteration=iteration,
             created_s=time.time(),
             files=tuple(files),
-            units={
-                name: UnitSource(iteration=newest, level=level, files=tuple(ranks))
-                for name, (newest, level, ranks) in units.items()
-            },
+            units=_sources(indexes, files, list(older)),
+            older=tuple(older.values()),
         )
         path = f"{iteration_directory(iteration)}/{MANIFEST_NAME}"
         self.write_atomically(path, encode(manifest))
@@ -239,7 +246,12 @@ class Storage:
     def _needed(self) -> set[str]:
         """Return the files that any manifest names, of whichever run."""
         manifests = (self._readable(iteration) for iteration in self.iterations())
-        files = [file for manifest in manifests if manifest for file in manifest.files]
+        files = [
+            file
+            for manifest in manifests
+            if manifest
+            for file in (*manifest.files, *manifest.older)
+        ]
         return {path for file in files for path in (file.index, file.data)}
 
     def _is_foreign(self, iteration: int, live: Iterable[Manifest]) -> bool:
@@ -288,6 +300,27 @@ class Storage:
         lock = self.lock()
         if lock is not None and lock.job_id == job_id:
             self.remove(LOCK_NAME)
+
+
+def _sources(
+    indexes: Sequence[Index], files: Sequence[FileEntry], older: Sequence[str]
+) -> dict[str, UnitSource]:
+    """Return where a checkpoint finds its units, from the indexes of all ranks."""
+    position_of = {file.data: position for position, file in enumerate(files)}
+    position_of.update({path: len(files) + position for position, path in enumerate(older)})
+    found: dict[str, tuple[int, str, list[int]]] = {}
+    for index, own in zip(indexes, files, strict=True):
+        for name, unit in index.units.items():
+            iteration, level, positions = found.get(name, (unit.iteration, unit.level, []))
+            path = unit.file or own.data
+            if path not in position_of:
+                raise CorruptStateError(f"{own.index}: unit {name} is in {path}, an unknown file")
+            positions.append(position_of[path])
+            found[name] = (min(iteration, unit.iteration), level, positions)
+    return {
+        name: UnitSource(iteration=iteration, level=level, files=tuple(positions))
+        for name, (iteration, level, positions) in found.items()
+    }
 
 
 def _protocols(file_system: Any) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ def _peers_of(topology: Topology, rank: int, factor: int, load: list[int]) -> tu
         peer = min(choices, key=lambda other: load[other])  # the first on the ring, if equal
         peers.append(peer)
         nodes.add(ranks[peer].node)
-        load[peer] += own.region_bytes
+        load[peer] += own.memory_bytes(1)
     return tuple(peers)
 
 
@@ -75,14 +75,14 @@ def plan_node_memory(
     """Return the bytes of host memory that the memory and peer tiers take on each node.
 
     Args:
-        topology: rank to node and bytes of one region.
+        topology: rank to node and bytes of regions and pools.
         peers: result of `place_replicas`.
-        num_regions: regions of each rank for its own state.
-        num_replica_regions: regions that a peer keeps for each rank it serves.
+        num_regions: regions of each rank for its own state; a pool comes to them.
+        num_replica_regions: regions that a peer keeps for each rank it serves, likewise.
     """
     total = dict.fromkeys(topology.nodes, 0)
     for info in topology.ranks:
-        total[info.node] += num_regions * info.region_bytes
+        total[info.node] += info.memory_bytes(num_regions)
         for peer in peers[info.rank]:
-            total[topology.ranks[peer].node] += num_replica_regions * info.region_bytes
+            total[topology.ranks[peer].node] += info.memory_bytes(num_replica_regions)
     return total

@@ -6,7 +6,7 @@ reading it recovery/restore.py.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 History = tuple[tuple[int, int], ...]
@@ -65,12 +65,15 @@ class RecoveryPlan:
         lineage: the run that is continued.
         history: that of its newest incarnation so far, the base of the next one's.
         sources: for every rank where it can read its state, best first.
+        elsewhere: for every rank all that the run has left, of any iteration, in the same order: where
+            units may be that the snapshots of this iteration do not hold.
     """
 
     iteration: int
     lineage: str
     history: History
     sources: Mapping[int, tuple[Source, ...]]
+    elsewhere: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
 
 
 def plan_recovery(
@@ -110,6 +113,10 @@ def _plan_lineage(
             rejected.append(reason)
         else:
             by_iteration[version.iteration][version.rank].append(version)
+    elsewhere: dict[int, tuple[Source, ...]] = {}
+    for rank, node in enumerate(node_of):
+        alive = [found[rank] for found in by_iteration.values() if rank in found]
+        elsewhere[rank] = _order([version for versions in alive for version in versions], node)
     for iteration in sorted(by_iteration, reverse=True):
         found = by_iteration[iteration]
         missing = [rank for rank in range(len(node_of)) if rank not in found]
@@ -127,6 +134,7 @@ def _plan_lineage(
                     lineage=versions[0].lineage,
                     history=history,
                     sources=sources,
+                    elsewhere=elsewhere,
                 )
             )
 
@@ -153,6 +161,7 @@ def _order(versions: list[Version], node: str) -> tuple[Source, ...]:
                 tiers.index(source.tier),
                 source.version.is_replica,
                 -source.version.incarnation,
+                -source.version.iteration,
                 source.version.node or "",
                 source.version.path,
             ),

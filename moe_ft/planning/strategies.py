@@ -1,27 +1,152 @@
 """Strategies: which units a snapshot holds at which level. Pure; the engine knows only this interface."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from moe_ft.formats import ExpertProgress
+from moe_ft.planning.lost_tokens import Gaps
+from moe_ft.planning.selection import Counts
 from moe_ft.units import Level, UnitId
 
-SnapshotPlan = Mapping[UnitId, Level]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotPlan:
+    """What one snapshot of a rank holds.
+
+    Attributes:
+        levels: units that go into the region, together.
+        rotating: the units that this snapshot holds and others do not, with their routed tokens and
+            their gaps (lost_tokens.py); they go into slots of the pool, at FULL.
+        shares: ``[data-parallel rank]`` how the ranks that hold state alike divide the part of it that
+            every snapshot holds; None for the division that was made at start.
+        progress: returns what the index says of all experts; None without experts to count.
+    """
+
+    levels: Mapping[UnitId, Level]
+    rotating: Mapping[UnitId, tuple[int, Gaps]] = field(default_factory=dict)
+    shares: tuple[int, ...] | None = None
+    progress: Callable[[], ExpertProgress] | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """What plans of one strategy have in common whose units lie alike in the region."""
+        return self.shares
 
 
 class Strategy(Protocol):
     """Decides what each snapshot holds; the same on every rank that shares a unit."""
 
-    def plan(self, iteration: int) -> SnapshotPlan:
-        """Return the level of every unit of this rank in the snapshot of an iteration."""
+    @property
+    def saves_all(self) -> bool:
+        """Whether every snapshot holds every unit."""
+        ...
+
+    @property
+    def rotating(self) -> frozenset[UnitId]:
+        """Units of this rank that only some snapshots hold; their newest versions are kept."""
+        ...
+
+    @property
+    def most_rotating(self) -> int:
+        """The most of them that one snapshot of this rank holds."""
+        ...
+
+    @property
+    def counted_layers(self) -> tuple[str, ...]:
+        """MoE layers of the stage whose tokens `add_tokens` wants, of iterations that were not skipped."""
+        ...
+
+    def plan(self, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
+        """Return what the snapshot of an iteration holds.
+
+        Args:
+            iteration: of the state.
+            is_last: whether training has ended, so that snapshots are taken until `is_whole`.
+        """
+        ...
+
+    def possible_plans(self) -> list[SnapshotPlan]:
+        """Return plans such that every plan has the key of one of them."""
+        ...
+
+    def is_whole(self, iteration: int) -> bool:
+        """Return whether complete snapshots hold every unit of the stage at this iteration."""
+        ...
+
+    def values(self, budget_bytes: float | None) -> list[int]:
+        """Return what goes into the agreement, which takes the least; equally many at each call.
+
+        Args:
+            budget_bytes: what this rank can copy while forward and backward run, None until measured.
+        """
+        ...
+
+    def agree(self, values: list[int]) -> dict[str, int]:
+        """Act on the least values over all ranks; return what that changed, by name."""
+        ...
+
+    def add_tokens(self, counts: Counts) -> None:
+        """Note the ``[layer, expert]`` tokens that the experts of the stage got in an iteration."""
+        ...
+
+    def note_complete(self, iteration: int) -> None:
+        """All ranks have the snapshot of the last plan, at this iteration."""
+        ...
+
+    def plan_persist(self, *, is_last: bool = False) -> frozenset[UnitId]:
+        """Return the rotating units of this rank whose versions in memory go to storage now.
+
+        Args:
+            is_last: whether training has ended: everything goes.
+        """
+        ...
+
+    def note_persisted(self) -> None:
+        """The checkpoint of the last `plan_persist` is complete on storage."""
         ...
 
 
 class DenseStrategy:
     """Every unit FULL in every snapshot. Sources: CheckFreq, Gemini."""
 
-    def __init__(self, units: Iterable[UnitId]) -> None:
-        self._plan = dict.fromkeys(units, Level.FULL)
+    saves_all = True
+    rotating: frozenset[UnitId] = frozenset()
+    most_rotating = 0
+    counted_layers: tuple[str, ...] = ()
 
-    def plan(self, iteration: int) -> SnapshotPlan:
+    def __init__(self, units: Iterable[UnitId]) -> None:
+        self._plan = SnapshotPlan(levels=dict.fromkeys(units, Level.FULL))
+
+    def plan(self, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
         """Return FULL for every unit."""
         return self._plan
+
+    def possible_plans(self) -> list[SnapshotPlan]:
+        """Return the only one."""
+        return [self._plan]
+
+    def is_whole(self, iteration: int) -> bool:
+        """Every snapshot is."""
+        return True
+
+    def values(self, budget_bytes: float | None) -> list[int]:
+        """Nothing is agreed on."""
+        return []
+
+    def agree(self, values: list[int]) -> dict[str, int]:
+        """Nothing changes."""
+        return {}
+
+    def add_tokens(self, counts: Counts) -> None:
+        """Nothing depends on them."""
+
+    def note_complete(self, iteration: int) -> None:
+        """Nothing depends on it."""
+
+    def plan_persist(self, *, is_last: bool = False) -> frozenset[UnitId]:
+        """Nothing rotates."""
+        return frozenset()
+
+    def note_persisted(self) -> None:
+        """Nothing depends on it."""

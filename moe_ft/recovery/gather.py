@@ -3,15 +3,15 @@
 Collective; the only part of recovery that uses Megatron's own process groups.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moe_ft.planning.sharding import assign_equal_slices
-from moe_ft.state.parameters import LocalParameter, StatePlaces
+from moe_ft.state.catalog import Slices
+from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import (
     DTYPES,
     describe,
@@ -24,11 +24,24 @@ from moe_ft.state.tensors import inner_optimizers
 from moe_ft.units import Level
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoredSlices:
+    """Which slices of parameters that several ranks hold alike each of those ranks puts back.
+
+    Attributes:
+        dp, expt_dp: ``[rank in the group]`` flat ranges by parameter name, of the data-parallel group of
+            what is not an expert and of that of experts.
+    """
+
+    dp: Sequence[Slices]
+    expt_dp: Sequence[Slices]
+
+
 def gather_state(
     model: Sequence[torch.nn.Module],
     optimizer: Any,
     parameters: Sequence[LocalParameter],
-    places: StatePlaces,
+    restored: RestoredSlices,
     groups: Any,
 ) -> None:
     """Exchange restored slices and refresh the weights. Called by all ranks.
@@ -37,17 +50,20 @@ def gather_state(
         model: model chunks, wrapped by Megatron's DistributedDataParallel.
         optimizer: Megatron's outermost optimizer.
         parameters: of this rank.
-        places: this rank's places in its groups.
+        restored: which slices of shared parameters the ranks have put back.
         groups: Megatron's ProcessGroupCollection.
     """
     replicated = [local for local in parameters if not local.is_sharded]
-    for is_expert, place, group in (
-        (False, places.dp, groups.dp_cp),
-        (True, places.expt_dp, groups.expt_dp),
+    for is_expert, slices, group in (
+        (False, restored.dp, groups.dp_cp),
+        (True, restored.expt_dp, groups.expt_dp),
     ):
-        shared = [local for local in replicated if local.is_expert == is_expert]
-        if shared and place.size > 1:
-            _exchange(shared, place.rank, place.size, group)
+        found = {name for owned in slices for name in owned}
+        shared = [
+            local for local in replicated if local.is_expert == is_expert and local.name in found
+        ]
+        if shared and len(slices) > 1:
+            _exchange(shared, slices, group)
     for inner in inner_optimizers(optimizer):
         has_own_masters = hasattr(inner, "_copy_main_params_to_model_params")
         if has_own_masters and not is_precision_aware(inner):
@@ -58,14 +74,39 @@ def gather_state(
             wrapper.start_param_sync(force_sync=True)
 
 
-def _exchange(shared: Sequence[LocalParameter], rank: int, size: int, group: Any) -> None:
+def find_gaps(
+    parameters: Sequence[LocalParameter], restored: RestoredSlices, kept: Collection[str]
+) -> list[str]:
+    """Return the names of shared parameters of which something has not been found, or twice.
+
+    Args:
+        parameters: of this rank.
+        restored: what the ranks have found.
+        kept: parameters that stay as they are.
+    """
+    gaps = []
+    for local in parameters:
+        if local.is_sharded or local.name in kept:
+            continue
+        slices = restored.expt_dp if local.is_expert else restored.dp
+        end = 0
+        for start, next_end in sorted(owned[local.name] for owned in slices if local.name in owned):
+            if start != end:
+                break
+            end = next_end
+        if end != local.parameter.numel():
+            gaps.append(local.name)
+    return gaps
+
+
+def _exchange(shared: Sequence[LocalParameter], slices: Sequence[Slices], group: Any) -> None:
     """Have every rank of a data-parallel group send its slices of parameters that all hold alike."""
-    slices = assign_equal_slices([local.parameter.numel() for local in shared], size)
-    tensors = _existing(shared, group)
-    for owner in range(size):
+    rank = dist.get_rank(group)
+    tensors = _existing(shared, slices[rank], group)
+    for owner, owned in enumerate(slices):
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for (local_index, _), tensor in tensors.items():
-            start, end = slices[owner][local_index]
+            start, end = owned.get(shared[local_index].name, (0, 0))
             if start < end:
                 by_dtype.setdefault(tensor.dtype, []).append(tensor.view(-1)[start:end])
         for pieces in by_dtype.values():
@@ -78,7 +119,9 @@ def _exchange(shared: Sequence[LocalParameter], rank: int, size: int, group: Any
                     piece.copy_(received)
 
 
-def _existing(shared: Sequence[LocalParameter], group: Any) -> dict[tuple[int, str], torch.Tensor]:
+def _existing(
+    shared: Sequence[LocalParameter], own: Slices, group: Any
+) -> dict[tuple[int, str], torch.Tensor]:
     """Return the whole live tensors by (parameter, key), made or dropped as their owners have them."""
     keys = [
         (index, entry.key, DTYPES[entry.dtype])
@@ -88,7 +131,7 @@ def _existing(shared: Sequence[LocalParameter], group: Any) -> dict[tuple[int, s
     device = shared[0].parameter.device
     exists = torch.tensor(
         [
-            int(_live(shared[index], key) is not None and shared[index].start < shared[index].end)
+            int(_live(shared[index], key) is not None and shared[index].name in own)
             for index, key, _ in keys
         ],
         dtype=torch.int32,

@@ -13,11 +13,12 @@ from pathlib import Path, PurePosixPath
 from safetensors import SafetensorError, safe_open
 from tabulate import tabulate
 
-from moe_ft.engine.peers import check_units
+from moe_ft.engine.peers import check_places, check_units
 from moe_ft.engine.regions import INDEX_NAME
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.formats import Identity, Index, checksum, decode
+from moe_ft.formats import Identity, Index, UnitEntry, checksum, decode
+from moe_ft.recovery.expert_summary import render_experts, summarize_experts
 from moe_ft.units import parse_unit
 
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})")
@@ -41,6 +42,7 @@ class Holding:
     ranks: tuple[int, ...]
     num_bytes: int
     units: dict[str, tuple[int, str, int]]  # iteration, level, bytes
+    indexes: tuple[Index, ...] = ()
     problem: str = ""
 
 
@@ -99,6 +101,7 @@ def _in_storage(directory: str) -> Iterator[Holding]:
                 name: (source.iteration, source.level, sizes[name])
                 for name, source in manifest.units.items()
             },
+            indexes=tuple(indexes),
         )
 
 
@@ -126,6 +129,7 @@ def _in_memory(directory: str) -> Iterator[Holding]:
                 name: (unit.iteration, unit.level, unit.num_bytes)
                 for name, unit in index.units.items()
             },
+            indexes=(index,),
         )
 
 
@@ -194,6 +198,7 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
         table_ = [(kind, count, f"{sizes[kind] / 2**20:.2f}") for kind, count in kinds.items()]
         contents = tabulate(table_, headers=("kind of unit", "units", "MiB"), disable_numparse=True)
     history = ", ".join(f"{number} from iteration {start}" for number, start in identity.history)
+    experts = summarize_experts(index for part in parts for index in part.indexes)
     settings = [
         (flag, value) for flag, value in sorted(identity.fingerprint.items()) if value is not None
     ]
@@ -202,6 +207,7 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
             f"iteration {newest.iteration}, {newest.tier}: job {identity.job_id}, strategy "
             f"{identity.strategy}, {identity.world_size} ranks, incarnations {history}",
             contents,
+            *([render_experts(experts)] if experts else []),
             tabulate(settings, headers=("setting", "value"), disable_numparse=True),
         )
     )
@@ -242,7 +248,7 @@ def _verify_region(path: Path) -> None:
 
 
 def _verify_file(data: Path, index: Index) -> None:
-    """Check one local data file against its index, and that it is a valid safetensors file."""
+    """Check a local data file and the pool beside it against its index, and that they are valid."""
     if data.stat().st_size != index.file_bytes:
         raise CorruptStateError(f"{data} has {data.stat().st_size} bytes, not {index.file_bytes}")
     with (
@@ -250,7 +256,9 @@ def _verify_file(data: Path, index: Index) -> None:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
         memoryview(mapping) as content,
     ):
-        check_units(index, content, str(data))
+        check_units(index, {"": content}, str(data))
+    for pool in {unit.file for unit in index.units.values() if unit.file and "/" not in unit.file}:
+        _verify_pool(data.parent / pool, index)
     try:
         with safe_open(data, framework="numpy") as opened:
             opened.keys()
@@ -258,22 +266,47 @@ def _verify_file(data: Path, index: Index) -> None:
         raise CorruptStateError(f"{data} is not a valid safetensors file: {error}") from error
 
 
+def _is_in(older: Index | None, name: str, unit: UnitEntry) -> bool:
+    """Return whether the file of an older checkpoint holds a unit version."""
+    there = None if older is None else older.units.get(name)
+    return there is not None and not there.file and there.checksum == unit.checksum
+
+
+def _verify_pool(path: Path, index: Index) -> None:
+    """Check the units that an index has in a pool."""
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
+        memoryview(mapping) as content,
+    ):
+        names = [name for name, unit in index.units.items() if unit.file == path.name]
+        check_places(index, {path.name: content}, str(path), names)
+    with safe_open(path, framework="numpy") as opened:
+        opened.keys()
+
+
 def _verify_checkpoint(holding: Holding) -> None:
     """Check a manifest against its indexes and those against their data, rank by rank."""
     storage, _ = _storage_of(holding.place)
     manifest = storage.manifest(holding.iteration)
-    for file in manifest.files:
+    indexes: dict[str, Index] = {}
+    for file in (*manifest.files, *manifest.older):
         content = storage.read(file.index)
         if checksum(content) != file.index_checksum:
             raise CorruptStateError(f"{file.index} is not the index that the manifest names")
         index = decode(content, Index, file.index)
         if str(PurePosixPath(file.index).with_name(index.file)) != file.data:
             raise CorruptStateError(f"{file.index} describes another file than {file.data}")
+        indexes[file.data] = index
         local = storage.local_path(file.data)
         if local is not None:
             _verify_file(local, index)
         else:
-            check_units(index, memoryview(storage.read(file.data)), file.data)
+            check_units(index, {"": memoryview(storage.read(file.data))}, file.data)
+    for own in manifest.files:
+        for name, unit in indexes[own.data].units.items():
+            if unit.file and not _is_in(indexes.get(unit.file), name, unit):
+                raise CorruptStateError(f"{own.index}: unit {name} is not in {unit.file}")
     missing = set(range(manifest.identity.world_size)) - {file.rank for file in manifest.files}
     if missing:
         raise CorruptStateError(f"the state of ranks {sorted(missing)[:8]} is missing")

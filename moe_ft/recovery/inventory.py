@@ -29,8 +29,8 @@ class Inventory:
 
     def add_identity(self, where: str, identity: Identity) -> None:
         """Remember a run that was seen."""
-        known = ((each.lineage, each.fingerprint, each.world_size) for _, each in self.identities)
-        if (identity.lineage, identity.fingerprint, identity.world_size) not in known:
+        known = [_settings(each) for _, each in self.identities]
+        if _settings(identity) not in known:
             self.identities.append((where, identity))
 
     def merge(self, other: "Inventory") -> None:
@@ -40,6 +40,16 @@ class Inventory:
         self.is_unreadable |= other.is_unreadable
         for where, identity in other.identities:
             self.add_identity(where, identity)
+
+
+def _settings(identity: Identity) -> tuple[object, ...]:
+    return (
+        identity.lineage,
+        identity.fingerprint,
+        identity.world_size,
+        identity.strategy,
+        identity.division,
+    )
 
 
 def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:

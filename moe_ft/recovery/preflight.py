@@ -15,7 +15,7 @@ from pathlib import Path
 import filelock
 
 from moe_ft.config import MoeFtConfig
-from moe_ft.engine.engine import NUM_REPLICA_REGIONS, holds, num_regions
+from moe_ft.engine.memory import NUM_REPLICA_REGIONS, holds, num_regions
 from moe_ft.engine.regions import file_system_type, make_private, rank_and_holder
 from moe_ft.engine.storage import LOCK_NAME, LOCK_STALE_S, Storage
 from moe_ft.errors import ConfigError
@@ -178,8 +178,13 @@ def make_room(
         is_used = holder in here and (owner == holder or owner in sources_of(peers, holder or 0))
         if owner is None or is_used:
             continue
+        is_needed = False
         for data in directory.glob("region_*.safetensors"):
             index = data.with_suffix(".json")
             if restored is None or not holds(index, *restored):
                 index.unlink(missing_ok=True)
                 data.unlink(missing_ok=True)
+            else:
+                is_needed = True
+        for pool in directory.glob("pool_*.safetensors") if not is_needed else ():
+            pool.unlink(missing_ok=True)

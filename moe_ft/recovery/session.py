@@ -7,7 +7,6 @@ flags on this machine is found here, before the first iteration, and by all rank
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,37 +14,37 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import torch.distributed as dist
 
 from moe_ft.config import MoeFtConfig
-from moe_ft.engine.agreement import Agreement
+from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
-from moe_ft.engine.engine import (
-    CheckpointEngine,
-    EngineContext,
-    EngineSettings,
-    num_regions,
-)
-from moe_ft.engine.layout import FileLayout, lay_out
-from moe_ft.engine.peers import PeerConnection, PeerServer, own_host
+from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings, RestoredState
+from moe_ft.engine.memory import RankMemory
+from moe_ft.engine.peers import PeerServer, own_host
 from moe_ft.engine.persist import writer_command
-from moe_ft.engine.regions import (
-    Region,
-    node_directory,
-    own_directory,
-)
+from moe_ft.engine.pool import RestoredVersion
+from moe_ft.engine.regions import node_directory
 from moe_ft.engine.storage import Storage
-from moe_ft.errors import ConfigError, PlanError, SnapshotError, UnrecoverableError
-from moe_ft.formats import Identity, IterationRecord, checksum, differing_settings
+from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.errors import ConfigError, PlanError, SnapshotError
+from moe_ft.formats import Identity, IterationRecord, checksum
+from moe_ft.planning.partial import Loss, PartialStrategy, job_plt
 from moe_ft.planning.placement import (
     default_replication_factor,
     place_replicas,
     sources_of,
 )
-from moe_ft.planning.recovery import RecoveryPlan, Source, Tier, plan_recovery
-from moe_ft.planning.sharding import assign_equal_slices
-from moe_ft.planning.strategies import DenseStrategy, SnapshotPlan
-from moe_ft.recovery.gather import gather_state
-from moe_ft.recovery.inventory import Inventory, look_at_memory, look_at_storage
+from moe_ft.planning.recovery import Tier
+from moe_ft.planning.strategies import Strategy
+from moe_ft.recovery.assembly import (
+    ExpertFacts,
+    build_strategy,
+    division_of,
+    ep_ranks_by_dp,
+    measure_sizes,
+    slice_assignment,
+)
 from moe_ft.recovery.preflight import (
     Site,
     check_memory,
@@ -54,19 +53,12 @@ from moe_ft.recovery.preflight import (
     open_storage,
     say,
 )
-from moe_ft.recovery.restore import FetchedState, fetch, put_back
-from moe_ft.recovery.sources import (
-    MemoryReader,
-    PeerReader,
-    RegionReader,
-    StateReader,
-    StorageReader,
-)
+from moe_ft.recovery.recover import Recovered, Recoverer
+from moe_ft.recovery.rotating import by_expert, versions_in
 from moe_ft.state import record as records
+from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import StatePlaces, local_parameters
-from moe_ft.state.slices import describe
 from moe_ft.topology import RankInfo, Topology
-from moe_ft.units import Level, parse_unit
 
 # What else decides which slice of which parameter a rank has, such as the sizes of gradient buckets.
 _CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
@@ -80,6 +72,7 @@ class JobFacts:
         stage: this rank's pipeline rank.
         places, groups: this rank's places, and Megatron's ProcessGroupCollection.
         fingerprint: the settings that state depends on, by flag.
+        experts: of the model, and how many tokens they get.
         iteration: where training goes on if nothing is recovered (--load may have set it).
         is_deterministic: whether a replay computes the same bits.
         timeout_s: of the job's process groups.
@@ -91,9 +84,31 @@ class JobFacts:
     places: StatePlaces
     groups: Any
     fingerprint: dict[str, Any]
+    experts: ExpertFacts
     iteration: int
     is_deterministic: bool
     timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobLoss:
+    """What a recovery has cost, in the whole job.
+
+    Attributes:
+        lost_tokens, plt: by this recovery; repeated_tokens: that some experts are trained with again.
+        total_lost_tokens, total_plt: by all recoveries that the state has behind it.
+        per_expert: lost by this recovery, ``[expert]`` by layer name.
+        k_snapshot, k_persist: from now on.
+    """
+
+    lost_tokens: int
+    plt: float
+    repeated_tokens: int
+    total_lost_tokens: int
+    total_plt: float
+    per_expert: Mapping[str, tuple[int, ...]]
+    k_snapshot: int
+    k_persist: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,6 +121,7 @@ class Recovery:
         sources: number of units by tier.
         phases_s: seconds by phase.
         problems: what was looked at and rejected, and why.
+        loss: what it cost; None where every snapshot holds every unit.
     """
 
     iteration: int
@@ -114,6 +130,7 @@ class Recovery:
     phases_s: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     is_deterministic: bool = True
+    loss: JobLoss | None = None
 
 
 class Session:
@@ -127,18 +144,19 @@ class Session:
         phase_hook: PhaseHook,
     ) -> None:
         self._config, self._facts, self._phase_hook = config, facts, phase_hook
-        self._model, self._optimizer, self._scheduler = built
-        self._agreement = Agreement(facts.timeout_s)
+        self._built = built
+        model, optimizer, scheduler = built
+        self._agreement, self._stage = Agreement(facts.timeout_s), StageSum(facts.timeout_s)
         self._job_id = config.memory.resolve_job_id(os.environ)
         self._node = config.memory.resolve_node_id(os.environ, socket.gethostname())
         self._node_dir = node_directory(config.memory.memory_dir, self._job_id, self._node)
         self._parameters = local_parameters(
-            self._model, self._optimizer, facts.places, assign_equal_slices
+            model, optimizer, facts.places, slice_assignment(config.strategy.sharding)
         )
-        self._record_taker = records.RecordTaker(
-            self._model, self._optimizer, self._scheduler, self._parameters
-        )
-        self._strategy = DenseStrategy(each.unit for each in self._parameters)
+        is_partial = config.strategy.strategy == "partial"
+        self._catalog = UnitCatalog(self._parameters, leaves_out_frozen=is_partial)
+        self._layouts = UnitLayouts(self._catalog, facts.places.dp.rank)
+        self._record_taker = records.RecordTaker(model, optimizer, scheduler, self._parameters)
         self._storage: Storage | None = None
         self._token = ""
         self._engine: CheckpointEngine | None = None
@@ -156,13 +174,14 @@ class Session:
         return self._topology
 
     @property
-    def _region_bytes(self) -> int:
-        return self._topology.ranks[self._facts.rank].region_bytes
-
-    @property
     def node_dir(self) -> Path:
         """This node's memory directory."""
         return self._node_dir
+
+    @property
+    def counted_layers(self) -> tuple[str, ...]:
+        """The MoE layers whose tokens the engine wants to know, after `open`."""
+        return self._strategy.counted_layers
 
     def open(self) -> Recovery:
         """Find out who is where, recover what can be recovered, and start the engine.
@@ -176,6 +195,7 @@ class Session:
             UnrecoverableError: with --moe-ft-on-missing=fail, if nothing is usable.
         """
         self._agreement.start()
+        self._stage.start(self._agreement.gather(self._facts.stage), self._facts.rank)
         server = self._meet()
         peers = self._place()
         self._site = Site(
@@ -189,47 +209,132 @@ class Session:
         self._alive = self._check_together(lambda: claim_memory(self._site))
         self._storage = self._check_together(lambda: open_storage(self._site))
         self._check_together(lambda: check_memory(self._site, peers))
-        self._regions = [
-            Region(own_directory(self._node_dir, self._facts.rank), number, self._region_bytes)
-            for number in range(num_regions(persists=self._config.storage.persists))
-        ]
-        recovery, plan = self._recover()
-        self._start_engine(recovery, plan, peers, server)
+        self._memory = RankMemory(
+            self._node_dir,
+            self._facts.rank,
+            self._topology,
+            sources_of(peers, self._facts.rank),
+            persists=self._config.storage.persists,
+        )
+        rotating = sorted(self._strategy.rotating)
+        origins = {} if self._strategy.saves_all else self._catalog.origins(rotating)
+        recoverer = Recoverer(
+            self._config.recovery,
+            self._site,
+            self._storage,
+            self._memory,
+            self._agreement,
+            self._stage,
+            self._fingerprint,
+            self._token,
+        )
+        recovered = recoverer.recover(
+            self._catalog,
+            self._strategy,
+            origins,
+            self._built,
+            self._facts.groups,
+            self._phase_hook,
+        )
+        recovery = Recovery(
+            iteration=self._facts.iteration,
+            is_deterministic=self._facts.is_deterministic,
+            phases_s=recovered.phases_s,
+            problems=recovered.problems,
+        )
+        if recovered.plan is not None:
+            recovery.iteration, recovery.record = recovered.plan.iteration, recovered.record
+            recovery.sources = dict(recovered.fetched.sources)
+            recovery.loss = self._resume_strategy(recovered)
+        self._start_engine(recovered, origins, peers, server)
         return recovery
+
+    def _resume_strategy(self, recovered: Recovered) -> JobLoss | None:
+        """Tell the strategy what was recovered; return what that cost. Called by all ranks."""
+        strategy, index = self._strategy, recovered.fetched.index
+        assert index is not None and recovered.plan is not None
+        if not isinstance(strategy, PartialStrategy):
+            return None
+        units = sorted(strategy.rotating)
+        persisted = {}
+        for found in self._stage.gather(versions_in(recovered.previous[1], units)):
+            persisted.update(found)
+        loss = strategy.resume(
+            index.progress or strategy.nothing_counted(),
+            recovered.plan.iteration,
+            by_expert(recovered.rotating.versions),
+            by_expert(persisted),
+            recovered.rotating.gaps,
+        )
+        return self._add_up(loss, strategy, index.records[-1].consumed_train_samples)
+
+    def _add_up(self, loss: Loss, strategy: PartialStrategy, consumed_samples: int) -> JobLoss:
+        """Add up what all stages have lost, and let the strategy act on it."""
+        lost: dict[str, tuple[int, ...]] = {}
+        repeated: dict[str, tuple[int, ...]] = {}
+        accumulated: dict[str, tuple[int, ...]] = {}
+        for other in self._agreement.gather(loss):
+            lost.update(other.lost)
+            repeated.update(other.repeated)
+            accumulated.update(other.accumulated)
+        experts = self._facts.experts
+        planned = experts.planned_samples * experts.tokens_per_sample
+        processed = consumed_samples * experts.tokens_per_sample
+        strategy.raise_k(job_plt(accumulated, processed)[1], processed)
+        lost_tokens, plt = job_plt(lost, planned)
+        total_lost_tokens, total_plt = job_plt(accumulated, planned)
+        return JobLoss(
+            lost_tokens=lost_tokens,
+            plt=plt,
+            repeated_tokens=job_plt(repeated, planned)[0],
+            total_lost_tokens=total_lost_tokens,
+            total_plt=total_plt,
+            per_expert=lost,
+            k_snapshot=strategy.k_snapshot,
+            k_persist=strategy.k_persist,
+        )
 
     def _meet(self) -> PeerServer:
         """Exchange who is where; make the token that peers know each other by."""
+        facts = self._facts
+        self._strategy = self._check_together(self._build_strategy)
+        sizes = measure_sizes(self._strategy, self._layouts)
+        self._layouts.region_bytes = sizes.region_bytes
         server = PeerServer(self._node_dir, own_host(os.environ.get("MASTER_ADDR", "127.0.0.1")))
         server.start()
-        layout = self._lay_out(self._strategy.plan(0))
         info = RankInfo(
-            rank=self._facts.rank,
+            rank=facts.rank,
             node=self._node,
-            stage=self._facts.stage,
+            stage=facts.stage,
             pid=os.getpid(),
             address=server.address,
-            region_bytes=layout.num_bytes,
+            region_bytes=sizes.region_bytes,
+            slot_bytes=sizes.slot_bytes,
+            num_slots=sizes.num_slots,
         )
         self._topology = Topology(ranks=tuple(self._agreement.gather(info)))
         self._token, self._new_lineage = self._agreement.gather(
             (secrets.token_hex(16), f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}")
         )[0]
         server.admit(self._token)
-        cuts = checksum(
-            repr([(each.name, each.start, each.end) for each in self._parameters]).encode()
-        )
+        # What the ranks divide among themselves may be divided otherwise: see recovery/gather.py.
+        sharded = (each for each in self._parameters if each.is_sharded)
+        cuts = checksum(repr([(each.name, each.start, each.end) for each in sharded]).encode())
         all_cuts = checksum("".join(self._agreement.gather(cuts)).encode())
-        self._fingerprint = {**self._facts.fingerprint, _CUTS: all_cuts}
+        self._fingerprint = {**facts.fingerprint, _CUTS: all_cuts}
         return server
 
-    def _lay_out(self, plan: SnapshotPlan) -> FileLayout:
-        tensors: dict[str, list[Any]] = {}
-        levels = {str(unit): level for unit, level in plan.items()}
-        for local in self._parameters:
-            name = str(local.unit)
-            if levels[name] is not Level.NONE:
-                tensors.setdefault(name, []).extend(describe(local, levels[name]))
-        return lay_out((parse_unit(name), levels[name], found) for name, found in tensors.items())
+    def _build_strategy(self) -> Strategy:
+        facts, group = self._facts, self._facts.groups.dp_cp
+        leader = dist.get_process_group_ranks(group)[0] if dist.is_initialized() else 0
+        places = self._agreement.gather((leader, facts.places.dp.rank, facts.experts.ep.rank))
+        return build_strategy(
+            self._config,
+            self._catalog,
+            facts.experts,
+            ep_ranks_by_dp(places, leader),
+            self._stage.gather,
+        )
 
     def _check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
         """Run a check on all ranks; if it fails on one, raise its ConfigError on all."""
@@ -254,138 +359,15 @@ class Session:
                 f"--moe-ft-replication-factor={factor}: {error}. Lower it, or start more nodes."
             ) from error
 
-    def _recover(self) -> tuple[Recovery, RecoveryPlan | None]:
-        recovery = Recovery(
-            iteration=self._facts.iteration, is_deterministic=self._facts.is_deterministic
-        )
-        if self._config.recovery.recover_from == "load":
-            return recovery, None
-        start = time.perf_counter()
-        inventory = self._look()
-        recovery.phases_s["inventory"] = time.perf_counter() - start
-        self._check_identity(inventory)
-        start = time.perf_counter()
-        nodes = [info.node for info in self._topology.ranks]
-        plans, rejected = plan_recovery(
-            inventory.versions, nodes, self._config.recovery.only_iteration
-        )
-        recovery.phases_s["plan"] = time.perf_counter() - start
-        recovery.problems = inventory.problems + rejected
-        for plan in plans:
-            start = time.perf_counter()
-            fetched = fetch(plan.sources[self._facts.rank], self._parameters, self._open_source)
-            recovery.problems += fetched.problems
-            failures = [
-                f"iteration {plan.iteration}: rank {rank} has no intact {', '.join(missing[:3])}"
-                for rank, missing in enumerate(self._agreement.gather(self._missing(fetched)))
-                if missing
-            ]
-            if not failures:
-                self._put_back(fetched, plan)
-                recovery.phases_s["restore"] = time.perf_counter() - start
-                recovery.iteration, recovery.record = plan.iteration, fetched.record
-                recovery.sources = dict(fetched.sources)
-                return recovery, plan
-            recovery.problems += failures
-        if inventory.is_unreadable:
-            raise UnrecoverableError(
-                f"--moe-ft-persist-dir={self._config.storage.persist_dir} could not be read: "
-                f"{'; '.join(inventory.problems)}. What is there may be the state to go on from: make it "
-                "readable, or start without it with --moe-ft-recover-from load."
-            )
-        self._say_missing(recovery.problems)
-        return recovery, None
-
-    @staticmethod
-    def _missing(fetched: FetchedState) -> list[str]:
-        return [] if fetched.is_complete else [*fetched.missing, "record"][:4]
-
-    def _look(self) -> Inventory:
-        """Look at all nodes' memory and, once, at storage."""
-        own, stored = Inventory(), Inventory()
-        if self._site.is_lowest_on_node:
-            own = look_at_memory(self._node_dir, self._node, self._job_id)
-        if self._facts.rank == 0 and self._storage is not None:
-            stored = look_at_storage(self._storage)
-        inventory = Inventory()
-        # Apart from the gather, which pads what every rank sends to the longest.
-        for found in (*self._agreement.gather(own), self._agreement.broadcast(stored)):
-            inventory.merge(found)
-        return inventory
-
-    def _check_identity(self, inventory: Inventory) -> None:
-        """Raise ConfigError if what was found is the state of another model or layout."""
-        for where, identity in inventory.identities:
-            ours, theirs = self._fingerprint, identity.fingerprint
-            differences = differing_settings(ours, theirs)
-            if differences:
-                raise ConfigError(
-                    f"{where} holds the state of another model, layout or data: "
-                    f"{'; '.join(differences[:5])}. Start with the settings of that run, name another "
-                    "--moe-ft-persist-dir or --moe-ft-job-id, remove its memory with `python -m moe_ft "
-                    "clean`, or ignore it with --moe-ft-recover-from load."
-                )
-
-    def _open_source(self, source: Source) -> StateReader:
-        if source.tier is Tier.MEMORY:
-            for region in self._regions:
-                if self._node_dir / source.version.path == region.index_path and region.is_in_place:
-                    return RegionReader(region)
-            return MemoryReader(self._node_dir, source.version)
-        if source.tier is Tier.STORAGE:
-            assert self._storage is not None
-            return StorageReader(self._storage, source.version)
-        assert source.version.node is not None
-        address = self._topology.lowest_on_node(source.version.node).address
-        assert address is not None
-        return PeerReader(PeerConnection(address, self._token), source.version)
-
-    def _put_back(self, fetched: FetchedState, plan: RecoveryPlan) -> None:
-        assert fetched.record is not None
-        put_back(fetched, self._parameters, plan.iteration, self._phase_hook)
-        gather_state(
-            self._model, self._optimizer, self._parameters, self._facts.places, self._facts.groups
-        )
-        records.apply(
-            fetched.record, self._model, self._optimizer, self._scheduler, self._parameters
-        )
-
-    def _say_missing(self, problems: Sequence[str]) -> None:
-        """Say what was looked at; raise if the user wants that to be the end."""
-        looked_at = f"the memory of job '{self._job_id}' on nodes {', '.join(self._topology.nodes)}"
-        if self._storage is not None:
-            looked_at += f" and {self._storage.url}"
-        if problems and self._facts.rank == 0:
-            say(f"nothing to recover from was found in {looked_at}:")
-            for problem in problems:
-                say(f"  {problem}")
-        if self._config.recovery.on_missing == "fail":
-            reasons = "; ".join(problems) or "it is empty"
-            raise UnrecoverableError(
-                f"--moe-ft-on-missing=fail: nothing to recover from in {looked_at}: {reasons}. Use "
-                "--moe-ft-on-missing start to begin from --load or afresh."
-            )
-
     def _start_engine(
         self,
-        recovery: Recovery,
-        plan: RecoveryPlan | None,
+        recovered: Recovered,
+        origins: Mapping[str, str],
         peers: Sequence[tuple[int, ...]],
         server: PeerServer,
     ) -> None:
-        config, rank, ranks = self._config, self._facts.rank, self._topology.ranks
-        lineage, history = self._new_lineage, ((0, self._facts.iteration),)
-        if plan is not None:
-            lineage = plan.lineage
-            history = (*plan.history, (plan.history[-1][0] + 1, plan.iteration))  # type: ignore[assignment]
-        identity = Identity(
-            job_id=self._job_id,
-            lineage=lineage,
-            history=history,
-            fingerprint=self._fingerprint,
-            world_size=self._facts.world_size,
-            strategy=config.strategy.strategy,
-        )
+        config, rank, plan = self._config, self._facts.rank, recovered.plan
+        identity = self._identity(recovered)
         command = None
         if self._site.is_lowest_on_node and config.storage.persists:
             command = writer_command(
@@ -394,18 +376,18 @@ class Session:
                 config.storage.keep,
                 os.getpid(),
                 self._job_id,
-                lineage,
+                identity.lineage,
                 renew_lock=rank == 0,
             )
         context = EngineContext(
             rank=rank,
             topology=self._topology,
-            node_dir=self._node_dir,
             identity=identity,
             parameters=self._parameters,
-            regions=self._regions,
-            peers=tuple(ranks[peer] for peer in peers[rank]),
-            sources=tuple(ranks[source] for source in sources_of(peers, rank)),
+            memory=self._memory,
+            origins=origins,
+            stage_load=self._stage if self._strategy.counted_layers else None,
+            peers=tuple(self._topology.ranks[peer] for peer in peers[rank]),
             server=server,
             token=self._token,
             writer_command=command,
@@ -422,15 +404,16 @@ class Session:
             context,
             self._strategy,
             self._agreement,
-            self._lay_out,
+            self._layouts,
             self._record_taker.complete,
         )
+        iteration = self._facts.iteration if plan is None else plan.iteration
 
         def start() -> None:
             try:
-                restored = None if plan is None else (lineage, recovery.iteration)
-                make_room(self._site, peers, restored)
-                self.engine.start(recovery.iteration, is_restored=plan is not None)
+                kept = None if plan is None else (identity.lineage, iteration)
+                make_room(self._site, peers, kept)
+                self.engine.start(iteration, self._restored(recovered))
             except (OSError, SnapshotError) as error:
                 raise ConfigError(
                     f"--moe-ft-memory-dir={config.memory.memory_dir} cannot hold the regions of rank "
@@ -440,6 +423,42 @@ class Session:
                 ) from error
 
         self._check_together(start)
+
+    def _identity(self, recovered: Recovered) -> Identity:
+        plan = recovered.plan
+        lineage, history = self._new_lineage, ((0, self._facts.iteration),)
+        if plan is not None:
+            lineage = plan.lineage
+            history = (*plan.history, (plan.history[-1][0] + 1, plan.iteration))  # type: ignore[assignment]
+        return Identity(
+            job_id=self._job_id,
+            lineage=lineage,
+            history=history,
+            fingerprint=self._fingerprint,
+            world_size=self._facts.world_size,
+            strategy=self._config.strategy.strategy,
+            division=division_of(self._config),
+        )
+
+    def _restored(self, recovered: Recovered) -> RestoredState | None:
+        if recovered.plan is None:
+            return None
+        rotating = {str(unit) for unit in self._strategy.rotating}
+        return RestoredState(
+            indexes=frozenset(
+                self._node_dir / fetched.source.version.path
+                for name, fetched in recovered.fetched.units.items()
+                if name in rotating and fetched.tier is Tier.MEMORY
+            ),
+            rotating={
+                name: RestoredVersion(
+                    entry=fetched.entry, content=fetched.content, is_in_pool=fetched.stays
+                )
+                for name, fetched in recovered.fetched.units.items()
+                if name in rotating
+            },
+            persisted_index=recovered.previous[0],
+        )
 
     def capture(self, facts: records.IterationFacts) -> records.CapturedRecord:
         """Copy the record of the state as it is now. Training thread."""

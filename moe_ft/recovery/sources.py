@@ -1,11 +1,12 @@
 """Reading state back from any tier: one interface for memory, a peer's memory and storage."""
 
 import mmap
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from moe_ft.engine.peers import PeerConnection
-from moe_ft.engine.regions import Region
+from moe_ft.engine.regions import MappedFile
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
 from moe_ft.formats import Index, UnitEntry, checksum, decode
@@ -17,8 +18,12 @@ class StateReader(Protocol):
 
     index: Index
 
-    def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Return a range of the data file."""
+    def read(self, unit: UnitEntry) -> memoryview:
+        """Return the bytes of a unit version that the index names."""
+        ...
+
+    def stays(self, unit: UnitEntry) -> bool:
+        """Return whether a unit version is in memory that this rank will use again."""
         ...
 
     def close(self) -> None:
@@ -36,7 +41,7 @@ def read_unit(reader: StateReader, name: str) -> tuple[UnitEntry, memoryview]:
     unit = reader.index.units.get(name)
     if unit is None:
         raise CorruptStateError(f"there is no unit {name}")
-    content = reader.read(unit.offset, unit.num_bytes)
+    content = reader.read(unit)
     if len(content) != unit.num_bytes:
         raise CorruptStateError(f"unit {name} is cut short")
     if checksum(content) != unit.checksum:
@@ -45,41 +50,50 @@ def read_unit(reader: StateReader, name: str) -> tuple[UnitEntry, memoryview]:
 
 
 class MemoryReader:
-    """Reads a region or replica in this node's memory."""
+    """Reads a region or replica in this node's memory, and the pool beside it."""
 
-    def __init__(self, node_dir: Path, version: Version) -> None:
-        path = node_dir / version.path
+    def __init__(self, path: Path, reusable: Iterable[MappedFile] = ()) -> None:
+        """Open an index.
+
+        Args:
+            path: of the index.
+            reusable: files that this rank will use again: those beside the index are read through their
+                own mappings, which stay open.
+        """
         self.index = decode(path.read_bytes(), Index, str(path))
-        with (path.parent / self.index.file).open("rb") as file:
-            try:
-                # Private, because torch wants a writable buffer; nothing is written to it.
-                self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            except ValueError as error:
-                raise CorruptStateError(f"{path.with_name(self.index.file)} is empty") from error
-        self._view = memoryview(self._mapping)
+        self._directory = path.parent
+        self._reused: set[str] = set()
+        self._views: dict[str, memoryview] = {}
+        for file in reusable:
+            if file.data_path.parent == path.parent and file.is_in_place:
+                file.open()
+                self._reused.add(file.data_path.name)
+                self._views[file.data_path.name] = memoryview(file.mapping)
+        self._mapped(self.index.file)
 
-    def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Return a range, without copying it."""
-        return self._view[offset : offset + num_bytes]
+    def _mapped(self, name: str) -> memoryview:
+        if name not in self._views:
+            path = self._directory / name
+            with path.open("rb") as file:
+                try:
+                    # Private, because torch wants a writable buffer; nothing is written to it.
+                    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                except ValueError as error:
+                    raise CorruptStateError(f"{path} is empty") from error
+            self._views[name] = memoryview(mapping)
+        return self._views[name]
+
+    def stays(self, unit: UnitEntry) -> bool:
+        """Return whether a unit version is in a file that this rank will use again, beside its index."""
+        return bool(unit.file) and unit.file in self._reused
+
+    def read(self, unit: UnitEntry) -> memoryview:
+        """Return a unit version, without copying it."""
+        view = self._mapped(unit.file or self.index.file)
+        return view[unit.offset : unit.offset + unit.num_bytes]
 
     def close(self) -> None:
-        """Leave the mapping to the garbage collector: callers may still hold parts of it."""
-
-
-class RegionReader:
-    """Reads one of this rank's own regions, through the mapping that snapshots will use again."""
-
-    def __init__(self, region: Region) -> None:
-        self.index = decode(region.index_path.read_bytes(), Index, str(region.index_path))
-        region.open()
-        self._view = memoryview(region.mapping)
-
-    def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Return a range, without copying it."""
-        return self._view[offset : offset + num_bytes]
-
-    def close(self) -> None:
-        """The region stays open."""
+        """Leave the mappings to the garbage collector: callers may still hold parts of them."""
 
 
 class PeerReader:
@@ -89,11 +103,16 @@ class PeerReader:
         self._connection = connection
         content = bytes(connection.get(version.path))
         self.index = decode(content, Index, f"{version.path} of node {version.node}")
-        self._data = str(PurePosixPath(version.path).with_name(self.index.file))
+        self._directory = PurePosixPath(version.path).parent
 
-    def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Fetch a range."""
-        return memoryview(self._connection.get(self._data, offset, num_bytes))
+    def read(self, unit: UnitEntry) -> memoryview:
+        """Fetch a unit version."""
+        path = str(self._directory / (unit.file or self.index.file))
+        return memoryview(self._connection.get(path, unit.offset, unit.num_bytes))
+
+    def stays(self, unit: UnitEntry) -> bool:
+        """It is on another node."""
+        return False
 
     def close(self) -> None:
         """Close the connection."""
@@ -106,11 +125,16 @@ class StorageReader:
     def __init__(self, storage: Storage, version: Version) -> None:
         self._storage = storage
         self.index = storage.index(version.path)
-        self._data = str(PurePosixPath(version.path).with_name(self.index.file))
+        self._own = str(PurePosixPath(version.path).with_name(self.index.file))
 
-    def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Read a range."""
-        return memoryview(bytearray(self._storage.read(self._data, offset, num_bytes)))
+    def read(self, unit: UnitEntry) -> memoryview:
+        """Read a unit version, which may be in the file of an older checkpoint."""
+        content = self._storage.read(unit.file or self._own, unit.offset, unit.num_bytes)
+        return memoryview(bytearray(content))
+
+    def stays(self, unit: UnitEntry) -> bool:
+        """It is on storage."""
+        return False
 
     def close(self) -> None:
         """Nothing is open."""

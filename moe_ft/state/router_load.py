@@ -9,19 +9,24 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from moe_ft.state.parameters import global_name
+
 
 class RouterLoad:
     """Tokens per expert since the last `begin`. Owned by the training thread."""
 
     def __init__(self) -> None:
         self._counts: dict[str, torch.Tensor] = {}
+        self._names: dict[torch.nn.Module, str] = {}
         self._handles: list[Any] = []
 
     def start(self, model: Sequence[torch.nn.Module]) -> None:
         """Hook all routers of the model chunks."""
         for chunk in model:
-            for module in chunk.modules():
+            modules = dict(chunk.named_modules())
+            for path, module in modules.items():
                 if isinstance(module, TopKRouter):
+                    self._names[module] = global_name(f"{path}.weight", modules)[0].layer_name
                     self._handles.append(module.register_forward_hook(self._count))
 
     def close(self) -> None:
@@ -38,13 +43,24 @@ class RouterLoad:
         """Return ``[expert]`` tokens by layer name ("layer.3"), on the device."""
         return dict(self._counts)
 
+    def table(self, layers: Sequence[str], num_experts: int) -> torch.Tensor:
+        """Return ``[layer, expert]`` tokens of some layers, on the device."""
+        if not layers:
+            return torch.zeros((0, num_experts), dtype=torch.int64)
+        counted = next(iter(self._counts.values()), torch.zeros(num_experts, dtype=torch.int64))
+        nothing = torch.zeros_like(counted)
+        return torch.stack([self._counts.get(layer, nothing) for layer in layers])
+
     def _count(self, router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         # Full recomputation runs the forward pass twice, the first time without gradients; evaluation
         # never has them.
         if not torch.is_grad_enabled():
             return
-        routing_map = output[1]
-        name = f"layer.{router.layer_number - 1}"
+        probabilities, routing_map = output
+        if router.config.moe_pad_expert_input_to_capacity:
+            # What fills an expert up to its capacity is in the map too, with probability 0.
+            routing_map = routing_map & (probabilities.detach() != 0)
+        name = self._names[router]
         tokens = routing_map.detach().sum(dim=0, dtype=torch.int64)
         if name in self._counts:
             self._counts[name] += tokens

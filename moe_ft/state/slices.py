@@ -12,8 +12,9 @@ import torch
 
 from moe_ft.formats import TensorEntry
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.units import Level
+from moe_ft.units import Level, Part
 
+WEIGHT_KEYS = ("param", "weight", "master_param")
 _STATE_KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum_buffer",)}
 _SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -43,16 +44,22 @@ def is_precision_aware(optimizer: Any) -> bool:
     return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
 
-def describe(local: LocalParameter, level: Level) -> list[TensorEntry]:
+def describe(local: LocalParameter, level: Level, part: Part = Part.WHOLE) -> list[TensorEntry]:
     """Return the tensors of a parameter's slice at a level, without offsets, from shapes alone.
 
     Moments are described whether they exist yet or not.
+
+    Args:
+        local: the parameter.
+        level: of the snapshot.
+        part: of the unit, where its weights and moments are saved apart.
     """
     if local.start == local.end:
         return []
     return [
         TensorEntry(local.name, key, local.start, local.end, dtype_name(dtype), 0)
         for key, dtype in _keys(local, level)
+        if part is Part.WHOLE or (key in WEIGHT_KEYS) == (part is Part.WEIGHTS)
     ]
 
 

@@ -1,12 +1,16 @@
 """Small states that are real in form: identities, records, indexes, data files, regions, checkpoints."""
 
 import random
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from moe_ft.engine.layout import lay_out
 from moe_ft.engine.peers import check_units
+from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag, rank_path
 from moe_ft.formats import (
@@ -27,6 +31,7 @@ from moe_ft.units import Level, UnitId, UnitKind
 
 History = tuple[tuple[int, int], ...]
 FRESH: History = ((0, 0),)
+GATHER_DEADLINE_S = 30.0
 
 
 def make_identity(
@@ -142,7 +147,7 @@ def persist_rank(storage: Storage, rank: int, iteration: int, identity: Identity
     tag = file_tag(identity)
     data_path = rank_path(iteration, rank, tag, "safetensors")
     index, content = make_state(rank, iteration, identity, file=data_path.rpartition("/")[2])
-    storage.write(data_path, memoryview(content))
+    storage.write(data_path, [memoryview(content)])
     storage.write_atomically(rank_path(iteration, rank, tag, "json"), encode(index))
 
 
@@ -169,6 +174,75 @@ def complete_iterations(storage: Storage) -> list[int]:
             assert checksum(storage.read(file.index)) == file.index_checksum
             content = storage.read(file.data)
             assert len(content) == file.num_bytes
-            check_units(storage.index(file.index), memoryview(content), file.data)
+            check_units(storage.index(file.index), {"": memoryview(content)}, file.data)
         complete.append(iteration)
     return complete
+
+
+def rotating_unit(expert: int) -> UnitId:
+    """Return an expert that only some snapshots hold; `make_state` has none of its layer."""
+    return UnitId(kind=UnitKind.EXPERT, layer=9, expert=expert)
+
+
+def put_in_slot(
+    pool: Pool, slot: int, expert: int, *, iteration: int = 5, num_elements: int = 33
+) -> tuple[str, UnitEntry]:
+    """Put a version of an expert into a slot of an open pool; expert and iteration decide the bytes."""
+    name = str(rotating_unit(expert))
+    content = random.Random(f"{name} {iteration}").randbytes(4 * num_elements)
+    offset = pool.offset_of(slot)
+    pool.mapping[offset : offset + len(content)] = content
+    return name, UnitEntry(
+        offset=offset,
+        num_bytes=len(content),
+        iteration=iteration,
+        level=Level.FULL.value,
+        checksum=checksum(content),
+        tensors=(TensorEntry(f"{name}.weight", "param", 0, num_elements, "F32", 0),),
+        file=pool.name,
+    )
+
+
+def add_units(region: Region, index: Index, units: Mapping[str, UnitEntry]) -> Index:
+    """Have a committed region's index name units of a pool too."""
+    index = msgspec.structs.replace(index, units={**index.units, **units})
+    region.commit(encode(index), index.iteration)
+    return index
+
+
+def run_together[Answer](
+    num_ranks: int, run: Callable[[int, Callable[[Any], list[Any]]], Answer]
+) -> list[Answer]:
+    """Run a function for all ranks at once, in threads, with a gather that exchanges values among them.
+
+    Args:
+        num_ranks: how many.
+        run: called with the rank and the gather.
+    """
+    values: list[Any] = [None] * num_ranks
+    answers: dict[int, Answer] = {}
+    barrier = threading.Barrier(num_ranks, timeout=GATHER_DEADLINE_S)
+
+    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
+        def gather(value: Any) -> list[Any]:
+            values[rank] = value
+            barrier.wait()
+            everyone = list(values)
+            barrier.wait()
+            return everyone
+
+        return gather
+
+    def answer(rank: int) -> None:
+        try:
+            answers[rank] = run(rank, gather_of(rank))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    threads = [threading.Thread(target=answer, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(GATHER_DEADLINE_S)
+    return [answers[rank] for rank in range(num_ranks)]

@@ -9,6 +9,7 @@ from moe_ft.config import (
     MemoryConfig,
     MoeFtConfig,
     ObservabilityConfig,
+    PartialConfig,
     RecoveryConfig,
     StorageConfig,
     StrategyConfig,
@@ -106,6 +107,61 @@ def test_setting_names_are_unique_because_flags_are_made_from_them() -> None:
             "--moe-ft-keep=0 must be at least 1",
         ),
         (
+            MoeFtConfig(strategy=StrategyConfig(sharding="some")),
+            "--moe-ft-sharding=some must be one of none, equal, adaptive",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(strategy="dense", sharding="adaptive")),
+            "--moe-ft-sharding=adaptive needs --moe-ft-strategy partial and --moe-ft-selection seq",
+        ),
+        (
+            MoeFtConfig(
+                strategy=StrategyConfig(strategy="partial", sharding="adaptive"),
+                partial=PartialConfig(selection="load-aware"),
+            ),
+            "--moe-ft-sharding=adaptive needs --moe-ft-strategy partial and --moe-ft-selection seq",
+        ),
+        (
+            MoeFtConfig(observability=ObservabilityConfig(router_log=True)),
+            "--moe-ft-router-log writes to the event log, and there is none. Add --moe-ft-event-log",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(k_snapshot="0")),
+            "--moe-ft-k-snapshot=0 must be a whole number, at least 1, or auto",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(k_snapshot="all")),
+            "--moe-ft-k-snapshot=all must be a whole number, at least 1, or auto",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(k_persist=0)),
+            "--moe-ft-k-persist=0 must be at least 1: an expert that never goes to storage is lost",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(k_snapshot="2", k_persist=3)),
+            "--moe-ft-k-persist=3 must be at most --moe-ft-k-snapshot=2: storage is fed from",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(selection="random")),
+            "--moe-ft-selection=random must be one of sequential, load-aware",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(partial_covers="nothing")),
+            "--moe-ft-partial-covers=nothing must be one of weights, optimizer, both",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(plt_limit=0.0)),
+            "--moe-ft-plt-limit=0.0 must be a fraction between 0 and 1. Write 0.0375 for 3.75 perc",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(plt_limit=float("nan"))),
+            "--moe-ft-plt-limit=nan must be a fraction",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(partial_covers="weights", master_always_full=True)),
+            "--moe-ft-partial-covers=weights with --moe-ft-master-always-full leaves nothing that",
+        ),
+        (
             MoeFtConfig(recovery=RecoveryConfig(recover_from="iter_")),
             "--moe-ft-recover-from=iter_ must be auto, load or iter_N",
         ),
@@ -122,6 +178,27 @@ def test_setting_names_are_unique_because_flags_are_made_from_them() -> None:
 def test_wrong_value_is_named_with_its_rule(config: MoeFtConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("+", r"\+")):
         config.validate(world_size=4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MoeFtConfig(strategy=StrategyConfig(strategy="partial")),
+        MoeFtConfig(strategy=StrategyConfig(strategy="partial", sharding="adaptive")),
+        MoeFtConfig(strategy=StrategyConfig(strategy="dense", sharding="none")),
+        MoeFtConfig(partial=PartialConfig(k_snapshot="2", k_persist=2)),
+        MoeFtConfig(partial=PartialConfig(k_snapshot="auto", k_persist=8)),
+        MoeFtConfig(partial=PartialConfig(partial_covers="optimizer", master_always_full=True)),
+        MoeFtConfig(observability=ObservabilityConfig(event_log="events", router_log=True)),
+    ],
+)
+def test_settings_that_go_together_are_accepted(config: MoeFtConfig) -> None:
+    config.validate(world_size=4)
+
+
+@pytest.mark.parametrize(("text", "k"), [("auto", None), ("1", 1), ("16", 16)])
+def test_experts_in_a_snapshot_are_a_number_or_automatic(text: str, k: int | None) -> None:
+    assert PartialConfig(k_snapshot=text).k_in_memory == k
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moe_ft.errors import CorruptStateError
 from moe_ft.formats import (
     FORMAT,
+    ExpertProgress,
     FileEntry,
     Identity,
     Index,
@@ -55,6 +56,26 @@ IDENTITIES = st.builds(
     fingerprint=SETTINGS,
     world_size=st.integers(1, 10**5),
     strategy=NAMES,
+)
+GAPS = st.lists(st.tuples(COUNTS, COUNTS), max_size=2).map(tuple)
+FILES = st.builds(
+    FileEntry,
+    rank=COUNTS,
+    index=FILE_NAMES,
+    index_checksum=DIGITS,
+    data=FILE_NAMES,
+    num_bytes=COUNTS,
+)
+PROGRESS = st.builds(
+    ExpertProgress,
+    cursor=COUNTS,
+    k_snapshot=COUNTS,
+    k_persist=COUNTS,
+    least_k=COUNTS,
+    interval=COUNTS,
+    routed_tokens=st.dictionaries(NAMES, st.lists(COUNTS, max_size=3).map(tuple), max_size=2),
+    gaps=st.dictionaries(NAMES, st.lists(GAPS, max_size=3).map(tuple), max_size=2),
+    planned_tokens=COUNTS,
 )
 PACKED = st.builds(
     PackedTensor,
@@ -118,6 +139,10 @@ def units(draw: st.DrawFn, file_bytes: int) -> UnitEntry:
         level=draw(LEVELS),
         checksum=draw(DIGITS),
         tensors=tuple(tensors),
+        incarnation=draw(COUNTS),
+        file=draw(st.just("") | FILE_NAMES),
+        routed_tokens=draw(COUNTS),
+        gaps=draw(GAPS),
     )
 
 
@@ -144,6 +169,9 @@ def indexes(draw: st.DrawFn) -> Index:
             )
         ),
         records=(*earlier, draw(records(iteration))),
+        origins=draw(st.dictionaries(NAMES, DIGITS, max_size=2)),
+        progress=draw(st.none() | PROGRESS),
+        older=tuple(draw(st.lists(FILES, max_size=2))),
     )
 
 
@@ -163,6 +191,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         created_s=draw(FLOATS),
         files=tuple(files),
         units=draw(st.dictionaries(NAMES, source, max_size=2)),
+        older=tuple(draw(st.lists(FILES, max_size=2))),
     )
 
 
@@ -356,6 +385,14 @@ def change(path: str, value: object) -> Change:
         (lambda body: body["records"][0].pop("rng"), "form of Index.*rng"),
         (change("records.0.buffers", {"b": {"dtype": "F32"}}), "form of Index.*buffers"),
         (change("file", "sub/region_0.safetensors"), "is not beside its index"),
+        (change("units.embedding.incarnation", -1), "form of Index.*incarnation"),
+        (change("units.embedding.file", "../pool"), "names '../pool', which leaves its directory"),
+        (change("units.embedding.file", 1), "form of Index.*file"),
+        (change("units.embedding.routed_tokens", -1), "form of Index.*routed_tokens"),
+        (change("units.embedding.gaps", [[0, -1]]), "form of Index.*gaps"),
+        (change("origins", {"a": "123"}), "form of Index.*origins"),
+        (change("progress", {}), "form of Index.*progress"),
+        (change("older", [{}]), "form of Index.*older"),
     ],
 )
 def test_index_that_breaks_the_schema_is_refused_and_the_field_named(
@@ -365,6 +402,49 @@ def test_index_that_breaks_the_schema_is_refused_and_the_field_named(
     spoil(body)
     with pytest.raises(CorruptStateError, match=message):
         decode(seal(body), Index, "a file")
+
+
+def test_unit_in_another_file_may_lie_behind_the_end_of_the_indexs_own() -> None:
+    body = body_of(small_index())
+    body["units"]["embedding"].update(file="pool_1x64.safetensors", offset=10**9)
+    assert decode(seal(body), Index, "a file").units["embedding"].offset == 10**9
+
+
+@pytest.mark.parametrize("path", ESCAPES)
+@pytest.mark.parametrize("field", ["index", "data"])
+def test_older_file_elsewhere_is_refused_in_an_index_and_in_a_manifest(
+    field: str, path: str
+) -> None:
+    manifest = body_of(small_manifest())
+    entry = {**manifest["files"][0], field: path}
+    manifest["older"] = [entry]
+    with pytest.raises(CorruptStateError, match="which leaves its directory"):
+        decode(seal(manifest), Manifest, "a file")
+    index = body_of(small_index())
+    index["older"] = [entry]
+    with pytest.raises(CorruptStateError, match="which leaves its directory"):
+        decode(seal(index), Index, "a file")
+
+
+def test_unit_of_a_manifest_may_be_in_an_older_file() -> None:
+    body = body_of(small_manifest())
+    body["older"] = body["files"]
+    body["units"]["embedding"]["files"] = [0, 1]
+    assert decode(seal(body), Manifest, "a file").units["embedding"].files == (0, 1)
+
+
+def test_unit_of_a_manifest_beyond_its_older_files_is_refused() -> None:
+    body = body_of(small_manifest())
+    body["older"] = body["files"]
+    body["units"]["embedding"]["files"] = [2]
+    with pytest.raises(CorruptStateError, match="names a file that is not listed"):
+        decode(seal(body), Manifest, "a file")
+
+
+def test_version_of_a_later_incarnation_is_newer_whatever_its_iteration() -> None:
+    unit = small_index().units["embedding"]
+    later = msgspec.structs.replace(unit, incarnation=1, iteration=0)
+    assert later.version > unit.version
 
 
 def test_tensor_that_reaches_beyond_its_unit_is_refused() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
-from moe_ft.units import UnitId, UnitKind, parse_unit
+from moe_ft.units import Part, UnitId, UnitKind, parse_unit
 
 IN_LAYERS = (UnitKind.NON_EXPERT, UnitKind.ROUTER)
 OUTSIDE = tuple(kind for kind in UnitKind if kind not in (*IN_LAYERS, UnitKind.EXPERT))
@@ -14,7 +14,14 @@ NUMBERS = st.integers(0, 10**6)
 UNITS = st.one_of(
     st.builds(UnitId, kind=st.sampled_from(OUTSIDE)),
     st.builds(UnitId, kind=st.sampled_from(IN_LAYERS), block=BLOCKS, layer=NUMBERS),
-    st.builds(UnitId, kind=st.just(UnitKind.EXPERT), block=BLOCKS, layer=NUMBERS, expert=NUMBERS),
+    st.builds(
+        UnitId,
+        kind=st.just(UnitKind.EXPERT),
+        block=BLOCKS,
+        layer=NUMBERS,
+        expert=NUMBERS,
+        part=st.sampled_from(Part),
+    ),
 )
 
 
@@ -35,6 +42,14 @@ def test_names_of_different_units_are_different(units: list[UnitId]) -> None:
         (UnitId(kind=UnitKind.ROUTER, block="mtp", layer=0), "mtp.0.router"),
         (UnitId(kind=UnitKind.NON_EXPERT, layer=12), "layer.12.non-expert"),
         (UnitId(kind=UnitKind.FINAL_NORM), "final-norm"),
+        (
+            UnitId(kind=UnitKind.EXPERT, layer=3, expert=7, part=Part.WEIGHTS),
+            "layer.3.expert.7.weights",
+        ),
+        (
+            UnitId(kind=UnitKind.EXPERT, layer=3, expert=7, part=Part.MOMENTS),
+            "layer.3.expert.7.moments",
+        ),
     ],
 )
 def test_name_of_a_unit_is_that_of_the_files(unit: UnitId, name: str) -> None:
@@ -54,6 +69,10 @@ def test_name_of_a_unit_is_that_of_the_files(unit: UnitId, name: str) -> None:
         "decoder.3.router",
         "layer.3.expert.7 ",
         "layer.3.expert.7.8",
+        "layer.3.expert.7.",
+        "layer.3.expert.weights",
+        "layer.3.router.weights",
+        "embedding.moments",
         "Embedding",
     ],
 )

@@ -11,13 +11,22 @@ import msgspec
 import pytest
 
 from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.memory import ReplicaMemory
 from moe_ft.engine.peers import PeerConnection, PeerReplicator, PeerServer, Reply, own_host
+from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region, replica_directory
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.formats import Index, decode
+from moe_ft.recovery.sources import MemoryReader, read_unit
 from moe_ft.topology import RankInfo
-from tests.unit.moe_ft.builders import fill_region, make_state
+from tests.unit.moe_ft.builders import (
+    add_units,
+    fill_region,
+    make_state,
+    put_in_slot,
+    rotating_unit,
+)
 
 TOKEN = "0123456789abcdef"
 HOST = "127.0.0.1"
@@ -42,7 +51,7 @@ class Peer:
             region.open()
         self.server.start()
         self.server.admit(TOKEN)
-        self.server.keep({SOURCE: self.regions})
+        self.server.keep({SOURCE: ReplicaMemory(regions=tuple(self.regions), pool=None)})
         self.connections: list[PeerConnection] = []
 
     @property
@@ -113,7 +122,7 @@ def test_first_replica_of_a_fresh_start_arrives(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator, reports: Reports
 ) -> None:
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, index, keep_iteration=None)
+    replicator.replicate(region, None, index, keep_iteration=None)
     assert only(reports).event == "replicate"
     assert peer.committed() == {5: bytes(region.mapping)}
 
@@ -122,7 +131,7 @@ def test_replica_arrives_bit_for_bit(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator
 ) -> None:
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, index, keep_iteration=4)
+    replicator.replicate(region, None, index, keep_iteration=4)
     assert peer.committed() == {5: bytes(region.mapping)}
 
 
@@ -130,7 +139,7 @@ def test_index_of_a_replica_names_the_file_beside_it_and_else_is_the_same(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator
 ) -> None:
     region, index = own_state(tmp_path, 5, number=2)  # neither of the two at the peer
-    replicator.replicate(region, index, keep_iteration=4)
+    replicator.replicate(region, None, index, keep_iteration=4)
     (path,) = peer.regions[0].directory.glob("region_*.json")
     found = decode(path.read_bytes(), Index, str(path))
     assert found.file == path.with_suffix(".safetensors").name
@@ -141,7 +150,7 @@ def test_replica_that_arrived_is_reported_with_its_peers(
     tmp_path: Path, replicator: PeerReplicator, reports: Reports
 ) -> None:
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, index, keep_iteration=4)
+    replicator.replicate(region, None, index, keep_iteration=4)
     report = only(reports)
     assert (report.event, report.iteration) == ("replicate", 5)
     assert (report.fields["peers"], report.fields["bytes"]) == ([HOLDER], index.file_bytes)
@@ -153,7 +162,7 @@ def test_replica_of_the_complete_snapshot_is_never_overwritten(
     kept: bytes | None = None
     for iteration in range(1, 8):
         region, index = own_state(tmp_path, iteration, number=iteration % 2)
-        replicator.replicate(region, index, keep_iteration=iteration - 1)
+        replicator.replicate(region, None, index, keep_iteration=iteration - 1)
         assert peer.committed()[iteration] == bytes(region.mapping)
         assert kept is None or peer.committed()[iteration - 1] == kept
         kept = bytes(region.mapping)
@@ -163,11 +172,11 @@ def test_replica_of_the_complete_snapshot_survives_many_that_were_not_completed(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator
 ) -> None:
     region, index = own_state(tmp_path, 1)
-    replicator.replicate(region, index, keep_iteration=0)
+    replicator.replicate(region, None, index, keep_iteration=0)
     kept = bytes(region.mapping)
     for iteration in (2, 3, 4):
         region, index = own_state(tmp_path, iteration, number=1)
-        replicator.replicate(region, index, keep_iteration=1)
+        replicator.replicate(region, None, index, keep_iteration=1)
         assert peer.committed() == {1: kept, iteration: bytes(region.mapping)}
 
 
@@ -184,11 +193,11 @@ def test_replica_that_a_start_was_restored_from_survives_the_first_new_one(
 ) -> None:
     # The rank's node was replaced: this replica is all that there is of its state.
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, index, keep_iteration=4)
+    replicator.replicate(region, None, index, keep_iteration=4)
     restart(peer)
     restored = peer.committed()[5]
     region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(region, index, keep_iteration=5)
+    replicator.replicate(region, None, index, keep_iteration=5)
     assert peer.committed() == {5: restored, 6: bytes(region.mapping)}
 
 
@@ -221,11 +230,11 @@ def test_replica_that_is_corrupt_is_refused_and_the_one_before_intact(
     tmp_path: Path, peer: Peer, reports: Reports, replicator: PeerReplicator, spoil: object
 ) -> None:
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, index, keep_iteration=4)
+    replicator.replicate(region, None, index, keep_iteration=4)
     before, reported = peer.committed(), reports.drain()
     assert reported[0].event == "replicate"
     region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(region, spoil(region, index), keep_iteration=5)  # type: ignore[operator]
+    replicator.replicate(region, None, spoil(region, index), keep_iteration=5)  # type: ignore[operator]
     assert only(reports).event == "degraded"
     assert peer.committed() == before
 
@@ -235,9 +244,9 @@ def test_replica_after_a_corrupt_one_is_taken_again(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator, spoil: object
 ) -> None:
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, spoil(region, index), keep_iteration=4)  # type: ignore[operator]
+    replicator.replicate(region, None, spoil(region, index), keep_iteration=4)  # type: ignore[operator]
     region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(region, index, keep_iteration=4)
+    replicator.replicate(region, None, index, keep_iteration=4)
     assert peer.committed() == {6: bytes(region.mapping)}
 
 
@@ -246,7 +255,7 @@ def test_replica_with_a_wrong_token_is_refused_and_nothing_kept(
 ) -> None:
     region, index = own_state(tmp_path, 5)
     replicator = PeerReplicator([peer.info], "another token", reports, no_fault)
-    replicator.replicate(region, index, keep_iteration=4)
+    replicator.replicate(region, None, index, keep_iteration=4)
     replicator.close()
     assert only(reports).event == "degraded"
     assert peer.committed() == {}
@@ -275,11 +284,11 @@ def test_replica_whose_sender_dies_in_the_middle_is_no_replica(
 
     replicator = PeerReplicator([peer.info], TOKEN, reports, die)
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, index, keep_iteration=4)
+    replicator.replicate(region, None, index, keep_iteration=4)
     before = peer.committed()
     assert list(before) == [5]
     region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(region, index, keep_iteration=5)
+    replicator.replicate(region, None, index, keep_iteration=5)
     # A new connection is served when the old one has been given up: both lock the same replicas.
     region, index = own_state(tmp_path, 7, number=1)
     peer.connect().put(region, index, 5, no_fault)
@@ -346,6 +355,162 @@ class SlowReceiver:
         return b"".join(parts)
 
 
+# Replicas with a pool
+
+SLOT_ELEMENTS = 33
+
+
+class Sender:
+    """A rank with a pool, and a peer that keeps replicas of it."""
+
+    def __init__(self, tmp_path: Path, reports: Reports) -> None:
+        self.tmp_path = tmp_path
+        self.peer = Peer(tmp_path)
+        directory = self.peer.regions[0].directory
+        self.pool, self.replica = self.make_pool(tmp_path / "own"), self.make_pool(directory)
+        memory = ReplicaMemory(regions=tuple(self.peer.regions), pool=self.replica)
+        self.peer.server.keep({SOURCE: memory})
+        self.replicator = PeerReplicator([self.peer.info], TOKEN, reports, no_fault)
+        self.connection = self.replicator._pairs[HOLDER].connection
+        self.sent: list[tuple[str, ...]] = []
+
+    def make_pool(self, directory: Path, num_slots: int = 6) -> Pool:
+        """Return an open pool."""
+        pool = Pool(directory, 4 * SLOT_ELEMENTS, num_slots)
+        pool.open()
+        return pool
+
+    def send(
+        self, iteration: int, slots: dict[int, tuple[int, int]], *, keep: int | None = None
+    ) -> bool:
+        """Send a snapshot whose index names these slots, each with an expert and an iteration."""
+        region, index = own_state(self.tmp_path, iteration, number=iteration % 2)
+        units = dict(
+            put_in_slot(self.pool, slot, expert, iteration=at)
+            for slot, (expert, at) in slots.items()
+        )
+        index = add_units(region, index, units)
+        missing = self.replicator._pairs[HOLDER].missing(index)
+        self.sent.append(tuple(sorted(missing)))
+        return self.replicator.replicate(region, self.pool, index, keep)
+
+    def readable(self) -> dict[int, list[str]]:
+        """Return by iteration the names of the pooled units that the replica has intact."""
+        found: dict[int, list[str]] = {}
+        for path in self.peer.regions[0].directory.glob("region_*.json"):
+            reader = MemoryReader(path)
+            pooled = sorted(name for name, unit in reader.index.units.items() if unit.file)
+            for name in pooled:
+                read_unit(reader, name)
+            found[reader.index.iteration] = pooled
+        return found
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.replicator.close()
+        self.peer.close()
+
+
+@pytest.fixture
+def sender(tmp_path: Path, reports: Reports) -> Iterator[Sender]:
+    sender = Sender(tmp_path, reports)
+    yield sender
+    sender.close()
+
+
+EXPERTS = [str(rotating_unit(number)) for number in range(4)]
+
+
+def test_replica_with_a_pool_has_every_version_that_its_index_names(sender: Sender) -> None:
+    assert sender.send(1, {0: (0, 1), 1: (1, 1)})
+    assert sender.readable() == {1: EXPERTS[:2]}
+
+
+def test_versions_that_the_peer_has_already_are_not_sent_again(sender: Sender) -> None:
+    assert sender.send(1, {0: (0, 1), 1: (1, 1)})
+    assert sender.send(2, {0: (0, 1), 2: (1, 2)}, keep=1)
+    assert sender.sent == [tuple(EXPERTS[:2]), (EXPERTS[1],)]
+    assert sender.readable() == {1: EXPERTS[:2], 2: EXPERTS[:2]}
+
+
+def test_all_versions_are_sent_again_after_a_failure(sender: Sender, reports: Reports) -> None:
+    assert sender.send(1, {0: (0, 1), 1: (1, 1)})
+    sender.replicator._phase_hook = _die
+    assert not sender.send(2, {0: (0, 1), 2: (1, 2)}, keep=1)
+    sender.replicator._phase_hook = no_fault
+    assert sender.send(3, {0: (0, 1), 2: (1, 3)}, keep=1)
+    assert sender.sent[2] == tuple(EXPERTS[:2])
+    assert sender.readable()[3] == EXPERTS[:2]
+
+
+def _die(phase: Phase, iteration: int) -> None:
+    raise RuntimeError("the sender dies here")
+
+
+def test_slot_of_a_snapshot_that_must_be_kept_is_not_overwritten(
+    sender: Sender, reports: Reports
+) -> None:
+    assert sender.send(1, {0: (0, 1)})
+    assert not sender.send(2, {0: (0, 2)}, keep=1)
+    reason = reports.drain()[-1].fields["reason"]
+    assert "a slot of iteration 1 would be overwritten, which must be kept" in reason
+    assert sender.readable() == {1: EXPERTS[:1]}
+
+
+def test_replica_after_one_that_was_refused_is_taken(sender: Sender) -> None:
+    assert sender.send(1, {0: (0, 1)})
+    assert not sender.send(2, {0: (0, 2)}, keep=1)
+    assert sender.send(3, {1: (0, 3)}, keep=1)
+
+
+def test_index_that_names_a_version_that_is_overwritten_is_removed(sender: Sender) -> None:
+    assert sender.send(1, {0: (0, 1)})
+    assert sender.send(2, {1: (0, 2)}, keep=1)
+    assert sender.send(3, {0: (0, 3)}, keep=2)
+    assert sender.readable() == {2: EXPERTS[:1], 3: EXPERTS[:1]}
+
+
+def test_index_that_names_the_same_version_stays(sender: Sender) -> None:
+    assert sender.send(1, {0: (0, 1), 1: (1, 1)})
+    sender.replicator._pairs[HOLDER]._known = {}
+    assert sender.send(2, {0: (0, 1), 1: (1, 1)}, keep=1)
+    assert sender.readable() == {1: EXPERTS[:2], 2: EXPERTS[:2]}
+
+
+def test_slot_of_a_pool_of_another_geometry_is_not_taken_for_one_that_must_be_kept(
+    sender: Sender,
+) -> None:
+    # The start before had another k: what it left names slots of another file.
+    directory = sender.peer.regions[0].directory
+    old = sender.make_pool(directory, num_slots=5)
+    region, index = fill_region(directory, 0, rank=SOURCE, iteration=1)
+    add_units(region, index, dict([put_in_slot(old, 0, 0, iteration=1)]))
+    sender.peer.regions[0].iteration = 1
+    assert sender.send(2, {0: (0, 2)}, keep=1)
+
+
+@pytest.mark.parametrize("wrong", [{"file": "pool_7x192.safetensors"}, {"offset": 64}])
+def test_version_without_a_place_in_the_peers_pool_is_refused(
+    tmp_path: Path, sender: Sender, wrong: dict[str, object]
+) -> None:
+    region, index = own_state(tmp_path, 5)
+    name, unit = put_in_slot(sender.pool, 0, 0)
+    index = add_units(region, index, {name: msgspec.structs.replace(unit, **wrong)})
+    with pytest.raises(OSError, match="has no place in the pool|closed|reset|pipe"):
+        sender.connection.put(region, index, None, no_fault, sender.pool, [name])
+    assert sender.readable() == {}
+
+
+def test_version_that_is_corrupt_is_refused(sender: Sender, reports: Reports) -> None:
+    region, index = own_state(sender.tmp_path, 5)
+    name, unit = put_in_slot(sender.pool, 0, 0)
+    index = add_units(region, index, {name: unit})
+    sender.pool.mapping[unit.offset] ^= 0x20
+    assert not sender.replicator.replicate(region, sender.pool, index, None)
+    assert f"unit {name} does not match its checksum" in reports.drain()[-1].fields["reason"]
+    assert sender.readable() == {}
+
+
 # Peers that are gone
 
 
@@ -354,7 +519,7 @@ def test_peer_that_is_gone_is_tried_less_and_less_often(
 ) -> None:
     peer.server.close()
     region, index = own_state(tmp_path, 5)
-    answers = [replicator.replicate(region, index, keep_iteration=4) for _ in range(4)]
+    answers = [replicator.replicate(region, None, index, keep_iteration=4) for _ in range(4)]
     assert answers == [False] * 4
     first, second, *rest = reports.drain()
     for report in (first, second):
@@ -373,9 +538,9 @@ def test_peer_that_comes_back_gets_the_next_replica(
     gone = msgspec.convert({**info_fields(peer.info), "address": address}, RankInfo)
     replicator = PeerReplicator([gone], TOKEN, reports, no_fault)
     region, index = own_state(tmp_path, 5)
-    assert not replicator.replicate(region, index, keep_iteration=4)
+    assert not replicator.replicate(region, None, index, keep_iteration=4)
     replicator._pairs[HOLDER].connection._address = peer.info.address
-    assert replicator.replicate(region, index, keep_iteration=4)
+    assert replicator.replicate(region, None, index, keep_iteration=4)
     replicator.close()
     assert [report.event for report in reports.drain()] == ["degraded", "replicate"]
 
@@ -395,7 +560,7 @@ def test_peer_that_does_not_read_is_given_up_after_a_time_without_progress(
             region_bytes=index.file_bytes,
         )
         replicator = PeerReplicator([silent], TOKEN, reports, no_fault)
-        replicator.replicate(region, index, keep_iteration=4)
+        replicator.replicate(region, None, index, keep_iteration=4)
         replicator.close()
     assert "rank 9 did not take the replica: TimeoutError" in only(reports).fields["reason"]
 
@@ -406,7 +571,7 @@ def test_peer_that_is_left_still_gets_replicas(
     gone = msgspec.convert({**info_fields(peer.info), "rank": 1, "address": (HOST, 1)}, RankInfo)
     replicator = PeerReplicator([gone, peer.info], TOKEN, reports, no_fault)
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, index, keep_iteration=4)
+    replicator.replicate(region, None, index, keep_iteration=4)
     replicator.close()
     degraded, replicated = reports.drain()
     assert "rank 1" in degraded.fields["reason"]
@@ -419,7 +584,7 @@ def info_fields(info: RankInfo) -> dict[str, object]:
 
 def test_rank_without_peers_that_listen_reports_nothing(tmp_path: Path, reports: Reports) -> None:
     region, index = own_state(tmp_path, 5)
-    PeerReplicator([], TOKEN, reports, no_fault).replicate(region, index, None)
+    PeerReplicator([], TOKEN, reports, no_fault).replicate(region, None, index, None)
     assert reports.drain() == []
 
 

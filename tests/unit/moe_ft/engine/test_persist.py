@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -15,12 +16,14 @@ from moe_ft.engine.persist import (
     persist_deadline_s,
     writer_command,
 )
-from moe_ft.engine.persist_worker import HEARTBEAT_NAME, request_path, result_path
+from moe_ft.engine.persist_worker import HEARTBEAT_NAME, PersistRequest, request_path, result_path
 from moe_ft.engine.regions import Region
-from moe_ft.engine.storage import Storage
+from moe_ft.engine.storage import Storage, file_tag
 from moe_ft.faults import Phase
-from tests.unit.moe_ft.builders import complete_iterations, fill_region
+from tests.unit.moe_ft.builders import complete_iterations, fill_region, make_identity
 from tests.waiting import wait_for
+
+TAG = file_tag(make_identity())
 
 
 def no_fault(phase: Phase, iteration: int) -> None:
@@ -60,7 +63,7 @@ class Node:
 
     def persist(self, region: Region) -> Report:
         """Have a region written, and return what is reported at the end."""
-        self.client.submit(region)
+        self.client.submit(region, [], "", TAG)
         wait_for(self.client.poll, "the region to come back")
         return self.reports.drain()[-1]
 
@@ -70,6 +73,16 @@ def node(tmp_path: Path) -> Iterator[Node]:
     node = Node(tmp_path)
     yield node
     node.supervisor.close()
+
+
+def test_request_says_what_is_written_and_where_the_rest_is(tmp_path: Path, node: Node) -> None:
+    region, _ = fill_region(tmp_path / "rank")
+    node.client.submit(region, ["layer.9.expert.0"], "iter_0000001/rank_00000_a.json", TAG)
+    content = request_path(node.directory, 0).read_bytes()
+    request = msgspec.json.decode(content, type=PersistRequest)
+    assert (request.rank, request.iteration, request.writes_manifest) == (0, 5, True)
+    assert (request.rotating, request.tag) == (("layer.9.expert.0",), TAG)
+    assert request.previous == "iter_0000001/rank_00000_a.json"
 
 
 def test_region_that_is_submitted_comes_back_with_a_report(tmp_path: Path, node: Node) -> None:
@@ -105,7 +118,7 @@ def test_request_whose_writer_was_killed_is_served_by_the_next(tmp_path: Path, n
     first = wait_for(node.writer, "the writer")
     first.suspend()
     region, _ = fill_region(tmp_path / "rank")
-    node.client.submit(region)
+    node.client.submit(region, [], "", TAG)
     first.kill()
     assert wait_for(node.client.poll, "the region to come back") is region
     assert complete_iterations(Storage(node.url)) == [5]
@@ -157,7 +170,7 @@ def test_region_of_a_writer_that_does_not_answer_comes_back_degraded(
 ) -> None:
     monkeypatch.setattr("moe_ft.engine.persist._MIN_DEADLINE_S", -1e6)
     region, _ = fill_region(tmp_path / "rank")
-    node.client.submit(region)
+    node.client.submit(region, [], "", TAG)
     assert node.client.poll() is region
     assert node.reason("the writer did not finish in time") is not None
     assert not request_path(node.directory, 0).exists()
@@ -171,7 +184,7 @@ def test_writer_that_may_still_read_a_region_that_was_given_up_is_replaced(
     first.suspend()
     monkeypatch.setattr("moe_ft.engine.persist._MIN_DEADLINE_S", -1e6)
     region, _ = fill_region(tmp_path / "rank")
-    node.client.submit(region)
+    node.client.submit(region, [], "", TAG)
     node.client.poll()
     wait_for(lambda: node.reason("did not finish in time and was killed"), "the report")
     assert wait_for(node.writer, "another writer").pid != first.pid
@@ -182,7 +195,7 @@ def test_request_that_cannot_be_written_is_reported_and_the_region_comes_back(
 ) -> None:
     region, _ = fill_region(tmp_path / "rank")
     node.directory.rmdir()
-    node.client.submit(region)
+    node.client.submit(region, [], "", TAG)
     assert node.client.poll() is region
     assert node.reason("cannot ask the writer") is not None
 
@@ -200,7 +213,7 @@ def test_result_that_cannot_be_understood_is_no_result(
     tmp_path: Path, node: Node, content: bytes
 ) -> None:
     region, _ = fill_region(tmp_path / "rank")
-    node.client.submit(region)
+    node.client.submit(region, [], "", TAG)
     result_path(node.directory, 0).write_bytes(content)
     assert node.client.poll() is None
 

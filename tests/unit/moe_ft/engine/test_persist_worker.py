@@ -6,13 +6,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_ft.engine.persist import writer_command
 from moe_ft.engine.persist_worker import (
@@ -23,15 +26,35 @@ from moe_ft.engine.persist_worker import (
     request_path,
     result_path,
 )
+from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region, write_atomically
-from moe_ft.engine.storage import Storage
-from moe_ft.formats import MANIFEST_NAME
-from tests.unit.moe_ft.builders import complete_iterations, fill_region, make_identity
+from moe_ft.engine.storage import Storage, file_tag, rank_path
+from moe_ft.errors import CorruptStateError
+from moe_ft.formats import MANIFEST_NAME, Index, decode, encode
+from moe_ft.planning.recovery import Version
+from moe_ft.recovery.sources import StorageReader, read_unit
+from tests.unit.moe_ft.builders import (
+    add_units,
+    complete_iterations,
+    fill_region,
+    make_identity,
+    put_in_slot,
+    rotating_unit,
+)
 from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
 from tests.waiting import wait_for
 
 FAR_S = 60.0
 TWO_RANKS = make_identity(world_size=2)
+
+
+def tag_of(region: Region) -> str:
+    """Return the tag of the files of the run that a region belongs to; damaged ones get one too."""
+    try:
+        index = decode(region.index_path.read_bytes(), Index, str(region.index_path))
+    except OSError:
+        return file_tag(make_identity())
+    return file_tag(index.identity)
 
 
 class Office:
@@ -59,6 +82,9 @@ class Office:
             iteration=region.iteration if iteration is None else iteration or 0,
             index=str(region.index_path),
             data=str(region.data_path),
+            rotating=(),
+            previous="",
+            tag=tag_of(region),
             writes_manifest=rank == 0,
             deadline_s=time.time() + waits_s,
         )
@@ -175,6 +201,157 @@ def test_checkpoints_beyond_those_to_keep_are_removed(tmp_path: Path, office: Of
         office.ask(region)
         assert office.result().error == ""
     assert complete_iterations(office.storage) == [3, 2]
+
+
+# Units of the pool
+
+
+class Rotation:
+    """A rank with three experts in a pool, and what its persists leave on storage."""
+
+    def __init__(self, tmp_path: Path, keep: int = 2) -> None:
+        self.tmp_path, self.storage = tmp_path, Storage(str(tmp_path / "storage"))
+        self.worker = PersistWorker(tmp_path, self.storage, keep)
+        self.pool = Pool(tmp_path / "rank", 4 * 33, 6)
+        self.pool.open()
+        self.at: dict[int, int] = {}
+        self.previous = ""
+
+    def request(self, iteration: int, experts: Sequence[int]) -> PersistRequest:
+        """Save all experts at an iteration, and ask for some of them to be written."""
+        region, index = fill_region(self.tmp_path / "rank", iteration % 2, iteration=iteration)
+        slots = [3 * (iteration % 2) + expert for expert in range(3)]
+        units = dict(
+            put_in_slot(self.pool, slot, expert, iteration=iteration)
+            for expert, slot in enumerate(slots)
+        )
+        add_units(region, index, units)
+        self.at.update(dict.fromkeys(experts, iteration))
+        return PersistRequest(
+            rank=0,
+            iteration=iteration,
+            index=str(region.index_path),
+            data=str(region.data_path),
+            rotating=tuple(str(rotating_unit(expert)) for expert in experts),
+            previous=self.previous,
+            tag=tag_of(region),
+            writes_manifest=True,
+            deadline_s=time.time() + FAR_S,
+        )
+
+    def persist(self, iteration: int, experts: Sequence[int]) -> None:
+        """Write a checkpoint, which the next one goes back to."""
+        request = self.request(iteration, experts)
+        self.worker.persist(request)
+        self.previous = rank_path(iteration, 0, request.tag, "json")
+
+    def readable(self, iteration: int) -> dict[int, int]:
+        """Return the iteration of each expert that a checkpoint has, after reading all of its units."""
+        (file,) = self.storage.manifest(iteration).files
+        reader = StorageReader(self.storage, version_at(file.index, iteration))
+        for name in reader.index.units:
+            read_unit(reader, name)
+        units = reader.index.units
+        names = {expert: str(rotating_unit(expert)) for expert in range(3)}
+        return {number: units[name].iteration for number, name in names.items() if name in units}
+
+
+def version_at(path: str, iteration: int) -> Version:
+    return Version(
+        rank=0, iteration=iteration, lineage="run-a", history=((0, 0),), node=None, path=path
+    )
+
+
+@pytest.fixture
+def rotation(tmp_path: Path) -> Rotation:
+    return Rotation(tmp_path)
+
+
+def test_checkpoint_has_the_chosen_experts_and_those_of_earlier_ones(rotation: Rotation) -> None:
+    for iteration, experts in ((1, [0]), (2, [1]), (3, [2]), (4, [0])):
+        rotation.persist(iteration, experts)
+        assert rotation.readable(iteration) == rotation.at
+
+
+def test_manifest_says_how_old_each_expert_is_and_where_it_lies(rotation: Rotation) -> None:
+    for iteration, experts in ((1, [0]), (2, [1])):
+        rotation.persist(iteration, experts)
+    manifest = rotation.storage.manifest(2)
+    files = [file.data for file in (*manifest.files, *manifest.older)]
+    source = manifest.units[str(rotating_unit(0))]
+    assert source.iteration == 1
+    assert [files[position] for position in source.files] == [manifest.older[0].data]
+    assert str(rotating_unit(2)) not in manifest.units
+
+
+@given(st.lists(st.sets(st.integers(0, 2), max_size=2), min_size=1, max_size=6), st.integers(1, 3))
+@settings(max_examples=30)
+def test_retention_never_deletes_what_a_checkpoint_finds_in_older_files(
+    history: list[set[int]], keep: int
+) -> None:
+    with TemporaryDirectory() as directory:
+        rotation = Rotation(Path(directory), keep)
+        for iteration, experts in enumerate(history, 1):
+            rotation.persist(iteration, sorted(experts))
+            complete = [
+                i for i in rotation.storage.iterations() if rotation.storage.has_manifest(i)
+            ]
+            assert len(complete) == min(keep, iteration)
+            for each in complete:
+                rotation.readable(each)
+            assert rotation.readable(iteration) == rotation.at
+
+
+def test_file_that_no_checkpoint_needs_any_more_is_removed(tmp_path: Path) -> None:
+    rotation = Rotation(tmp_path, keep=1)
+    for iteration, experts in ((1, [0]), (2, [1]), (3, [0, 1])):
+        rotation.persist(iteration, experts)
+    assert rotation.storage.iterations() == [3]
+
+
+def test_expert_with_a_flipped_byte_in_its_slot_is_not_written(rotation: Rotation) -> None:
+    request = rotation.request(1, [0])
+    rotation.pool.mapping[rotation.pool.offset_of(3)] ^= 0x40
+    with pytest.raises(CorruptStateError, match=r"unit layer\.9\.expert\.0 does not match"):
+        rotation.worker.persist(request)
+    assert complete_iterations(rotation.storage) == []
+
+
+def test_expert_that_is_not_chosen_may_change_while_others_are_written(rotation: Rotation) -> None:
+    request = rotation.request(1, [0])
+    rotation.pool.mapping[rotation.pool.offset_of(4)] ^= 0x40
+    rotation.worker.persist(request)
+    assert rotation.readable(1) == {0: 1}
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_request_with_an_older_checkpoint_may_be_served_again(tmp_path: Path, keep: int) -> None:
+    rotation = Rotation(tmp_path, keep)
+    rotation.persist(1, [0, 1, 2])
+    request = rotation.request(2, [0, 1, 2])
+    rotation.worker.persist(request)
+    rotation.worker.persist(request)  # the first writer was killed before its answer
+    assert rotation.readable(2) == rotation.at
+
+
+def test_rank_of_which_other_ranks_save_everything_writes_its_record(tmp_path: Path) -> None:
+    region, index = fill_region(tmp_path / "rank")
+    index = msgspec.structs.replace(index, units={})
+    region.commit(encode(index), index.iteration)
+    storage = Storage(str(tmp_path / "storage"))
+    request = PersistRequest(
+        rank=0,
+        iteration=5,
+        index=str(region.index_path),
+        data=str(region.data_path),
+        rotating=(),
+        previous="",
+        tag=tag_of(region),
+        writes_manifest=True,
+        deadline_s=time.time() + FAR_S,
+    )
+    PersistWorker(tmp_path, storage, keep=1).persist(request)
+    assert complete_iterations(storage) == [5]
 
 
 # What goes wrong
@@ -303,6 +480,9 @@ def test_request_that_is_served_again_and_fails_does_not_harm_its_checkpoint(
         iteration=5,
         index=str(region.index_path),
         data=str(region.data_path),
+        rotating=(),
+        previous="",
+        tag=tag_of(region),
         writes_manifest=True,
         deadline_s=time.time() + FAR_S,
     )
@@ -434,6 +614,9 @@ def test_writer_that_is_told_to_end_by_a_launcher_serves_on(
         iteration=5,
         index=str(region.index_path),
         data=str(region.data_path),
+        rotating=(),
+        previous="",
+        tag=tag_of(region),
         writes_manifest=True,
         deadline_s=time.time() + FAR_S,
     )
@@ -481,6 +664,9 @@ def test_writer_that_is_killed_while_it_waits_leaves_no_checkpoint(
         iteration=5,
         index=str(region.index_path),
         data=str(region.data_path),
+        rotating=(),
+        previous="",
+        tag=tag_of(region),
         writes_manifest=True,
         deadline_s=time.time() + FAR_S,
     )

@@ -105,9 +105,9 @@ def test_open_region_has_its_size_in_allocated_memory(tmp_path: Path) -> None:
 
 
 def test_region_without_a_commit_has_no_index(tmp_path: Path) -> None:
-    region = opened(tmp_path)
+    region = opened(tmp_path / "node" / "rank_00000")
     region.mapping[:4] = b"data"
-    assert list(index_paths(tmp_path.parent)) == []
+    assert list(index_paths(tmp_path / "node")) == []
 
 
 def test_committed_region_has_exactly_the_index_it_was_given(tmp_path: Path) -> None:

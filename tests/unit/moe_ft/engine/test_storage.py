@@ -153,11 +153,11 @@ def test_path_outside_of_the_persist_directory_is_refused(storage: Storage, path
         with pytest.raises(CorruptStateError, match="leaves its directory"):
             use(path)
     with pytest.raises(CorruptStateError, match="leaves its directory"):
-        storage.write(path, memoryview(b"x"))
+        storage.write(path, [memoryview(b"x")])
 
 
 def test_range_of_a_file_is_read_without_the_rest(storage: Storage) -> None:
-    storage.write("file", memoryview(b"0123456789"))
+    storage.write("file", [memoryview(b"0123456789")])
     assert storage.read("file", 3, 4) == b"3456"
     assert storage.read("file", 8, 4) == b"89"
     assert storage.read("file", 4, 0) == b""
@@ -523,6 +523,22 @@ def try_to_save_third(storage: Storage) -> None:
 
 
 # The lock
+
+
+def test_last_checkpoint_of_an_iteration_has_files_of_its_own() -> None:
+    identity = make_identity()
+    assert file_tag(identity) != file_tag(identity, is_last=True)
+
+
+def test_manifest_of_an_index_that_names_an_unknown_file_is_refused(storage: Storage) -> None:
+    persist_rank(storage, 0, 5, make_identity())
+    path = rank_path(5, 0, file_tag(make_identity()), "json")
+    index = storage.index(path)
+    unit = msgspec.structs.replace(index.units["embedding"], file="iter_0000001/x.safetensors")
+    units = {**index.units, "embedding": unit}
+    storage.write_atomically(path, encode(msgspec.structs.replace(index, units=units)))
+    with pytest.raises(CorruptStateError, match="unit embedding is in iter_0000001/x.safetensors"):
+        storage.write_manifest(5, file_tag(make_identity()), 1)
 
 
 def test_lock_that_was_written_says_who_and_when(storage: Storage) -> None:

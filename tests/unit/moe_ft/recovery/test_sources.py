@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine.peers import PeerConnection, PeerServer
-from moe_ft.engine.regions import own_directory
+from moe_ft.engine.pool import Pool
+from moe_ft.engine.regions import Region, own_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
@@ -18,7 +19,14 @@ from moe_ft.recovery.sources import (
     StorageReader,
     read_unit,
 )
-from tests.unit.moe_ft.builders import fill_region, make_identity, make_state, persist_checkpoint
+from tests.unit.moe_ft.builders import (
+    add_units,
+    fill_region,
+    make_identity,
+    make_state,
+    persist_checkpoint,
+    put_in_slot,
+)
 
 TIERS = ["memory", "peer", "storage"]
 
@@ -45,7 +53,7 @@ class Place:
         """Open the state."""
         version = self.version
         if self.tier == "memory":
-            return MemoryReader(self.node_dir, version)
+            return MemoryReader(self.node_dir / version.path)
         if self.tier == "storage":
             return StorageReader(self.storage, version)
         assert self.server.address is not None
@@ -110,3 +118,60 @@ def test_state_that_has_vanished_is_an_oserror(place: Place) -> None:
     index_path.unlink()
     with pytest.raises(OSError, match=r"No such file"):
         place.reader()
+
+
+# Units in another file than the index's own
+
+
+def pooled(tmp_path: Path) -> tuple[Region, Pool, str]:
+    """Return a region whose index names a version in a pool beside it."""
+    directory = own_directory(tmp_path / "node", 0)
+    pool = Pool(directory, 4 * 33, 2)
+    pool.open()
+    region, index = fill_region(directory)
+    name, unit = put_in_slot(pool, 1, 0)
+    add_units(region, index, {name: unit})
+    return region, pool, name
+
+
+def test_version_in_a_pool_is_read_from_memory(tmp_path: Path) -> None:
+    region, pool, name = pooled(tmp_path)
+    entry, found = read_unit(MemoryReader(region.index_path), name)
+    assert found == pool.mapping[entry.offset : entry.offset + entry.num_bytes]
+
+
+def test_version_in_a_pool_is_read_from_a_peer(tmp_path: Path) -> None:
+    _, pool, name = pooled(tmp_path)
+    (version,) = look_at_memory(tmp_path / "node", "node-a", "job").versions
+    server = PeerServer(tmp_path / "node", "127.0.0.1")
+    server.start()
+    server.admit("token")
+    assert server.address is not None
+    reader = PeerReader(PeerConnection(server.address, "token"), version)
+    entry, found = read_unit(reader, name)
+    assert found == pool.mapping[entry.offset : entry.offset + entry.num_bytes]
+    assert not reader.stays(entry)
+    reader.close()
+    server.close()
+
+
+def test_version_stays_only_in_a_pool_that_this_rank_will_use_again(tmp_path: Path) -> None:
+    region, pool, name = pooled(tmp_path)
+    again = MemoryReader(region.index_path, [region, pool])
+    assert again.stays(again.index.units[name])
+    assert not again.stays(again.index.units["embedding"])
+    once = MemoryReader(region.index_path, [region])
+    assert not once.stays(once.index.units[name])
+
+
+def test_pool_that_has_vanished_is_an_oserror(tmp_path: Path) -> None:
+    region, pool, name = pooled(tmp_path)
+    pool.data_path.unlink()
+    with pytest.raises(OSError, match=r"No such file"):
+        read_unit(MemoryReader(region.index_path), name)
+
+
+def test_memory_that_is_read_through_its_own_mapping_is_the_same_bytes(tmp_path: Path) -> None:
+    region, pool, name = pooled(tmp_path)
+    own = read_unit(MemoryReader(region.index_path, [region, pool]), name)
+    assert own == read_unit(MemoryReader(region.index_path), name)

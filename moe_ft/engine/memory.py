@@ -1,0 +1,216 @@
+"""A rank's share of its node's memory: its own regions and pool, and the replicas that it keeps for others.
+
+Opening, pinning, cleaning up and removing; what goes in is decided by engine/engine.py.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_ft.engine.pool import Pool
+from moe_ft.engine.regions import (
+    MappedFile,
+    Region,
+    own_directory,
+    rank_and_holder,
+    replica_directory,
+)
+from moe_ft.errors import SnapshotError
+from moe_ft.formats import IndexHead, decode
+from moe_ft.topology import RankInfo, Topology
+
+NUM_REPLICA_REGIONS = 2
+_REGION = re.compile(r"region_(\d+)\.safetensors")
+_OURS = re.compile(r"(region_\d+\.(safetensors|json))|(pool_\d+x\d+\.safetensors)")
+
+
+def num_regions(*, persists: bool) -> int:
+    """Return how many regions a rank needs: the newest complete one, one to fill, one being written."""
+    return 3 if persists else 2
+
+
+def num_slots(num_units: int, most_in_snapshot: int) -> int:
+    """Return how many slots a pool needs.
+
+    They are for the newest version of each unit, those of the snapshot under way and, of the units that are
+    being written to storage, the versions that are written; after a recovery for what the index that
+    it rests on names besides the newest versions.
+    """
+    return num_units + 2 * most_in_snapshot if num_units else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaMemory:
+    """Where the replicas of one rank are kept: regions, and a pool if that rank has one."""
+
+    regions: tuple[Region, ...]
+    pool: Pool | None
+
+
+class RankMemory:
+    """Owned by the training thread.
+
+    Attributes:
+        regions, pool: of this rank; no pool where every snapshot holds every unit.
+        replicas: by the rank whose state they hold.
+    """
+
+    def __init__(
+        self,
+        node_dir: Path,
+        rank: int,
+        topology: Topology,
+        sources: Sequence[int],
+        *,
+        persists: bool,
+    ) -> None:
+        self._node_dir, self._rank, self._topology = node_dir, rank, topology
+        own = topology.ranks[rank]
+        self._node = own.node
+        self.regions = _regions(own_directory(node_dir, rank), num_regions(persists=persists), own)
+        self.pool = _pool(own_directory(node_dir, rank), own)
+        self.replicas = {
+            source: ReplicaMemory(
+                regions=_regions(
+                    replica_directory(node_dir, source, rank),
+                    NUM_REPLICA_REGIONS,
+                    topology.ranks[source],
+                ),
+                pool=_pool(replica_directory(node_dir, source, rank), topology.ranks[source]),
+            )
+            for source in sources
+        }
+
+    @property
+    def node_dir(self) -> Path:
+        """The node's memory directory of this job."""
+        return self._node_dir
+
+    @property
+    def num_own_bytes(self) -> int:
+        """What this rank's regions and pool take."""
+        return sum(file.num_bytes for file in self._own_files())
+
+    def open(self, restored: tuple[str, int] | None) -> None:
+        """Map everything.
+
+        Args:
+            restored: lineage and iteration of the state that was recovered: regions and replicas that hold
+                it get its iteration, and so are not overwritten before their owner says so.
+
+        Raises:
+            OSError: if the memory directory cannot be made or has no room.
+        """
+        for file in self._files():
+            file.open()
+            if isinstance(file, Region) and restored and holds(file.index_path, *restored):
+                file.iteration = restored[1]
+
+    def _files(self) -> Iterator[MappedFile]:
+        yield from self._own_files()
+        for replica in self.replicas.values():
+            yield from replica.regions
+            if replica.pool is not None:
+                yield replica.pool
+
+    def _own_files(self) -> Iterator[MappedFile]:
+        yield from self.regions
+        if self.pool is not None:
+            yield self.pool
+
+    def pin(self) -> None:
+        """Let the GPU copy into this rank's own memory directly; raises SnapshotError if it cannot."""
+        for file in self._own_files():
+            _pin(file)
+
+    def unpin(self) -> None:
+        """Undo `pin`, before the memory is unmapped."""
+        for file in self._own_files():
+            _unpin(file)
+
+    def close(self) -> None:
+        """Unmap everything; the files stay."""
+        for file in self._files():
+            file.close()
+
+    def remove_left_overs(self) -> None:
+        """Remove what other placements, settings or starts have left in this rank's share of the node."""
+        here = {info.rank for info in self._topology.on_node(self._node)}
+        is_lowest = self._rank == self._topology.lowest_on_node(self._node).rank
+        for directory in self._node_dir.iterdir() if self._node_dir.is_dir() else ():
+            owner, holder = rank_and_holder(directory.name)
+            is_orphan = holder is not None and holder not in here
+            is_dismissed = holder == self._rank and owner != holder and owner not in self.replicas
+            if (is_orphan and is_lowest) or is_dismissed:
+                shutil.rmtree(directory, ignore_errors=True)
+        in_use = {path for file in self._files() for path in _paths(file)}
+        for directory in {path.parent for path in in_use}:
+            for path in directory.iterdir():
+                if _OURS.fullmatch(path.name) and path not in in_use:
+                    path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove this rank's memory, and the node's with the last rank; the run has ended cleanly."""
+        for directory in {file.data_path.parent for file in self._files()}:
+            shutil.rmtree(directory, ignore_errors=True)
+        if self._rank == self._topology.lowest_on_node(self._node).rank:
+            shutil.rmtree(self._node_dir, ignore_errors=True)
+            with suppress(OSError):
+                self._node_dir.parent.rmdir()  # the job's, with its last node
+
+
+def _paths(file: MappedFile) -> tuple[Path, ...]:
+    if isinstance(file, Region):
+        return file.data_path, file.index_path
+    return (file.data_path,)
+
+
+def _pool(directory: Path, info: RankInfo) -> Pool | None:
+    return Pool(directory, info.slot_bytes, info.num_slots) if info.num_slots else None
+
+
+def _regions(directory: Path, count: int, info: RankInfo) -> tuple[Region, ...]:
+    """Return regions; where there are some of another size, which may be needed still, beside them."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    matches = ((path, _REGION.fullmatch(path.name)) for path in found)
+    others = [
+        int(match[1])
+        for path, match in matches
+        if match and path.stat().st_size != info.region_bytes
+    ]
+    first = max(others) + 1 if others else 0
+    return tuple(
+        Region(directory, number, info.region_bytes) for number in range(first, first + count)
+    )
+
+
+def holds(index_path: Path, lineage: str, iteration: int) -> bool:
+    """Return whether a region holds the snapshot of an iteration of a run."""
+    try:
+        index = decode(index_path.read_bytes(), IndexHead, str(index_path))
+    except OSError:
+        return False
+    return (index.identity.lineage, index.iteration) == (lineage, iteration)
+
+
+def _unpin(file: MappedFile) -> None:
+    """Undo `_pin`, before the memory is unmapped."""
+    view = torch.frombuffer(file.mapping, dtype=torch.uint8)
+    torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
+
+
+def _pin(file: MappedFile) -> None:
+    """Let the GPU copy into a file's memory directly.
+
+    Raises:
+        SnapshotError: if the driver refuses, for example because too much memory is locked.
+    """
+    view = torch.frombuffer(file.mapping, dtype=torch.uint8)
+    error = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)
+    if int(error) != 0:
+        raise SnapshotError(f"cudaHostRegister of {view.numel()} bytes failed with {error}")

@@ -1,0 +1,57 @@
+"""How the units of a rank lie in its regions and slots, for each plan of its strategy."""
+
+from moe_ft.engine.layout import FileLayout, UnitPlace, lay_out
+from moe_ft.planning.sharding import assign_weighted_slices
+from moe_ft.planning.strategies import SnapshotPlan
+from moe_ft.state.catalog import Slices, UnitCatalog
+from moe_ft.units import Level, UnitId
+
+
+class UnitLayouts:
+    """Lays out the units of one rank."""
+
+    def __init__(self, catalog: UnitCatalog, dp_rank: int) -> None:
+        self._catalog, self._dp_rank = catalog, dp_rank
+        self.region_bytes: int | None = None  # what regions have, once that is known
+
+    def lay_out(self, plan: SnapshotPlan) -> FileLayout:
+        """Return the layout of a region; all have the size of regions."""
+        slices = self._slices(plan)
+        return lay_out(
+            (
+                (unit, level, self._catalog.tensors(unit, level, slices))
+                for unit, level in plan.levels.items()
+                if level is not Level.NONE
+            ),
+            self.region_bytes,
+        )
+
+    def _slices(self, plan: SnapshotPlan) -> Slices | None:
+        """Return how the plan divides parameters that data-parallel ranks hold alike."""
+        if plan.shares is None:
+            return None
+        shared = [
+            local
+            for local in self._catalog.parameters
+            if not local.is_sharded and not local.is_expert
+        ]
+        assigned = assign_weighted_slices([each.parameter.numel() for each in shared], plan.shares)
+        own = assigned[self._dp_rank]
+        return {local.name: slice_ for local, slice_ in zip(shared, own, strict=True)}
+
+    def place(self, unit: UnitId, offset: int) -> UnitPlace:
+        """Return how a unit lies in a slot.
+
+        Args:
+            unit: of which this rank saves something.
+            offset: of the slot.
+        """
+        layout = lay_out([(unit, Level.FULL, self._catalog.tensors(unit, Level.FULL))])
+        (place,) = layout.units
+        return UnitPlace(
+            unit=unit,
+            level=place.level,
+            offset=offset,
+            num_bytes=place.num_bytes,
+            tensors=place.tensors,
+        )

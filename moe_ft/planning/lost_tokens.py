@@ -1,0 +1,103 @@
+"""What a lossy recovery loses: tokens per expert, PLT, and the rule that raises k (MoC-System, eq. 7, 5.3).
+
+The tokens that are routed to an expert are numbered in the order of the iterations that training has kept.
+With every expert, in the live state and in each saved version, go the number of tokens so far and its gaps:
+the ranges of them whose updates recoveries have dropped. A recovery that gives an expert a version from
+before the iteration that training goes back to makes a gap. Tokens behind that iteration are numbered anew:
+they are trained again and not lost, also where an earlier recovery had lost them.
+"""
+
+from moe_ft.errors import PlanError
+from moe_ft.planning.selection import Counts
+
+Gaps = tuple[tuple[int, int], ...]  # disjoint ranges of token numbers, ascending
+
+MAX_GAPS = 32
+
+
+def gaps_after(routed: int, version_routed: int, version_gaps: Gaps) -> Gaps:
+    """Return the gaps of an expert after a recovery.
+
+    Args:
+        routed: tokens up to the iteration that training goes back to.
+        version_routed: tokens of the version that the expert gets.
+        version_gaps: what this version lacks.
+
+    Returns:
+        At most MAX_GAPS; the oldest are put together, with as many tokens as they had.
+    """
+    gaps = [(start, min(end, routed)) for start, end in version_gaps if start < routed]
+    if version_routed < routed:
+        if gaps and gaps[-1][1] == version_routed:
+            version_routed = gaps.pop()[0]
+        gaps.append((version_routed, routed))
+    while len(gaps) > MAX_GAPS:
+        first, second = gaps[:2]
+        gaps[:2] = [(second[0] - (first[1] - first[0]), second[1])]
+    return tuple(gaps)
+
+
+def num_lost(gaps: Gaps) -> int:
+    """Return the tokens in gaps."""
+    return sum(end - start for start, end in gaps)
+
+
+def num_new(gaps: Gaps, before: Gaps) -> int:
+    """Return the tokens in gaps that were in none before."""
+    known = sum(
+        max(0, min(end, other_end) - max(start, other_start))
+        for start, end in gaps
+        for other_start, other_end in before
+    )
+    return num_lost(gaps) - known
+
+
+def plt(lost: Counts, planned_tokens: int) -> float:
+    """Return the proportion of lost tokens: the mean over MoE layers (MoC-System, eq. 7).
+
+    Args:
+        lost: ``[layer, expert]``; the layers may be those of several stages.
+        planned_tokens: tokens times top-k, which every layer processes in the whole planned run; for
+            decisions during the run, so far.
+
+    Returns:
+        A fraction, 0 if nothing has been processed.
+    """
+    if planned_tokens < 0:
+        raise PlanError(f"planned_tokens={planned_tokens} must not be negative")
+    if planned_tokens == 0 or lost.shape[0] == 0:
+        return 0.0
+    return float(lost.sum()) / int(lost.shape[0]) / planned_tokens
+
+
+def expected_plt(
+    num_experts: int, k: int, interval: int, tokens_per_iteration: int, processed_tokens: int
+) -> float:
+    """Return what the next fault will lose on average with uniform routing and sequential selection.
+
+    When a fault comes, the versions of the N experts are 0, 1, ..., N/k - 1 snapshots old.
+
+    Args:
+        num_experts: N, per layer.
+        k: experts of a layer in each snapshot.
+        interval: iterations between snapshots.
+        tokens_per_iteration: tokens times top-k.
+        processed_tokens: tokens times top-k that the result is a fraction of.
+    """
+    if processed_tokens <= 0:
+        return 0.0
+    lost_iterations = interval * (num_experts / k - 1) / 2
+    return lost_iterations * tokens_per_iteration / processed_tokens
+
+
+def next_k(k: int, num_experts: int, accumulated_plt: float, expected: float, limit: float) -> int:
+    """Return k after a recovery: doubled if the PLT would pass its limit with the next fault (Dynamic-K).
+
+    Args:
+        k: so far.
+        num_experts: the most that k can be.
+        accumulated_plt: of all faults so far.
+        expected: result of `expected_plt` for k.
+        limit: --moe-ft-plt-limit.
+    """
+    return min(2 * k, num_experts) if accumulated_plt + expected > limit else k

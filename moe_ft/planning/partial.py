@@ -1,0 +1,516 @@
+"""The strategy `partial`: non-expert state and k experts per MoE layer in each snapshot (MoC-System).
+
+Which experts is selection.py, what a recovery loses lost_tokens.py. All ranks of a stage have the same
+numbers and so choose the same; what differs is which of the experts are on the rank.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial as bind
+
+import numpy as np
+
+from moe_ft.formats import ExpertProgress
+from moe_ft.planning.lost_tokens import (
+    Gaps,
+    expected_plt,
+    gaps_after,
+    next_k,
+    num_lost,
+    num_new,
+    plt,
+)
+from moe_ft.planning.selection import (
+    Counts,
+    ExpertLayout,
+    Selection,
+    advance,
+    fill_up,
+    most_on_a_rank,
+    rank_counts,
+    select_by_keys,
+    select_load_aware,
+    select_sequential,
+    select_to_persist,
+    sequential_bottleneck,
+)
+from moe_ft.planning.sharding import adaptive_shares
+from moe_ft.planning.strategies import SnapshotPlan
+from moe_ft.units import Level, Part, UnitId, UnitKind
+
+_NEVER = -1
+_SNAPSHOTS_BETWEEN_CHANGES = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartialSettings:
+    """What the flags say.
+
+    Attributes:
+        k_snapshot: experts per MoE layer in each snapshot; None for as many as forward and backward hide.
+        k_persist: of each layer, that go to storage.
+        is_load_aware: selection by unsaved tokens, else sequential.
+        raises_k: Dynamic-K: doubles k when the PLT would pass plt_limit.
+        interval: iterations between snapshots, None for automatic.
+        planned_tokens: tokens times top-k that a layer processes in the whole planned run.
+        tokens_per_iteration: tokens times top-k of an iteration.
+    """
+
+    k_snapshot: int | None
+    k_persist: int
+    is_load_aware: bool
+    raises_k: bool
+    plt_limit: float
+    interval: int | None
+    planned_tokens: int
+    tokens_per_iteration: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShare:
+    """What a rank of the stage saves, in bytes, and who shares the state that is replicated.
+
+    Attributes:
+        always_bytes: what every snapshot of this rank holds.
+        unit_bytes: the largest of its rotating units.
+        replicated_bytes: state that the data-parallel ranks hold alike, which adaptive sharding divides
+            anew in each snapshot; 0 for a division that stays.
+        ep_ranks: ``[data-parallel rank]`` which expert-parallel rank it is.
+    """
+
+    always_bytes: int
+    unit_bytes: int
+    replicated_bytes: int = 0
+    ep_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitVersion:
+    """Which version of a unit there is somewhere: its iteration, its routed tokens and its gaps."""
+
+    iteration: int
+    routed_tokens: int
+    gaps: Gaps = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """What a recovery costs the experts of a stage, by layer name.
+
+    Attributes:
+        lost: ``[expert]`` tokens whose updates were dropped and had not been before.
+        repeated: ``[expert]`` tokens that experts from beyond the iteration are trained with again.
+        accumulated: ``[expert]`` lost by this and earlier recoveries.
+    """
+
+    lost: Mapping[str, tuple[int, ...]]
+    repeated: Mapping[str, tuple[int, ...]]
+    accumulated: Mapping[str, tuple[int, ...]]
+
+
+class PartialStrategy:
+    """Owned by the training thread.
+
+    Attributes:
+        rotating: this rank's units that only some snapshots hold.
+        counted_layers: MoE layers of the stage, in the order of the counts.
+        k_snapshot, k_persist: now.
+    """
+
+    saves_all = False
+
+    def __init__(
+        self,
+        always: Iterable[UnitId],
+        rotating: Iterable[UnitId],
+        layers: Sequence[str],
+        experts: ExpertLayout,
+        settings: PartialSettings,
+        share: RankShare,
+        frozen: Collection[tuple[str, int]] = (),
+    ) -> None:
+        """Make the strategy of one rank at the start of a run.
+
+        Args:
+            always: this rank's units that every snapshot holds.
+            rotating: the others.
+            layers: names of the stage's MoE layers, in the order of the counts.
+            experts: of the stage.
+            settings: of the flags.
+            share: of this rank.
+            frozen: experts of the stage, by layer name and number, that are not trained.
+        """
+        self._always = dict.fromkeys(always, Level.FULL)
+        self.rotating = frozenset(rotating)
+        self.counted_layers = self._layers = tuple(layers)
+        self._experts = experts
+        self._settings, self._share = settings, share
+        self.k_snapshot = settings.k_snapshot or 1
+        self.k_persist = min(settings.k_persist, experts.num_experts)
+        self._least_k = 1
+        self._start = 0  # position in the interleaved order of the first layer
+        self._interval = settings.interval or 1
+        self._saved_iteration: int | None = None
+        shape = (experts.num_layers, experts.num_experts)
+        self._routed, self._lost = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._gaps: dict[str, tuple[Gaps, ...]] = {
+            layer: ((),) * experts.num_experts for layer in self._layers
+        }
+        self._is_trained = np.array(
+            [
+                [(layer, expert) not in frozen for expert in range(experts.num_experts)]
+                for layer in self._layers
+            ],
+            np.int64,
+        ).reshape(shape)
+        # Tokens whose updates the versions in memory and on storage incorporate, and their iterations.
+        self._saved, self._persisted = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._saved_at = np.full(shape, _NEVER, np.int64)
+        self._persisted_at = np.full(shape, _NEVER, np.int64)
+        self._planned: tuple[Selection, Counts, int] | None = None
+        self._persisting: Selection = ()
+        self._num_last = self._num_since_change = 0
+        self._is_last = False
+
+    @property
+    def _cursors(self) -> tuple[int, ...]:
+        return self._experts.first_cursors(self.k_snapshot, self._start)
+
+    @property
+    def most_rotating(self) -> int:
+        """The most rotating units that a snapshot of this rank may ever hold."""
+        may_grow = self._settings.k_snapshot is None or self._settings.raises_k
+        if may_grow:
+            return len(self.rotating)
+        return min(len(self.rotating), most_on_a_rank(self._experts, self.k_snapshot))
+
+    def plan(self, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
+        """Return the units of the next snapshot; what was planned and not completed is planned again."""
+        self._is_last = is_last
+        selection = self._select(iteration, is_last=is_last)
+        routed = self._routed  # replaced, never changed
+        start = self._start if is_last else self._start + self.k_snapshot
+        start %= self._experts.num_experts
+        self._planned = (selection, routed, start)
+        tokens = self._of_this_rank(selection, routed)
+        return SnapshotPlan(
+            levels=self._always,
+            rotating=tokens,
+            shares=None if is_last else self._divide(rank_counts(self._experts, selection)),
+            progress=bind(
+                _progress,
+                self._layers,
+                start,
+                (self.k_snapshot, self.k_persist, self._least_k),
+                self._interval,
+                routed,
+                self._gaps,
+                self._settings.planned_tokens,
+            ),
+        )
+
+    def _select(self, iteration: int, *, is_last: bool) -> Selection:
+        experts, k = self._experts, self.k_snapshot
+        if is_last:  # what is not of this iteration yet
+            return select_by_keys(experts, self._cursors, [self._saved_at], k)
+        if self._settings.is_load_aware:
+            unsaved = self._routed - self._lost - self._saved
+            selection = select_load_aware(experts, self._cursors, unsaved, k)
+        else:
+            selection = select_sequential(experts, self._cursors, k)
+        if self._settings.k_snapshot is None:
+            behind = advance(experts, self._cursors, k)
+            return fill_up(experts, behind, selection)
+        return selection
+
+    def _of_this_rank(self, selection: Selection, routed: Counts) -> dict[UnitId, tuple[int, Gaps]]:
+        """Return the routed tokens and the gaps of the selected units that this rank has."""
+        chosen = {
+            (layer, expert): (int(routed[index, expert]), self._gaps[layer][expert])
+            for index, layer in enumerate(self._layers)
+            for expert in selection[index]
+        }
+        return {
+            unit: chosen[unit.layer_name, unit.expert]
+            for unit in sorted(self.rotating)
+            if (unit.layer_name, unit.expert) in chosen
+        }
+
+    def _divide(self, counts: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the shares of replicated state for ``[expert-parallel rank]`` selected experts."""
+        share = self._share
+        if not share.replicated_bytes:
+            return None
+        loads = [counts[ep_rank] * share.unit_bytes for ep_rank in share.ep_ranks]
+        return tuple(adaptive_shares(share.replicated_bytes, loads))
+
+    def possible_plans(self) -> list[SnapshotPlan]:
+        """Return a plan for each division of the replicated state that snapshots will need.
+
+        All layers together take consecutive places around the expert-parallel ranks, so what counts is at
+        which rank they begin; with automatic k ranks with room take as many as the others.
+        """
+        ep_size, is_auto = self._experts.ep_size, self._settings.k_snapshot is None
+        divisions = dict.fromkeys([None, self._divide([0] * ep_size)])
+        for k in () if is_auto else self._possible_k():
+            least, num_more = divmod(self._experts.num_layers * k, ep_size)
+            for start in range(ep_size):
+                counts = [least + ((rank - start) % ep_size < num_more) for rank in range(ep_size)]
+                divisions[self._divide(counts)] = None
+        return [SnapshotPlan(levels=self._always, shares=shares) for shares in divisions]
+
+    def _possible_k(self) -> list[int]:
+        most = self._experts.num_experts
+        doubled = [self.k_snapshot * 2**power for power in range(most.bit_length())]
+        return [min(k, most) for k in doubled] if self._settings.raises_k else [self.k_snapshot]
+
+    def is_whole(self, iteration: int) -> bool:
+        """Return whether the snapshots since training ended hold every expert."""
+        return self._num_last * self.k_snapshot >= self._experts.num_experts
+
+    def add_tokens(self, counts: Counts) -> None:
+        """Note the tokens of an iteration."""
+        self._routed = self._routed + counts * self._is_trained
+
+    def note_complete(self, iteration: int) -> None:
+        """Note that all ranks have the planned snapshot: the selection goes on."""
+        assert self._planned is not None
+        selection, routed, self._start = self._planned
+        if self._saved_iteration is not None and iteration > self._saved_iteration:
+            self._interval = iteration - self._saved_iteration
+        self._saved_iteration = iteration
+        self._num_since_change += 1
+        self._num_last += self._is_last
+        for layer, experts in enumerate(selection):
+            chosen = list(experts)
+            self._saved[layer, chosen] = (routed - self._lost)[layer, chosen]
+            self._saved_at[layer, chosen] = iteration
+
+    def plan_persist(self, *, is_last: bool = False) -> frozenset[UnitId]:
+        """Choose the experts whose versions in memory go to storage now."""
+        k = self._experts.num_experts if is_last else self.k_persist
+        unpersisted = self._saved - self._persisted if self._settings.is_load_aware else None
+        self._persisting = select_to_persist(
+            self._experts, self._cursors, self._saved_at, self._persisted_at, unpersisted, k
+        )
+        self._versions_to_persist = (self._saved.copy(), self._saved_at.copy())
+        return frozenset(self._of_this_rank(self._persisting, self._saved))
+
+    def note_persisted(self) -> None:
+        """Note that what was chosen last is on storage."""
+        saved, saved_at = self._versions_to_persist
+        for layer, experts in enumerate(self._persisting):
+            chosen = list(experts)
+            self._persisted[layer, chosen] = saved[layer, chosen]
+            self._persisted_at[layer, chosen] = saved_at[layer, chosen]
+
+    def values(self, budget_bytes: float | None) -> list[int]:
+        """Return the largest k whose snapshots forward and backward hide on this rank (section 5.3).
+
+        0 while nothing is measured; nothing if k is fixed.
+        """
+        if self._settings.k_snapshot is not None:
+            return []
+        return [0 if budget_bytes is None else self.largest_k(budget_bytes)]
+
+    def largest_k(self, budget_bytes: float) -> int:
+        """Return the largest k whose snapshot takes no more than some bytes on this rank, at least 1."""
+        if not self._experts.num_layers:
+            return self._experts.num_experts
+        room = budget_bytes - self._share.always_bytes
+        fitting = [
+            k
+            for k in range(1, self._experts.num_experts + 1)
+            if self._most_selected(k) * self._share.unit_bytes <= room
+        ]
+        return max(fitting, default=1)
+
+    def _most_selected(self, k: int) -> int:
+        if self._settings.is_load_aware:
+            return most_on_a_rank(self._experts, k)
+        return sequential_bottleneck(self._experts, k)
+
+    def agree(self, values: list[int]) -> dict[str, int]:
+        """Take the least k over all ranks, not more often than every few snapshots."""
+        if not values or values[0] == 0 or self._num_since_change < _SNAPSHOTS_BETWEEN_CHANGES:
+            return {}
+        k = max(values[0], self._least_k)
+        if k == self.k_snapshot:
+            return {}
+        self._set_k(k)
+        return {"k_snapshot": k}
+
+    def _set_k(self, k: int) -> None:
+        self.k_snapshot, self._num_since_change = k, 0
+
+    def resume(
+        self,
+        progress: ExpertProgress,
+        iteration: int,
+        restored: Mapping[tuple[str, int], UnitVersion],
+        persisted: Mapping[tuple[str, int], UnitVersion],
+        gaps_before: Mapping[str, Sequence[Gaps]],
+    ) -> Loss:
+        """Go on from a recovered state.
+
+        Args:
+            progress: of the state that was recovered.
+            iteration: of that state.
+            restored: the versions that the experts of the stage got, by layer name and expert; an expert
+                that is not there got the state that the run began with.
+            persisted: the versions that the newest checkpoint on storage has, likewise.
+            gaps_before: ``[expert]`` by layer name, of the newest state that is known.
+
+        Returns:
+            What the recovery lost.
+        """
+        self._routed = self._counts(progress.routed_tokens)
+        self._saved, self._saved_at = self._tables(restored)
+        self._persisted, self._persisted_at = self._tables(
+            {
+                expert: version
+                for expert, version in persisted.items()
+                # One that is newer than what was restored is not intact.
+                if expert in restored and version.iteration <= restored[expert].iteration
+            }
+        )
+        for versions_at in (self._saved_at, self._persisted_at):
+            # Versions from beyond: what is saved at this iteration or later shall count as newer.
+            np.minimum(versions_at, iteration, out=versions_at)
+        nothing = UnitVersion(iteration=_NEVER, routed_tokens=0)
+        lost, repeated = np.zeros_like(self._routed), np.zeros_like(self._routed)
+        for index, layer in enumerate(self._layers):
+            gaps = []
+            for expert, routed in enumerate(self._routed[index].tolist()):
+                version = restored.get((layer, expert), nothing)
+                gaps.append(gaps_after(routed, version.routed_tokens, version.gaps))
+                before = gaps_before[layer][expert] if layer in gaps_before else ()
+                lost[index, expert] = num_new(gaps[-1], before)
+                repeated[index, expert] = max(0, version.routed_tokens - routed)
+                self._lost[index, expert] = num_lost(gaps[-1])
+            self._gaps[layer] = tuple(gaps)
+        self._start, self._interval = progress.cursor, self._settings.interval or progress.interval
+        if self._settings.raises_k:
+            self.k_persist = max(self.k_persist, progress.k_persist)
+            self._least_k = progress.least_k
+            self._set_k(max(self.k_snapshot, progress.k_snapshot))
+        elif self._settings.k_snapshot is None:
+            self._set_k(progress.k_snapshot)
+        return Loss(
+            lost=self._by_layer(lost),
+            repeated=self._by_layer(repeated),
+            accumulated=self._by_layer(self._lost),
+        )
+
+    def nothing_counted(self) -> ExpertProgress:
+        """Return the progress of a state that was saved by a strategy that counts no tokens."""
+        zeros = np.zeros_like(self._routed)
+        k = (self.k_snapshot, self.k_persist, self._least_k)
+        planned_tokens = self._settings.planned_tokens
+        return _progress(self._layers, 0, k, self._interval, zeros, self._gaps, planned_tokens)
+
+    def raise_k(self, accumulated_plt: float, processed_tokens: int) -> bool:
+        """Double k if the next fault would take the PLT past its limit (Dynamic-K).
+
+        Args:
+            accumulated_plt: of the whole job, of the tokens so far.
+            processed_tokens: tokens times top-k so far.
+
+        Returns:
+            Whether k has changed.
+        """
+        if not self._settings.raises_k:
+            return False
+        num_experts, k = self._experts.num_experts, self.k_snapshot
+        expected = expected_plt(
+            num_experts,
+            k,
+            self._interval,
+            self._settings.tokens_per_iteration,
+            processed_tokens,
+        )
+        raised = next_k(k, num_experts, accumulated_plt, expected, self._settings.plt_limit)
+        if raised == k:
+            return False
+        self._least_k, self.k_persist = raised, min(2 * self.k_persist, num_experts)
+        self._set_k(raised)
+        return True
+
+    def _counts(self, by_layer: Mapping[str, Sequence[int]]) -> Counts:
+        nothing = (0,) * self._experts.num_experts
+        rows = [by_layer.get(layer, nothing) for layer in self._layers]
+        return np.array(rows, np.int64).reshape(self._routed.shape)
+
+    def _tables(self, versions: Mapping[tuple[str, int], UnitVersion]) -> tuple[Counts, Counts]:
+        """Return the tokens whose updates versions incorporate, and their iterations."""
+        trained = np.zeros_like(self._routed)
+        iterations = np.full_like(self._routed, _NEVER)
+        for index, layer in enumerate(self._layers):
+            for expert in range(self._experts.num_experts):
+                if (version := versions.get((layer, expert))) is not None:
+                    trained[index, expert] = version.routed_tokens - num_lost(version.gaps)
+                    iterations[index, expert] = version.iteration
+        return trained, iterations
+
+    def _by_layer(self, counts: Counts) -> dict[str, tuple[int, ...]]:
+        return {layer: tuple(counts[index].tolist()) for index, layer in enumerate(self._layers)}
+
+
+def _progress(
+    layers: Sequence[str],
+    cursor: int,
+    k: tuple[int, int, int],
+    interval: int,
+    routed: Counts,
+    gaps: Mapping[str, tuple[Gaps, ...]],
+    planned_tokens: int,
+) -> ExpertProgress:
+    return ExpertProgress(
+        cursor=cursor,
+        k_snapshot=k[0],
+        k_persist=k[1],
+        least_k=k[2],
+        interval=interval,
+        routed_tokens={layer: tuple(routed[i].tolist()) for i, layer in enumerate(layers)},
+        gaps=dict(gaps),
+        planned_tokens=planned_tokens,
+    )
+
+
+def job_plt(by_layer: Mapping[str, Sequence[int]], tokens: int) -> tuple[int, float]:
+    """Return lost tokens and PLT of a whole job from the lost tokens ``[expert]`` of all its layers."""
+    rows = [sum(counts) for counts in by_layer.values()]
+    return sum(rows), plt(np.array(rows, np.int64).reshape(-1, 1), tokens)
+
+
+def divide_units(
+    units: Iterable[UnitId], covers: str, *, master_always_full: bool
+) -> tuple[list[UnitId], list[UnitId]]:
+    """Divide units into those that every snapshot holds and those that rotate.
+
+    Args:
+        units: whole units.
+        covers: what of an expert rotates: weights, optimizer or both (the paper's W, O and WO).
+        master_always_full: whether fp32 master weights are in every snapshot nevertheless.
+
+    Returns:
+        Both, experts in two parts where only one of them rotates. Both are empty for experts where
+        nothing of them rotates any more.
+    """
+    always, rotating = [], []
+    weights_rotate = covers in ("weights", "both") and not master_always_full
+    moments_rotate = covers in ("optimizer", "both")
+    for unit in units:
+        if unit.kind is not UnitKind.EXPERT:
+            always.append(unit)
+        elif weights_rotate and moments_rotate:
+            rotating.append(unit)
+        else:
+            weights, moments = (_part(unit, part) for part in (Part.WEIGHTS, Part.MOMENTS))
+            (rotating if weights_rotate else always).append(weights)
+            (rotating if moments_rotate else always).append(moments)
+    return always, rotating
+
+
+def _part(unit: UnitId, part: Part) -> UnitId:
+    return UnitId(kind=unit.kind, block=unit.block, layer=unit.layer, expert=unit.expert, part=part)

@@ -1,0 +1,296 @@
+"""Looks for state, plans, reads, agrees and puts back: one start's recovery on one rank.
+
+The steps are those of `Recoverer.recover`; each has a file of its own.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_ft.config import RecoveryConfig
+from moe_ft.engine.agreement import Agreement, StageSum
+from moe_ft.engine.background import PhaseHook
+from moe_ft.engine.memory import RankMemory
+from moe_ft.engine.peers import PeerConnection
+from moe_ft.engine.storage import Storage
+from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.formats import FROZEN, Index, IterationRecord, differing_settings
+from moe_ft.planning.recovery import RecoveryPlan, Source, Tier, plan_recovery
+from moe_ft.planning.strategies import Strategy
+from moe_ft.recovery.assembly import division_of
+from moe_ft.recovery.gather import RestoredSlices, find_gaps, gather_state
+from moe_ft.recovery.inventory import Inventory, look_at_memory, look_at_storage
+from moe_ft.recovery.preflight import Site, say
+from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
+from moe_ft.recovery.rotating import RotatingState, fetch_rotating
+from moe_ft.recovery.sources import MemoryReader, PeerReader, StateReader, StorageReader
+from moe_ft.state import record as records
+from moe_ft.state.catalog import UnitCatalog
+from moe_ft.topology import Topology
+from moe_ft.units import parse_unit
+
+
+@dataclass(kw_only=True, slots=True)
+class Recovered:
+    """What a start recovered on this rank.
+
+    Attributes:
+        plan: what was recovered; None if nothing was.
+        fetched: units that were put back.
+        rotating: versions that the experts of the stage got.
+        previous: this rank's index in the newest checkpoint on storage, and its path.
+        phases_s: seconds by phase.
+        problems: what was looked at and rejected, and why.
+    """
+
+    plan: RecoveryPlan | None = None
+    fetched: FetchedState = field(default_factory=FetchedState)
+    rotating: RotatingState = field(default_factory=RotatingState)
+    previous: tuple[str, Index | None] = ("", None)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def record(self) -> IterationRecord | None:
+        """The record of the state that was recovered."""
+        index = self.fetched.index
+        return None if self.plan is None or index is None else index.records[-1]
+
+
+class Recoverer:
+    """Owned by the training thread; `recover` is called by all ranks."""
+
+    def __init__(
+        self,
+        config: RecoveryConfig,
+        site: Site,
+        storage: Storage | None,
+        memory: RankMemory,
+        agreement: Agreement,
+        stage: StageSum,
+        fingerprint: Mapping[str, Any],
+        token: str,
+    ) -> None:
+        self._config, self._site, self._storage, self._memory = config, site, storage, memory
+        self._agreement, self._stage = agreement, stage
+        self._fingerprint, self._token = fingerprint, token
+
+    def recover(
+        self,
+        catalog: UnitCatalog,
+        strategy: Strategy,
+        origins: Mapping[str, str],
+        built: tuple[Any, Any, Any],
+        groups: Any,
+        phase_hook: PhaseHook,
+    ) -> Recovered:
+        """Find the newest state that all ranks can put back, and put it back.
+
+        Args:
+            catalog: of this rank.
+            strategy: of this start.
+            origins: checksums of the weights that this start has begun with.
+            built: model chunks, Megatron's outermost optimizer and its scheduler.
+            groups: Megatron's ProcessGroupCollection.
+            phase_hook: called in the middle of putting back.
+
+        Raises:
+            ConfigError: if what is there is another model's.
+            UnrecoverableError: if storage cannot be read, or nothing is usable and that is to be an end.
+        """
+        recovered = Recovered()
+        if self._config.recover_from == "load":
+            return recovered
+        start = time.perf_counter()
+        inventory = self._look()
+        recovered.phases_s["inventory"] = time.perf_counter() - start
+        self._check_identity(inventory)
+        start = time.perf_counter()
+        nodes = [info.node for info in self._topology.ranks]
+        plans, rejected = plan_recovery(inventory.versions, nodes, self._config.only_iteration)
+        recovered.phases_s["plan"] = time.perf_counter() - start
+        recovered.problems = inventory.problems + rejected
+        for plan in plans:
+            start = time.perf_counter()
+            readers = Readers(self._open_source)
+            restored = self._fetch(plan, catalog, strategy, origins, groups, readers, recovered)
+            if restored is not None:
+                recovered.plan = plan
+                put_back(recovered.fetched, catalog, plan.iteration, phase_hook)
+                model, optimizer, scheduler = built
+                gather_state(model, optimizer, catalog.parameters, restored, groups)
+                assert recovered.record is not None
+                records.apply(recovered.record, model, optimizer, scheduler, catalog.parameters)
+                if not strategy.saves_all:
+                    recovered.previous = self._previous(plan, readers)
+                readers.close()
+                recovered.phases_s["restore"] = time.perf_counter() - start
+                return recovered
+            readers.close()
+        if inventory.is_unreadable:
+            raise UnrecoverableError(
+                f"--moe-ft-persist-dir={self._site.config.storage.persist_dir} could not be read: "
+                f"{'; '.join(inventory.problems)}. What is there may be the state to go on from: make it "
+                "readable, or start without it with --moe-ft-recover-from load."
+            )
+        self._check_strategy(inventory)
+        self._say_missing(recovered.problems)
+        return recovered
+
+    @property
+    def _topology(self) -> Topology:
+        return self._site.topology
+
+    def _look(self) -> Inventory:
+        """Look at all nodes' memory and, once, at storage."""
+        own, stored = Inventory(), Inventory()
+        site = self._site
+        if site.is_lowest_on_node:
+            own = look_at_memory(site.node_dir, site.node, site.job_id)
+        if site.rank == 0 and self._storage is not None:
+            stored = look_at_storage(self._storage)
+        inventory = Inventory()
+        # Apart from the gather, which pads what every rank sends to the longest.
+        for found in (*self._agreement.gather(own), self._agreement.broadcast(stored)):
+            inventory.merge(found)
+        return inventory
+
+    def _check_identity(self, inventory: Inventory) -> None:
+        """Raise ConfigError if what was found is the state of another model or layout."""
+        division = division_of(self._site.config)
+        for where, identity in inventory.identities:
+            if division and identity.division and division != identity.division:
+                raise ConfigError(
+                    f"{where} holds experts that are divided otherwise: '{identity.division}' there, "
+                    f"'{division}' now. Start with the flags of that run, or ignore it with "
+                    "--moe-ft-recover-from load."
+                )
+            differences = differing_settings(self._fingerprint, identity.fingerprint)
+            if differences:
+                raise ConfigError(
+                    f"{where} holds the state of another model, layout or data: "
+                    f"{'; '.join(differences[:5])}. Start with the settings of that run, name another "
+                    "--moe-ft-persist-dir or --moe-ft-job-id, remove its memory with `python -m moe_ft "
+                    "clean`, or ignore it with --moe-ft-recover-from load."
+                )
+
+    def _check_strategy(self, inventory: Inventory) -> None:
+        """Raise UnrecoverableError if what was found may be usable with the strategy that wrote it."""
+        ours = self._site.config.strategy.strategy
+        if self._config.only_iteration is not None:
+            return
+        for where, identity in inventory.identities:
+            if identity.strategy != ours:
+                raise UnrecoverableError(
+                    f"--moe-ft-strategy={ours} cannot go on from {where}, which was written with "
+                    f"{identity.strategy}: experts are of several iterations there, or frozen parts are "
+                    "not. Start with that strategy until training ends, which saves everything, or "
+                    "ignore what is there with --moe-ft-recover-from load."
+                )
+
+    def _fetch(
+        self,
+        plan: RecoveryPlan,
+        catalog: UnitCatalog,
+        strategy: Strategy,
+        origins: Mapping[str, str],
+        groups: Any,
+        readers: Readers,
+        recovered: Recovered,
+    ) -> RestoredSlices | None:
+        """Read a state; return the slices that all ranks have of it, None if something is missing."""
+        rank = self._site.rank
+        always = list(strategy.plan(plan.iteration).levels)
+        fetched = fetch(plan.sources[rank], always, catalog, readers)
+        if fetched.index is not None and fetched.index.origins.get(FROZEN) != origins.get(FROZEN):
+            fetched.missing.append(
+                "copy of the frozen parameters: this start has begun with others (--load?)"
+            )
+        rotating = RotatingState()
+        if not strategy.saves_all:
+            rotating = fetch_rotating(
+                plan.elsewhere.get(rank, ()),
+                sorted(strategy.rotating),
+                catalog,
+                readers,
+                origins,
+                self._stage.gather,
+                self._config.only_iteration,
+                fetched,
+            )
+        restored = self._gather_slices(fetched.slices(catalog), groups)
+        kept = {
+            each.name
+            for unit in map(parse_unit, rotating.kept)
+            if catalog.has(unit)
+            for each in catalog.parameters_of(unit)
+        }
+        kept |= catalog.frozen_names
+        missing = [*fetched.missing, *rotating.missing]
+        missing += [f"slice of {name}" for name in find_gaps(catalog.parameters, restored, kept)]
+        if fetched.index is None:
+            missing.append("record")
+        failures = [
+            f"iteration {plan.iteration}: rank {other} has no intact {', '.join(found[:3])}"
+            for other, found in enumerate(self._agreement.gather(missing[:4]))
+            if found
+        ]
+        recovered.problems += readers.problems + failures
+        recovered.fetched, recovered.rotating = fetched, rotating
+        return None if failures else restored
+
+    def _gather_slices(self, slices: Mapping[str, tuple[int, int]], groups: Any) -> RestoredSlices:
+        """Exchange which slices of shared parameters the ranks of the data-parallel groups have."""
+        everyone = dict(self._stage.gather((self._site.rank, slices)))
+        dp, expt_dp = (
+            [everyone[rank] for rank in dist.get_process_group_ranks(group)]
+            for group in (groups.dp_cp, groups.expt_dp)
+        )
+        return RestoredSlices(dp=dp, expt_dp=expt_dp)
+
+    def _previous(self, plan: RecoveryPlan, readers: Readers) -> tuple[str, Index | None]:
+        """Return the path and the index of this rank in the newest checkpoint that the run still has."""
+        stored = [
+            source
+            for source in plan.elsewhere.get(self._site.rank, ())
+            if source.tier is Tier.STORAGE and source.version.iteration <= plan.iteration
+        ]
+        for source in sorted(stored, key=lambda each: -each.version.iteration):
+            if (reader := readers.open(source)) is not None:
+                return source.version.path, reader.index
+        return "", None
+
+    def _open_source(self, source: Source) -> StateReader:
+        if source.tier is Tier.MEMORY:
+            path: Path = self._site.node_dir / source.version.path
+            pool = [self._memory.pool] if self._memory.pool is not None else []
+            return MemoryReader(path, [*self._memory.regions, *pool])
+        if source.tier is Tier.STORAGE:
+            assert self._storage is not None
+            return StorageReader(self._storage, source.version)
+        assert source.version.node is not None
+        address = self._topology.lowest_on_node(source.version.node).address
+        assert address is not None
+        return PeerReader(PeerConnection(address, self._token), source.version)
+
+    def _say_missing(self, problems: Sequence[str]) -> None:
+        """Say what was looked at; raise if the user wants that to be the end."""
+        looked_at = (
+            f"the memory of job '{self._site.job_id}' on nodes {', '.join(self._topology.nodes)}"
+        )
+        if self._storage is not None:
+            looked_at += f" and {self._storage.url}"
+        if problems and self._site.rank == 0:
+            say(f"nothing to recover from was found in {looked_at}:")
+            for problem in problems:
+                say(f"  {problem}")
+        if self._config.on_missing == "fail":
+            reasons = "; ".join(problems) or "it is empty"
+            raise UnrecoverableError(
+                f"--moe-ft-on-missing=fail: nothing to recover from in {looked_at}: {reasons}. Use "
+                "--moe-ft-on-missing start to begin from --load or afresh."
+            )

@@ -1,0 +1,102 @@
+"""The units of one rank and the tensors that they consist of.
+
+Which parameter belongs to which unit is state/parameters.py; how units lie in files engine/unit_layouts.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from moe_ft.formats import FROZEN, TensorEntry, checksum
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.slices import describe, live_tensor
+from moe_ft.units import Level, Part, UnitId
+
+Slices = Mapping[str, tuple[int, int]]  # flat ranges by parameter name
+
+
+class UnitCatalog:
+    """All units of a rank, those included of which other ranks save everything."""
+
+    def __init__(self, parameters: Sequence[LocalParameter], *, leaves_out_frozen: bool) -> None:
+        """Sort parameters into units.
+
+        Args:
+            parameters: of the rank.
+            leaves_out_frozen: whether parameters that are not trained are in no unit: they stay what they
+                were when the run began.
+        """
+        self.parameters = tuple(parameters)
+        self._frozen = [each for each in parameters if leaves_out_frozen and not each.optimizer]
+        self._by_unit: dict[UnitId, list[LocalParameter]] = {}
+        frozen = {each.name for each in self._frozen}
+        for local in parameters:
+            if local.name not in frozen:
+                self._by_unit.setdefault(local.unit, []).append(local)
+
+    @property
+    def units(self) -> tuple[UnitId, ...]:
+        """Whole units."""
+        return tuple(self._by_unit)
+
+    @property
+    def frozen_names(self) -> set[str]:
+        """Names of the parameters that are in no unit."""
+        return {local.name for local in self._frozen}
+
+    def has(self, unit: UnitId) -> bool:
+        """Return whether this rank has a unit, whoever saves it."""
+        return replace(unit, part=Part.WHOLE) in self._by_unit
+
+    def parameters_of(self, unit: UnitId) -> list[LocalParameter]:
+        """Return the parameters of a unit, or of the unit that a part is of."""
+        return self._by_unit[replace(unit, part=Part.WHOLE)]
+
+    def tensors(
+        self, unit: UnitId, level: Level, slices: Slices | None = None
+    ) -> list[TensorEntry]:
+        """Return what this rank saves of a unit, without offsets; nothing if other ranks save all.
+
+        Args:
+            unit: a unit or a part of one.
+            level: of the snapshot.
+            slices: for parameters that are divided otherwise than at start.
+        """
+        found = []
+        for local in self.parameters_of(unit):
+            if slices is not None and local.name in slices:
+                start, end = slices[local.name]
+                local = replace(local, start=start, end=end)
+            found += describe(local, level, unit.part)
+        return found
+
+    def owns(self, unit: UnitId) -> bool:
+        """Return whether this rank saves something of a unit."""
+        return bool(self.tensors(unit, Level.FULL))
+
+    def origins(self, units: Sequence[UnitId]) -> dict[str, str]:
+        """Return checksums of the weights of units as they are now, and of all that is frozen.
+
+        Of a parameter that data-parallel ranks hold alike all is looked at, however it is divided.
+        """
+        found = {
+            str(unit): _checksum_of(self.parameters_of(unit)) for unit in units if self.owns(unit)
+        }
+        if self._frozen:
+            found[FROZEN] = _checksum_of(self._frozen)
+        return found
+
+
+def _checksum_of(parameters: Sequence[LocalParameter]) -> str:
+    sums = []
+    for local in parameters:
+        whole = local
+        if not local.is_sharded:
+            whole = replace(local, start=0, end=local.parameter.numel())
+        key = "weight" if local.optimizer is None or local.master is None else "param"
+        tensor = live_tensor(whole, key)
+        if tensor is not None and whole.start < whole.end:
+            data = tensor.detach().to("cpu").contiguous().view(torch.uint8)
+            sums.append(checksum(data.numpy().data))
+    return checksum(" ".join(sums).encode())

@@ -1,0 +1,148 @@
+"""What a recovery loses, as a count and as a proportion, and when k is raised."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ft.errors import PlanError
+from moe_ft.planning.lost_tokens import (
+    MAX_GAPS,
+    Gaps,
+    expected_plt,
+    gaps_after,
+    next_k,
+    num_lost,
+    num_new,
+    plt,
+)
+from moe_ft.planning.selection import ExpertLayout, advance, select_sequential
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def test_expert_from_before_the_iteration_loses_what_it_got_since() -> None:
+    assert gaps_after(100, 70, ()) == ((70, 100),)
+    assert gaps_after(100, 70, ((10, 20),)) == ((10, 20), (70, 100))
+    assert gaps_after(100, 70, ((10, 70),)) == ((10, 100),)
+
+
+def test_expert_from_beyond_the_iteration_loses_nothing_and_what_it_had_lost_there_is_trained_again() -> (
+    None
+):
+    assert gaps_after(100, 130, ()) == ()
+    assert gaps_after(100, 140, ((80, 120),)) == ((80, 100),)
+    assert gaps_after(100, 140, ((110, 120),)) == ()
+
+
+def test_tokens_that_were_lost_before_are_not_new() -> None:
+    assert num_new(((50, 100),), ()) == 50
+    assert num_new(((50, 100),), ((70, 90),)) == 30
+    assert num_new(((80, 100),), ((80, 120),)) == 0
+
+
+def test_oldest_gaps_are_put_together_with_as_many_tokens() -> None:
+    gaps = tuple((10 * number, 10 * number + 3) for number in range(MAX_GAPS))
+    after = gaps_after(10 * MAX_GAPS + 9, 10 * MAX_GAPS + 4, gaps)
+    assert len(after) == MAX_GAPS
+    assert num_lost(after) == num_lost(gaps) + 5
+    assert after[-1] == (10 * MAX_GAPS + 4, 10 * MAX_GAPS + 9)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.integers(0, 3)), max_size=20))
+def test_gaps_are_those_of_an_expert_that_remembers_every_token(
+    events: list[tuple[int, int, int]],
+) -> None:
+    # Each event: train on some tokens and save; then a fault takes training back to one of the last
+    # states, and the expert to one of the last versions, which may be older or newer than that.
+    routed, gaps = 0, ()
+    missing: set[int] = set()
+    states: list[int] = [0]
+    versions: list[tuple[int, Gaps, set[int]]] = [(0, (), set())]
+    for tokens, back, version_back in events:
+        routed += tokens
+        states.append(routed)
+        versions.append((routed, gaps, set(missing)))
+        routed = states[-1 - min(back, len(states) - 1)]
+        version_routed, version_gaps, version_missing = versions[
+            -1 - min(version_back, len(versions) - 1)
+        ]
+        expected = {token for token in version_missing if token < routed}
+        expected |= set(range(version_routed, routed))
+        after = gaps_after(routed, version_routed, version_gaps)
+        assert num_new(after, gaps) == len(expected - missing)
+        gaps, missing = after, expected
+        assert num_lost(gaps) == len(missing)
+        assert {token for start, end in gaps for token in range(start, end)} == missing
+        states = [state for state in states if state <= routed]
+
+
+def test_plt_is_the_mean_over_layers() -> None:
+    lost = np.array([[10, 20], [0, 0]])
+    assert plt(lost, 100) == pytest.approx((30 / 100 + 0 / 100) / 2)
+
+
+@given(SEEDS)
+def test_plt_of_what_a_run_can_lose_is_a_fraction(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    processed = 1000
+    live = np.array([generator.multinomial(processed, [0.25] * 4) for _ in range(3)])
+    lost = generator.integers(0, live + 1)
+    assert 0 <= plt(lost, processed) <= 1
+    assert plt(live, processed) == pytest.approx(1)
+
+
+def test_plt_before_anything_is_processed_or_without_moe_layers_is_0() -> None:
+    assert plt(np.zeros((2, 2), dtype=np.int64), 0) == 0
+    assert plt(np.zeros((0, 2), dtype=np.int64), 100) == 0
+
+
+def test_negative_number_of_planned_tokens_is_refused() -> None:
+    with pytest.raises(PlanError, match="planned_tokens=-1 must not be negative"):
+        plt(np.zeros((1, 1), dtype=np.int64), -1)
+
+
+def test_expected_plt_is_the_papers_3_75_percent_for_a_run_of_1280_iterations() -> None:
+    # N = 8, K = 2, I = 32 (Fig. 5); the length of the run is not printed and chosen to fit.
+    assert expected_plt(8, 2, 32, 1000, 1280 * 1000) == pytest.approx(0.0375)
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(8, 1), (8, 2), (16, 4), (4, 4), (6, 3)])
+def test_expected_plt_is_what_a_simulated_fault_loses(num_experts: int, k: int) -> None:
+    interval, tokens_per_expert = 5, 7
+    experts = ExpertLayout(num_layers=3, num_experts=num_experts, ep_size=num_experts // k)
+    cursors, live = experts.first_cursors(k), np.zeros((3, num_experts), dtype=np.int64)
+    saved = live.copy()
+    num_snapshots = 4 * num_experts
+    for _ in range(num_snapshots):
+        live += interval * tokens_per_expert
+        for layer, selected in enumerate(select_sequential(experts, cursors, k)):
+            saved[layer, list(selected)] = live[layer, list(selected)]
+        cursors = advance(experts, cursors, k)
+    tokens_per_iteration = tokens_per_expert * num_experts
+    processed = num_snapshots * interval * tokens_per_iteration
+    expected = expected_plt(num_experts, k, interval, tokens_per_iteration, processed)
+    assert plt(live - saved, processed) == pytest.approx(expected)
+
+
+def test_nothing_is_expected_to_be_lost_with_all_experts_or_before_the_start() -> None:
+    assert expected_plt(8, 8, 32, 1000, 10_000) == 0
+    assert expected_plt(8, 2, 32, 1000, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("k", "accumulated", "expected", "after"),
+    [(2, 0.02, 0.01, 2), (2, 0.03, 0.01, 4), (5, 0.03, 0.01, 8), (8, 0.9, 0.0, 8)],
+)
+def test_k_doubles_when_the_next_fault_would_pass_the_limit(
+    k: int, accumulated: float, expected: float, after: int
+) -> None:
+    assert next_k(k, 8, accumulated, expected, 0.0375) == after
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
+def test_k_never_falls_and_never_passes_the_experts(
+    k: int, num_experts: int, accumulated: float, expected: float, limit: float
+) -> None:
+    k = min(k, num_experts)
+    assert k <= next_k(k, num_experts, accumulated, expected, limit) <= num_experts

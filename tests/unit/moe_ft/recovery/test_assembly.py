@@ -1,0 +1,159 @@
+"""A rank's strategy and the sizes of its memory, from flags and a model."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ft.config import MoeFtConfig, PartialConfig, StrategyConfig
+from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.errors import ConfigError
+from moe_ft.formats import ParameterEntry
+from moe_ft.planning.sharding import assign_equal_slices
+from moe_ft.planning.strategies import DenseStrategy, Strategy
+from moe_ft.recovery.assembly import (
+    ExpertFacts,
+    build_strategy,
+    ep_ranks_by_dp,
+    measure_sizes,
+)
+from moe_ft.state.catalog import UnitCatalog
+from moe_ft.state.parameters import GroupPlace, LocalParameter
+from moe_ft.units import UnitId, UnitKind
+from tests.unit.moe_ft.builders import run_together
+
+EP_SIZE, EXPT_DP_SIZE = 2, 4
+NUM_LAYERS = 3
+DP_EP_RANKS = tuple(rank % EP_SIZE for rank in range(EP_SIZE * EXPT_DP_SIZE))
+EXPERT_ELEMENTS, DENSE_ELEMENTS = 1000, 7777
+OPTIMIZER: Any = SimpleNamespace(config=SimpleNamespace(optimizer="adam"))
+
+
+def parameter(unit: UnitId, num_elements: int, slice_: tuple[int, int]) -> LocalParameter:
+    live = torch.nn.Parameter(torch.zeros(num_elements))
+    return LocalParameter(
+        unit=unit,
+        name=f"{unit}.weight",
+        entry=ParameterEntry(shape=(num_elements,)),
+        parameter=live,
+        start=slice_[0],
+        end=slice_[1],
+        optimizer=OPTIMIZER,
+        master=live,
+        is_sharded=False,
+        is_expert=unit.kind is UnitKind.EXPERT,
+    )
+
+
+def catalog_of(dp_rank: int) -> UnitCatalog:
+    """Return the units of a rank of a model with three layers, without the distributed optimizer."""
+    expt_dp_rank, ep_rank = divmod(dp_rank, EP_SIZE)
+    experts = [
+        UnitId(kind=UnitKind.EXPERT, layer=layer, expert=ep_rank) for layer in range(NUM_LAYERS)
+    ]
+    dense = [UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.OUTPUT)]
+    sizes = [EXPERT_ELEMENTS] * NUM_LAYERS
+    slices = assign_equal_slices(sizes, EXPT_DP_SIZE)[expt_dp_rank]
+    found = [
+        parameter(unit, EXPERT_ELEMENTS, each) for unit, each in zip(experts, slices, strict=True)
+    ]
+    slices = assign_equal_slices([DENSE_ELEMENTS] * 2, len(DP_EP_RANKS))[dp_rank]
+    found += [
+        parameter(unit, DENSE_ELEMENTS, each) for unit, each in zip(dense, slices, strict=True)
+    ]
+    return UnitCatalog(found, leaves_out_frozen=True)
+
+
+def facts(dp_rank: int, num_experts: int = EP_SIZE) -> ExpertFacts:
+    return ExpertFacts(
+        num_experts=num_experts,
+        ep=GroupPlace(rank=dp_rank % EP_SIZE, size=EP_SIZE),
+        tokens_per_sample=1,
+        planned_samples=100,
+        samples_per_iteration=1,
+    )
+
+
+def config_of(partial: PartialConfig | None = None, **strategy: str) -> MoeFtConfig:
+    return MoeFtConfig(
+        strategy=StrategyConfig(**{"strategy": "partial", **strategy}),
+        partial=partial or PartialConfig(k_snapshot="1"),
+    )
+
+
+def strategies_of(config: MoeFtConfig) -> list[Strategy]:
+    """Return the strategies of all ranks."""
+    return run_together(
+        len(DP_EP_RANKS),
+        lambda dp_rank, gather: build_strategy(
+            config, catalog_of(dp_rank), facts(dp_rank), DP_EP_RANKS, gather
+        ),
+    )
+
+
+def alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def test_dense_strategy_saves_all_units() -> None:
+    strategy = strategies_of(config_of(strategy="dense"))[0]
+    assert isinstance(strategy, DenseStrategy)
+    assert set(strategy.plan(0).levels) == set(catalog_of(0).units)
+
+
+def test_partial_strategy_of_a_model_without_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--moe-ft-strategy=partial needs a model with experts"):
+        build_strategy(config_of(), catalog_of(0), facts(0, num_experts=0), DP_EP_RANKS, alone)
+
+
+@pytest.mark.parametrize(
+    ("partial", "message"),
+    [
+        (PartialConfig(k_snapshot="3"), "--moe-ft-k-snapshot=3 must be at most --num-experts=2"),
+        (PartialConfig(k_persist=3), "--moe-ft-k-persist=3 must be at most --num-experts=2"),
+    ],
+)
+def test_k_beyond_the_experts_is_refused(partial: PartialConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_strategy(config_of(partial), catalog_of(0), facts(0), DP_EP_RANKS, alone)
+
+
+def test_experts_of_which_this_rank_saves_nothing_do_not_rotate_here() -> None:
+    for dp_rank, strategy in enumerate(strategies_of(config_of())):
+        catalog = catalog_of(dp_rank)
+        assert all(catalog.owns(unit) for unit in strategy.rotating)
+        assert len(strategy.rotating) < NUM_LAYERS
+
+
+def test_ranks_divide_replicated_state_alike_with_adaptive_sharding() -> None:
+    config = config_of(sharding="adaptive")
+    found = {strategy.plan(0).shares for strategy in strategies_of(config)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("k", ["1", "2", "auto"])
+@pytest.mark.parametrize("sharding", ["none", "equal", "adaptive"])
+def test_every_snapshot_fits_into_the_region_and_its_slots(k: str, sharding: str) -> None:
+    config = config_of(PartialConfig(k_snapshot=k), sharding=sharding)
+    for dp_rank, strategy in enumerate(strategies_of(config)):
+        layouts = UnitLayouts(catalog_of(dp_rank), dp_rank)
+        sizes = measure_sizes(strategy, layouts)
+        layouts.region_bytes = sizes.region_bytes
+        for iteration in range(5):
+            plan = strategy.plan(iteration)
+            assert layouts.lay_out(plan).num_bytes == sizes.region_bytes
+            places = [layouts.place(unit, 0) for unit in plan.rotating]
+            assert all(place.num_bytes <= sizes.slot_bytes for place in places)
+            strategy.note_complete(iteration)
+
+
+def test_dense_strategy_needs_no_slots() -> None:
+    strategy = strategies_of(config_of(strategy="dense"))[0]
+    sizes = measure_sizes(strategy, UnitLayouts(catalog_of(0), 0))
+    assert (sizes.slot_bytes, sizes.num_slots) == (0, 0)
+
+
+def test_expert_parallel_ranks_are_those_of_the_own_group_in_its_order() -> None:
+    everyone = [("a", 1, 5), ("b", 0, 7), ("a", 0, 6)]
+    assert ep_ranks_by_dp(everyone, "a") == [6, 5]

@@ -1,0 +1,260 @@
+"""All ranks that save a part of an expert put back the same version: the newest that is intact everywhere."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ft.engine.pool import Pool
+from moe_ft.engine.regions import own_directory
+from moe_ft.formats import Identity, ParameterEntry, encode
+from moe_ft.planning.partial import UnitVersion
+from moe_ft.planning.recovery import Source, Tier, Version
+from moe_ft.recovery.restore import FetchedState, Readers
+from moe_ft.recovery.rotating import RotatingState, by_expert, fetch_rotating, versions_in
+from moe_ft.recovery.sources import MemoryReader
+from moe_ft.state.catalog import UnitCatalog
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.units import UnitId
+from tests.unit.moe_ft.builders import (
+    fill_region,
+    make_identity,
+    put_in_slot,
+    rotating_unit,
+    run_together,
+)
+
+UNITS = [rotating_unit(expert) for expert in range(2)]
+NAMES = [str(unit) for unit in UNITS]
+ORIGINS = dict.fromkeys(NAMES, "0" * 16)
+
+
+def catalog() -> UnitCatalog:
+    """Return the units of a rank that has one tensor of each."""
+    found = []
+    for unit in UNITS:
+        live = torch.nn.Parameter(torch.zeros(33))
+        found.append(
+            LocalParameter(
+                unit=unit,
+                name=f"{unit}.weight",
+                entry=ParameterEntry(shape=(33,)),
+                parameter=live,
+                start=0,
+                end=33,
+                optimizer=None,
+                master=None,
+                is_sharded=True,
+                is_expert=True,
+            )
+        )
+    return UnitCatalog(found, leaves_out_frozen=False)
+
+
+class Rank:
+    """What one rank has left, and what it has read."""
+
+    def __init__(self, tmp_path: Path, number: int = 0) -> None:
+        self.node_dir, self.number = tmp_path, number
+        self.directory = own_directory(tmp_path, number)
+        self.pool = Pool(self.directory, 4 * 33, 20)
+        self.pool.open()
+        self.sources: list[Source] = []
+        self.fetched = FetchedState()
+        self.readers = Readers(lambda source: MemoryReader(tmp_path / source.version.path))
+        self._slot = 0
+
+    def save(
+        self, iteration: int, versions: dict[int, int], identity: Identity | None = None
+    ) -> None:
+        """Have an index of an iteration that names experts' versions, by their iterations."""
+        identity = identity or make_identity()
+        region, index = fill_region(
+            self.directory,
+            len(self.sources),
+            rank=self.number,
+            iteration=iteration,
+            identity=identity,
+        )
+        units = {}
+        for expert, at in versions.items():
+            name, unit = put_in_slot(self.pool, self._slot, expert, iteration=at)
+            tensors = (msgspec.structs.replace(unit.tensors[0], key="weight"),)
+            incarnation = identity.history[-1][0]
+            units[name] = msgspec.structs.replace(unit, tensors=tensors, incarnation=incarnation)
+            self._slot += 1
+        index = msgspec.structs.replace(index, units={**index.units, **units}, origins=ORIGINS)
+        region.commit(encode(index), iteration)
+        version = Version(
+            rank=self.number,
+            iteration=iteration,
+            lineage=identity.lineage,
+            history=identity.history,
+            node="a",
+            path=str(region.index_path.relative_to(self.node_dir)),
+        )
+        self.sources.insert(0, Source(tier=Tier.MEMORY, version=version))
+
+    def spoil(self, slot: int) -> None:
+        """Flip a bit of a version."""
+        self.pool.mapping[self.pool.offset_of(slot)] ^= 0x40
+
+    def fetch(
+        self,
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
+        origins: dict[str, str] | None = None,
+        most_iteration: int | None = None,
+    ) -> RotatingState:
+        """Agree with other ranks, and read."""
+        return fetch_rotating(
+            self.sources,
+            UNITS,
+            catalog(),
+            self.readers,
+            ORIGINS if origins is None else origins,
+            gather,
+            most_iteration,
+            self.fetched,
+        )
+
+
+def fetch_all(ranks: Sequence[Rank]) -> list[RotatingState]:
+    """Have all ranks agree."""
+    return run_together(len(ranks), lambda number, gather: ranks[number].fetch(gather))
+
+
+def iterations(state: RotatingState) -> dict[str, int]:
+    return {name: version.iteration for name, version in state.versions.items()}
+
+
+def read_iterations(rank: Rank) -> dict[str, int]:
+    return {name: unit.entry.iteration for name, unit in rank.fetched.units.items()}
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path)
+
+
+def test_newest_version_of_each_expert_is_read(rank: Rank) -> None:
+    rank.save(4, {0: 3, 1: 4})
+    rank.save(5, {0: 5, 1: 4})
+    state = rank.fetch()
+    assert iterations(state) == read_iterations(rank) == {NAMES[0]: 5, NAMES[1]: 4}
+    assert (state.kept, state.missing) == (set(), [])
+
+
+def test_version_that_is_corrupt_is_replaced_by_the_newest_intact_one(rank: Rank) -> None:
+    rank.save(4, {0: 4, 1: 4})
+    rank.save(5, {0: 5, 1: 4})
+    rank.spoil(2)
+    assert iterations(rank.fetch()) == read_iterations(rank) == {NAMES[0]: 4, NAMES[1]: 4}
+    assert f"unit {NAMES[0]} does not match its checksum" in rank.readers.problems[0]
+
+
+def test_expert_that_was_never_saved_keeps_the_first_state(rank: Rank) -> None:
+    rank.save(5, {0: 5})
+    state = rank.fetch()
+    assert state.kept == {NAMES[1]}
+    assert iterations(state) == {NAMES[0]: 5}
+
+
+def test_expert_without_an_intact_version_keeps_the_first_state(rank: Rank) -> None:
+    rank.save(5, {0: 5, 1: 5})
+    rank.spoil(0)
+    assert rank.fetch().kept == {NAMES[0]}
+    assert NAMES[0] not in rank.fetched.units
+
+
+def test_expert_that_was_never_saved_is_missing_after_a_start_from_another_state(
+    rank: Rank,
+) -> None:
+    rank.save(5, {0: 5})
+    state = rank.fetch(origins=dict.fromkeys(NAMES, "f" * 16))
+    assert (state.kept, state.missing) == (set(), [NAMES[1]])
+
+
+def test_version_beyond_the_iteration_that_was_asked_for_is_not_used(rank: Rank) -> None:
+    rank.save(4, {0: 3, 1: 4})
+    rank.save(6, {0: 6, 1: 4})
+    assert iterations(rank.fetch(most_iteration=5)) == {NAMES[0]: 3, NAMES[1]: 4}
+
+
+def test_version_of_a_later_incarnation_is_preferred_to_one_of_a_later_iteration(
+    rank: Rank,
+) -> None:
+    rank.save(7, {0: 7, 1: 7})
+    rank.save(6, {0: 6}, make_identity(history=((0, 0), (1, 5))))
+    assert iterations(rank.fetch()) == {NAMES[0]: 6, NAMES[1]: 7}
+
+
+def test_version_from_beyond_that_a_permitted_snapshot_names_is_used(rank: Rank) -> None:
+    # After a recovery, in which an expert came from beyond it.
+    rank.save(5, {0: 7, 1: 4})
+    assert iterations(rank.fetch(most_iteration=5)) == {NAMES[0]: 7, NAMES[1]: 4}
+
+
+def test_ranks_put_back_the_newest_version_that_all_of_them_have(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, 0), Rank(tmp_path, 1)]
+    for each in ranks:
+        each.save(4, {0: 4, 1: 4})
+    ranks[0].save(5, {0: 5, 1: 4})
+    first, second = fetch_all(ranks)
+    assert iterations(first) == iterations(second) == {NAMES[0]: 4, NAMES[1]: 4}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sets(st.integers(0, 1)), st.sampled_from([(), (0,), (1,), (0, 1)]), st.booleans()
+        ),
+        max_size=4,
+    )
+)
+@settings(max_examples=25)
+def test_ranks_agree_on_the_newest_version_that_is_intact_on_all_of_them(
+    tmp_path_factory: pytest.TempPathFactory,
+    history: list[tuple[set[int], tuple[int, ...], bool]],
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("node")
+    ranks = [Rank(tmp_path, 0), Rank(tmp_path, 1)]
+    expected: dict[str, int] = {}
+    for each in ranks:
+        each.save(0, {})
+    for iteration, (experts, on_ranks, is_spoiled) in enumerate(history, 1):
+        versions = dict.fromkeys(sorted(experts), iteration)
+        for number in on_ranks:
+            first = ranks[number]._slot
+            ranks[number].save(iteration, versions)
+            for slot in range(first, ranks[number]._slot):
+                if is_spoiled and number == 1:
+                    ranks[number].spoil(slot)
+        if len(on_ranks) == 2 and not is_spoiled:
+            expected.update({NAMES[expert]: iteration for expert in experts})
+    states = fetch_all(ranks)
+    for state, each in zip(states, ranks, strict=True):
+        assert iterations(state) == read_iterations(each) == expected
+        assert state.kept == set(NAMES) - set(expected)
+
+
+def test_versions_are_found_by_layer_and_expert() -> None:
+    version = UnitVersion(iteration=5, routed_tokens=7)
+    assert by_expert({f"{NAMES[1]}.moments": version}) == {("layer.9", 1): version}
+
+
+def test_versions_in_an_index_are_those_of_the_units_that_it_names(rank: Rank) -> None:
+    rank.save(5, {1: 4})
+    reader = rank.readers.open(rank.sources[0])
+    assert reader is not None
+    found = versions_in(reader.index, UNITS)
+    assert found == {NAMES[1]: UnitVersion(iteration=4, routed_tokens=0)}
+
+
+def test_no_index_has_no_versions() -> None:
+    units: list[UnitId] = UNITS
+    assert versions_in(None, units) == {}
