@@ -61,7 +61,7 @@ def check_ownership(flags: list[str]) -> None:
 
 def check_session(session: Session) -> None:
     parameters = session._parameters
-    live = [parameter for _, parameter in named_parameters(session._model)]
+    live = [parameter for _, parameter in named_parameters(session._built[0])]
     assert {id(each.parameter) for each in parameters} == {id(each) for each in live}
     assert len(parameters) == len(live)
     assert len({each.name for each in parameters}) == len(parameters)
@@ -78,7 +78,7 @@ def check_session(session: Session) -> None:
     if all(each.is_sharded for each in parameters):
         held = [
             tensor
-            for name, tensor in named_optimizer_tensors(session._model, session._optimizer)
+            for name, tensor in named_optimizer_tensors(*session._built[:2])
             if not name.endswith("/step")
         ]
         assert owned_elements == sum(tensor.numel() for tensor in held)
