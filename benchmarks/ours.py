@@ -19,16 +19,16 @@ import torch
 
 from benchmarks.peers import Candidate, Site, State, prepare_for_megatron
 from moe_ft.engine.agreement import Agreement
-from moe_ft.engine.layout import FileLayout
+from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peers import PeerConnection, PeerServer
 from moe_ft.engine.persist import writer_command
-from moe_ft.engine.regions import Region, node_directory, own_directory, replica_directory
+from moe_ft.engine.regions import node_directory, own_directory, replica_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.planning.placement import place_replicas, sources_of
 from moe_ft.planning.recovery import Source, Tier, Version
-from moe_ft.planning.strategies import DenseStrategy, SnapshotPlan
+from moe_ft.planning.strategies import DenseStrategy
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
-from moe_ft.recovery.restore import Opener, fetch
+from moe_ft.recovery.restore import Opener, Readers, fetch
 from moe_ft.recovery.sources import MemoryReader, PeerReader, StorageReader
 from moe_ft.topology import RankInfo, Topology
 
@@ -76,27 +76,24 @@ class MoeFtMemory(Candidate):
         self._persist_dir.mkdir(exist_ok=True)
         agreement = Agreement(_AGREEMENT_TIMEOUT_S)
         agreement.start()
+        layouts = self._stand_ins.layouts_of(self._parameters)
         strategy = DenseStrategy(each.unit for each in self._parameters)
         settings = EngineSettings(
             interval=1, overhead_limit=0.05, persist_interval=int(self.persists), raises=True
         )
         self._engine = CheckpointEngine(
             settings,
-            self._context(agreement, self._lay_out(strategy.plan(0)).num_bytes),
+            self._context(agreement, layouts.lay_out(strategy.plan(0)).num_bytes),
             strategy,
             agreement,
-            self._lay_out,
+            layouts,
             self._record_taker.complete,
         )
-        self._engine.start(0, is_restored=False)
-
-    def _lay_out(self, plan: SnapshotPlan) -> FileLayout:
-        layout: FileLayout = self._stand_ins.lay_out_plan(self._parameters, plan)
-        return layout
+        self._engine.start(0, restored=None)
 
     def _context(self, agreement: Agreement, region_bytes: int) -> Any:
         """Meet the other rank and place replicas. All ranks."""
-        from moe_ft.engine.engine import EngineContext, num_regions
+        from moe_ft.engine.engine import EngineContext
 
         rank, node_dir = self.site.rank, self._node_dir(self._node)
         server = PeerServer(node_dir, "127.0.0.1")
@@ -121,15 +118,18 @@ class MoeFtMemory(Candidate):
         return EngineContext(
             rank=rank,
             topology=self._topology,
-            node_dir=node_dir,
             identity=identity,
             parameters=self._parameters,
-            regions=[
-                Region(own_directory(node_dir, rank), number, region_bytes)
-                for number in range(num_regions(persists=self.persists))
-            ],
+            memory=RankMemory(
+                node_dir,
+                rank,
+                self._topology,
+                sources_of(peers, rank),
+                persists=self.persists,
+            ),
+            origins={},
+            stage_load=None,
             peers=tuple(self._topology.ranks[peer] for peer in peers[rank]),
-            sources=tuple(self._topology.ranks[source] for source in sources_of(peers, rank)),
             server=server,
             token=self._token,
             writer_command=command,
@@ -185,16 +185,18 @@ class MoeFtMemory(Candidate):
         tier, versions, open_source = self._recovery()
         found = [v for v in versions if (v.rank, v.iteration) == (self.site.rank, iteration)]
         sources = [Source(tier=tier, version=version) for version in found]
-        fetched = fetch(sources, self._parameters, open_source)
-        if not fetched.is_complete:
-            raise LookupError(f"iteration {iteration}: {fetched.missing[:3]}, {fetched.problems}")
+        catalog = self._stand_ins.catalog_of(self._parameters)
+        readers = Readers(open_source)
+        fetched = fetch(sources, catalog.units, catalog, readers)
+        if fetched.index is None or fetched.missing:
+            raise LookupError(f"iteration {iteration}: {fetched.missing[:3]}, {readers.problems}")
         return self._stand_ins.state_of(fetched.units)
 
     def _recovery(self) -> tuple[Tier, list[Version], Opener]:
         """Return the tier, what lies there, and what opens it."""
         node_dir = self._node_dir(self._node)
         versions = self._look_at(self._node, is_replica=False)
-        return Tier.MEMORY, versions, lambda source: MemoryReader(node_dir, source.version)
+        return Tier.MEMORY, versions, lambda source: MemoryReader(node_dir / source.version.path)
 
     def _look_at(self, node: str, *, is_replica: bool) -> list[Version]:
         found = look_at_memory(self._node_dir(node), node, self._stand_ins.JOB_ID)

@@ -29,14 +29,17 @@ from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import Report
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
 from moe_ft.engine.layout import FileLayout
+from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peers import PeerServer
-from moe_ft.engine.regions import Region, own_directory
+from moe_ft.engine.regions import own_directory
+from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.formats import Index, decode, encode
 from moe_ft.planning.recovery import Source, Tier, Version, plan_recovery
 from moe_ft.planning.strategies import DenseStrategy, SnapshotPlan
 from moe_ft.recovery.inventory import look_at_memory
-from moe_ft.recovery.restore import FetchedState, fetch, put_back
+from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
 from moe_ft.recovery.sources import MemoryReader
+from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.record import CapturedRecord
 from moe_ft.topology import RankInfo, Topology
 
@@ -59,6 +62,21 @@ def milliseconds(function: Callable[[], object]) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
+class TimedLayouts(UnitLayouts):
+    """Lays out units and notes how long that takes."""
+
+    def __init__(self, catalog: UnitCatalog) -> None:
+        super().__init__(catalog, dp_rank=0)
+        self.times_ms: list[float] = []
+
+    def lay_out(self, plan: SnapshotPlan) -> FileLayout:
+        """Return the layout of a region."""
+        begin = time.perf_counter()
+        layout = super().lay_out(plan)
+        self.times_ms.append((time.perf_counter() - begin) * 1e3)
+        return layout
+
+
 class EngineRank:
     """One rank of a job of one rank: its parameters and an engine that takes snapshots on demand."""
 
@@ -74,10 +92,11 @@ class EngineRank:
         self.strategy = DenseStrategy(each.unit for each in self.parameters)
         self.node_dir = memory / _NODE
         self.iteration = 0
-        self.layout_ms: list[float] = []
+        self.catalog = stand_ins.catalog_of(self.parameters)
+        self.layouts = TimedLayouts(self.catalog)
         self._record_taker = stand_ins.record_taker(self.optimizer, self.parameters)
         self.engine = self._make_engine()
-        self.engine.start(0, is_restored=False)
+        self.engine.start(0, restored=None)
         self.reports: list[Report] = []
 
     def capture(self) -> CapturedRecord:
@@ -88,12 +107,6 @@ class EngineRank:
         """Take the copy thread's part of it."""
         self._record_taker.complete(self.capture())
 
-    def _lay_out(self, plan: SnapshotPlan) -> FileLayout:
-        begin = time.perf_counter()
-        layout = stand_ins.lay_out_plan(self.parameters, plan)
-        self.layout_ms.append((time.perf_counter() - begin) * 1e3)
-        return layout
-
     def _make_engine(self) -> CheckpointEngine:
         info = RankInfo(
             rank=0,
@@ -101,20 +114,18 @@ class EngineRank:
             stage=0,
             pid=os.getpid(),
             address=None,
-            region_bytes=self._lay_out(self.strategy.plan(0)).num_bytes,
+            region_bytes=self.layouts.lay_out(self.strategy.plan(0)).num_bytes,
         )
+        topology = Topology(ranks=(info,))
         context = EngineContext(
             rank=0,
-            topology=Topology(ranks=(info,)),
-            node_dir=self.node_dir,
+            topology=topology,
             identity=stand_ins.identity(1),
             parameters=self.parameters,
-            regions=[
-                Region(own_directory(self.node_dir, 0), number, info.region_bytes)
-                for number in range(2)
-            ],
+            memory=RankMemory(self.node_dir, 0, topology, [], persists=False),
+            origins={},
+            stage_load=None,
             peers=(),
-            sources=(),
             server=PeerServer(self.node_dir, "127.0.0.1"),
             token="",
             writer_command=None,
@@ -126,7 +137,7 @@ class EngineRank:
             context,
             self.strategy,
             Agreement(_DEADLINE_S),
-            self._lay_out,
+            self.layouts,
             self._record_taker.complete,
         )
 
@@ -239,7 +250,8 @@ def measure_recovery(rank: EngineRank, repetitions: int) -> Rows:
 
     def fetch_state() -> None:
         nonlocal fetched
-        fetched = fetch(sources, rank.parameters, lambda s: MemoryReader(rank.node_dir, s.version))
+        readers = Readers(lambda source: MemoryReader(rank.node_dir / source.version.path))
+        fetched = fetch(sources, rank.catalog.units, rank.catalog, readers)
 
     steps: dict[str, Callable[[], object]] = {
         f"encode an index of {len(content) / 1e6:.1f} MB": lambda: encode(index),
@@ -248,7 +260,7 @@ def measure_recovery(rank: EngineRank, repetitions: int) -> Rows:
             rank.node_dir, _NODE, stand_ins.JOB_ID
         ),
         "fetch": fetch_state,
-        "put_back": lambda: put_back(fetched, rank.parameters, 1, stand_ins.no_fault),
+        "put_back": lambda: put_back(fetched, rank.catalog, 1, stand_ins.no_fault),
     }
     return {name: [milliseconds(step) for _ in range(repetitions)] for name, step in steps.items()}
 
@@ -326,7 +338,7 @@ def main() -> None:
         training = measure_training_thread(rank, count)
         beside, slow_down, wait_ms = measure_beside(rank, count)
         beside |= measure_record(rank, count)
-        beside["layout of a plan (included in the first snapshot)"] = rank.layout_ms
+        beside["layout of a plan (included in the first snapshot)"] = rank.layouts.times_ms
         recovery = measure_recovery(rank, count)
     recovery |= measure_plan(options.ranks, options.iterations, count)
     conditions = (

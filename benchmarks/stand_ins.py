@@ -12,16 +12,19 @@ from typing import Any
 import torch
 
 from moe_ft.engine.background import Reports
-from moe_ft.engine.layout import FileLayout, lay_out
+from moe_ft.engine.layout import FileLayout
 from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter
+from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
-from moe_ft.formats import Identity, ParameterEntry, UnitEntry
+from moe_ft.formats import Identity, ParameterEntry
 from moe_ft.planning.strategies import SnapshotPlan
+from moe_ft.recovery.restore import FetchedUnit
 from moe_ft.state import record as records
+from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.slices import DTYPES, describe
+from moe_ft.state.slices import DTYPES
 from moe_ft.units import UnitId, UnitKind
 
 JOB_ID = "benchmark"
@@ -71,13 +74,13 @@ def parameters_of(state: Mapping[str, torch.Tensor], optimizer: Any) -> list[Loc
     return parameters
 
 
-def state_of(units: Mapping[str, tuple[UnitEntry, memoryview]]) -> dict[str, torch.Tensor]:
+def state_of(units: Mapping[str, FetchedUnit]) -> dict[str, torch.Tensor]:
     """Return restored units under the names of `parameters_of`; weights follow from the masters."""
     state = {}
-    for unit, content in units.values():
-        for tensor in unit.tensors:
+    for unit in units.values():
+        for tensor in unit.entry.tensors:
             value = torch.frombuffer(
-                content,
+                unit.content,
                 dtype=DTYPES[tensor.dtype],
                 count=tensor.end - tensor.start,
                 offset=tensor.offset,
@@ -123,11 +126,14 @@ def identity(world_size: int) -> Identity:
     )
 
 
-def lay_out_plan(parameters: Sequence[LocalParameter], plan: SnapshotPlan) -> FileLayout:
-    """Lay out a plan in which no level is NONE."""
-    return lay_out(
-        (each.unit, plan[each.unit], describe(each, plan[each.unit])) for each in parameters
-    )
+def catalog_of(parameters: Sequence[LocalParameter]) -> UnitCatalog:
+    """Return the units of `parameters_of`."""
+    return UnitCatalog(parameters, leaves_out_frozen=False)
+
+
+def layouts_of(parameters: Sequence[LocalParameter]) -> UnitLayouts:
+    """Return what lays out the units of `parameters_of`."""
+    return UnitLayouts(catalog_of(parameters), dp_rank=0)
 
 
 def no_fault(phase: Phase, iteration: int) -> None:
@@ -135,7 +141,11 @@ def no_fault(phase: Phase, iteration: int) -> None:
 
 
 def snapshot(
-    parameters: Sequence[LocalParameter], layout: FileLayout, directory: Path, iteration: int
+    parameters: Sequence[LocalParameter],
+    plan: SnapshotPlan,
+    layout: FileLayout,
+    directory: Path,
+    iteration: int,
 ) -> Region:
     """Return a region that holds a committed snapshot, taken by the engine's own thread.
 
@@ -156,6 +166,7 @@ def snapshot(
         iteration=iteration,
         record=taker.capture(facts(iteration)),
         keep_iteration=None,
+        plan=plan,
     )
     writer.start()
     writer.submit(job)

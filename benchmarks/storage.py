@@ -31,14 +31,14 @@ from benchmarks.output import show
 from moe_ft.engine.peers import check_units
 from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
 from moe_ft.engine.regions import Region
-from moe_ft.engine.storage import Storage
+from moe_ft.engine.storage import Storage, file_tag
 from moe_ft.formats import Index, decode
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.planning.strategies import DenseStrategy
 from moe_ft.recovery.inspection import verify
 from moe_ft.recovery.inventory import look_at_memory
-from moe_ft.recovery.restore import FetchedState, fetch, put_back
-from moe_ft.recovery.sources import RegionReader
+from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
+from moe_ft.recovery.sources import MemoryReader
 from moe_ft.state.parameters import LocalParameter
 
 NUM_PARAMETERS = 40
@@ -104,19 +104,22 @@ def read_index(region: Region) -> Index:
 def check_region(region: Region) -> None:
     """Compare all checksums of a region with its bytes."""
     with memoryview(region.mapping) as content:
-        check_units(read_index(region), content, str(region.data_path))
+        check_units(read_index(region), {"": content}, str(region.data_path))
 
 
 def measure_persist(region: Region, disk: Path, repetitions: int) -> Samples:
     """Time the writer and a plain write, in one directory."""
     directory = disk / "persist"
     worker = PersistWorker(disk, Storage(str(directory)), 1)
-    num_bytes = read_index(region).file_bytes
+    index = read_index(region)
     request = PersistRequest(
         rank=0,
         iteration=_ITERATION,
         index=str(region.index_path),
         data=str(region.data_path),
+        rotating=(),
+        previous="",
+        tag=file_tag(index.identity),
         writes_manifest=True,
         deadline_s=time.time() + 3600,
     )
@@ -127,7 +130,7 @@ def measure_persist(region: Region, disk: Path, repetitions: int) -> Samples:
         os.sync()
 
     functions: dict[str, Callable[[], None]] = {
-        "write and fsync": lambda: write_plainly(region, num_bytes, directory / "plain"),
+        "write and fsync": lambda: write_plainly(region, index.file_bytes, directory / "plain"),
         "persist": lambda: _discard(worker.persist(request)),
         "of which checksums": lambda: check_region(region),
     }
@@ -154,16 +157,17 @@ def measure_restore(
     """
     live = [tensor for name, tensor in state.items() if not name.endswith(".weight")]
     copies = [tensor.clone() for tensor in live]
-    fetched = FetchedState()
+    catalog, fetched = stand_ins.catalog_of(parameters), FetchedState()
 
     def fetch_state() -> None:
         nonlocal fetched
         versions = look_at_memory(memory, _NODE, stand_ins.JOB_ID).versions
         sources = [Source(tier=Tier.MEMORY, version=version) for version in versions]
-        fetched = fetch(sources, parameters, lambda source: RegionReader(region))
+        readers = Readers(lambda source: MemoryReader(region.index_path, [region]))
+        fetched = fetch(sources, catalog.units, catalog, readers)
 
     def put_state_back() -> None:
-        put_back(fetched, parameters, _ITERATION, stand_ins.no_fault)
+        put_back(fetched, catalog, _ITERATION, stand_ins.no_fault)
 
     def restore() -> None:
         fetch_state()
@@ -234,13 +238,13 @@ def main() -> None:
     state = new_state(options.mib)
     parameters = stand_ins.parameters_of(state, stand_ins.adam())
     plan = DenseStrategy(each.unit for each in parameters).plan(0)
-    layout = stand_ins.lay_out_plan(parameters, plan)
+    layout = stand_ins.layouts_of(parameters).lay_out(plan)
     with (
         tempfile.TemporaryDirectory(prefix="storage_", dir=options.directory) as disk_name,
         tempfile.TemporaryDirectory(prefix="storage_", dir="/dev/shm") as memory_name,
     ):
         disk, memory = Path(disk_name), Path(memory_name)
-        region = stand_ins.snapshot(parameters, layout, memory / "rank_00000", _ITERATION)
+        region = stand_ins.snapshot(parameters, plan, layout, memory / "rank_00000", _ITERATION)
         count = options.repetitions
         tables = {
             "Persist": (measure_persist(region, disk, count), "write and fsync"),
