@@ -39,6 +39,9 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.stall
 	$(BIN)/python -m benchmarks.storage
 	$(BIN)/python -m benchmarks.planning
+	$(BIN)/python -m benchmarks.router_load
+	$(BIN)/python -m benchmarks.partial_sizes
+	$(BIN)/python -m benchmarks.partial_overhead
 
 clean:
 	rm -rf runs .mypy_cache .pytest_cache .ruff_cache

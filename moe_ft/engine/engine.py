@@ -197,6 +197,8 @@ class CheckpointEngine:
         self._complete_iteration = iteration if restored else None
         for plan in self._strategy.possible_plans():
             self._layout(plan)  # not to be made in an iteration: it takes a while
+        for unit in self._strategy.rotating:
+            self._make_layouts.place(unit, 0)
         context.server.keep(self._memory.replicas)
         self._writer.start()
         self._storage.start(restored.persisted_index if restored else "")
@@ -245,7 +247,7 @@ class CheckpointEngine:
     def _begin_agreement(self, *, goes_on: bool = True) -> None:
         state = SnapshotState.NONE if self._job is None else self._job.state
         slots = self._job.slots if self._job is not None else ()
-        upcoming = {str(place.unit): place.offset for place in slots}
+        upcoming = [str(place.unit) for place in slots]
         has_room = self._versions.has_room(self._strategy.most_rotating, upcoming)
         is_ready = has_room and self._free_region() is not None
         values = [

@@ -127,6 +127,7 @@ class PoolVersions:
         self.newest: dict[str, UnitEntry] = {}
         self._persisting: dict[str, UnitEntry] = {}
         self._named: dict[Path, frozenset[int]] = {}
+        self._newest_slots: frozenset[int] = frozenset()
         self._retained: frozenset[int] = frozenset()
 
     @property
@@ -142,25 +143,25 @@ class PoolVersions:
         """Return slots for the versions of the next snapshot; see `Pool.find_free`."""
         if self._pool is None or count == 0:
             return []
-        used = self._slots(self.newest.values()) | self._slots(self._persisting.values())
+        used = self._newest_slots | self._slots(self._persisting.values())
         if self._pool.num_slots - len(used | self._retained) >= count:
             used |= self._retained
         return self._pool.find_free(count, used)
 
-    def has_room(self, count: int, upcoming: Mapping[str, int]) -> bool:
+    def has_room(self, count: int, upcoming: Collection[str]) -> bool:
         """Return whether `find_free` will find slots for a snapshot after the one under way.
 
         Args:
             count: slots of the snapshot.
-            upcoming: places, by unit name, of what becomes newest if the one under way succeeds.
+            upcoming: units of the one under way, whose slots are the newest versions' if it succeeds.
         """
         if self._pool is None:
             return True
         persisting = self._slots(self._persisting.values())
-        kept = self._slots(entry for name, entry in self.newest.items() if name not in upcoming) | {
-            self._pool.slot_at(offset) for offset in upcoming.values()
-        }
-        most = max(len(persisting | kept), len(persisting | self._slots(self.newest.values())))
+        replaced = self._slots(self.newest[name] for name in upcoming if name in self.newest)
+        used = persisting | self._newest_slots
+        used_then = persisting | (self._newest_slots - replaced)
+        most = max(len(used), len(used_then) + len(upcoming))
         return self._pool.num_slots - most >= count
 
     def carried(self, without: Collection[str]) -> dict[str, UnitEntry]:
@@ -172,7 +173,7 @@ class PoolVersions:
         if self._pool is not None:
             self.newest = dict(entries)
             self._retained = frozenset()
-            self._named[index_path] = self._slots(entries.values())
+            self._named[index_path] = self._newest_slots = self._slots(entries.values())
 
     def keep_persisting(self, names: Collection[str]) -> list[str]:
         """Keep the newest versions of units while they are written; return those that have one."""
@@ -221,6 +222,7 @@ class PoolVersions:
             if not version.is_in_pool:
                 entry = self._copy_in(pool, entry, version.content)
             self.newest[name] = entry
+            self._newest_slots |= {pool.slot_at(entry.offset)}
 
     def retain(self, indexes: Iterable[Index]) -> None:
         """Keep what indexes name until the next snapshot is complete: a recovery rests on them."""
@@ -233,11 +235,8 @@ class PoolVersions:
             )
 
     def _copy_in(self, pool: Pool, entry: UnitEntry, content: memoryview) -> UnitEntry:
-        used = self._slots(self.newest.values())
-        is_free = pool.has_place(entry) and pool.slot_at(entry.offset) not in {
-            *used,
-            *self._retained,
-        }
+        used = self._newest_slots | self._retained
+        is_free = pool.has_place(entry) and pool.slot_at(entry.offset) not in used
         slot = pool.slot_at(entry.offset) if is_free else self.find_free(1)[0]
         offset = pool.offset_of(slot)
         pool.mapping[offset : offset + entry.num_bytes] = content

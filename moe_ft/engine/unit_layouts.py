@@ -1,5 +1,7 @@
 """How the units of a rank lie in its regions and slots, for each plan of its strategy."""
 
+from dataclasses import replace
+
 from moe_ft.engine.layout import FileLayout, UnitPlace, lay_out
 from moe_ft.planning.sharding import assign_weighted_slices
 from moe_ft.planning.strategies import SnapshotPlan
@@ -12,6 +14,7 @@ class UnitLayouts:
 
     def __init__(self, catalog: UnitCatalog, dp_rank: int) -> None:
         self._catalog, self._dp_rank = catalog, dp_rank
+        self._places: dict[UnitId, UnitPlace] = {}
         self.region_bytes: int | None = None  # what regions have, once that is known
 
     def lay_out(self, plan: SnapshotPlan) -> FileLayout:
@@ -46,12 +49,7 @@ class UnitLayouts:
             unit: of which this rank saves something.
             offset: of the slot.
         """
-        layout = lay_out([(unit, Level.FULL, self._catalog.tensors(unit, Level.FULL))])
-        (place,) = layout.units
-        return UnitPlace(
-            unit=unit,
-            level=place.level,
-            offset=offset,
-            num_bytes=place.num_bytes,
-            tensors=place.tensors,
-        )
+        if unit not in self._places:
+            layout = lay_out([(unit, Level.FULL, self._catalog.tensors(unit, Level.FULL))])
+            (self._places[unit],) = layout.units
+        return replace(self._places[unit], offset=offset)

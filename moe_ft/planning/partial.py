@@ -141,7 +141,8 @@ class PartialStrategy:
             frozen: experts of the stage, by layer name and number, that are not trained.
         """
         self._always = dict.fromkeys(always, Level.FULL)
-        self.rotating = frozenset(rotating)
+        self._rotating = tuple(sorted(rotating))
+        self.rotating = frozenset(self._rotating)
         self.counted_layers = self._layers = tuple(layers)
         self._experts = experts
         self._settings, self._share = settings, share
@@ -232,7 +233,7 @@ class PartialStrategy:
         }
         return {
             unit: chosen[unit.layer_name, unit.expert]
-            for unit in sorted(self.rotating)
+            for unit in self._rotating
             if (unit.layer_name, unit.expert) in chosen
         }
 

@@ -115,14 +115,13 @@ def select_by_keys(
         keys: ``[layer, expert]`` each, the most important first.
         k: experts per layer, no more than there are.
     """
-    order = np.array([experts.expert_at(position) for position in range(experts.num_experts)])
-    chosen = []
-    for layer, cursor in enumerate(cursors):
-        candidates = np.roll(order, -cursor)
-        # lexsort sorts by its last key first and is stable: candidates keep their order if equal.
-        ranking = np.lexsort([key[layer][candidates] for key in reversed(keys)])
-        chosen.append(tuple(sorted(candidates[ranking[:k]].tolist())))
-    return tuple(chosen)
+    steps = np.arange(experts.num_experts)
+    positions = (np.array(cursors, np.int64).reshape(-1, 1) + steps) % experts.num_experts
+    candidates = positions % experts.ep_size * experts.num_local + positions // experts.ep_size
+    # lexsort sorts by its last key first and is stable: candidates keep their order if equal.
+    ranking = np.lexsort([np.take_along_axis(key, candidates, 1) for key in reversed(keys)])
+    chosen = np.sort(np.take_along_axis(candidates, ranking[:, :k], 1), axis=1)
+    return tuple(tuple(layer) for layer in chosen.tolist())
 
 
 def rank_counts(experts: ExpertLayout, selection: Selection) -> list[int]:
