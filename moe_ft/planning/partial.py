@@ -1,6 +1,6 @@
 """The strategy `partial`: non-expert state and k experts per MoE layer in each snapshot (MoC-System).
 
-Which experts is selection.py, what a recovery loses lost_tokens.py. All ranks of a stage have the same
+Which experts is selection.py, counting their tokens token_ledger.py. All ranks of a stage have the same
 numbers and so choose the same; what differs is which of the experts are on the rank.
 """
 
@@ -11,15 +11,7 @@ from functools import partial as bind
 import numpy as np
 
 from moe_ft.formats import ExpertProgress
-from moe_ft.planning.lost_tokens import (
-    Gaps,
-    expected_plt,
-    gaps_after,
-    next_k,
-    num_lost,
-    num_new,
-    plt,
-)
+from moe_ft.planning.lost_tokens import Gaps, expected_plt, next_k
 from moe_ft.planning.selection import (
     Counts,
     ExpertLayout,
@@ -36,9 +28,9 @@ from moe_ft.planning.selection import (
 )
 from moe_ft.planning.sharding import adaptive_shares
 from moe_ft.planning.strategies import SnapshotPlan
+from moe_ft.planning.token_ledger import NEVER, Loss, TokenLedger, UnitVersion
 from moe_ft.units import Level, Part, UnitId, UnitKind
 
-_NEVER = -1
 _SNAPSHOTS_BETWEEN_CHANGES = 10
 
 
@@ -82,30 +74,6 @@ class RankShare:
     unit_bytes: int
     replicated_bytes: int = 0
     ep_ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitVersion:
-    """Which version of a unit there is somewhere: its iteration, its routed tokens and its gaps."""
-
-    iteration: int
-    routed_tokens: int
-    gaps: Gaps = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loss:
-    """What a recovery costs the experts of a stage, by layer name.
-
-    Attributes:
-        lost: ``[expert]`` tokens whose updates were dropped and had not been before.
-        repeated: ``[expert]`` tokens that experts from beyond the iteration are trained with again.
-        accumulated: ``[expert]`` lost by this and earlier recoveries.
-    """
-
-    lost: Mapping[str, tuple[int, ...]]
-    repeated: Mapping[str, tuple[int, ...]]
-    accumulated: Mapping[str, tuple[int, ...]]
 
 
 class PartialStrategy:
@@ -153,25 +121,16 @@ class PartialStrategy:
         self._interval = settings.interval or 1
         self._saved_iteration: int | None = None
         shape = (experts.num_layers, experts.num_experts)
-        self._routed, self._lost = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        self._gaps: dict[str, tuple[Gaps, ...]] = {
-            layer: ((),) * experts.num_experts for layer in self._layers
-        }
-        self._is_trained = np.array(
-            [
-                [(layer, expert) not in frozen for expert in range(experts.num_experts)]
-                for layer in self._layers
-            ],
-            np.int64,
-        ).reshape(shape)
+        self._ledger = TokenLedger(layers, experts.num_experts, frozen)
         # Tokens whose updates the versions in memory and on storage incorporate, and their iterations.
         self._saved, self._persisted = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        self._saved_at = np.full(shape, _NEVER, np.int64)
-        self._persisted_at = np.full(shape, _NEVER, np.int64)
+        self._saved_at = np.full(shape, NEVER, np.int64)
+        self._persisted_at = np.full(shape, NEVER, np.int64)
         self._planned: tuple[Selection, Counts, int] | None = None
         self._persisting: Selection = ()
         self._num_last = self._num_since_change = 0
         self._is_last = False
+        self._divisions = {plan.shares for plan in self.possible_plans()}
 
     @property
     def _cursors(self) -> tuple[int, ...]:
@@ -189,15 +148,15 @@ class PartialStrategy:
         """Return the units of the next snapshot; what was planned and not completed is planned again."""
         self._is_last = is_last
         selection = self._select(iteration, is_last=is_last)
-        routed = self._routed  # replaced, never changed
+        routed, trained = self._ledger.routed, self._ledger.trained
         start = self._start if is_last else self._start + self.k_snapshot
         start %= self._experts.num_experts
-        self._planned = (selection, routed, start)
+        self._planned = (selection, trained, start)
         tokens = self._of_this_rank(selection, routed)
         return SnapshotPlan(
             levels=self._always,
             rotating=tokens,
-            shares=None if is_last else self._divide(rank_counts(self._experts, selection)),
+            shares=None if is_last else self._shares(selection),
             progress=bind(
                 _progress,
                 self._layers,
@@ -205,7 +164,7 @@ class PartialStrategy:
                 (self.k_snapshot, self.k_persist, self._least_k),
                 self._interval,
                 routed,
-                self._gaps,
+                self._ledger.gaps,
                 self._settings.planned_tokens,
             ),
         )
@@ -215,7 +174,7 @@ class PartialStrategy:
         if is_last:  # what is not of this iteration yet
             return select_by_keys(experts, self._cursors, [self._saved_at], k)
         if self._settings.is_load_aware:
-            unsaved = self._routed - self._lost - self._saved
+            unsaved = self._ledger.trained - self._saved
             selection = select_load_aware(experts, self._cursors, unsaved, k)
         else:
             selection = select_sequential(experts, self._cursors, k)
@@ -227,7 +186,7 @@ class PartialStrategy:
     def _of_this_rank(self, selection: Selection, routed: Counts) -> dict[UnitId, tuple[int, Gaps]]:
         """Return the routed tokens and the gaps of the selected units that this rank has."""
         chosen = {
-            (layer, expert): (int(routed[index, expert]), self._gaps[layer][expert])
+            (layer, expert): (int(routed[index, expert]), self._ledger.gaps[layer][expert])
             for index, layer in enumerate(self._layers)
             for expert in selection[index]
         }
@@ -236,6 +195,14 @@ class PartialStrategy:
             for unit in self._rotating
             if (unit.layer_name, unit.expert) in chosen
         }
+
+    def _shares(self, selection: Selection) -> tuple[int, ...] | None:
+        """Return how replicated state is divided, equally if regions were not sized for the best way.
+
+        That happens when a recovery brings back a k that the flags of this start cannot lead to.
+        """
+        shares = self._divide(rank_counts(self._experts, selection))
+        return shares if shares in self._divisions else None
 
     def _divide(self, counts: Sequence[int]) -> tuple[int, ...] | None:
         """Return the shares of replicated state for ``[expert-parallel rank]`` selected experts."""
@@ -271,12 +238,12 @@ class PartialStrategy:
 
     def add_tokens(self, counts: Counts) -> None:
         """Note the tokens of an iteration."""
-        self._routed = self._routed + counts * self._is_trained
+        self._ledger.add(counts)
 
     def note_complete(self, iteration: int) -> None:
         """Note that all ranks have the planned snapshot: the selection goes on."""
         assert self._planned is not None
-        selection, routed, self._start = self._planned
+        selection, trained, self._start = self._planned
         if self._saved_iteration is not None and iteration > self._saved_iteration:
             self._interval = iteration - self._saved_iteration
         self._saved_iteration = iteration
@@ -284,7 +251,7 @@ class PartialStrategy:
         self._num_last += self._is_last
         for layer, experts in enumerate(selection):
             chosen = list(experts)
-            self._saved[layer, chosen] = (routed - self._lost)[layer, chosen]
+            self._saved[layer, chosen] = trained[layer, chosen]
             self._saved_at[layer, chosen] = iteration
 
     def plan_persist(self, *, is_last: bool = False) -> frozenset[UnitId]:
@@ -365,9 +332,8 @@ class PartialStrategy:
         Returns:
             What the recovery lost.
         """
-        self._routed = self._counts(progress.routed_tokens)
-        self._saved, self._saved_at = self._tables(restored)
-        self._persisted, self._persisted_at = self._tables(
+        self._saved, self._saved_at = self._ledger.tables(restored)
+        self._persisted, self._persisted_at = self._ledger.tables(
             {
                 expert: version
                 for expert, version in persisted.items()
@@ -378,18 +344,6 @@ class PartialStrategy:
         for versions_at in (self._saved_at, self._persisted_at):
             # Versions from beyond: what is saved at this iteration or later shall count as newer.
             np.minimum(versions_at, iteration, out=versions_at)
-        nothing = UnitVersion(iteration=_NEVER, routed_tokens=0)
-        lost, repeated = np.zeros_like(self._routed), np.zeros_like(self._routed)
-        for index, layer in enumerate(self._layers):
-            gaps = []
-            for expert, routed in enumerate(self._routed[index].tolist()):
-                version = restored.get((layer, expert), nothing)
-                gaps.append(gaps_after(routed, version.routed_tokens, version.gaps))
-                before = gaps_before[layer][expert] if layer in gaps_before else ()
-                lost[index, expert] = num_new(gaps[-1], before)
-                repeated[index, expert] = max(0, version.routed_tokens - routed)
-                self._lost[index, expert] = num_lost(gaps[-1])
-            self._gaps[layer] = tuple(gaps)
         self._start, self._interval = progress.cursor, self._settings.interval or progress.interval
         if self._settings.raises_k:
             self.k_persist = max(self.k_persist, progress.k_persist)
@@ -397,18 +351,16 @@ class PartialStrategy:
             self._set_k(max(self.k_snapshot, progress.k_snapshot))
         elif self._settings.k_snapshot is None:
             self._set_k(progress.k_snapshot)
-        return Loss(
-            lost=self._by_layer(lost),
-            repeated=self._by_layer(repeated),
-            accumulated=self._by_layer(self._lost),
-        )
+        return self._ledger.recover(progress.routed_tokens, restored, gaps_before)
 
     def nothing_counted(self) -> ExpertProgress:
         """Return the progress of a state that was saved by a strategy that counts no tokens."""
-        zeros = np.zeros_like(self._routed)
+        zeros = np.zeros_like(self._saved)
         k = (self.k_snapshot, self.k_persist, self._least_k)
         planned_tokens = self._settings.planned_tokens
-        return _progress(self._layers, 0, k, self._interval, zeros, self._gaps, planned_tokens)
+        return _progress(
+            self._layers, 0, k, self._interval, zeros, self._ledger.gaps, planned_tokens
+        )
 
     def raise_k(self, accumulated_plt: float, processed_tokens: int) -> bool:
         """Double k if the next fault would take the PLT past its limit (Dynamic-K).
@@ -437,25 +389,6 @@ class PartialStrategy:
         self._set_k(raised)
         return True
 
-    def _counts(self, by_layer: Mapping[str, Sequence[int]]) -> Counts:
-        nothing = (0,) * self._experts.num_experts
-        rows = [by_layer.get(layer, nothing) for layer in self._layers]
-        return np.array(rows, np.int64).reshape(self._routed.shape)
-
-    def _tables(self, versions: Mapping[tuple[str, int], UnitVersion]) -> tuple[Counts, Counts]:
-        """Return the tokens whose updates versions incorporate, and their iterations."""
-        trained = np.zeros_like(self._routed)
-        iterations = np.full_like(self._routed, _NEVER)
-        for index, layer in enumerate(self._layers):
-            for expert in range(self._experts.num_experts):
-                if (version := versions.get((layer, expert))) is not None:
-                    trained[index, expert] = version.routed_tokens - num_lost(version.gaps)
-                    iterations[index, expert] = version.iteration
-        return trained, iterations
-
-    def _by_layer(self, counts: Counts) -> dict[str, tuple[int, ...]]:
-        return {layer: tuple(counts[index].tolist()) for index, layer in enumerate(self._layers)}
-
 
 def _progress(
     layers: Sequence[str],
@@ -476,12 +409,6 @@ def _progress(
         gaps=dict(gaps),
         planned_tokens=planned_tokens,
     )
-
-
-def job_plt(by_layer: Mapping[str, Sequence[int]], tokens: int) -> tuple[int, float]:
-    """Return lost tokens and PLT of a whole job from the lost tokens ``[expert]`` of all its layers."""
-    rows = [sum(counts) for counts in by_layer.values()]
-    return sum(rows), plt(np.array(rows, np.int64).reshape(-1, 1), tokens)
 
 
 def divide_units(

@@ -11,8 +11,8 @@ from typing import Any
 
 from moe_ft.formats import Index
 from moe_ft.planning.lost_tokens import Gaps
-from moe_ft.planning.partial import UnitVersion
 from moe_ft.planning.recovery import Source
+from moe_ft.planning.token_ledger import UnitVersion
 from moe_ft.recovery.restore import FetchedState, Readers, fetch_unit
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.units import UnitId, parse_unit

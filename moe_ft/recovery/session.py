@@ -29,7 +29,7 @@ from moe_ft.engine.storage import Storage
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError, PlanError, SnapshotError
 from moe_ft.formats import Identity, IterationRecord, checksum
-from moe_ft.planning.partial import Loss, PartialStrategy, job_plt
+from moe_ft.planning.partial import PartialStrategy
 from moe_ft.planning.placement import (
     default_replication_factor,
     place_replicas,
@@ -45,6 +45,7 @@ from moe_ft.recovery.assembly import (
     measure_sizes,
     slice_assignment,
 )
+from moe_ft.recovery.job_loss import JobLoss, add_up
 from moe_ft.recovery.preflight import (
     Site,
     check_memory,
@@ -88,27 +89,6 @@ class JobFacts:
     iteration: int
     is_deterministic: bool
     timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobLoss:
-    """What a recovery has cost, in the whole job.
-
-    Attributes:
-        lost_tokens, plt: by this recovery; repeated_tokens: that some experts are trained with again.
-        total_lost_tokens, total_plt: by all recoveries that the state has behind it.
-        per_expert: lost by this recovery, ``[expert]`` by layer name.
-        k_snapshot, k_persist: from now on.
-    """
-
-    lost_tokens: int
-    plt: float
-    repeated_tokens: int
-    total_lost_tokens: int
-    total_plt: float
-    per_expert: Mapping[str, tuple[int, ...]]
-    k_snapshot: int
-    k_persist: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -266,33 +246,9 @@ class Session:
             by_expert(persisted),
             recovered.rotating.gaps,
         )
-        return self._add_up(loss, strategy, index.records[-1].consumed_train_samples)
-
-    def _add_up(self, loss: Loss, strategy: PartialStrategy, consumed_samples: int) -> JobLoss:
-        """Add up what all stages have lost, and let the strategy act on it."""
-        lost: dict[str, tuple[int, ...]] = {}
-        repeated: dict[str, tuple[int, ...]] = {}
-        accumulated: dict[str, tuple[int, ...]] = {}
-        for other in self._agreement.gather(loss):
-            lost.update(other.lost)
-            repeated.update(other.repeated)
-            accumulated.update(other.accumulated)
-        experts = self._facts.experts
-        planned = experts.planned_samples * experts.tokens_per_sample
-        processed = consumed_samples * experts.tokens_per_sample
-        strategy.raise_k(job_plt(accumulated, processed)[1], processed)
-        lost_tokens, plt = job_plt(lost, planned)
-        total_lost_tokens, total_plt = job_plt(accumulated, planned)
-        return JobLoss(
-            lost_tokens=lost_tokens,
-            plt=plt,
-            repeated_tokens=job_plt(repeated, planned)[0],
-            total_lost_tokens=total_lost_tokens,
-            total_plt=total_plt,
-            per_expert=lost,
-            k_snapshot=strategy.k_snapshot,
-            k_persist=strategy.k_persist,
-        )
+        consumed_samples = index.records[-1].consumed_train_samples
+        losses = self._agreement.gather(loss)
+        return add_up(losses, strategy, self._facts.experts, consumed_samples)
 
     def _meet(self) -> PeerServer:
         """Exchange who is where; make the token that peers know each other by."""

@@ -13,11 +13,10 @@ from moe_ft.planning.partial import (
     PartialSettings,
     PartialStrategy,
     RankShare,
-    UnitVersion,
     divide_units,
-    job_plt,
 )
 from moe_ft.planning.selection import Counts, ExpertLayout
+from moe_ft.planning.token_ledger import UnitVersion, job_plt
 from moe_ft.units import Level, Part, UnitId, UnitKind
 
 DENSE = UnitId(kind=UnitKind.EMBEDDING)
@@ -252,6 +251,19 @@ def test_division_after_dynamic_k_is_among_those_that_regions_are_sized_for(
         take(strategy, iteration)
     strategy.raise_k(accumulated_plt=1.0, processed_tokens=1)
     assert strategy.plan(7).shares in sized_for
+
+
+def test_k_that_regions_were_not_sized_for_divides_equally() -> None:
+    experts = ExpertLayout(num_layers=1, num_experts=8, ep_size=4)
+    share = RankShare(
+        always_bytes=0, unit_bytes=40, replicated_bytes=1000, ep_ranks=tuple(range(4))
+    )
+    strategy = strategy_of(experts, replace(SETTINGS, raises_k=True, k_snapshot=4), 0, share)
+    plan = strategy_of(experts, replace(SETTINGS, raises_k=True, k_snapshot=5), 0, share).plan(1)
+    assert plan.progress is not None
+    strategy.resume(plan.progress(), 1, {}, {}, {})
+    assert strategy.k_snapshot == 5
+    assert strategy.plan(2).shares is None
 
 
 def test_strategy_without_replicated_state_divides_nothing() -> None:
