@@ -187,6 +187,23 @@ class PartialConfig:
                 "snapshot could leave out. Drop one of them, or use --moe-ft-strategy dense."
             )
 
+    def check_experts(self, num_experts: int) -> None:
+        """Raise ConfigError if the model does not have so many experts.
+
+        Args:
+            num_experts: per MoE layer; 0 for a model without experts.
+        """
+        if num_experts == 0:
+            raise ConfigError(
+                "--moe-ft-strategy=partial needs a model with experts (--num-experts). Use dense."
+            )
+        for flag, k in (("snapshot", self.k_in_memory), ("persist", self.k_persist)):
+            if k is not None and k > num_experts:
+                raise ConfigError(
+                    f"--moe-ft-k-{flag}={k} must be at most --num-experts={num_experts}. Lower it, or use "
+                    "--moe-ft-strategy dense to save all experts each time."
+                )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryConfig:

@@ -64,6 +64,8 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     config = config_from_arguments(args)
     check_arguments(args)
     config.validate(args.world_size)
+    if config.strategy.strategy == "partial":
+        config.partial.check_experts(args.num_experts or 0)
     if config.strategy.is_on:  # known only here, and needed only then
         config.memory.resolve_job_id(os.environ)
         config.memory.resolve_node_id(os.environ, socket.gethostname())

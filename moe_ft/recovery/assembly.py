@@ -8,7 +8,6 @@ from moe_ft.config import MoeFtConfig
 from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES
 from moe_ft.engine.memory import num_slots
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.errors import ConfigError
 from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare, divide_units
 from moe_ft.planning.selection import ExpertLayout
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
@@ -77,23 +76,10 @@ def build_strategy(
         experts: of the job.
         dp_ep_ranks: ``[data-parallel rank]`` which expert-parallel rank it is.
         gather: exchanges values within the stage.
-
-    Raises:
-        ConfigError: if the strategy does not fit the model.
     """
     if config.strategy.strategy == "dense":
         return DenseStrategy(catalog.units)
     partial, num_experts = config.partial, experts.num_experts
-    if num_experts == 0:
-        raise ConfigError(
-            "--moe-ft-strategy=partial needs a model with experts (--num-experts). Use dense."
-        )
-    for flag, k in (("snapshot", partial.k_in_memory), ("persist", partial.k_persist)):
-        if k is not None and k > num_experts:
-            raise ConfigError(
-                f"--moe-ft-k-{flag}={k} must be at most --num-experts={num_experts}. Lower it, or use "
-                "--moe-ft-strategy dense to save all experts each time."
-            )
     always, rotating = divide_units(
         catalog.units, partial.partial_covers, master_always_full=partial.master_always_full
     )

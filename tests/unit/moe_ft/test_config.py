@@ -291,3 +291,24 @@ def test_storage_is_used_with_a_directory_and_an_interval(
     config: StorageConfig, persists: bool
 ) -> None:
     assert config.persists is persists
+
+
+def test_partial_snapshots_of_a_model_without_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--moe-ft-strategy=partial needs a model with experts"):
+        PartialConfig().check_experts(0)
+
+
+@pytest.mark.parametrize(
+    ("partial", "message"),
+    [
+        (PartialConfig(k_snapshot="3"), "--moe-ft-k-snapshot=3 must be at most --num-experts=2"),
+        (PartialConfig(k_persist=3), "--moe-ft-k-persist=3 must be at most --num-experts=2"),
+    ],
+)
+def test_k_beyond_the_experts_is_refused(partial: PartialConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        partial.check_experts(2)
+
+
+def test_k_up_to_the_experts_is_accepted() -> None:
+    PartialConfig(k_snapshot="2", k_persist=2).check_experts(2)

@@ -8,7 +8,6 @@ import torch
 
 from moe_ft.config import MoeFtConfig, PartialConfig, StrategyConfig
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.errors import ConfigError
 from moe_ft.formats import ParameterEntry
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.planning.strategies import DenseStrategy, Strategy
@@ -92,31 +91,10 @@ def strategies_of(config: MoeFtConfig) -> list[Strategy]:
     )
 
 
-def alone(value: Any) -> list[Any]:
-    return [value]
-
-
 def test_dense_strategy_saves_all_units() -> None:
     strategy = strategies_of(config_of(strategy="dense"))[0]
     assert isinstance(strategy, DenseStrategy)
     assert set(strategy.plan(0).levels) == set(catalog_of(0).units)
-
-
-def test_partial_strategy_of_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--moe-ft-strategy=partial needs a model with experts"):
-        build_strategy(config_of(), catalog_of(0), facts(0, num_experts=0), DP_EP_RANKS, alone)
-
-
-@pytest.mark.parametrize(
-    ("partial", "message"),
-    [
-        (PartialConfig(k_snapshot="3"), "--moe-ft-k-snapshot=3 must be at most --num-experts=2"),
-        (PartialConfig(k_persist=3), "--moe-ft-k-persist=3 must be at most --num-experts=2"),
-    ],
-)
-def test_k_beyond_the_experts_is_refused(partial: PartialConfig, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_strategy(config_of(partial), catalog_of(0), facts(0), DP_EP_RANKS, alone)
 
 
 def test_experts_of_which_this_rank_saves_nothing_do_not_rotate_here() -> None:
