@@ -20,7 +20,8 @@ import torch
 from benchmarks.peers import Candidate, Site, State, prepare_for_megatron
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.memory import RankMemory
-from moe_ft.engine.peers import PeerConnection, PeerServer
+from moe_ft.engine.peer_server import PeerServer
+from moe_ft.engine.peers import PeerConnection
 from moe_ft.engine.persist import writer_command
 from moe_ft.engine.regions import node_directory, own_directory, replica_directory
 from moe_ft.engine.storage import Storage

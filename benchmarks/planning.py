@@ -30,7 +30,7 @@ from moe_ft.engine.background import Report
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
 from moe_ft.engine.layout import FileLayout
 from moe_ft.engine.memory import RankMemory
-from moe_ft.engine.peers import PeerServer
+from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.regions import own_directory
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.formats import Index, decode, encode

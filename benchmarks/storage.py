@@ -28,7 +28,7 @@ from tabulate import tabulate
 
 from benchmarks import stand_ins
 from benchmarks.output import show
-from moe_ft.engine.peers import check_units
+from moe_ft.engine.checks import check_units
 from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag

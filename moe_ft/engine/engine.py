@@ -21,7 +21,8 @@ from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook, Report, Reports
 from moe_ft.engine.layout import FileLayout, UnitPlace
 from moe_ft.engine.memory import RankMemory
-from moe_ft.engine.peers import PeerReplicator, PeerServer
+from moe_ft.engine.peer_server import PeerServer
+from moe_ft.engine.peers import PeerReplicator
 from moe_ft.engine.persist import PersistClient, WriterSupervisor, persist_deadline_s
 from moe_ft.engine.pool import PoolVersions, RestoredVersion
 from moe_ft.engine.profile import IntervalTuner, SnapshotProfile

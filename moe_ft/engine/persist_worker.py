@@ -22,7 +22,7 @@ import filelock
 import msgspec
 import psutil
 
-from moe_ft.engine.peers import check_units
+from moe_ft.engine.checks import check_units
 from moe_ft.engine.regions import write_atomically
 from moe_ft.engine.storage import Storage, rank_path
 from moe_ft.engine.stored_file import PreviousCheckpoint, StoredFile, assemble

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from safetensors import SafetensorError, safe_open
 from tabulate import tabulate
 
-from moe_ft.engine.peers import check_places, check_units
+from moe_ft.engine.checks import check_places, check_units
 from moe_ft.engine.regions import INDEX_NAME
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import ConfigError, CorruptStateError

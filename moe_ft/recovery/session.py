@@ -21,7 +21,8 @@ from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings, RestoredState
 from moe_ft.engine.memory import RankMemory
-from moe_ft.engine.peers import PeerServer, own_host
+from moe_ft.engine.peer_server import PeerServer
+from moe_ft.engine.peers import own_host
 from moe_ft.engine.persist import writer_command
 from moe_ft.engine.pool import RestoredVersion
 from moe_ft.engine.regions import node_directory

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from moe_ft.engine.checks import check_units
 from moe_ft.engine.layout import lay_out
-from moe_ft.engine.peers import check_units
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag, rank_path

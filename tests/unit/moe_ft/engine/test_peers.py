@@ -12,7 +12,9 @@ import pytest
 
 from moe_ft.engine.background import Report, Reports
 from moe_ft.engine.memory import ReplicaMemory
-from moe_ft.engine.peers import PeerConnection, PeerReplicator, PeerServer, Reply, own_host
+from moe_ft.engine.peer_messages import Reply
+from moe_ft.engine.peer_server import PeerServer
+from moe_ft.engine.peers import PeerConnection, PeerReplicator, own_host
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region, replica_directory
 from moe_ft.errors import CorruptStateError
@@ -300,7 +302,8 @@ def test_replica_that_arrives_slowly_but_steadily_is_not_given_up(
 ) -> None:
     # More than the buffers of a connection hold, over a link that takes longer than the time without
     # progress that is allowed, but is never silent for as long.
-    monkeypatch.setattr("moe_ft.engine.peers.PROGRESS_TIMEOUT_S", 0.6)
+    for module in ("peers", "peer_server"):
+        monkeypatch.setattr(f"moe_ft.engine.{module}.PROGRESS_TIMEOUT_S", 0.6)
     region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=1_000_000)
     with (
         SlowReceiver(index.file_bytes) as receiver,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from moe_ft.engine.peers import check_units
+from moe_ft.engine.checks import check_units
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.engine.stored_file import PreviousCheckpoint, StoredFile, assemble

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.peers import PeerConnection, PeerServer
+from moe_ft.engine.peer_server import PeerServer
+from moe_ft.engine.peers import PeerConnection
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region, own_directory
 from moe_ft.engine.storage import Storage
