@@ -15,9 +15,13 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize(
+    "strategy", [("dense",), ("partial", "--moe-ft-k-snapshot", "4")], ids=lambda flags: flags[0]
+)
 def test_run_that_is_killed_on_a_gpu_ends_in_the_state_of_one_that_was_not(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path, strategy: tuple[str, ...]
 ) -> None:
+    # With all four experts in each snapshot `partial` is exact too, and goes through the pool.
     env = deterministic_environment()
     job = [
         *model_flags(
@@ -28,7 +32,8 @@ def test_run_that_is_killed_on_a_gpu_ends_in_the_state_of_one_that_was_not(
     alone, disturbed = tmp_path / "alone", tmp_path / "disturbed"
     run_training([*job, *event_flags(alone)], 1, log_dir=alone, env=env).check()
     flags = [
-        *(*job, *event_flags(disturbed), "--moe-ft-strategy", "dense", "--moe-ft-job-id", "test"),
+        *(*job, *event_flags(disturbed), "--moe-ft-job-id", "test"),
+        *("--moe-ft-strategy", *strategy),
         *(
             "--moe-ft-memory-dir",
             str(memory_dir),
