@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_ft.formats import Index
+from moe_ft.formats import Index, UnitEntry
 from moe_ft.planning.lost_tokens import Gaps
 from moe_ft.planning.recovery import Source
 from moe_ft.planning.token_ledger import UnitVersion
@@ -144,12 +144,8 @@ def _find_offers(
             entry = reader.index.units.get(name)
             is_meant = most_iteration is None or source.version.iteration <= most_iteration
             if entry is not None and is_meant:
-                version = UnitVersion(
-                    iteration=entry.iteration,
-                    routed_tokens=entry.routed_tokens,
-                    gaps=entry.gaps,
-                )
-                found.setdefault(entry.version, []).append(_Offer(source=source, version=version))
+                offer = _Offer(source=source, version=_version_of(entry))
+                found.setdefault(entry.version, []).append(offer)
             if name in origins and reader.index.origins.get(name) == origins[name]:
                 found.setdefault(ORIGIN, [])
     return offers
@@ -197,12 +193,10 @@ def versions_in(index: Index | None, units: Sequence[UnitId]) -> dict[str, UnitV
     if index is None:
         return {}
     found = {str(unit): index.units.get(str(unit)) for unit in units}
-    return {
-        name: UnitVersion(
-            iteration=entry.iteration,
-            routed_tokens=entry.routed_tokens,
-            gaps=entry.gaps,
-        )
-        for name, entry in found.items()
-        if entry is not None
-    }
+    return {name: _version_of(entry) for name, entry in found.items() if entry is not None}
+
+
+def _version_of(entry: UnitEntry) -> UnitVersion:
+    return UnitVersion(
+        iteration=entry.iteration, routed_tokens=entry.routed_tokens, gaps=entry.gaps
+    )
