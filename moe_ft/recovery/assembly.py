@@ -11,10 +11,10 @@ from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare, divide_units
 from moe_ft.planning.selection import ExpertLayout
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
-from moe_ft.planning.strategies import DenseStrategy, SnapshotPlan, Strategy
+from moe_ft.planning.strategies import DenseStrategy, Strategy
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import AssignSlices, GroupPlace
-from moe_ft.units import Level, UnitKind
+from moe_ft.units import UnitKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,12 +96,9 @@ def build_strategy(
         tokens_per_iteration=experts.samples_per_iteration * experts.tokens_per_sample,
     )
     own = [unit for unit in rotating if catalog.owns(unit)]
-    layouts = UnitLayouts(catalog, 0)
     share = RankShare(
-        always_bytes=layouts.lay_out(
-            SnapshotPlan(levels=dict.fromkeys(always, Level.FULL))
-        ).num_bytes,
-        unit_bytes=max(gather(max((layouts.place(unit, 0).num_bytes for unit in own), default=0))),
+        always_bytes=sum(map(catalog.num_bytes, always)),
+        unit_bytes=max(gather(max(map(catalog.num_bytes, own), default=0))),
         replicated_bytes=_replicated_bytes(catalog) * (config.strategy.sharding == "adaptive"),
         ep_ranks=tuple(dp_ep_ranks),
     )

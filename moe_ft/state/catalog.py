@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from moe_ft.formats import FROZEN, TensorEntry, checksum
+from moe_ft.formats import FROZEN, TensorEntry, checksum, tensor_bytes
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import describe, live_tensor
 from moe_ft.units import Level, Part, UnitId
@@ -74,6 +74,10 @@ class UnitCatalog:
     def owns(self, unit: UnitId) -> bool:
         """Return whether this rank saves something of a unit."""
         return bool(self.tensors(unit, Level.FULL))
+
+    def num_bytes(self, unit: UnitId) -> int:
+        """Return the bytes that this rank saves of a unit at FULL, without gaps between tensors."""
+        return sum(map(tensor_bytes, self.tensors(unit, Level.FULL)))
 
     def origins(self, units: Sequence[UnitId]) -> dict[str, str]:
         """Return checksums of the weights of units as they are now, and of all that is frozen.

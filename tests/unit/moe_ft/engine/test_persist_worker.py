@@ -57,6 +57,21 @@ def tag_of(region: Region) -> str:
     return file_tag(index.identity)
 
 
+def request_for(region: Region) -> PersistRequest:
+    """Return the request to write a region of the only rank, at iteration 5."""
+    return PersistRequest(
+        rank=0,
+        iteration=5,
+        index=str(region.index_path),
+        data=str(region.data_path),
+        rotating=(),
+        previous="",
+        tag=tag_of(region),
+        writes_manifest=True,
+        deadline_s=time.time() + FAR_S,
+    )
+
+
 class Office:
     """A worker in a thread, and what its ranks see of it."""
 
@@ -339,17 +354,7 @@ def test_rank_of_which_other_ranks_save_everything_writes_its_record(tmp_path: P
     index = msgspec.structs.replace(index, units={})
     region.commit(encode(index), index.iteration)
     storage = Storage(str(tmp_path / "storage"))
-    request = PersistRequest(
-        rank=0,
-        iteration=5,
-        index=str(region.index_path),
-        data=str(region.data_path),
-        rotating=(),
-        previous="",
-        tag=tag_of(region),
-        writes_manifest=True,
-        deadline_s=time.time() + FAR_S,
-    )
+    request = request_for(region)
     PersistWorker(tmp_path, storage, keep=1).persist(request)
     assert complete_iterations(storage) == [5]
 
@@ -475,17 +480,7 @@ def test_request_that_is_served_again_and_fails_does_not_harm_its_checkpoint(
     storage = Storage(faulty_urls(tmp_path)[back_end])
     worker = PersistWorker(tmp_path, storage, keep=1)
     region, _ = fill_region(tmp_path / "rank")
-    request = PersistRequest(
-        rank=0,
-        iteration=5,
-        index=str(region.index_path),
-        data=str(region.data_path),
-        rotating=(),
-        previous="",
-        tag=tag_of(region),
-        writes_manifest=True,
-        deadline_s=time.time() + FAR_S,
-    )
+    request = request_for(region)
     worker.persist(request)
     harmed = []
     for number in range(40):
@@ -609,17 +604,7 @@ def test_writer_that_is_told_to_end_by_a_launcher_serves_on(
 ) -> None:
     parent.writer.send_signal(number)
     region, _ = fill_region(tmp_path / "rank")
-    request = PersistRequest(
-        rank=0,
-        iteration=5,
-        index=str(region.index_path),
-        data=str(region.data_path),
-        rotating=(),
-        previous="",
-        tag=tag_of(region),
-        writes_manifest=True,
-        deadline_s=time.time() + FAR_S,
-    )
+    request = request_for(region)
     write_atomically(request_path(parent.directory, 0), msgspec.json.encode(request))
     wait_for(result_path(parent.directory, 0).exists, "the result")
     assert complete_iterations(Storage(str(tmp_path / "storage"))) == [5]
@@ -659,17 +644,7 @@ def test_writer_that_is_killed_while_it_waits_leaves_no_checkpoint(
     tmp_path: Path, parent: Parent
 ) -> None:
     region, index = fill_region(tmp_path / "rank", identity=TWO_RANKS)
-    request = PersistRequest(
-        rank=0,
-        iteration=5,
-        index=str(region.index_path),
-        data=str(region.data_path),
-        rotating=(),
-        previous="",
-        tag=tag_of(region),
-        writes_manifest=True,
-        deadline_s=time.time() + FAR_S,
-    )
+    request = request_for(region)
     write_atomically(request_path(parent.directory, 0), msgspec.json.encode(request))
     own = tmp_path / "storage" / "iter_0000005"
     wait_for(lambda: list(own.glob("rank_00000_*.json")), "the files of rank 0")
