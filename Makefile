@@ -3,13 +3,14 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-matrix check bench clean
+.PHONY: help venv demo test test-matrix chaos check bench clean
 
 help:
 	@echo "make venv    create .venv and install what constraints.txt pins"
 	@echo "make demo    prepare text and train a small MoE GPT on 4 ranks (a few minutes)"
 	@echo "make test    run the whole test suite"
-	@echo "make test-matrix   all runs of the fault matrix, with a table of what was recovered"
+	@echo "make test-matrix   all runs of the fault matrices, with a table of what was recovered"
+	@echo "make chaos   kill processes of a small job at random, 50 times, and compare the end"
 	@echo "make check   formatting, lint, types, unit tests"
 	@echo "make bench   run the benchmarks and print their tables"
 
@@ -25,8 +26,11 @@ test: .venv/installed
 	$(BIN)/python -m pytest tests
 
 test-matrix: .venv/installed
-	$(BIN)/python -m pytest tests/distributed/test_fault_matrix.py -m "matrix or not matrix" -rP --tb=short \
-	    --durations=0 | grep -vE "Warning|warn|^$$"
+	$(BIN)/python -m pytest tests/distributed/test_fault_matrix.py tests/distributed/test_sparse_matrix.py \
+	    -m "matrix or not matrix" -rP --tb=short --durations=0 | grep -vE "Warning|warn|^$$"
+
+chaos: .venv/installed
+	$(BIN)/python -m pytest tests/distributed/test_chaos.py -m chaos -rP --tb=short | grep -vE "Warning|warn|^$$"
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
@@ -42,6 +46,8 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.router_load
 	$(BIN)/python -m benchmarks.partial_sizes
 	$(BIN)/python -m benchmarks.partial_overhead
+	$(BIN)/python -m benchmarks.sparse_overhead
+	$(BIN)/python -m benchmarks.sparse_recovery
 
 clean:
 	rm -rf runs .mypy_cache .pytest_cache .ruff_cache

@@ -72,7 +72,8 @@ class MoeFtMemory(Candidate):
 
     def start(self) -> None:
         """Start an engine with warm regions, as moe_ft/recovery/session.py does."""
-        from moe_ft.engine.engine import CheckpointEngine, EngineSettings
+        from moe_ft.engine.context import EngineSettings
+        from moe_ft.engine.engine import CheckpointEngine
 
         self._persist_dir.mkdir(exist_ok=True)
         agreement = Agreement(_AGREEMENT_TIMEOUT_S)
@@ -84,7 +85,7 @@ class MoeFtMemory(Candidate):
         )
         self._engine = CheckpointEngine(
             settings,
-            self._context(agreement, layouts.lay_out(strategy.plan(0)).num_bytes),
+            self._context(agreement, layouts.lay_out(strategy.plan_window(0)).num_bytes),
             strategy,
             agreement,
             layouts,
@@ -94,7 +95,7 @@ class MoeFtMemory(Candidate):
 
     def _context(self, agreement: Agreement, region_bytes: int) -> Any:
         """Meet the other rank and place replicas. All ranks."""
-        from moe_ft.engine.engine import EngineContext
+        from moe_ft.engine.context import EngineContext
 
         rank, node_dir = self.site.rank, self._node_dir(self._node)
         server = PeerServer(node_dir, "127.0.0.1")

@@ -27,7 +27,8 @@ from benchmarks import stand_ins
 from benchmarks.output import show
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import Report
-from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
+from moe_ft.engine.context import EngineContext, EngineSettings
+from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.layout import FileLayout
 from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
@@ -35,7 +36,7 @@ from moe_ft.engine.regions import own_directory
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.formats import Index, decode, encode
 from moe_ft.planning.recovery import Source, Tier, Version, plan_recovery
-from moe_ft.planning.strategies import DenseStrategy, SnapshotPlan
+from moe_ft.planning.strategies import DenseStrategy, WindowPlan
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
 from moe_ft.recovery.sources import MemoryReader
@@ -69,7 +70,7 @@ class TimedLayouts(UnitLayouts):
         super().__init__(catalog, dp_rank=0)
         self.times_ms: list[float] = []
 
-    def lay_out(self, plan: SnapshotPlan) -> FileLayout:
+    def lay_out(self, plan: WindowPlan) -> FileLayout:
         """Return the layout of a region."""
         begin = time.perf_counter()
         layout = super().lay_out(plan)
@@ -114,7 +115,7 @@ class EngineRank:
             stage=0,
             pid=os.getpid(),
             address=None,
-            region_bytes=self.layouts.lay_out(self.strategy.plan(0)).num_bytes,
+            region_bytes=self.layouts.lay_out(self.strategy.plan_window(0)).num_bytes,
         )
         topology = Topology(ranks=(info,))
         context = EngineContext(
@@ -174,7 +175,7 @@ def running_rank(num_units: int) -> Iterator[EngineRank]:
 def measure_training_thread(rank: EngineRank, repetitions: int) -> Rows:
     """Time what the training thread does in an iteration."""
     names = (
-        "strategy.plan",
+        "strategy.plan_window",
         "no snapshot due",
         "snapshot due, with the record of a model without buffers",
     )
@@ -182,7 +183,7 @@ def measure_training_thread(rank: EngineRank, repetitions: int) -> Rows:
     first = milliseconds(lambda: rank.end_iteration(is_due=True))
     rank.await_snapshot()
     for _ in range(repetitions):
-        rows[names[0]].append(milliseconds(lambda: rank.strategy.plan(rank.iteration)))
+        rows[names[0]].append(milliseconds(lambda: rank.strategy.plan_window(rank.iteration)))
         rows[names[1]].append(milliseconds(lambda: rank.end_iteration(is_due=False)))
         rows[names[2]].append(milliseconds(lambda: rank.end_iteration(is_due=True)))
         rank.await_snapshot()
@@ -260,7 +261,9 @@ def measure_recovery(rank: EngineRank, repetitions: int) -> Rows:
             rank.node_dir, _NODE, stand_ins.JOB_ID
         ),
         "fetch": fetch_state,
-        "put_back": lambda: put_back(fetched, rank.catalog, 1, stand_ins.no_fault),
+        "put_back": lambda: put_back(
+            list(fetched.units.values()), rank.catalog, 1, stand_ins.no_fault
+        ),
     }
     return {name: [milliseconds(step) for _ in range(repetitions)] for name, step in steps.items()}
 

@@ -27,6 +27,7 @@ from moe_ft.engine.agreement import StageSum
 from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare
 from moe_ft.planning.selection import ExpertLayout
 from moe_ft.state.router_load import RouterLoad
+from moe_ft.state.router_load import table as table_of_counts
 from moe_ft.units import UnitId, UnitKind
 from tests.harness import run_ranks
 
@@ -59,7 +60,7 @@ def measure_counting(num_layers: int, num_experts: int, num_tokens: int, count: 
     for _ in range(count):
         load.begin()
         hooks.append(milliseconds(hook_all))
-        tables.append(milliseconds(lambda: load.table(layers, num_experts)))
+        tables.append(milliseconds(lambda: table_of_counts(load.counts(), layers, num_experts)))
     return rows
 
 

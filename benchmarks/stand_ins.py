@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from moe_ft.engine.background import Reports
-from moe_ft.engine.layout import FileLayout
+from moe_ft.engine.layout import FileLayout, LazyLayout
 from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
 from moe_ft.formats import Identity, ParameterEntry
-from moe_ft.planning.strategies import SnapshotPlan
+from moe_ft.planning.strategies import WindowPlan
 from moe_ft.recovery.restore import FetchedUnit
 from moe_ft.state import record as records
 from moe_ft.state.catalog import UnitCatalog
@@ -142,12 +142,12 @@ def no_fault(phase: Phase, iteration: int) -> None:
 
 def snapshot(
     parameters: Sequence[LocalParameter],
-    plan: SnapshotPlan,
+    plan: WindowPlan,
     layout: FileLayout,
     directory: Path,
     iteration: int,
 ) -> Region:
-    """Return a region that holds a committed snapshot, taken by the engine's own thread.
+    """Return a region that holds a committed window of one snapshot, taken by the engine's own thread.
 
     Raises:
         SnapshotError: if that failed.
@@ -162,11 +162,11 @@ def snapshot(
     )
     job = SnapshotJob(
         region=region,
-        layout=layout,
+        window=LazyLayout(lambda: layout),
         iteration=iteration,
         record=taker.capture(facts(iteration)),
         keep_iteration=None,
-        plan=plan,
+        plan=plan.snapshots[0],
     )
     writer.start()
     writer.submit(job)

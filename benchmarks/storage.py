@@ -167,7 +167,7 @@ def measure_restore(
         fetched = fetch(sources, catalog.units, catalog, readers)
 
     def put_state_back() -> None:
-        put_back(fetched, catalog, _ITERATION, stand_ins.no_fault)
+        put_back(list(fetched.units.values()), catalog, _ITERATION, stand_ins.no_fault)
 
     def restore() -> None:
         fetch_state()
@@ -237,7 +237,7 @@ def main() -> None:
     torch.set_num_threads(1)
     state = new_state(options.mib)
     parameters = stand_ins.parameters_of(state, stand_ins.adam())
-    plan = DenseStrategy(each.unit for each in parameters).plan(0)
+    plan = DenseStrategy(each.unit for each in parameters).plan_window(0)
     layout = stand_ins.layouts_of(parameters).lay_out(plan)
     with (
         tempfile.TemporaryDirectory(prefix="storage_", dir=options.directory) as disk_name,

@@ -35,6 +35,7 @@ class Phase(StrEnum):
     REPLICATE = "replicate"  # half of the bytes are at the first peer
     PERSIST = "persist"  # the writer process has been told to write the state to storage
     RECOVERY = "recovery"  # half of the units are restored
+    REPLAY = "replay"  # an iteration was run again up to its optimizer step
 
 
 FAULT_PHASES = (
@@ -47,6 +48,7 @@ FAULT_PHASES = (
     Phase.REPLICATE,
     Phase.PERSIST,
     Phase.RECOVERY,
+    Phase.REPLAY,
 )
 # Those that every run passes through, whatever its strategy.
 ITERATION_PHASES = FAULT_PHASES[:5]

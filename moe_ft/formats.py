@@ -5,7 +5,7 @@ validates types, names and paths, and a checksum over the body finds every flipp
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -203,6 +203,8 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         strategy: --moe-ft-strategy.
         division: how a strategy that saves experts in parts divides them; versions of runs that divide them
             otherwise do not fit together. Empty where they are saved whole.
+        replay_settings: the settings, by flag, that an iteration which is run again must have; empty
+            where a recovery runs none.
     """
 
     job_id: str
@@ -212,6 +214,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     world_size: Annotated[int, msgspec.Meta(ge=1)]
     strategy: str
     division: str = ""
+    replay_settings: dict[str, Any] = {}
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -229,17 +232,21 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         rank: global rank whose state it is.
-        iteration: of the snapshot.
+        iteration: of the snapshot, of the last one in a window.
         file: name of the data file, in the directory of the index.
         file_bytes: its size.
         header_bytes, header_checksum: of the safetensors header, with its length field and padding.
-        units: unit versions by unit name.
+        units: unit versions by unit name; those of a window are FULL at different iterations.
         parameters: by global name.
-        records: the last one is that of `iteration`.
+        records: ``[snapshot]`` of consecutive iterations, the last one is that of `iteration`.
         origins: checksums, by unit name, of this rank's weights in the state that the run began with. A
             unit without a version has not changed since, or all that it has changed by is lost.
         progress: of the experts of this rank's stage, where a strategy saves only some of them.
         older: files of other checkpoints on storage that hold some of the units.
+        window: how many snapshots together hold every unit.
+        num_snapshots: how many of them the file holds so far.
+        compute: ``[snapshot]`` by unit name, the weights that forward uses, of units that only a later
+            snapshot of the window holds at FULL.
     """
 
     format: str
@@ -257,6 +264,20 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     origins: dict[str, _Checksum] = {}
     progress: ExpertProgress | None = None
     older: tuple[FileEntry, ...] = ()
+    window: Annotated[int, msgspec.Meta(ge=1)] = 1
+    num_snapshots: Annotated[int, msgspec.Meta(ge=1)] = 1
+    compute: tuple[dict[str, UnitEntry], ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no snapshot of the window is missing."""
+        return self.num_snapshots == self.window
+
+    def entries(self) -> Iterator[tuple[str, UnitEntry]]:
+        """Yield all unit versions with the names of their units."""
+        yield from self.units.items()
+        for units in self.compute:
+            yield from units.items()
 
 
 class IndexHead(msgspec.Struct, frozen=True):
@@ -268,6 +289,14 @@ class IndexHead(msgspec.Struct, frozen=True):
     iteration: _Count
     file: str
     file_bytes: _Count
+    header_checksum: _Checksum
+    window: int = 1
+    num_snapshots: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no snapshot of the window is missing."""
+        return self.num_snapshots == self.window
 
 
 class UnitSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -290,6 +319,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         files: of this checkpoint.
         older: files of other checkpoints that this one needs.
         units: by name; a unit that was never saved is not listed.
+        window: snapshots that each file holds; with more than one, units are FULL at different iterations,
+            and `window` - 1 replayed iterations bring all of them to `iteration`.
     """
 
     format: str
@@ -299,6 +330,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: tuple[FileEntry, ...]
     units: dict[str, UnitSource]
     older: tuple[FileEntry, ...] = ()
+    window: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 def tensor_bytes(tensor: TensorEntry) -> int:
@@ -382,7 +414,8 @@ def _check_index(index: Index, where: str) -> None:
         raise CorruptStateError(f"{where} holds no record of its iteration {index.iteration}")
     if index.header_bytes > index.file_bytes:
         raise CorruptStateError(f"{where}: the header reaches beyond the end of its file")
-    for name, unit in index.units.items():
+    _check_window(index, where)
+    for name, unit in index.entries():
         if unit.file:
             check_path(unit.file, where)
         elif unit.offset + unit.num_bytes > index.file_bytes:
@@ -390,6 +423,23 @@ def _check_index(index: Index, where: str) -> None:
         for tensor in unit.tensors:
             if tensor.end < tensor.start or tensor.offset + tensor_bytes(tensor) > unit.num_bytes:
                 raise CorruptStateError(f"{where}: unit {name} has an impossible tensor")
+
+
+def _check_window(index: Index, where: str) -> None:
+    """Check that an index holds the snapshots of consecutive iterations that it says it does."""
+    if index.num_snapshots > index.window:
+        raise CorruptStateError(f"{where} holds more snapshots than its window has")
+    if index.window == 1:
+        return
+    first = index.iteration - index.num_snapshots + 1
+    iterations = [record.iteration for record in index.records]
+    is_consecutive = iterations == list(range(first, index.iteration + 1))
+    are_inside = all(first <= unit.iteration <= index.iteration for _, unit in index.entries())
+    if not is_consecutive or not are_inside or len(index.compute) != len(iterations):
+        raise CorruptStateError(
+            f"{where} does not hold {index.num_snapshots} consecutive snapshots up to iteration "
+            f"{index.iteration}"
+        )
 
 
 def check_path(path: str, where: str) -> None:

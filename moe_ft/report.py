@@ -40,14 +40,16 @@ class RecoverySummary:
     """One recovery, and the loss around it; None where the log does not say.
 
     Attributes:
-        restored_iteration: where training went on.
+        target_iteration: where training went on.
+        num_replayed: iterations that were run again to get there.
         lost_tokens, plt: by this recovery; total_plt: by all so far.
         loss_before: median over the last iterations that were kept; loss_after: over the first that follow.
         highest_loss: of the first that follow.
     """
 
     incarnation: int
-    restored_iteration: int
+    target_iteration: int
+    num_replayed: int
     sources: str
     lost_tokens: int
     plt: float
@@ -130,8 +132,8 @@ def _summarize_recoveries(events: list[dict[str, Any]]) -> Iterator[RecoverySumm
             losses[event["iteration"]] = float(event["loss"])
         if event["event"] != "recovery":
             continue
-        restored = event["restored_iteration"]
-        losses = {iteration: loss for iteration, loss in losses.items() if iteration <= restored}
+        target = event["target_iteration"]
+        losses = {iteration: loss for iteration, loss in losses.items() if iteration <= target}
         before = [losses[iteration] for iteration in sorted(losses)][-_NUM_AROUND_RECOVERY:]
         after = [
             float(line["loss"])
@@ -142,7 +144,8 @@ def _summarize_recoveries(events: list[dict[str, Any]]) -> Iterator[RecoverySumm
         ][:_NUM_AROUND_RECOVERY]
         yield RecoverySummary(
             incarnation=event["incarnation"],
-            restored_iteration=restored,
+            target_iteration=target,
+            num_replayed=event["replayed_iterations"],
             sources=", ".join(f"{tier} {count}" for tier, count in event["sources"].items()),
             lost_tokens=event["lost_tokens"],
             plt=event["plt"],
@@ -200,7 +203,8 @@ def render(summary: RunSummary, directory: Path) -> str:
         recoveries = [
             (
                 each.incarnation,
-                each.restored_iteration,
+                each.target_iteration,
+                each.num_replayed,
                 each.sources,
                 each.lost_tokens,
                 f"{100 * each.plt:.3f}",
@@ -214,6 +218,7 @@ def render(summary: RunSummary, directory: Path) -> str:
         headers_: tuple[str, ...] = (
             "start",
             "went on from",
+            "replayed",
             "units from",
             "lost tokens",
             "PLT %",

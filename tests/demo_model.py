@@ -41,14 +41,14 @@ _MODEL: dict[str, str | int | float | None] = {
 }
 
 
-def model_flags(**changes: str | int | float | bool | None) -> list[str]:
+def model_flags(**changes: str | int | float | bool | tuple[str, ...] | None) -> list[str]:
     """Return the flags of the small model.
 
     Args:
         changes: flags with underscores for dashes: a value, True for a flag without one, or False
             to leave a flag out (``bf16=False, train_iters=8``).
     """
-    flags: dict[str, str | int | float | None] = dict(_MODEL)
+    flags: dict[str, str | int | float | tuple[str, ...] | None] = dict(_MODEL)
     for name, value in changes.items():
         flag = "--" + name.replace("_", "-")
         if value is False:
@@ -74,6 +74,8 @@ def event_flags(directory: Path) -> list[str]:
     return ["--moe-ft-event-log", str(directory), "--moe-ft-state-digest"]
 
 
-def _words(flag: str, value: str | float | None) -> list[str]:
-    # Several values of one flag are separated by blanks.
+def _words(flag: str, value: str | float | tuple[str, ...] | None) -> list[str]:
+    # Several values of one flag are separated by blanks; a value with blanks is in a tuple.
+    if isinstance(value, tuple):
+        return [flag, *value]
     return [flag] if value is None else [flag, *str(value).split()]

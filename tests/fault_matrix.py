@@ -4,10 +4,8 @@ A case trains with checkpoints and faults, restarting as torchrun would, and mus
 run that had neither. The cases are a pairwise covering array over the factors below.
 """
 
-import random
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from itertools import combinations, product
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +47,12 @@ class Case:
     interval: str
 
     def __str__(self) -> str:
-        return "_".join(getattr(self, factor.name) for factor in fields(self))
+        return "_".join(self.values.values())
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The values by factor."""
+        return asdict(self)
 
     @property
     def world_size(self) -> int:
@@ -60,58 +63,6 @@ class Case:
     def job(self) -> tuple[str, str, str]:
         """What the run without faults depends on."""
         return (self.layout, self.optimizer, self.precision)
-
-
-def _pairs(case: Case) -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    values = [(factor.name, getattr(case, factor.name)) for factor in fields(case)]
-    return set(combinations(values, 2))
-
-
-def all_pairs() -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    """Return every pair of values of two factors."""
-    return {
-        ((first, a), (second, b))
-        for first, second in combinations(FACTORS, 2)
-        for a, b in product(FACTORS[first], FACTORS[second])
-    }
-
-
-def covering_array(seed: int = 0, num_tries: int = 60) -> list[Case]:
-    """Return cases in which every pair occurs, each the best of some random ones for a missing pair."""
-    generator = random.Random(seed)
-    missing, cases = all_pairs(), []
-    while missing:
-        wanted = dict(min(missing))
-        tries = [
-            Case(**{name: wanted.get(name, generator.choice(FACTORS[name])) for name in FACTORS})
-            for _ in range(num_tries)
-        ]
-        best = max(tries, key=lambda case: len(_pairs(case) & missing))
-        cases.append(best)
-        missing -= _pairs(best)
-    return cases
-
-
-def first_cases(cases: list[Case], count: int) -> list[Case]:
-    """Return that many of the cases, such that they hold as many values of all factors as they can."""
-    chosen: list[Case] = []
-    seen: set[tuple[str, str]] = set()
-
-    def new_values(case: Case) -> int:
-        return len({(factor.name, getattr(case, factor.name)) for factor in fields(case)} - seen)
-
-    while len(chosen) < count:
-        rest = [case for case in cases if case not in chosen]
-        best = max(rest, key=lambda case: (new_values(case), -case.world_size))
-        chosen.append(best)
-        seen |= {(factor.name, getattr(best, factor.name)) for factor in fields(best)}
-    return chosen
-
-
-def coverage(cases: list[Case]) -> float:
-    """Return the fraction of all pairs that the cases hold."""
-    covered = set().union(*(_pairs(case) for case in cases))
-    return len(covered) / len(all_pairs())
 
 
 def job_flags(case: Case, dataset_flags: list[str]) -> list[str]:

@@ -20,7 +20,8 @@ from megatron.fault_tolerance import cpu_device
 from megatron.fault_tolerance.data import check_splits
 from megatron.fault_tolerance.text_dataset import BYTE_VOCABULARY, TextSource, prepare_cached
 from megatron.fault_tolerance.validation import check_arguments
-from moe_ft.config import MoeFtConfig, flag_of
+from moe_ft.config import MoeFtConfig
+from moe_ft.config_fields import flag_of
 from moe_ft.errors import ConfigError
 
 # What stock Megatron offers for GPUs only, turned off where there is none.
@@ -76,6 +77,8 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     with refusals_of_megatron():
         args = megatron_arguments.parse_and_validate_args(add_flags)
         check_splits(args)
+    if config.strategy.strategy == "sparse" and args.train_iters:
+        config.sparse.check_length(args.train_iters)
     return args, config
 
 

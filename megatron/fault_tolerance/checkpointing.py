@@ -4,6 +4,7 @@ What is done with them is moe_ft/recovery/session.py; when, is run.py.
 """
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,14 +71,41 @@ _FINGERPRINT = (
     "seed",
 )
 
+# What decides besides what an iteration computes: one that is run again must have the same.
+_REPLAY_SETTINGS = (
+    "global_batch_size",
+    "micro_batch_size",
+    "step_batch_size_schedule",
+    "clip_grad",
+    "grad_norm_skip_threshold",
+    "hidden_dropout",
+    "attention_dropout",
+    "calculate_per_token_loss",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_router_load_balancing_type",
+    "moe_router_score_function",
+    "moe_router_bias_update_rate",
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
+    "mtp_loss_scaling_factor",
+    "accumulate_allreduce_grads_in_fp32",
+    "iterations_to_skip",
+)
+
 
 def fingerprint(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that the training state depends on, by flag, as JSON values."""
-    values = {"--" + name.replace("_", "-"): getattr(args, name, None) for name in _FINGERPRINT}
+    values = _values_of(args, _FINGERPRINT)
     for flag in ("--data-path", "--train-data-path"):  # where the data lies may change
         words = getattr(args, flag[2:].replace("-", "_")) or ()
         values[flag] = [str(word).rpartition("/")[2] for word in words]
     return {flag: _as_json(value) for flag, value in values.items()}
+
+
+def _values_of(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {"--" + name.replace("_", "-"): getattr(args, name, None) for name in names}
 
 
 def _as_json(value: Any) -> Any:
@@ -102,17 +130,30 @@ def job_facts(args: argparse.Namespace) -> JobFacts:
         places=places,
         groups=groups,
         fingerprint=fingerprint(args),
+        replay_settings={
+            flag: _as_json(value) for flag, value in _values_of(args, _REPLAY_SETTINGS).items()
+        },
         experts=ExpertFacts(
             num_experts=args.num_experts or 0,
             ep=_place(groups.ep),
             tokens_per_sample=args.seq_length * args.moe_router_topk,
             planned_samples=args.train_samples or (args.train_iters or 0) * args.global_batch_size,
             samples_per_iteration=args.global_batch_size,
+            capacity=_expert_capacity(args),
         ),
         iteration=args.iteration,
         is_deterministic=cpu_device.is_active() or bool(args.deterministic_mode),
         timeout_s=args.distributed_timeout_minutes * 60.0,
     )
+
+
+def _expert_capacity(args: argparse.Namespace) -> float:
+    """Return how many tokens of a sequence an expert takes at most; Megatron has one limit for all."""
+    factor = args.moe_expert_capacity_factor
+    if not factor or not args.num_experts:
+        return 1.0
+    tokens = args.seq_length * args.moe_router_topk / args.num_experts
+    return float(factor * tokens)
 
 
 def _place(group: Any) -> GroupPlace:

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training import training
 
 from megatron.fault_tolerance.patching import Patches
+from megatron.fault_tolerance.replay import LoopParts
 from megatron.fault_tolerance.run import TrainingRun
 from moe_ft.faults import Phase
 from moe_ft.state.tensors import inner_optimizers
@@ -53,6 +55,8 @@ def _setup_seam(run: TrainingRun, patches: Patches) -> Seam:
             if optimizer is not None:  # --skip-train builds none
                 _mark_torn(run, optimizer, patches)
                 _wrap(patches, optimizer, "step_with_ready_grads", _optimizer_seam(run, optimizer))
+                if hasattr(optimizer, "get_grad_norm"):
+                    _wrap(patches, optimizer, "get_grad_norm", _grad_norm_seam(run))
             run.after_setup(model, optimizer, scheduler)
             return model, optimizer, scheduler
 
@@ -64,13 +68,24 @@ def _setup_seam(run: TrainingRun, patches: Patches) -> Seam:
 def _train_step_seam(run: TrainingRun) -> Seam:
     def seam(original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(forward_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            data_iterator, model, optimizer, _, config, forward_backward = args[:6]
+            if run.must_replay:  # only now has the loop configured the model
+                run.replay(
+                    LoopParts(
+                        forward_step=forward_step,
+                        data_iterator=data_iterator,
+                        model=model,
+                        optimizer=optimizer,
+                        config=config,
+                        forward_backward=forward_backward,
+                    )
+                )
             run.begin_iteration(kwargs["iteration"])
-            config = args[4]  # data_iterator, model, optimizer, opt_param_scheduler, config, ...
             with _noting_num_tokens(run, config):
                 result = original(run.watch_forward_step(forward_step), *args, **kwargs)
-            losses, is_skipped, _, should_exit, _, grad_norm, *_ = result
+            losses, is_skipped, _, should_exit, *_ = result
             if not should_exit:  # the rerun state machine ends the job before the optimizer step
-                run.end_iteration(losses, grad_norm, is_skipped=bool(is_skipped))
+                run.end_iteration(losses, is_skipped=bool(is_skipped))
             return result
 
         return train_step
@@ -125,11 +140,24 @@ def _mark_torn(run: TrainingRun, optimizer: Any, patches: Patches) -> None:
 def _train_seam(run: TrainingRun) -> Seam:
     def seam(original: Callable[..., Any]) -> Callable[..., Any]:
         def train(*args: Any, **kwargs: Any) -> Any:
+            run.begin_training()
             try:
                 result = original(*args, **kwargs)
             except SystemExit:  # --exit-interval, --exit-duration-in-mins, --exit-signal-handler
                 run.end_training()
                 raise
+            if run.must_replay:  # no iteration was left to train
+                forward_step, model, optimizer, _, data_iterator, _, _, config, *_ = args
+                run.replay(
+                    LoopParts(
+                        forward_step=forward_step,
+                        data_iterator=data_iterator,
+                        model=model,
+                        optimizer=optimizer,
+                        config=config,
+                        forward_backward=get_forward_backward_func(),
+                    )
+                )
             run.end_training()
             return result
 
@@ -141,6 +169,8 @@ def _train_seam(run: TrainingRun) -> Seam:
 def _optimizer_seam(run: TrainingRun, optimizer: Any) -> Seam:
     def seam(original: Callable[..., Any]) -> Callable[..., Any]:
         def step_with_ready_grads() -> Any:
+            if run.is_replaying:
+                return original()
             run.before_step()
             with _noting_inner_step(run, optimizer):
                 result = original()
@@ -149,6 +179,20 @@ def _optimizer_seam(run: TrainingRun, optimizer: Any) -> Seam:
             return result
 
         return step_with_ready_grads
+
+    return seam
+
+
+def _grad_norm_seam(run: TrainingRun) -> Seam:
+    """Note what clipping uses: what train_step returns was rounded on its way through a reduction."""
+
+    def seam(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_grad_norm() -> Any:
+            norm = original()
+            run.grad_norm = None if norm is None else float(norm)
+            return norm
+
+        return get_grad_norm
 
     return seam
 

@@ -19,6 +19,7 @@ from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance import checkpointing
 from megatron.fault_tolerance.fault_injection import FaultInjector
+from megatron.fault_tolerance.replay import LoopParts, Replay
 from moe_ft.config import MoeFtConfig
 from moe_ft.engine.background import Report
 from moe_ft.events import EventLog, last_incarnation
@@ -28,7 +29,7 @@ from moe_ft.recovery.job_loss import JobLoss
 from moe_ft.recovery.session import Recovery, Session
 from moe_ft.state.digest import StateDigest, digest_state
 from moe_ft.state.record import IterationFacts, apply_rng
-from moe_ft.state.router_load import RouterLoad
+from moe_ft.state.router_load import RouterLoad, table
 
 
 class TrainingRun:
@@ -37,7 +38,10 @@ class TrainingRun:
     Attributes:
         iteration, phase: where the loop is now.
         is_torn: whether the weights and moments of this rank are a mixture of two iterations now.
+        is_replaying: whether an iteration is run again before the loop goes on.
         num_tokens: of the batch, with --calculate-per-token-loss, noted by the seam.
+        grad_norm: of this iteration as clipping used it, noted by the seam; None if nothing was clipped,
+            because gradients were not finite.
     """
 
     def __init__(self, config: MoeFtConfig, rank: int) -> None:
@@ -48,14 +52,17 @@ class TrainingRun:
         self.faults = FaultInjector(config.fault.faults, self.event_log)
         self.iteration, self.phase = 0, Phase.SETUP
         self.is_torn = False
+        self.is_replaying = False
         self.num_tokens: torch.Tensor | None = None
+        self.grad_norm: float | None = None
+        self._replay: Replay | None = None
+        self._recovery: Recovery | None = None
         self._built: tuple[Any, Any, Any] | None = None
         self._iteration_start_s = 0.0
         self._session: Session | None = None
         self._router_load = RouterLoad()
         self._record_to_resume: IterationRecord | None = None
         self._num_floating_point_operations = 0.0
-        self._grad_norm: float | None = None
         self._iteration_s = self._stall_s = 0.0
         self._is_seam_open = False  # the engine has not acted on the last iteration yet
         self._is_in_iteration = False
@@ -83,11 +90,11 @@ class TrainingRun:
         if self.config.strategy.is_on and optimizer is not None:
             recovery = self._start_session(args)
         if self._session is not None or self.config.observability.router_log:
-            self._router_load.start(model)
+            self._router_load.start(model, sums_probabilities=self.config.sparse.is_soft)
         self._num_floating_point_operations = float(args.num_floating_point_operations_so_far)
         if self.config.observability.event_log is not None:
             self._write_start(args)
-        if recovery is not None and recovery.record is not None:
+        if recovery is not None and recovery.record is not None and self._replay is None:
             self._write_recovery(recovery)
 
     def _start_session(self, args: Any) -> Recovery:
@@ -102,16 +109,52 @@ class TrainingRun:
             checkpointing.resume(args, recovery.record)
             self.iteration = args.iteration
             self._record_to_resume = recovery.record
+        if recovery.conversion is not None:
+            self._recovery = recovery
+            self._replay = Replay(
+                recovery.conversion, session.parameters, args, self._note_replayed_iteration
+            )
+            # The data iterators, which are built next, begin with what the replay reads first.
+            args.consumed_train_samples = self._replay.first_record.consumed_train_samples
         return recovery
 
-    def _write_recovery(self, recovery: Recovery) -> None:
+    @property
+    def must_replay(self) -> bool:
+        """Whether what was recovered is not the state of one iteration yet."""
+        return self._replay is not None
+
+    def begin_training(self) -> None:
+        """`train` begins; the data iterators exist."""
+        if self._record_to_resume is not None:
+            get_args().consumed_train_samples = self._record_to_resume.consumed_train_samples
+
+    def replay(self, loop: LoopParts) -> None:
+        """Run the iterations of the recovered window again. Called by all ranks, once."""
+        assert self._replay is not None and self._recovery is not None
+        args, replay = get_args(), self._replay
+        start = time.perf_counter()
+        self.is_replaying, self.phase = True, Phase.REPLAY
+        replay.run(loop)
+        self.is_replaying, self.phase, self._replay = False, Phase.SETUP, None
+        checkpointing.resume(args, replay.last_record)
+        self.iteration = args.iteration
+        self._recovery.phases_s["replay"] = time.perf_counter() - start
+        self._write_recovery(self._recovery, replay.num_iterations)
+        self._recovery = None
+
+    def _note_replayed_iteration(self, iteration: int) -> None:
+        self.iteration = iteration
+        self.event_log.progress(iteration, Phase.REPLAY)
+        self.faults.fire(iteration, Phase.REPLAY)
+
+    def _write_recovery(self, recovery: Recovery, num_replayed: int = 0) -> None:
         self.event_log.write(
             "recovery",
             recovery.iteration,
             scope="global",
             target_iteration=recovery.iteration,
-            restored_iteration=recovery.iteration,
-            replayed_iterations=0,
+            restored_iteration=recovery.iteration - num_replayed,
+            replayed_iterations=num_replayed,
             **_loss_fields(recovery.loss),
             sources={tier.value: count for tier, count in recovery.sources.items()},
             phases_s=recovery.phases_s,
@@ -166,7 +209,7 @@ class TrainingRun:
         if self._is_seam_open:  # the state was evaluated
             self._stall_s = self._pass_seam(self._iteration_s)
         self.iteration, self._is_in_iteration = iteration, True
-        self.num_tokens = None
+        self.num_tokens, self.grad_norm = None, None
         self._resume_rng()  # nothing draws random numbers any more before forward
         self._router_load.begin()
         self._iteration_start_s = time.perf_counter()
@@ -200,18 +243,17 @@ class TrainingRun:
         """Gradients are ready, no weight has changed."""
         self.enter(Phase.BEFORE_STEP)
         if self._session is not None:
-            layers = self._session.counted_layers
-            tokens = self._router_load.table(layers, get_args().num_experts) if layers else None
+            layers, load = self._session.counted_layers, self._router_load
+            is_soft = self.config.strategy.strategy == "sparse" and self.config.sparse.is_soft
+            counts = load.probabilities() if is_soft else load.counts()
+            tokens = table(counts, layers, get_args().num_experts) if layers else None
             self._session.engine.before_step(tokens)
 
-    def end_iteration(
-        self, losses: Mapping[str, torch.Tensor], grad_norm: float | None, *, is_skipped: bool
-    ) -> None:
+    def end_iteration(self, losses: Mapping[str, torch.Tensor], *, is_skipped: bool) -> None:
         """`train_step` has returned; the next forward pass has not begun.
 
         Args:
             losses: on the last stage the loss by name, elsewhere empty.
-            grad_norm: before clipping; None if the step was skipped.
             is_skipped: whether the optimizer did not step because of infinite gradients.
         """
         self.enter(Phase.BETWEEN)
@@ -223,7 +265,6 @@ class TrainingRun:
         stall_s, self._stall_s = self._stall_s, 0.0
         if self._session is not None:
             self._num_floating_point_operations += num_floating_point_operations(args, num_samples)
-            self._grad_norm = None if is_skipped else grad_norm
             if checkpointing.is_evaluated(args, self.iteration):
                 # Evaluation moves random numbers and the validation data: the state is taken behind it.
                 self._is_seam_open = True
@@ -264,7 +305,7 @@ class TrainingRun:
         return checkpointing.iteration_facts(
             get_args(),
             self.iteration,
-            grad_norm=self._grad_norm,
+            grad_norm=self.grad_norm,
             num_tokens=self.num_tokens,
             num_samples=num_samples,
             num_floating_point_operations=self._num_floating_point_operations,

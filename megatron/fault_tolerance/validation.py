@@ -181,12 +181,7 @@ def _check_refused(args: argparse.Namespace) -> None:
                 f"{flag} is not supported with --moe-ft-strategy={args.moe_ft_strategy}: parameters kept "
                 f"in FP8 cannot be restored bit for bit yet. {remedy}."
             )
-    if args.moe_ft_strategy == "partial" and args.cuda_graph_impl not in (None, "none"):
-        raise ConfigError(
-            f"--cuda-graph-impl={args.cuda_graph_impl} is not supported with --moe-ft-strategy=partial: "
-            "replayed graphs run no hooks, so the tokens that a failure loses could not be counted. Use "
-            "--cuda-graph-impl none."
-        )
+    _check_refused_with_strategy(args)
     for flag, name in _UNUSED:
         if getattr(args, name):
             raise ConfigError(
@@ -200,6 +195,25 @@ def _check_refused(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--apply-layernorm-1p is not supported by the local implementation's norm. Leave it out, "
             "or use --transformer-impl transformer_engine."
+        )
+
+
+def _check_refused_with_strategy(args: argparse.Namespace) -> None:
+    """Check what one strategy cannot do with."""
+    strategy = args.moe_ft_strategy
+    if strategy in ("partial", "sparse") and args.cuda_graph_impl not in (None, "none"):
+        reason = {
+            "partial": "so the tokens that a failure loses could not be counted",
+            "sparse": "and compute the gradients that they were captured with, frozen units or not",
+        }
+        raise ConfigError(
+            f"--cuda-graph-impl={args.cuda_graph_impl} is not supported with --moe-ft-strategy={strategy}: "
+            f"replayed graphs run no hooks, {reason[strategy]}. Use --cuda-graph-impl none."
+        )
+    if strategy == "sparse" and args.qk_clip:
+        raise ConfigError(
+            "--qk-clip is not supported with --moe-ft-strategy=sparse: it changes weights behind the "
+            "optimizer step, which a recovery runs again without it. Leave it out, or use dense."
         )
 
 

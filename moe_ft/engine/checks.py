@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping
 
 from moe_ft.errors import CorruptStateError
-from moe_ft.formats import Index, checksum
+from moe_ft.formats import Index, UnitEntry, checksum
 
 
 def check_units(
     index: Index,
     contents: Mapping[str, memoryview],
     where: str,
-    names: Iterable[str] | None = None,
+    entries: Iterable[tuple[str, UnitEntry]] | None = None,
 ) -> None:
     """Raise CorruptStateError if the header or a unit does not have the checksum of the index.
 
@@ -18,21 +18,20 @@ def check_units(
         index: describes them.
         contents: of the index's own file, under an empty name, and of others that it names.
         where: for messages.
-        names: the units to check; by default all that are in the contents.
+        entries: the unit versions to check, with names; by default all that are in the contents.
     """
     if checksum(contents[""][: index.header_bytes]) != index.header_checksum:
         raise CorruptStateError(f"{where}: the safetensors header does not match its checksum")
-    if names is None:
-        names = [name for name, unit in index.units.items() if unit.file in contents]
-    check_places(index, contents, where, names)
+    if entries is None:
+        entries = [(name, unit) for name, unit in index.entries() if unit.file in contents]
+    check_places(contents, where, entries)
 
 
 def check_places(
-    index: Index, contents: Mapping[str, memoryview], where: str, names: Iterable[str]
+    contents: Mapping[str, memoryview], where: str, entries: Iterable[tuple[str, UnitEntry]]
 ) -> None:
     """Raise CorruptStateError if a unit does not have the checksum of the index; see `check_units`."""
-    for name in names:
-        unit = index.units[name]
+    for name, unit in entries:
         content = contents[unit.file]
         if checksum(content[unit.offset : unit.offset + unit.num_bytes]) != unit.checksum:
             raise CorruptStateError(f"{where}: unit {name} does not match its checksum")

@@ -3,118 +3,42 @@
 It does not know which strategy it runs. The training thread calls the methods at the seams of the loop;
 copying is engine/snapshot.py, sending engine/peers.py, writing engine/persist.py.
 
-Whether a snapshot is taken, is complete or goes to storage is decided by all ranks together
-(engine/agreement.py): a region is overwritten only when every rank has a newer snapshot committed, and has
+Whether a window of snapshots begins, is complete or goes to storage is decided by all ranks together
+(engine/agreement.py): a region is overwritten only when every rank has a newer window committed, and has
 sent it to the peers that take it, so there always is one that all ranks have.
 """
 
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
 
 import torch
 
-from moe_ft.engine.agreement import Agreement, StageSum
-from moe_ft.engine.background import PhaseHook, Report, Reports
-from moe_ft.engine.layout import FileLayout, UnitPlace
-from moe_ft.engine.memory import RankMemory
-from moe_ft.engine.peer_server import PeerServer
+from moe_ft.engine.agreement import Agreement
+from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.context import EngineContext, EngineSettings, Layouts, RestoredState
+from moe_ft.engine.layout import LazyLayout
+from moe_ft.engine.open_window import OpenWindow
 from moe_ft.engine.peers import PeerReplicator
 from moe_ft.engine.persist import PersistClient, WriterSupervisor, persist_deadline_s
-from moe_ft.engine.pool import PoolVersions, RestoredVersion
+from moe_ft.engine.pool import PoolVersions
 from moe_ft.engine.profile import IntervalTuner, SnapshotProfile
 from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter
 from moe_ft.engine.storage_schedule import StorageSchedule
 from moe_ft.errors import DegradedError
-from moe_ft.formats import Identity, Index, decode
-from moe_ft.planning.strategies import SnapshotPlan, Strategy
-from moe_ft.state.parameters import LocalParameter
+from moe_ft.formats import Index, decode
+from moe_ft.planning.strategies import Strategy, WindowPlan
 from moe_ft.state.record import CapturedRecord
-from moe_ft.topology import RankInfo, Topology
-from moe_ft.units import UnitId
 
 FENCE_DEADLINE_S = 120.0
 _CLOSE_DEADLINE_S = 5.0
 _MOST_FAILURES_AT_END = 3
 _POLL_S = 0.01
 _PRINT_INTERVAL_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSettings:
-    """What the flags say.
-
-    Attributes:
-        interval: iterations between snapshots, None for automatic.
-        persist_interval: complete snapshots between those that go to storage, 0 for never.
-        raises: end training when a background part fails.
-    """
-
-    interval: int | None
-    overhead_limit: float
-    persist_interval: int
-    raises: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineContext:
-    """What the engine is given about its rank and job.
-
-    Attributes:
-        memory: this rank's share of the node's, opened or not.
-        origins: checksums, by unit name, of the rotating units' weights in the run's first state.
-        stage_load: adds up what the ranks of the stage count; None where nothing is counted.
-        peers: ranks that keep this rank's replicas.
-        server: listens already.
-        token: what peers' requests must carry.
-        writer_command: starts the node's writer process; None on all but the lowest rank of a node
-            and without storage.
-    """
-
-    rank: int
-    topology: Topology
-    identity: Identity
-    parameters: Sequence[LocalParameter]
-    memory: RankMemory
-    origins: Mapping[str, str]
-    stage_load: StageSum | None
-    peers: tuple[RankInfo, ...]
-    server: PeerServer
-    token: str
-    writer_command: list[str] | None
-    phase_hook: PhaseHook
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RestoredState:
-    """What a recovery put back on this rank.
-
-    Attributes:
-        indexes: of the regions that it was read from.
-        rotating: the versions that rotating units have now, by name.
-        persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
-            persist directory; empty if there is none.
-    """
-
-    indexes: frozenset[Path]
-    rotating: Mapping[str, RestoredVersion]
-    persisted_index: str
-
-
-class Layouts(Protocol):
-    """Knows how units lie in files."""
-
-    def lay_out(self, plan: SnapshotPlan) -> FileLayout:
-        """Return the layout of a region."""
-        ...
-
-    def place(self, unit: UnitId, offset: int) -> UnitPlace:
-        """Return how a rotating unit lies in a slot."""
-        ...
+_NOTABLE_STALL = 0.01  # of an iteration
 
 
 class CheckpointEngine:
@@ -131,11 +55,12 @@ class CheckpointEngine:
     ) -> None:
         self._settings, self._context, self._strategy = settings, context, strategy
         self._agreement, self._make_layouts = agreement, layouts
-        self._layouts: dict[Hashable, FileLayout] = {}
+        self._layouts: dict[Hashable, LazyLayout] = {}
+        self._num_lasting = 0  # layouts that are never forgotten
         self._versions = PoolVersions(context.memory.pool)
         self._reports = Reports()
         self._memory, self._regions = context.memory, context.memory.regions
-        self._job: SnapshotJob | None = None
+        self._window: OpenWindow | None = None
         self._complete: Region | None = None
         self._complete_iteration: int | None = None  # known also where a peer alone has it
         self._has_removed_left_overs = False
@@ -143,6 +68,8 @@ class CheckpointEngine:
         self._forward_start_s: float | None = None
         self._profile = SnapshotProfile()
         self._start_iteration = self._last_snapshot_iteration = 0
+        self._has_tried_last = False
+        self._told_length = 0
         self._printed_s: dict[str, float] = {}
         self._stall_s = 0.0
         self._tuner = IntervalTuner(settings.overhead_limit) if settings.interval is None else None
@@ -196,8 +123,9 @@ class CheckpointEngine:
             self._keep(restored)
         self._start_iteration = self._last_snapshot_iteration = iteration
         self._complete_iteration = iteration if restored else None
-        for plan in self._strategy.possible_plans():
-            self._layout(plan)  # not to be made in an iteration: it takes a while
+        for plan in self._strategy.possible_windows():
+            self._layout(plan).get()  # not to be made in an iteration: it takes a while
+        self._num_lasting = len(self._layouts)
         for unit in self._strategy.rotating:
             self._make_layouts.place(unit, 0)
         context.server.keep(self._memory.replicas)
@@ -237,7 +165,7 @@ class CheckpointEngine:
         stage_load = self._context.stage_load
         if stage_load is not None and tokens_per_expert is not None:
             stage_load.begin(tokens_per_expert)
-        job = self._job
+        job = None if self._window is None else self._window.last
         if job is not None and not job.copied.is_set() and not job.is_abandoned:
             start = time.perf_counter()
             if not job.copied.wait(FENCE_DEADLINE_S):
@@ -246,31 +174,33 @@ class CheckpointEngine:
         self._begin_agreement()
 
     def _begin_agreement(self, *, goes_on: bool = True) -> None:
-        state = SnapshotState.NONE if self._job is None else self._job.state
-        slots = self._job.slots if self._job is not None else ()
+        window = self._window
+        slots = () if window is None else window.last.slots
         upcoming = [str(place.unit) for place in slots]
         has_room = self._versions.has_room(self._strategy.most_rotating, upcoming)
         is_ready = has_room and self._free_region() is not None
         values = [
-            int(state),
+            int(SnapshotState.NONE if window is None else window.state),
             int(is_ready),
             int(self._storage.is_idle),
             int(not self._storage.has_failed),
-            int(self._job is None or self._job.is_protected),
+            int(window is None or window.is_protected),
             int(goes_on),
+            int(window is None or not window.has_failed),
         ]
-        values += self._strategy.values(self._profile.budget_bytes)
+        values += self._strategy.values(self._profile.copied_bytes, self._profile.flow_bytes)
         if self._tuner is not None:
             values += self._tuner.values()
         self._agreement.begin(values)
 
     def _free_region(self) -> Region | None:
-        """Return a region that the next snapshot may fill, None if all are needed.
+        """Return a region that the next window may fill, None if all are needed.
 
-        A snapshot that all ranks have completed makes those before it free; until that is known, either it or
+        A window that all ranks have completed makes those before it free; until that is known, either it or
         they will be.
         """
-        reserved = [*self._retained, self._complete] if self._job is None else [self._job.region]
+        window = self._window
+        reserved = [*self._retained, self._complete] if window is None else [window.region]
         free = [
             region
             for region in self._regions
@@ -296,27 +226,48 @@ class CheckpointEngine:
         """
         if not self._agreement.is_under_way:  # a skipped step has no fence
             self.before_step()
-        state, is_ready, are_idle, can_persist, is_protected, _, *measured = (
+        state, is_ready, are_idle, can_persist, is_protected, _, can_grow, *measured = (
             self._agreement.result()
         )
         stage_load = self._context.stage_load
         if stage_load is not None and stage_load.is_under_way:
             self._strategy.add_tokens(stage_load.result())
-        is_busy = self._job is not None or self._storage.is_busy
+        self._profile.note_iteration(iteration_s - self._stall_s)
+        is_busy = self._window is not None or self._storage.is_busy
         self._settle(SnapshotState(state), is_protected=bool(is_protected))
         self._poll_storage(are_idle=bool(are_idle), can_persist=bool(can_persist))
         self._tune(iteration, iteration_s, measured, is_busy=is_busy)
         if self._storage.is_due and are_idle and self._complete is not None:
             self._storage.submit(self._complete)
-        if self._is_due(iteration):
+        if self._window is not None and self._window.is_growing:
+            self._grow(self._window, iteration, capture, can_grow=bool(can_grow))
+        elif self._is_due(iteration):
             if state == SnapshotState.RUNNING or not is_ready:
                 reason = "the last one is not complete" if is_ready else "all regions are in use"
                 self._reports.add("skipped", iteration, part="snapshot", reason=reason)
             else:
+                self._begin_window(iteration)
                 self._take(iteration, capture)
         stall_s, self._stall_s = self._stall_s, 0.0
         self._forward_start_s = time.perf_counter()
         return stall_s
+
+    def _grow(
+        self,
+        window: OpenWindow,
+        iteration: int,
+        capture: Callable[[], CapturedRecord],
+        *,
+        can_grow: bool,
+    ) -> None:
+        """Take the next snapshot of the window, or give it up: a replay needs those of all iterations."""
+        if can_grow and iteration == self._last_snapshot_iteration + 1:
+            self._take(iteration, capture)
+            return
+        window.is_given_up = True
+        if can_grow:
+            reason = f"iteration {iteration} does not follow {self._last_snapshot_iteration}"
+            self._reports.degraded("snapshot", iteration, f"{reason}: the window begins again")
 
     def _tune(
         self, iteration: int, iteration_s: float, measured: list[int], *, is_busy: bool
@@ -344,46 +295,74 @@ class CheckpointEngine:
         return bool(interval) and iteration - self._last_snapshot_iteration >= (interval or 0)
 
     def _settle(self, state: SnapshotState, *, is_protected: bool) -> None:
-        """Act on what all ranks together say of the last snapshot, and whether all peers have it."""
-        job = self._job
-        if job is None or state is SnapshotState.RUNNING:
+        """Act on what all ranks together say of the window, and whether all peers have it."""
+        window = self._window
+        if window is None or state is SnapshotState.RUNNING:
             return
-        self._job = None
+        self._window, last = None, window.last
         if state is SnapshotState.FAILED:
-            if job.state is not SnapshotState.FAILED:
-                self._reports.degraded("snapshot", job.iteration, "another rank has none")
-            job.region.advance(Role.FREE)
+            if window.state is not SnapshotState.FAILED:
+                self._reports.degraded("snapshot", last.iteration, "another rank has none")
+            window.region.advance(Role.FREE)
             return
-        before, self._complete = self._complete, job.region
-        self._complete_iteration = job.iteration
-        job.region.advance(Role.RECOVERY)
+        before, self._complete = self._complete, window.region
+        self._complete_iteration = last.iteration
+        window.region.advance(Role.RECOVERY)
         for region in (*self._retained, *([before] if before is not None else [])):
             if region.role is Role.RECOVERY:
                 region.advance(Role.FREE)
         self._retained = []
-        self._versions.settle(job.region.index_path, job.pooled)
-        self._strategy.note_complete(job.iteration)
-        self._profile.note_copy(job.num_bytes, job.copy_s)
+        self._versions.settle(window.region.index_path, last.pooled)
+        self._strategy.note_complete(last.iteration)
+        for job in window.jobs:
+            self._profile.note(job.num_bytes, job.copy_s, job.commit_s, job.replicate_s)
+        if facts := window.facts():
+            self._report_window(last.iteration, facts)
         if is_protected and not self._has_removed_left_overs:
             self._has_removed_left_overs = True
             self._memory.remove_left_overs()
         self._storage.note_complete()
         if self._tuner is not None and not self._storage.is_due:
-            self._tuner.end_checkpoint(job.complete_s)
+            self._tuner.end_checkpoint(last.complete_s)
+
+    def _report_window(self, iteration: int, facts: dict[str, Any]) -> None:
+        """Say what a window was like, and once for each length if training has to wait for it."""
+        length, most = facts["length"], max(facts["bytes"], default=0)
+        stall_s = self._profile.expected_stall_s(most)
+        self._reports.add("window", iteration, **facts, expected_stall_s=stall_s)
+        is_new, self._told_length = self._told_length != length, length
+        if is_new and stall_s > _NOTABLE_STALL * self._profile.iteration_s:
+            print(
+                f"moe_ft: rank {self._context.rank}: windows of {length} snapshots with up to "
+                f"{most / 2**20:.1f} MiB each hold up every iteration by about {stall_s:.3f} s of "
+                f"{self._profile.iteration_s:.3f} s. A longer --moe-ft-window or --moe-ft-max-window, or "
+                "more ranks, make them smaller.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _begin_window(self, iteration: int, *, is_last: bool = False) -> None:
+        region = self._free_region()
+        assert region is not None  # is_ready was agreed
+        region.advance(Role.SNAPSHOT)
+        plan = self._strategy.plan_window(iteration, is_last=is_last)
+        self._window = OpenWindow(plan=plan, layout=self._layout(plan), region=region)
 
     def _take(
         self, iteration: int, capture: Callable[[], CapturedRecord], *, is_last: bool = False
     ) -> None:
-        region = self._free_region()
-        assert region is not None  # is_ready was agreed
-        region.advance(Role.SNAPSHOT)
-        plan = self._strategy.plan(iteration, is_last=is_last)
+        """Take the next snapshot of the window."""
+        window = self._window
+        assert window is not None
+        plan = window.plan.snapshots[len(window.jobs)]
         slots = self._versions.find_free(len(plan.rotating))
-        self._versions.outdate(region, self._regions, slots)
+        if not window.jobs:
+            self._versions.outdate(window.region, self._regions, slots)
         names = {str(unit) for unit in plan.rotating}
-        self._job = SnapshotJob(
-            region=region,
-            layout=self._layout(plan),
+        job = SnapshotJob(
+            region=window.region,
+            window=window.layout,
+            position=len(window.jobs),
             iteration=iteration,
             record=capture(),
             keep_iteration=self._complete_iteration,
@@ -395,12 +374,18 @@ class CheckpointEngine:
             carried=self._versions.carried(names),
             is_sent_to_peers=not is_last or self._strategy.saves_all,
         )
+        window.jobs.append(job)
         self._last_snapshot_iteration = iteration
-        self._writer.submit(self._job)
+        self._writer.submit(job)
 
-    def _layout(self, plan: SnapshotPlan) -> FileLayout:
+    def _layout(self, plan: WindowPlan) -> LazyLayout:
+        """Return the layout of a window; the copy thread makes those that are not known yet."""
         if plan.key not in self._layouts:
-            self._layouts[plan.key] = self._make_layouts.lay_out(plan)
+            others = list(self._layouts)[self._num_lasting :]
+            for key in others if self._num_lasting else ():
+                del self._layouts[key]  # of an order of units that is no more
+            make = partial(self._make_layouts.lay_out, plan)
+            self._layouts[plan.key] = LazyLayout(make)
         return self._layouts[plan.key]
 
     def _poll_storage(self, *, are_idle: bool, can_persist: bool) -> None:
@@ -448,8 +433,9 @@ class CheckpointEngine:
         deadline = time.monotonic() + persist_deadline_s(self._memory.num_own_bytes)
         num_failed = 0
         while True:
-            if self._job is not None:
-                self._job.copied.wait(FENCE_DEADLINE_S)
+            if self._window is not None:
+                self._window.is_given_up |= self._window.is_growing
+                self._window.last.copied.wait(FENCE_DEADLINE_S)
             self._begin_agreement(goes_on=time.monotonic() < deadline)
             state, is_ready, are_idle, can_persist, is_protected, goes_on, *_ = (
                 self._agreement.result()
@@ -478,8 +464,10 @@ class CheckpointEngine:
             assert self._complete is not None
             self._storage.submit(self._complete, is_last=True)
             return True
-        has_failed = newest != iteration and self._last_snapshot_iteration == iteration
+        has_failed = newest != iteration and self._has_tried_last
         if not is_whole and not has_failed and is_ready:
+            self._has_tried_last = True
+            self._begin_window(iteration, is_last=True)
             self._take(iteration, capture, is_last=True)
             return True
         return False

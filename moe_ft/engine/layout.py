@@ -1,15 +1,19 @@
-"""How the unit versions of a snapshot lie in a data file, which is a valid safetensors file.
+"""How the unit versions of a window's snapshots lie in a data file, which is a valid safetensors file.
+
+The snapshots lie one behind the other, so that what one of them adds is one stretch of bytes.
 
 The header has a fixed size, padded with blanks; alignment gaps are declared as tensors ``__unused__/n``,
 because safetensors refuses holes. Sizes and offsets only: no torch, no I/O.
 """
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import msgspec
 
+from moe_ft.errors import SnapshotError
 from moe_ft.formats import TensorEntry, tensor_bytes
 from moe_ft.units import Level, UnitId
 
@@ -31,66 +35,115 @@ class UnitPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileLayout:
-    """The places of all units of a snapshot, and the file's header."""
+    """The places of all unit versions, and the file's header.
 
-    units: tuple[UnitPlace, ...]
+    Attributes:
+        snapshots: ``[snapshot]`` what each of them adds.
+        ends: ``[snapshot]`` how much of the file is filled then, in bytes.
+        header: the file begins with it.
+        num_bytes: of the file.
+    """
+
+    snapshots: tuple[tuple[UnitPlace, ...], ...]
+    ends: tuple[int, ...]
     header: bytes
     num_bytes: int
 
+    @property
+    def units(self) -> tuple[UnitPlace, ...]:
+        """The places of all snapshots."""
+        return tuple(chain.from_iterable(self.snapshots))
 
-def lay_out(
-    units: Iterable[tuple[UnitId, Level, Sequence[TensorEntry]]], num_bytes: int | None = None
-) -> FileLayout:
-    """Place units one behind the other.
+
+class LazyLayout:
+    """A layout that is made when it is first asked for; by one thread at a time."""
+
+    def __init__(self, make: Callable[[], FileLayout]) -> None:
+        self._make = make
+        self._layout: FileLayout | None = None
+
+    def get(self) -> FileLayout:
+        """Return the layout; raises SnapshotError if it does not fit into the region."""
+        if self._layout is None:
+            self._layout = self._make()
+        return self._layout
+
+
+Contents = Iterable[tuple[UnitId, Level, Sequence[TensorEntry]]]
+
+
+def lay_out(units: Contents, num_bytes: int | None = None) -> FileLayout:
+    """Place the units of one snapshot; see `lay_out_window`."""
+    return lay_out_window([units], num_bytes)
+
+
+def lay_out_window(snapshots: Iterable[Contents], num_bytes: int | None = None) -> FileLayout:
+    """Place units one behind the other, snapshot by snapshot.
 
     Args:
-        units: units, their level and their tensors, whose offsets are ignored; units without
+        snapshots: units, their level and their tensors, whose offsets are ignored; units without
             tensors (other ranks hold them) are left out.
         num_bytes: size of the file, if it is to be larger than it must be.
+
+    Raises:
+        SnapshotError: if they need more than that.
     """
     header: dict[str, dict[str, object]] = {}
-    placed: list[tuple[UnitId, Level, int, int, tuple[TensorEntry, ...]]] = []
-    end = 0
-    for unit, level, tensors in units:
-        if not tensors:
-            continue
-        end = start = _align(end, header)
-        inside = []
-        for tensor in tensors:
-            end = _align(end, header)
-            size = tensor_bytes(tensor)
-            inside.append(msgspec.structs.replace(tensor, offset=end - start))
-            header[
-                f"{unit}/{level}/{tensor.parameter}[{tensor.start}:{tensor.end}]/{tensor.key}"
-            ] = {
-                "dtype": tensor.dtype,
-                "shape": [tensor.end - tensor.start],
-                "data_offsets": [end, end + size],
-            }
-            end += size
-        placed.append((unit, level, start, end - start, tuple(inside)))
-    data_start = _data_start(header)
+    placed: list[list[UnitPlace]] = []
+    ends, end = [], 0
+    for number, units in enumerate(snapshots):
+        placed.append([])
+        for unit, level, tensors in units:
+            if tensors:
+                place = _place(unit, level, tensors, _align(end, header), header, number)
+                placed[-1].append(place)
+                end = place.offset + place.num_bytes
+        ends.append(end)
+    data_start, used = _data_start(header), end
     if num_bytes is not None and num_bytes > data_start + end:
         # Declaring the rest makes the header longer, perhaps by a page, and the rest shorter.
         _declare_unused(header, end, num_bytes)
         data_start = _data_start(header)
         _declare_unused(header, end, num_bytes - data_start)
         end = num_bytes - data_start
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    padded = encoded.ljust(data_start - _LENGTH_BYTES)
+    if num_bytes is not None and data_start + max(end, used) > num_bytes:
+        raise SnapshotError(f"a layout needs {data_start + used} bytes, its region has {num_bytes}")
+    padded = json.dumps(header, separators=(",", ":")).encode().ljust(data_start - _LENGTH_BYTES)
     return FileLayout(
-        units=tuple(
-            UnitPlace(
-                unit=unit,
-                level=level,
-                offset=data_start + start,
-                num_bytes=size,
-                tensors=tensors,
-            )
-            for unit, level, start, size, tensors in placed
+        snapshots=tuple(
+            tuple(replace(place, offset=data_start + place.offset) for place in places)
+            for places in placed
         ),
+        ends=tuple(data_start + each for each in ends),
         header=len(padded).to_bytes(_LENGTH_BYTES, "little") + padded,
         num_bytes=data_start + end,
+    )
+
+
+def _place(
+    unit: UnitId,
+    level: Level,
+    tensors: Sequence[TensorEntry],
+    start: int,
+    header: dict[str, dict[str, object]],
+    number: int,
+) -> UnitPlace:
+    """Place the tensors of a unit version from an offset on and declare them."""
+    # Only the weights of a unit may be in several snapshots of a window.
+    version = f"{level}.{number}" if level is Level.COMPUTE else level.value
+    inside, end = [], start
+    for tensor in tensors:
+        end = _align(end, header)
+        size = tensor_bytes(tensor)
+        inside.append(msgspec.structs.replace(tensor, offset=end - start))
+        header[f"{unit}/{version}/{tensor.parameter}[{tensor.start}:{tensor.end}]/{tensor.key}"] = {
+            "dtype": tensor.dtype,
+            "shape": [tensor.end - tensor.start],
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    return UnitPlace(
+        unit=unit, level=level, offset=start, num_bytes=end - start, tensors=tuple(inside)
     )
 
 

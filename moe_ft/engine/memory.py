@@ -30,7 +30,10 @@ _OURS = re.compile(r"(region_\d+\.(safetensors|json))|(pool_\d+x\d+\.safetensors
 
 
 def num_regions(*, persists: bool) -> int:
-    """Return how many regions a rank needs: the newest complete one, one to fill, one being written."""
+    """Return how many regions a rank needs, each for a window of snapshots.
+
+    One is the newest that is complete, one is being filled, one is being written to storage.
+    """
     return 3 if persists else 2
 
 
@@ -190,12 +193,13 @@ def _regions(directory: Path, count: int, info: RankInfo) -> tuple[Region, ...]:
 
 
 def holds(index_path: Path, lineage: str, iteration: int) -> bool:
-    """Return whether a region holds the snapshot of an iteration of a run."""
+    """Return whether a region holds the state of an iteration of a run."""
     try:
         index = decode(index_path.read_bytes(), IndexHead, str(index_path))
     except OSError:
         return False
-    return (index.identity.lineage, index.iteration) == (lineage, iteration)
+    found = (index.identity.lineage, index.iteration)
+    return found == (lineage, iteration) and index.is_whole
 
 
 def _unpin(file: MappedFile) -> None:

@@ -11,10 +11,14 @@ _LENGTH = struct.Struct(">I")
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-    """Keep a replica: followed by the index, the region's data, and slots of the pool.
+    """Keep a replica: followed by the index, a stretch of the region, and slots of the pool.
 
     Attributes:
-        keep_iteration: the newest complete snapshot, which must not be overwritten.
+        iteration: of the newest snapshot in the region.
+        keep_iteration: the last iteration of the newest complete window, which must not be overwritten.
+        start_byte: of the stretch; 0 for the whole file up to its end, else the peer must hold the window
+            without its newest snapshot already.
+        data_bytes: of the stretch.
         slots: names of the units that follow, in this order; their places are in the index.
         slot_bytes: of all of them.
     """
@@ -24,6 +28,7 @@ class Put(msgspec.Struct, frozen=True, tag=True):
     iteration: int
     keep_iteration: int | None
     index_bytes: int
+    start_byte: int
     data_bytes: int
     slots: tuple[str, ...] = ()
     slot_bytes: int = 0

@@ -27,7 +27,7 @@ from moe_ft.engine.peer_messages import (
 )
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
-from moe_ft.formats import Index, UnitEntry, check_path, decode, encode
+from moe_ft.formats import Index, IndexHead, UnitEntry, check_path, decode, encode
 
 PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received
 _MAX_INDEX_BYTES = 1 << 30
@@ -45,6 +45,7 @@ class PeerServer:
         self._token = ""
         self._replicas: Mapping[int, ReplicaMemory] = {}
         self._locks: dict[int, threading.Lock] = {}
+        self._newest: dict[int, int] = {}  # iteration that was last accepted, by source
         self._listener: socket.socket | None = None
         self.address: tuple[str, int] | None = None
 
@@ -117,43 +118,52 @@ class PeerServer:
             raise ConnectionError(f"an index of {request.index_bytes} bytes is not one of moe_ft")
         content = receive(connection, request.index_bytes)
         memory = self._replicas.get(request.source)
-        if memory is None or memory.regions[0].num_bytes != request.data_bytes:
-            expected = "none" if memory is None else f"{memory.regions[0].num_bytes} bytes"
+        region_bytes = 0 if memory is None else memory.regions[0].num_bytes
+        if memory is None or not 0 <= request.start_byte <= region_bytes - request.data_bytes:
             raise ConnectionError(
-                f"a replica of rank {request.source} of {request.data_bytes} bytes; expected {expected}"
+                f"a replica of rank {request.source} up to byte {request.start_byte + request.data_bytes}; "
+                f"expected {f'at most {region_bytes} bytes' if memory else 'none'}"
             )
         with self._locks[request.source]:
-            free = [each for each in memory.regions if _may_go(each, request.keep_iteration)]
-            if not free:
-                pass_over(connection, request.data_bytes + request.slot_bytes)
-                return f"all regions hold iteration {request.keep_iteration}, which must be kept"
-            region = free[0]
-            region.invalidate()
-            contents = {"": memoryview(region.mapping)}
             try:
                 index = decode(bytes(content), Index, f"the index of rank {request.source}")
+                self._check_is_newest(index)
+                region = _region_for(request, index, memory)
                 slots = _slots_for(request, index, memory, region)
             except CorruptStateError as error:
                 pass_over(connection, request.data_bytes + request.slot_bytes)
                 return str(error)
-            receive_into(connection, contents[""])
+            contents = {"": memoryview(region.mapping)}
+            end_byte = request.start_byte + request.data_bytes
+            receive_into(connection, contents[""][request.start_byte : end_byte])
             if memory.pool is not None and slots:
                 contents[memory.pool.name] = memoryview(memory.pool.mapping)
             for unit in slots:
                 target = contents[unit.file]
                 receive_into(connection, target[unit.offset : unit.offset + unit.num_bytes])
-            arrived = [name for name, unit in index.units.items() if not unit.file]
+            arrived = [
+                (name, unit)
+                for name, unit in index.entries()
+                if (unit.offset >= request.start_byte if not unit.file else name in request.slots)
+            ]
             try:
-                where = f"rank {request.source}"
-                check_units(index, contents, where, [*arrived, *request.slots])
+                check_units(index, contents, f"rank {request.source}", arrived)
             except CorruptStateError as error:
+                region.invalidate()
                 return str(error)
             named = msgspec.structs.replace(index, file=region.data_path.name)
             try:
                 region.commit(encode(named), index.iteration)
             except OSError as error:
                 return f"{error}"
+            self._newest[index.rank] = index.iteration
         return ""
+
+    def _check_is_newest(self, index: Index) -> None:
+        """Raise CorruptStateError for what its sender has given up and sent newer snapshots after."""
+        newest = self._newest.get(index.rank, -1)
+        if index.iteration < newest:
+            raise CorruptStateError(f"iteration {index.iteration} comes after iteration {newest}")
 
     def _get(self, connection: socket.socket, request: Get) -> None:
         try:
@@ -169,6 +179,41 @@ class PeerServer:
                 send_all(connection, content[request.offset : request.offset + num_bytes])
         except OSError as error:
             send(connection, Reply(error=str(error)))
+
+
+def _region_for(request: Put, index: Index, memory: ReplicaMemory) -> Region:
+    """Return the region that a stretch goes into; one that is filled from its beginning holds nothing then.
+
+    Raises:
+        CorruptStateError: if all regions are needed, or none holds the snapshots before.
+    """
+    if index.file_bytes != memory.regions[0].num_bytes:
+        raise CorruptStateError(
+            f"a replica of rank {request.source} of {index.file_bytes} bytes; expected "
+            f"{memory.regions[0].num_bytes} bytes"
+        )
+    if request.start_byte > 0:
+        for region in memory.regions:
+            if region.iteration == index.iteration - 1 and _goes_on(region, index):
+                return region
+        raise CorruptStateError(f"there is no window that iteration {index.iteration} continues")
+    free = [each for each in memory.regions if _may_go(each, request.keep_iteration)]
+    if not free:
+        raise CorruptStateError(
+            f"all regions hold iteration {request.keep_iteration}, which must be kept"
+        )
+    free[0].invalidate()
+    return free[0]
+
+
+def _goes_on(region: Region, index: Index) -> bool:
+    """Return whether a region holds all snapshots of a window but the newest."""
+    try:
+        found = decode(region.index_path.read_bytes(), IndexHead, str(region.index_path))
+    except OSError:
+        return False
+    before = (index.identity, index.window, index.num_snapshots - 1, index.header_checksum)
+    return before == (found.identity, found.window, found.num_snapshots, found.header_checksum)
 
 
 def _may_go(region: Region, keep_iteration: int | None) -> bool:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from moe_ft.engine.background import PhaseHook, Reports
 from moe_ft.engine.peer_messages import (
@@ -31,6 +32,27 @@ _SLOWEST_BYTES_PER_S = 100e6  # of a peer that verifies a replica
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 10.0, 300.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """A committed snapshot that peers are to have.
+
+    Attributes:
+        region: holds it.
+        pool: holds units that the region does not; None without one.
+        index: describes both.
+        start_byte, end_byte: what the snapshot adds to the region.
+        keep_iteration: the last iteration of the newest complete window, which peers keep until they have
+            all of this one.
+    """
+
+    region: Region
+    pool: Pool | None
+    index: Index
+    start_byte: int
+    end_byte: int
+    keep_iteration: int | None
+
+
 class PeerConnection:
     """A connection to one peer. Owned by one thread."""
 
@@ -44,65 +66,47 @@ class PeerConnection:
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return self._connection
 
-    def put(
-        self,
-        region: Region,
-        index: Index,
-        keep_iteration: int | None,
-        phase_hook: PhaseHook,
-        pool: Pool | None = None,
-        slots: Sequence[str] = (),
-    ) -> None:
+    def put(self, replica: "Replica", slots: Sequence[str], phase_hook: PhaseHook) -> None:
         """Send a replica and wait until it is committed there; raises OSError if that fails.
 
         Args:
-            region: holds the snapshot.
-            index: describes it.
-            keep_iteration: what the peer must not overwrite.
+            replica: what to send.
+            slots: names of units of the pool, which are sent too.
             phase_hook: called in the middle.
-            pool: holds the units of `slots`, which are sent too.
-            slots: names of units.
         """
         try:
-            self._put(region, index, keep_iteration, phase_hook, pool, slots)
+            self._put(replica, slots, phase_hook)
         except CorruptStateError:
             raise  # an answer: the connection is in order
         except BaseException:
             self.close()  # in the middle of a message
             raise
 
-    def _put(
-        self,
-        region: Region,
-        index: Index,
-        keep_iteration: int | None,
-        phase_hook: PhaseHook,
-        pool: Pool | None,
-        slots: Sequence[str],
-    ) -> None:
-        connection = self._connected()
+    def _put(self, replica: "Replica", slots: Sequence[str], phase_hook: PhaseHook) -> None:
+        connection, index = self._connected(), replica.index
         content = encode(index)
         request = Put(
             self._token,
             index.rank,
             index.iteration,
-            keep_iteration,
+            replica.keep_iteration,
             len(content),
-            index.file_bytes,
+            replica.start_byte,
+            replica.end_byte - replica.start_byte,
             tuple(slots),
             sum(index.units[name].num_bytes for name in slots),
         )
         send(connection, request)
         send_all(connection, content)
-        data = memoryview(region.mapping)
-        half = index.file_bytes // 2
-        send_all(connection, data[:half])
+        data = memoryview(replica.region.mapping)
+        half = (replica.start_byte + replica.end_byte) // 2
+        send_all(connection, data[replica.start_byte : half])
         phase_hook(Phase.REPLICATE, index.iteration)
-        send_all(connection, data[half:])
+        send_all(connection, data[half : replica.end_byte])
         for name in slots:
-            assert pool is not None
+            assert replica.pool is not None
             unit = index.units[name]
-            with memoryview(pool.mapping) as pooled:
+            with memoryview(replica.pool.mapping) as pooled:
                 send_all(connection, pooled[unit.offset : unit.offset + unit.num_bytes])
         num_bytes = request.data_bytes + request.slot_bytes
         connection.settimeout(PROGRESS_TIMEOUT_S + num_bytes / _SLOWEST_BYTES_PER_S)
@@ -144,59 +148,50 @@ class PeerReplicator:
         }
         self._is_lacking_address = len(self._pairs) < len(peers)
 
-    def replicate(
-        self, region: Region, pool: Pool | None, index: Index, keep_iteration: int | None
-    ) -> bool:
+    def replicate(self, replica: Replica) -> bool:
         """Send a snapshot to all peers; return whether all of them have it.
 
-        Of the pool a peer gets what it does not have yet.
+        Of the window and the pool a peer gets what it does not have yet.
         A pair that fails is tried again with the next snapshot, then less and less often.
         """
-        start = time.perf_counter()
-        reached = [
-            rank
-            for rank, pair in self._pairs.items()
-            if self._send(rank, pair, region, pool, index, keep_iteration)
-        ]
+        start, index = time.perf_counter(), replica.index
+        sent = {rank: self._send(rank, pair, replica) for rank, pair in self._pairs.items()}
+        reached = [rank for rank, num_bytes in sent.items() if num_bytes is not None]
         if reached:
             self._reports.add(
                 "replicate",
                 index.iteration,
-                bytes=index.file_bytes,
+                bytes=max(sent[rank] or 0 for rank in reached),
                 seconds=time.perf_counter() - start,
-                num_units=len(index.units),
+                num_units=sum(1 for _ in index.entries()),
                 peers=reached,
             )
         return len(reached) == len(self._pairs) and not self._is_lacking_address
 
-    def _send(
-        self,
-        rank: int,
-        pair: "_Pair",
-        region: Region,
-        pool: Pool | None,
-        index: Index,
-        keep_iteration: int | None,
-    ) -> bool:
+    def _send(self, rank: int, pair: "_Pair", replica: Replica) -> int | None:
+        """Send what a peer lacks; return how much of the region that was, None if it failed."""
         wait_s = pair.retry_s - time.monotonic()
+        iteration = replica.index.iteration
         if wait_s > 0:
             reason = f"rank {rank} failed {pair.num_failures} times; tried again in {wait_s:.0f} s"
-            self._reports.add("skipped", index.iteration, part="replicate", reason=reason)
-            return False
+            self._reports.add("skipped", iteration, part="replicate", reason=reason)
+            return None
         try:
-            slots = pair.missing(index)
-            pair.connection.put(region, index, keep_iteration, self._phase_hook, pool, slots)
+            slots = pair.missing(replica.index)
+            if not pair.has_window_before(replica.index):
+                replica = replace(replica, start_byte=0)
+            pair.connection.put(replica, slots, self._phase_hook)
         except Exception as error:  # of the network, the peer, or an injected one
             pair.fail()
             self._reports.degraded(
                 "replicate",
-                index.iteration,
+                iteration,
                 f"rank {rank} did not take the replica: {type(error).__name__}: {error}; until it takes "
                 "one, a loss of this node costs what came after the last one",
             )
-            return False
-        pair.succeed(index)
-        return True
+            return None
+        pair.succeed(replica.index)
+        return replica.end_byte - replica.start_byte
 
     def close(self) -> None:
         """Close all connections."""
@@ -212,6 +207,13 @@ class _Pair:
         self.num_failures = 0
         self.retry_s = 0.0
         self._known: dict[str, UnitEntry] = {}  # what the peer's pool holds
+        self._newest: tuple[int, int] | None = (
+            None  # iteration and number of the last snapshot there
+        )
+
+    def has_window_before(self, index: Index) -> bool:
+        """Return whether the peer has all snapshots of the window before the newest one."""
+        return self._newest == (index.iteration - 1, index.num_snapshots - 1)
 
     def missing(self, index: Index) -> list[str]:
         """Return the units of the pool whose versions the peer does not have where the index says."""
@@ -225,10 +227,11 @@ class _Pair:
         """Note that the peer has a snapshot."""
         self.num_failures = 0
         self._known = {name: unit for name, unit in index.units.items() if unit.file}
+        self._newest = (index.iteration, index.num_snapshots)
 
     def fail(self) -> None:
         """Note a failure: the next snapshot tries again, the ones after that wait longer and longer."""
-        self._known = {}
+        self._known, self._newest = {}, None
         self.num_failures += 1
         if self.num_failures > 1:
             delay_s = min(_FIRST_RETRY_S * 2 ** (self.num_failures - 2), _LONGEST_RETRY_S)

@@ -169,7 +169,7 @@ class PersistWorker:
             OSError: if storage fails, or the other ranks do not get there before the deadline.
         """
         index = decode(Path(request.index).read_bytes(), Index, request.index)
-        if (index.rank, index.iteration) != (request.rank, request.iteration):
+        if (index.rank, index.iteration) != (request.rank, request.iteration) or not index.is_whole:
             raise CorruptStateError(f"{request.index} holds iteration {index.iteration}")
         data_path = rank_path(index.iteration, index.rank, request.tag, "safetensors")
         index_path = rank_path(index.iteration, index.rank, request.tag, "json")
@@ -202,9 +202,10 @@ class PersistWorker:
             return None
         own = {name: unit.checksum for name, unit in index.units.items() if not unit.file}
         there = {name: unit.checksum for name, unit in found.units.items() if name in own}
-        is_same = own == there and (found.identity, found.records) == (
+        is_same = own == there and (found.identity, found.records, found.compute) == (
             index.identity,
             index.records,
+            index.compute,
         )
         return found if is_same else None
 
@@ -233,7 +234,12 @@ class PersistWorker:
         for file, content in contents.items():
             if not file and len(content) < index.file_bytes:
                 raise CorruptStateError(f"{data} is shorter than its index says")
-        check_units(index, contents, str(data), stored.from_file)
+        written = (
+            (name, unit)
+            for name, unit in index.entries()
+            if not unit.file or name in stored.from_file
+        )
+        check_units(index, contents, str(data), written)
         self._storage.write(data_path, stored.pieces(index, contents))
 
     def _mapped(self, path: Path) -> memoryview:

@@ -77,24 +77,61 @@ class IntervalTuner:
 
 
 class SnapshotProfile:
-    """Measures how many bytes can be copied while forward and backward run. Owned by the training thread."""
+    """Measures how many bytes a snapshot may have to cost no time. Owned by the training thread.
+
+    The device copy must be done before the optimizer step; checksums and commit, and replication beside
+    them, before those of the next iteration.
+    """
 
     def __init__(self) -> None:
         self._forward_backward_s: deque[float] = deque(maxlen=_WINDOW)
-        self._bytes_per_s: deque[float] = deque(maxlen=_WINDOW)
+        self._iteration_s: deque[float] = deque(maxlen=_WINDOW)
+        self._copy_rate: deque[float] = deque(maxlen=_WINDOW)
+        self._flow_rate: deque[float] = deque(maxlen=_WINDOW)
+
+    def note_iteration(self, seconds: float) -> None:
+        """Note the time of an iteration."""
+        self._iteration_s.append(seconds)
 
     def note_forward_backward(self, seconds: float) -> None:
         """Note the time from the end of an iteration to the optimizer step of the next."""
         self._forward_backward_s.append(seconds)
 
-    def note_copy(self, num_bytes: int, seconds: float) -> None:
-        """Note what was copied in which time."""
-        if seconds > 0:
-            self._bytes_per_s.append(num_bytes / seconds)
+    def note(self, num_bytes: int, copy_s: float, commit_s: float, replicate_s: float) -> None:
+        """Note what a snapshot took.
+
+        Args:
+            num_bytes: that were copied.
+            copy_s: until nothing read the training state any more.
+            commit_s: until it was committed, the copy included.
+            replicate_s: to send it to all peers, which goes on beside the commit of the next one.
+        """
+        if copy_s > 0 and num_bytes > 0:
+            self._copy_rate.append(num_bytes / copy_s)
+            self._flow_rate.append(num_bytes / max(commit_s, replicate_s, copy_s))
 
     @property
-    def budget_bytes(self) -> float | None:
+    def iteration_s(self) -> float:
+        """How long an iteration takes, 0 until measured."""
+        return median(self._iteration_s) if self._iteration_s else 0.0
+
+    @property
+    def copied_bytes(self) -> float | None:
         """What can be copied while forward and backward run, None until both were measured."""
-        if not self._bytes_per_s or len(self._forward_backward_s) < NUM_QUIET_ITERATIONS:
+        if not self._copy_rate or len(self._forward_backward_s) < NUM_QUIET_ITERATIONS:
             return None
-        return median(self._bytes_per_s) * median(self._forward_backward_s)
+        return median(self._copy_rate) * median(self._forward_backward_s)
+
+    @property
+    def flow_bytes(self) -> float | None:
+        """What can be committed and replicated in an iteration, None until both were measured."""
+        if not self._flow_rate or len(self._iteration_s) < NUM_QUIET_ITERATIONS:
+            return None
+        return median(self._flow_rate) * median(self._iteration_s)
+
+    def expected_stall_s(self, num_bytes: int) -> float:
+        """Return for how long a snapshot of so many bytes holds up the optimizer step."""
+        copied = self.copied_bytes
+        if copied is None:
+            return 0.0
+        return max(0.0, num_bytes - copied) / median(self._copy_rate)

@@ -1,8 +1,8 @@
 """Copies a rank's slices into a region while forward and backward run, then commits it.
 
 One thread, one snapshot at a time. The device copy must be done before the next optimizer step, which waits
-for it (the fence, engine/engine.py); checksums, commit and replication may take longer. On a GPU the copy
-goes through a stream of its own into pinned memory.
+for it (the fence, engine/engine.py); checksums, commit and replication, which has a thread of its own, may
+take longer. On a GPU the copy goes through a stream of its own into pinned memory.
 """
 
 import queue
@@ -19,7 +19,8 @@ import msgspec
 import torch
 
 from moe_ft.engine.background import PhaseHook, Reports
-from moe_ft.engine.layout import FileLayout, UnitPlace
+from moe_ft.engine.layout import FileLayout, LazyLayout, UnitPlace
+from moe_ft.engine.peers import Replica
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import MappedFile, Region
 from moe_ft.errors import SnapshotError
@@ -38,6 +39,7 @@ from moe_ft.planning.strategies import SnapshotPlan
 from moe_ft.state import record as records
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, own_slice, whole_tensor
+from moe_ft.units import Level
 
 _BATCH = 256
 
@@ -47,16 +49,14 @@ class SnapshotState(IntEnum):
 
     RUNNING = 0
     FAILED = 1
-    COMPLETE = 2  # committed, and sent to the peers that take it
+    COMPLETE = 2  # of a window all snapshots are committed, and sent to the peers that take them
     NONE = 3
 
 
 class Replicator(Protocol):
     """Sends committed snapshots to peers."""
 
-    def replicate(
-        self, region: Region, pool: Pool | None, index: Index, keep_iteration: int | None
-    ) -> bool:
+    def replicate(self, replica: Replica) -> bool:
         """Send a snapshot; return whether all peers have it. Failures are reported, not raised."""
         ...
 
@@ -66,10 +66,11 @@ class SnapshotJob:
     """One snapshot to take.
 
     Attributes:
-        layout: of the region.
+        window: layout of the region.
+        position: of the snapshot in its window.
         slots: places in the pool of the units that only some snapshots hold.
         carried: versions of such units that this snapshot does not hold, by name.
-        keep_iteration: the newest complete snapshot, which peers must not overwrite yet.
+        keep_iteration: the end of the newest complete window, which peers must not overwrite yet.
         ready: on a GPU, the event after which the state may be read.
         is_protected: whether all peers have it, once it is complete.
         is_sent_to_peers: not where they would have to keep several of one iteration, at the end of training.
@@ -77,11 +78,12 @@ class SnapshotJob:
     """
 
     region: Region
-    layout: FileLayout
+    window: LazyLayout
     iteration: int
     record: records.CapturedRecord
     keep_iteration: int | None
     plan: SnapshotPlan
+    position: int = 0
     slots: Sequence[UnitPlace] = ()
     carried: Mapping[str, UnitEntry] = field(default_factory=dict)
     is_sent_to_peers: bool = True
@@ -92,7 +94,14 @@ class SnapshotJob:
     is_protected: bool = True
     state: SnapshotState = SnapshotState.RUNNING
     copy_s: float = 0.0
+    commit_s: float = 0.0
+    replicate_s: float = 0.0
     complete_s: float = 0.0
+
+    @property
+    def layout(self) -> FileLayout:
+        """Of the region. The copy thread's, until the snapshot is complete."""
+        return self.window.get()
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +111,13 @@ class SnapshotJob:
     @property
     def places(self) -> tuple[UnitPlace, ...]:
         """Of all units that are copied."""
-        return (*self.layout.units, *self.slots)
+        return (*self.layout.snapshots[self.position], *self.slots)
+
+    @property
+    def stretch(self) -> tuple[int, int]:
+        """The first and the last byte of the region, the last one not included, that this snapshot adds."""
+        ends = self.layout.ends
+        return (ends[self.position - 1] if self.position else 0), ends[self.position]
 
 
 class SnapshotWriter:
@@ -126,11 +141,13 @@ class SnapshotWriter:
         self._parameters = {each.name: each for each in parameters}
         self._entries: dict[str, ParameterEntry] = {each.name: each.entry for each in parameters}
         self._identity, self._rank, self._node = identity, rank, node
-        self._reports, self._replicator, self._phase_hook = reports, replicator, phase_hook
+        self._reports, self._phase_hook = reports, phase_hook
+        self._sender = ReplicaSender(replicator, pool, reports) if replicator is not None else None
+        self._window: Index | None = None  # of the snapshots before, in the window under way
         self._jobs: queue.SimpleQueue[SnapshotJob | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: Any = None
-        self._copies: dict[tuple[int, int], list[_Copy]] = {}
+        self._copies: dict[tuple[int, int], tuple[FileLayout, list[_Copy]]] = {}
 
     def start(self) -> None:
         """Start the thread."""
@@ -138,6 +155,8 @@ class SnapshotWriter:
             self._stream = torch.cuda.Stream()
         self._thread = threading.Thread(target=self._run, name="moe_ft-snapshot", daemon=True)
         self._thread.start()
+        if self._sender is not None:
+            self._sender.start()
 
     def submit(self, job: SnapshotJob) -> None:
         """Begin a snapshot; until `job.copied` is set, nobody may change weights and moments."""
@@ -147,10 +166,12 @@ class SnapshotWriter:
         self._jobs.put(job)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after what is under way, or leave it after some seconds."""
+        """End the threads after what is under way, or leave them after some seconds."""
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
+        if self._sender is not None:
+            self._sender.close(timeout_s)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -166,35 +187,38 @@ class SnapshotWriter:
 
     def _take(self, job: SnapshotJob) -> None:
         start = time.perf_counter()
-        job.region.invalidate()
+        if job.position == 0:
+            job.region.invalidate()
+            self._window = None
         absent = self._copy(job)
         job.copied.set()
         job.copy_s = time.perf_counter() - start
-        index = self._index(job, absent)
+        before, self._window = self._window, None
+        index = self._index(job, absent, before)
         if job.is_abandoned:
             raise SnapshotError("the copy took longer than the fence waits")
         job.region.commit(encode(index), job.iteration)
+        self._window = index
         job.pooled = {name: entry for name, entry in index.units.items() if entry.file}
-        committed_s = time.perf_counter() - start
+        job.commit_s = job.complete_s = time.perf_counter() - start
         self._reports.add(
             "snapshot",
             job.iteration,
             bytes=job.num_bytes,
-            seconds=committed_s,
+            seconds=job.commit_s,
             copy_s=job.copy_s,
             num_units=len(job.places),
             level=dict(Counter(place.level.value for place in job.places)),
         )
-        if self._replicator is not None and job.is_sent_to_peers:
-            job.is_protected = self._replicator.replicate(
-                job.region, self._pool, index, job.keep_iteration
-            )
-        job.complete_s = time.perf_counter() - start
-        job.state = SnapshotState.COMPLETE
+        if self._sender is not None and job.is_sent_to_peers:
+            self._sender.submit(job, index)
+        else:
+            job.state = SnapshotState.COMPLETE
 
     def _copy(self, job: SnapshotJob) -> set[tuple[str, str]]:
         """Copy all tensors; return (parameter, key) of those that do not exist yet."""
-        job.region.mapping[: len(job.layout.header)] = job.layout.header
+        if job.position == 0:
+            job.region.mapping[: len(job.layout.header)] = job.layout.header
         copies = self._copies_into(job)
         half = len(copies) // 2
         stream = self._stream
@@ -214,13 +238,15 @@ class SnapshotWriter:
 
         What goes into a region is found out once for each layout, for thousands of tensors.
         """
-        key = (id(job.region), id(job.layout))
-        if key not in self._copies:
-            self._copies[key] = list(self._copies_to(job.region, job.layout.units))
+        key = (job.region.number, job.position)
+        known = self._copies.get(key)
+        if known is None or known[0] is not job.layout:
+            places = job.layout.snapshots[job.position]
+            known = self._copies[key] = (job.layout, list(self._copies_to(job.region, places)))
         if not job.slots:
-            return self._copies[key]
+            return known[1]
         assert self._pool is not None
-        return [*self._copies[key], *self._copies_to(self._pool, job.slots)]
+        return [*known[1], *self._copies_to(self._pool, job.slots)]
 
     def _copies_to(self, target: MappedFile, places: Iterable[UnitPlace]) -> Iterator["_Copy"]:
         mapping = target.mapping
@@ -268,12 +294,26 @@ class SnapshotWriter:
                     ),
                 )
 
-    def _index(self, job: SnapshotJob, absent: set[tuple[str, str]]) -> Index:
-        units = dict(job.carried)
-        units.update(self._entries_of(job, job.region, job.layout.units, absent))
+    def _index(self, job: SnapshotJob, absent: set[tuple[str, str]], before: Index | None) -> Index:
+        """Describe the window up to this snapshot.
+
+        Args:
+            job: the snapshot.
+            absent: what did not exist yet.
+            before: the window up to the snapshot before it.
+        """
+        if job.position and (before is None or before.num_snapshots != job.position):
+            raise SnapshotError("the snapshot before it in its window has failed")
+        places = job.layout.snapshots[job.position]
+        full = [place for place in places if place.level is Level.FULL]
+        compute = [place for place in places if place.level is Level.COMPUTE]
+        units = {**job.carried, **(before.units if before else {})}
+        units.update(self._entries_of(job, job.region, full, absent))
         if job.slots:
             assert self._pool is not None
             units.update(self._entries_of(job, self._pool, job.slots, absent, self._pool.name))
+        window = len(job.layout.snapshots)
+        weights = dict(self._entries_of(job, job.region, compute, absent))
         return Index(
             format=FORMAT,
             identity=self._identity,
@@ -286,10 +326,60 @@ class SnapshotWriter:
             header_checksum=checksum(job.layout.header),
             units=units,
             parameters=self._entries,
-            records=(records.encode(job.record),),
+            records=(*(before.records if before else ()), records.encode(job.record)),
             origins=self._origins,
             progress=job.plan.progress() if job.plan.progress else None,
+            window=window,
+            num_snapshots=job.position + 1,
+            compute=(*(before.compute if before else ()), weights) if window > 1 else (),
         )
+
+
+class ReplicaSender:
+    """The thread that sends committed snapshots to peers, while the next one is copied."""
+
+    def __init__(self, replicator: Replicator, pool: Pool | None, reports: Reports) -> None:
+        self._replicator, self._pool, self._reports = replicator, pool, reports
+        self._jobs: queue.SimpleQueue[tuple[SnapshotJob, Index] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="moe_ft-replicate", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: SnapshotJob, index: Index) -> None:
+        """Send a snapshot after those that were submitted before; then it is complete."""
+        self._jobs.put((job, index))
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread after what is under way, or leave it after some seconds."""
+        self._jobs.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (next_ := self._jobs.get()) is not None:
+            job, index = next_
+            start = time.perf_counter()
+            start_byte, end_byte = job.stretch
+            replica = Replica(
+                region=job.region,
+                pool=self._pool,
+                index=index,
+                start_byte=start_byte,
+                end_byte=end_byte,
+                keep_iteration=job.keep_iteration,
+            )
+            try:
+                job.is_protected = self._replicator.replicate(replica)
+            except Exception as error:  # a peer's failure is reported there: this is one of ours
+                reason = f"{type(error).__name__}: {error}"
+                self._reports.degraded("replicate", job.iteration, reason)
+                job.is_protected = False
+            job.replicate_s = time.perf_counter() - start
+            job.complete_s += job.replicate_s
+            job.state = SnapshotState.COMPLETE
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -174,13 +174,15 @@ class Storage:
         files: list[FileEntry] = []
         older: dict[str, FileEntry] = {}
         indexes: list[Index] = []
-        identity = None
+        identity, window = None, 0
         for rank in range(world_size):
             path = rank_path(iteration, rank, tag, "json")
             content = self.read(path)
             index = decode(content, Index, f"{self.url}/{path}")
             identity = identity or index.identity
-            if (index.rank, index.iteration, index.identity) != (rank, iteration, identity):
+            window = window or index.window
+            found = (index.rank, index.iteration, index.identity, index.window)
+            if found != (rank, iteration, identity, window) or not index.is_whole:
                 raise CorruptStateError(f"{self.url}/{path} does not belong to this checkpoint")
             files.append(
                 FileEntry(
@@ -202,6 +204,7 @@ class Storage:
             files=tuple(files),
             units=_sources(indexes, files, list(older)),
             older=tuple(older.values()),
+            window=window,
         )
         path = f"{iteration_directory(iteration)}/{MANIFEST_NAME}"
         self.write_atomically(path, encode(manifest))

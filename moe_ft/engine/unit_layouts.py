@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from moe_ft.engine.layout import FileLayout, UnitPlace, lay_out
+from moe_ft.engine.layout import Contents, FileLayout, UnitPlace, lay_out, lay_out_window
 from moe_ft.planning.sharding import assign_weighted_slices
-from moe_ft.planning.strategies import SnapshotPlan
+from moe_ft.planning.strategies import SnapshotPlan, WindowPlan
 from moe_ft.state.catalog import Slices, UnitCatalog
 from moe_ft.units import Level, UnitId
 
@@ -17,17 +17,23 @@ class UnitLayouts:
         self._places: dict[UnitId, UnitPlace] = {}
         self.region_bytes: int | None = None  # what regions have, once that is known
 
-    def lay_out(self, plan: SnapshotPlan) -> FileLayout:
-        """Return the layout of a region; all have the size of regions."""
-        slices = self._slices(plan)
-        return lay_out(
-            (
-                (unit, level, self._catalog.tensors(unit, level, slices))
-                for unit, level in plan.levels.items()
-                if level is not Level.NONE
-            ),
-            self.region_bytes,
+    def lay_out(self, plan: WindowPlan) -> FileLayout:
+        """Return the layout of a region; all have the size of regions.
+
+        Raises:
+            SnapshotError: if the plan needs more than that.
+        """
+        return lay_out_window(
+            (self._contents(snapshot) for snapshot in plan.snapshots), self.region_bytes
         )
+
+    def _contents(self, plan: SnapshotPlan) -> Contents:
+        slices = self._slices(plan)
+        return [
+            (unit, level, self._catalog.tensors(unit, level, slices))
+            for unit, level in plan.levels.items()
+            if level is not Level.NONE
+        ]
 
     def _slices(self, plan: SnapshotPlan) -> Slices | None:
         """Return how the plan divides parameters that data-parallel ranks hold alike."""

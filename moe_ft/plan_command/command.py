@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from moe_ft.plan_command.flags import add_flags
 from moe_ft.plan_command.partial import add_partial_flags, render_partial
+from moe_ft.plan_command.sparse import render_sparse
+from moe_ft.plan_command.sparse_flags import add_sparse_flags
 
 
 class PlannedStrategy(NamedTuple):
@@ -20,6 +22,7 @@ class PlannedStrategy(NamedTuple):
 
 STRATEGIES: Mapping[str, PlannedStrategy] = {
     "partial": PlannedStrategy(add_partial_flags, render_partial),
+    "sparse": PlannedStrategy(add_sparse_flags, render_sparse),
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_ft.config import parse_size
+from moe_ft.config_fields import parse_size
 from moe_ft.errors import ConfigError
 from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape, evenly_spaced_layers
 from moe_ft.planning.partial_size import ExpertUnit, NonExpertUnit, SavingLayout, Sharding
@@ -154,7 +154,8 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _check_least(options: argparse.Namespace, name: str, least: int) -> None:
+def check_least(options: argparse.Namespace, name: str, least: int) -> None:
+    """Raise ConfigError if a flag that was given is less than it may be."""
     value = getattr(options, name)
     if value is not None and value < least:
         raise ConfigError(
@@ -162,7 +163,7 @@ def _check_least(options: argparse.Namespace, name: str, least: int) -> None:
         )
 
 
-def _check_divides(options: argparse.Namespace, part: str, whole: str, value: int) -> None:
+def check_divides(options: argparse.Namespace, part: str, whole: str, value: int) -> None:
     """Raise ConfigError unless one flag divides another, whose value it is."""
     if value % getattr(options, part):
         raise ConfigError(
@@ -171,8 +172,12 @@ def _check_divides(options: argparse.Namespace, part: str, whole: str, value: in
         )
 
 
-def read_shape(options: argparse.Namespace) -> ModelShape:
+def read_shape(options: argparse.Namespace, *, least_moe_layers: int = 1) -> ModelShape:
     """Return the preset with what flags change, or the model that flags describe.
+
+    Args:
+        options: the flags.
+        least_moe_layers: 0 for strategies that also save models without experts.
 
     Raises:
         ConfigError: if a flag cannot be, or two do not fit together.
@@ -181,7 +186,7 @@ def read_shape(options: argparse.Namespace) -> ModelShape:
     sizes |= {name: (field, least) for name, (field, least, _) in _OTHER_SIZES.items()}
     given: dict[str, Any] = {}
     for name, (field, least) in sizes.items():
-        _check_least(options, name, least)
+        check_least(options, name, least)
         if getattr(options, name) is not None:
             given[field] = getattr(options, name)
     for name, (field, value, _) in _SWITCHES.items():
@@ -195,7 +200,8 @@ def read_shape(options: argparse.Namespace) -> ModelShape:
         )
     base = PRESETS[options.model] if options.model else _plain_shape(given)
     num_layers = given.get("num_layers", base.num_layers)
-    moe_layers = _moe_layers(options, base if options.model else None, num_layers)
+    preset = base if options.model else None
+    moe_layers = _moe_layers(options, preset, num_layers, least_moe_layers)
     heads = given.get("num_attention_heads", base.num_attention_heads)
     _check_heads(
         heads,
@@ -212,7 +218,7 @@ def _plain_shape(given: Mapping[str, Any]) -> ModelShape:
 
 
 def _moe_layers(
-    options: argparse.Namespace, preset: ModelShape | None, num_layers: int
+    options: argparse.Namespace, preset: ModelShape | None, num_layers: int, least: int
 ) -> tuple[int, ...]:
     num_moe_layers = options.num_moe_layers
     if num_moe_layers is None:
@@ -221,10 +227,11 @@ def _moe_layers(
         num_moe_layers = num_layers
         if preset is not None:
             num_moe_layers = max(1, num_layers * preset.num_moe_layers // preset.num_layers)
-    if not 1 <= num_moe_layers <= num_layers:
+    if not least <= num_moe_layers <= num_layers:
+        remedy = "Raise it, or plan a model without experts with --strategy sparse."
         raise ConfigError(
-            f"--num-moe-layers={num_moe_layers} must be between 1 and --num-layers={num_layers}. "
-            "Lower it, or plan a model without experts with another strategy."
+            f"--num-moe-layers={num_moe_layers} must be between {least} and "
+            f"--num-layers={num_layers}. {remedy if num_moe_layers < least else 'Lower it.'}"
         )
     return evenly_spaced_layers(num_layers, num_moe_layers)
 
@@ -249,9 +256,9 @@ def read_layout(options: argparse.Namespace, shape: ModelShape) -> SavingLayout:
         ConfigError: if a flag cannot be, or two do not fit together.
     """
     for name in ("dp", "ep"):
-        _check_least(options, name, 1)
-    _check_divides(options, "ep", "dp", options.dp)
-    _check_divides(options, "ep", "num_experts", shape.num_experts)
+        check_least(options, name, 1)
+    check_divides(options, "ep", "dp", options.dp)
+    check_divides(options, "ep", "num_experts", shape.num_experts)
     return SavingLayout(
         dp=options.dp,
         ep=options.ep,
@@ -269,7 +276,7 @@ def read_byte_model(options: argparse.Namespace) -> ByteModel:
         ConfigError: if a flag cannot be, or two do not fit together.
     """
     for name in ("weight_bytes", "master_bytes", "moment_bytes"):
-        _check_least(options, name, 0)
+        check_least(options, name, 0)
     model = ByteModel(
         weights=options.weight_bytes,
         master=options.master_bytes,
@@ -290,7 +297,7 @@ def read_schedule(options: argparse.Namespace) -> Schedule:
         ConfigError: if a flag cannot be, or two do not fit together.
     """
     for name in ("interval", "persist_interval", "train_iters"):
-        _check_least(options, name, 1)
+        check_least(options, name, 1)
     iteration_s, update_s = options.iteration_s, options.update_s
     if iteration_s is not None and not 0 < iteration_s < math.inf:
         raise ConfigError(
@@ -301,8 +308,8 @@ def read_schedule(options: argparse.Namespace) -> Schedule:
             f"--update-s={update_s} must be at least 0 and less than --iteration-s={iteration_s}, of "
             "which it is a part. Lower it."
         )
-    bandwidth = _bandwidth(options, "bandwidth")
-    storage_bandwidth = _bandwidth(options, "storage_bandwidth")
+    bandwidth = read_bandwidth(options, "bandwidth")
+    storage_bandwidth = read_bandwidth(options, "storage_bandwidth")
     if iteration_s is None and (bandwidth or storage_bandwidth):
         name = "bandwidth" if bandwidth else "storage_bandwidth"
         raise ConfigError(
@@ -320,7 +327,12 @@ def read_schedule(options: argparse.Namespace) -> Schedule:
     )
 
 
-def _bandwidth(options: argparse.Namespace, name: str) -> float | None:
+def read_bandwidth(options: argparse.Namespace, name: str) -> float | None:
+    """Return the bytes per second that a flag gives, None if it was left out.
+
+    Raises:
+        ConfigError: if it is no positive number of bytes.
+    """
     text = getattr(options, name)
     if text is None:
         return None

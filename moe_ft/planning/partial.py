@@ -27,7 +27,7 @@ from moe_ft.planning.selection import (
     sequential_bottleneck,
 )
 from moe_ft.planning.sharding import adaptive_shares
-from moe_ft.planning.strategies import SnapshotPlan
+from moe_ft.planning.strategies import SingleSnapshots, SnapshotPlan
 from moe_ft.planning.token_ledger import NEVER, Loss, TokenLedger, UnitVersion
 from moe_ft.units import Level, Part, UnitId, UnitKind
 
@@ -76,7 +76,7 @@ class RankShare:
     ep_ranks: tuple[int, ...] = ()
 
 
-class PartialStrategy:
+class PartialStrategy(SingleSnapshots):
     """Owned by the training thread.
 
     Attributes:
@@ -272,14 +272,14 @@ class PartialStrategy:
             self._persisted[layer, chosen] = saved[layer, chosen]
             self._persisted_at[layer, chosen] = saved_at[layer, chosen]
 
-    def values(self, budget_bytes: float | None) -> list[int]:
+    def values(self, copied_bytes: float | None, flow_bytes: float | None = None) -> list[int]:
         """Return the largest k whose snapshots forward and backward hide on this rank (section 5.3).
 
         0 while nothing is measured; nothing if k is fixed.
         """
         if self._settings.k_snapshot is not None:
             return []
-        return [0 if budget_bytes is None else self.largest_k(budget_bytes)]
+        return [0 if copied_bytes is None else self.largest_k(copied_bytes)]
 
     def largest_k(self, budget_bytes: float) -> int:
         """Return the largest k whose snapshot takes no more than some bytes on this rank, at least 1."""

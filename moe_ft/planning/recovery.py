@@ -26,12 +26,14 @@ class Version:
 
     Attributes:
         rank: global rank whose state it is.
-        iteration: Megatron's counter.
+        iteration: Megatron's counter; of a window its last one.
         lineage: the training run it belongs to; later fresh starts sort behind earlier ones.
         history: (incarnation, iteration that it went on from), of all incarnations up to its own.
         node: the node whose memory holds it, None for storage.
         path: its index, relative to the node's memory directory or the persist directory.
         is_replica: whether it lies in memory that a peer keeps for the rank.
+        window: number of snapshots.
+        replay_settings: with more than one, those that the replay needs, as JSON.
     """
 
     rank: int
@@ -41,11 +43,22 @@ class Version:
     node: str | None
     path: str
     is_replica: bool = False
+    window: int = 1
+    replay_settings: str = ""
 
     @property
     def incarnation(self) -> int:
         """The incarnation that wrote it."""
         return self.history[-1][0]
+
+    @property
+    def family(self) -> tuple[int, int, int]:
+        """What versions of several ranks must have in common to be used together, the best last.
+
+        The units that a snapshot of a window has at FULL must be the same on all ranks, and incarnations may
+        have grouped them differently.
+        """
+        return self.iteration, -self.window, self.incarnation if self.window > 1 else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,18 +120,19 @@ def _plan_lineage(
     rejected: list[str],
 ) -> None:
     history = max((version.history for version in versions), key=lambda each: (len(each), each))
-    by_iteration: dict[int, dict[int, list[Version]]] = defaultdict(lambda: defaultdict(list))
+    families: dict[tuple[int, int, int], dict[int, list[Version]]]
+    families = defaultdict(lambda: defaultdict(list))
     for version in versions:
         if reason := _why_dead(version, history):
             rejected.append(reason)
         else:
-            by_iteration[version.iteration][version.rank].append(version)
+            families[version.family][version.rank].append(version)
     elsewhere: dict[int, tuple[Source, ...]] = {}
     for rank, node in enumerate(node_of):
-        alive = [found[rank] for found in by_iteration.values() if rank in found]
+        alive = [found[rank] for found in families.values() if rank in found]
         elsewhere[rank] = _order([version for versions in alive for version in versions], node)
-    for iteration in sorted(by_iteration, reverse=True):
-        found = by_iteration[iteration]
+    for family in sorted(families, reverse=True):
+        iteration, found = family[0], families[family]
         missing = [rank for rank in range(len(node_of)) if rank not in found]
         if only_iteration is not None and iteration != only_iteration:
             rejected.append(f"iteration {iteration}: not the one that --moe-ft-recover-from names")

@@ -1,8 +1,9 @@
 """Strategies: which units a snapshot holds at which level. Pure; the engine knows only this interface."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from moe_ft.formats import ExpertProgress
 from moe_ft.planning.lost_tokens import Gaps
@@ -28,10 +29,20 @@ class SnapshotPlan:
     shares: tuple[int, ...] | None = None
     progress: Callable[[], ExpertProgress] | None = None
 
-    @property
-    def key(self) -> Hashable:
-        """What plans of one strategy have in common whose units lie alike in the region."""
-        return self.shares
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowPlan:
+    """What consecutive snapshots of a rank hold, which together hold every unit that is to be saved.
+
+    Attributes:
+        snapshots: ``[snapshot]``.
+        key: what windows of one strategy have in common whose units lie alike in the region.
+        facts: what the event log says of the window; nothing where all are alike.
+    """
+
+    snapshots: tuple[SnapshotPlan, ...]
+    key: Hashable = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Strategy(Protocol):
@@ -39,12 +50,12 @@ class Strategy(Protocol):
 
     @property
     def saves_all(self) -> bool:
-        """Whether every snapshot holds every unit."""
+        """Whether every window holds every unit."""
         ...
 
     @property
     def rotating(self) -> frozenset[UnitId]:
-        """Units of this rank that only some snapshots hold; their newest versions are kept."""
+        """Units of this rank that only some windows hold; their newest versions are kept."""
         ...
 
     @property
@@ -57,28 +68,35 @@ class Strategy(Protocol):
         """MoE layers of the stage whose tokens `add_tokens` wants, of iterations that were not skipped."""
         ...
 
-    def plan(self, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
-        """Return what the snapshot of an iteration holds.
+    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+        """Return what the snapshots of a window hold.
 
         Args:
-            iteration: of the state.
-            is_last: whether training has ended, so that snapshots are taken until `is_whole`.
+            iteration: of the state that the first one is of.
+            is_last: whether training has ended, so that there is no further iteration for a second
+                snapshot, and windows are taken until `is_whole`.
         """
         ...
 
-    def possible_plans(self) -> list[SnapshotPlan]:
-        """Return plans such that every plan has the key of one of them."""
+    def possible_windows(self) -> list[WindowPlan]:
+        """Return windows that have all keys of the first plans, and the most memory that any may take."""
+        ...
+
+    @property
+    def memory_margin(self) -> float:
+        """How much more memory than `possible_windows` another one may take, as a fraction."""
         ...
 
     def is_whole(self, iteration: int) -> bool:
-        """Return whether complete snapshots hold every unit of the stage at this iteration."""
+        """Return whether the complete windows hold every unit of the stage at this iteration."""
         ...
 
-    def values(self, budget_bytes: float | None) -> list[int]:
+    def values(self, copied_bytes: float | None, flow_bytes: float | None) -> list[int]:
         """Return what goes into the agreement, which takes the least; equally many at each call.
 
         Args:
-            budget_bytes: what this rank can copy while forward and backward run, None until measured.
+            copied_bytes: what this rank can copy while forward and backward run, None until measured.
+            flow_bytes: what it can commit and replicate in an iteration, None until measured.
         """
         ...
 
@@ -91,7 +109,7 @@ class Strategy(Protocol):
         ...
 
     def note_complete(self, iteration: int) -> None:
-        """All ranks have the snapshot of the last plan, at this iteration."""
+        """All ranks have the window of the last plan, which ends at this iteration."""
         ...
 
     def plan_persist(self, *, is_last: bool = False) -> frozenset[UnitId]:
@@ -107,7 +125,33 @@ class Strategy(Protocol):
         ...
 
 
-class DenseStrategy:
+class SingleSnapshots(ABC):
+    """Windows of one snapshot, for strategies that need no others."""
+
+    memory_margin = 0.0
+
+    @abstractmethod
+    def plan(self, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
+        """Return what the snapshot of an iteration holds; see `Strategy.plan_window`."""
+
+    @abstractmethod
+    def possible_plans(self) -> list[SnapshotPlan]:
+        """Return plans such that every plan divides what data-parallel ranks share like one of them."""
+
+    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+        """Return the plan as a window."""
+        return _window_of(self.plan(iteration, is_last=is_last))
+
+    def possible_windows(self) -> list[WindowPlan]:
+        """Return the plans as windows."""
+        return [_window_of(plan) for plan in self.possible_plans()]
+
+
+def _window_of(plan: SnapshotPlan) -> WindowPlan:
+    return WindowPlan(snapshots=(plan,), key=plan.shares)
+
+
+class DenseStrategy(SingleSnapshots):
     """Every unit FULL in every snapshot. Sources: CheckFreq, Gemini."""
 
     saves_all = True
@@ -130,7 +174,7 @@ class DenseStrategy:
         """Every snapshot is."""
         return True
 
-    def values(self, budget_bytes: float | None) -> list[int]:
+    def values(self, copied_bytes: float | None, flow_bytes: float | None) -> list[int]:
         """Nothing is agreed on."""
         return []
 

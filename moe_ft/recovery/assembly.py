@@ -5,16 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.config import MoeFtConfig
-from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES
+from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES, UNIT_ALIGNMENT_BYTES
 from moe_ft.engine.memory import num_slots
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare, divide_units
 from moe_ft.planning.selection import ExpertLayout
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
+from moe_ft.planning.sparse import RankUnits, SparseSettings, SparseStrategy
 from moe_ft.planning.strategies import DenseStrategy, Strategy
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import AssignSlices, GroupPlace
-from moe_ft.units import UnitKind
+from moe_ft.units import Level, UnitKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,7 @@ class ExpertFacts:
         tokens_per_sample: sequence length times top-k.
         planned_samples: of the whole planned run.
         samples_per_iteration: global batch size.
+        capacity: tokens of a sequence that an expert takes at most; 1 without a limit.
     """
 
     num_experts: int
@@ -34,6 +36,7 @@ class ExpertFacts:
     tokens_per_sample: int
     planned_samples: int
     samples_per_iteration: int
+    capacity: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +70,7 @@ def build_strategy(
     experts: ExpertFacts,
     dp_ep_ranks: Sequence[int],
     gather: Callable[[Any], list[Any]],
+    rank: int = 0,
 ) -> Strategy:
     """Return the strategy of a rank. Called by all ranks of a stage.
 
@@ -76,9 +80,12 @@ def build_strategy(
         experts: of the job.
         dp_ep_ranks: ``[data-parallel rank]`` which expert-parallel rank it is.
         gather: exchanges values within the stage.
+        rank: this one, global.
     """
     if config.strategy.strategy == "dense":
         return DenseStrategy(catalog.units)
+    if config.strategy.strategy == "sparse":
+        return _build_sparse(config, catalog, experts, gather, rank)
     partial, num_experts = config.partial, experts.num_experts
     always, rotating = divide_units(
         catalog.units, partial.partial_covers, master_always_full=partial.master_always_full
@@ -103,6 +110,36 @@ def build_strategy(
         ep_ranks=tuple(dp_ep_ranks),
     )
     return PartialStrategy(always, own, layers, layout, settings, share, frozen)
+
+
+def _build_sparse(
+    config: MoeFtConfig,
+    catalog: UnitCatalog,
+    experts: ExpertFacts,
+    gather: Callable[[Any], list[Any]],
+    rank: int,
+) -> SparseStrategy:
+    sizes = {
+        unit: (
+            catalog.num_bytes(unit, alignment=UNIT_ALIGNMENT_BYTES),
+            catalog.num_bytes(unit, Level.COMPUTE, alignment=UNIT_ALIGNMENT_BYTES),
+        )
+        for unit in catalog.units
+    }
+    everyone = gather((rank, RankUnits(ep_rank=experts.ep.rank, sizes=sizes)))
+    layers, _ = _experts_of_stage(catalog, experts.num_experts, gather)
+    sparse = config.sparse
+    settings = SparseSettings(
+        window=sparse.window_snapshots,
+        longest=sparse.max_window,
+        measure=sparse.unit_order,
+        decay=sparse.popularity_decay,
+        capacity=experts.capacity,
+        change=sparse.reorder_change,
+        fraction=sparse.reorder_fraction,
+    )
+    own = [member for member, _ in everyone].index(rank)
+    return SparseStrategy(own, [units for _, units in everyone], layers, settings)
 
 
 def _experts_of_stage(
@@ -135,9 +172,10 @@ def _replicated_bytes(catalog: UnitCatalog) -> int:
 
 def measure_sizes(strategy: Strategy, layouts: UnitLayouts) -> RankSizes:
     """Return what a rank's memory must hold for any plan of its strategy."""
-    sizes = [layouts.lay_out(plan).num_bytes for plan in strategy.possible_plans()]
+    sizes = [layouts.lay_out(plan).num_bytes for plan in strategy.possible_windows()]
     # To fill a region up, its header declares the rest, and may get a page longer for it.
     room = 0 if len(sizes) == 1 else 2 * HEADER_ALIGNMENT_BYTES
+    room += int(max(sizes) * strategy.memory_margin)
     units = strategy.rotating
     return RankSizes(
         region_bytes=max(sizes) + room,

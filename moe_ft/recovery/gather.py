@@ -37,20 +37,15 @@ class RestoredSlices:
     expt_dp: Sequence[Slices]
 
 
-def gather_state(
-    model: Sequence[torch.nn.Module],
-    optimizer: Any,
-    parameters: Sequence[LocalParameter],
-    restored: RestoredSlices,
-    groups: Any,
+def exchange_state(
+    parameters: Sequence[LocalParameter], restored: RestoredSlices, level: Level, groups: Any
 ) -> None:
-    """Exchange restored slices and refresh the weights. Called by all ranks.
+    """Exchange restored slices of what data-parallel ranks hold alike. Called by all ranks of a stage.
 
     Args:
-        model: model chunks, wrapped by Megatron's DistributedDataParallel.
-        optimizer: Megatron's outermost optimizer.
         parameters: of this rank.
-        restored: which slices of shared parameters the ranks have put back.
+        restored: which slices the ranks have put back.
+        level: of the units that they are of.
         groups: Megatron's ProcessGroupCollection.
     """
     replicated = [local for local in parameters if not local.is_sharded]
@@ -63,11 +58,19 @@ def gather_state(
             local for local in replicated if local.is_expert == is_expert and local.name in found
         ]
         if shared and len(slices) > 1:
-            _exchange(shared, slices, group)
+            _exchange(shared, slices, level, group)
+
+
+def refresh_weights(optimizer: Any) -> None:
+    """Make the weights that forward uses from this rank's master weights."""
     for inner in inner_optimizers(optimizer):
         has_own_masters = hasattr(inner, "_copy_main_params_to_model_params")
         if has_own_masters and not is_precision_aware(inner):
             inner._copy_main_params_to_model_params()
+
+
+def sync_weights(model: Sequence[torch.nn.Module]) -> None:
+    """Gather the weights that forward uses, where each rank has a slice of them. Called by all ranks."""
     for chunk in model:
         wrapper: Any = chunk
         if getattr(getattr(wrapper, "ddp_config", None), "use_distributed_optimizer", False):
@@ -75,34 +78,40 @@ def gather_state(
 
 
 def find_gaps(
-    parameters: Sequence[LocalParameter], restored: RestoredSlices, kept: Collection[str]
+    parameters: Sequence[LocalParameter],
+    restored: Sequence[RestoredSlices],
+    kept: Collection[str],
 ) -> list[str]:
     """Return the names of shared parameters of which something has not been found, or twice.
 
     Args:
         parameters: of this rank.
-        restored: what the ranks have found.
+        restored: what the ranks have found, in all snapshots together.
         kept: parameters that stay as they are.
     """
     gaps = []
     for local in parameters:
         if local.is_sharded or local.name in kept:
             continue
-        slices = restored.expt_dp if local.is_expert else restored.dp
-        end = 0
-        for start, next_end in sorted(owned[local.name] for owned in slices if local.name in owned):
-            if start != end:
-                break
-            end = next_end
-        if end != local.parameter.numel():
+        found = [
+            owned[local.name]
+            for each in restored
+            for owned in (each.expt_dp if local.is_expert else each.dp)
+            if local.name in owned
+        ]
+        ends = [0, *(end for _, end in sorted(found))]
+        starts = [*(start for start, _ in sorted(found)), local.parameter.numel()]
+        if starts != ends:
             gaps.append(local.name)
     return gaps
 
 
-def _exchange(shared: Sequence[LocalParameter], slices: Sequence[Slices], group: Any) -> None:
+def _exchange(
+    shared: Sequence[LocalParameter], slices: Sequence[Slices], level: Level, group: Any
+) -> None:
     """Have every rank of a data-parallel group send its slices of parameters that all hold alike."""
     rank = dist.get_rank(group)
-    tensors = _existing(shared, slices[rank], group)
+    tensors = _existing(shared, slices[rank], level, group)
     for owner, owned in enumerate(slices):
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for (local_index, _), tensor in tensors.items():
@@ -120,13 +129,13 @@ def _exchange(shared: Sequence[LocalParameter], slices: Sequence[Slices], group:
 
 
 def _existing(
-    shared: Sequence[LocalParameter], own: Slices, group: Any
+    shared: Sequence[LocalParameter], own: Slices, level: Level, group: Any
 ) -> dict[tuple[int, str], torch.Tensor]:
     """Return the whole live tensors by (parameter, key), made or dropped as their owners have them."""
     keys = [
         (index, entry.key, DTYPES[entry.dtype])
         for index, local in enumerate(shared)
-        for entry in describe(_whole(local), Level.FULL)
+        for entry in describe(_whole(local), level)
     ]
     device = shared[0].parameter.device
     exists = torch.tensor(

@@ -33,6 +33,7 @@ class Holding:
         place: where, for people.
         ranks: whose state it is.
         problem: why it cannot be used, empty if nothing is known to be wrong.
+        window, num_snapshots: how many snapshots together hold everything, and how many there are.
     """
 
     tier: str
@@ -44,6 +45,8 @@ class Holding:
     units: dict[str, tuple[int, str, int]]  # iteration, level, bytes
     indexes: tuple[Index, ...] = ()
     problem: str = ""
+    window: int = 1
+    num_snapshots: int = 1
 
 
 def find_holdings(directory: str) -> list[Holding]:
@@ -102,6 +105,8 @@ def _in_storage(directory: str) -> Iterator[Holding]:
                 for name, source in manifest.units.items()
             },
             indexes=tuple(indexes),
+            window=manifest.window,
+            num_snapshots=manifest.window,
         )
 
 
@@ -130,6 +135,8 @@ def _in_memory(directory: str) -> Iterator[Holding]:
                 for name, unit in index.units.items()
             },
             indexes=(index,),
+            window=index.window,
+            num_snapshots=index.num_snapshots,
         )
 
 
@@ -155,22 +162,42 @@ def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
             _ranks(each.ranks),
             len(each.units),
             f"{each.num_bytes / 2**20:.1f}",
+            f"{each.num_snapshots} of {each.window}" if each.identity else "-",
             each.identity.history[-1][0] if each.identity else "-",
             each.identity.lineage if each.identity else "-",
             each.problem or each.place,
         )
         for each in sorted(holdings, key=lambda each: (-each.iteration, each.tier, each.place))
     ]
-    headers = ("iteration", "tier", "ranks", "units", "MiB", "incarnation", "lineage", "where")
+    headers = (
+        "iteration",
+        "tier",
+        "ranks",
+        "units",
+        "MiB",
+        "snapshots",
+        "incarnation",
+        "lineage",
+        "where",
+    )
     text = tabulate(rows, headers=headers, disable_numparse=True)
     usable = [each for each in holdings if each.identity is not None]
     if not usable:
         return text
-    newest = max(usable, key=lambda each: (each.identity.lineage, each.iteration))  # type: ignore[union-attr]
+    newest = max(usable, key=_usability)
     parts = [
-        each for each in usable if each.iteration == newest.iteration and each.tier == newest.tier
+        each
+        for each in usable
+        if (each.iteration, each.tier, each.window, each.num_snapshots)
+        == (newest.iteration, newest.tier, newest.window, newest.num_snapshots)
     ]
     return f"{text}\n\n{_describe(newest, parts, lists_units=lists_units)}"
+
+
+def _usability(holding: Holding) -> tuple[bool, str, int]:
+    """Order what a recovery would rather use last."""
+    lineage = holding.identity.lineage if holding.identity else ""
+    return holding.num_snapshots == holding.window, lineage, holding.iteration
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -206,10 +233,22 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
         (
             f"iteration {newest.iteration}, {newest.tier}: job {identity.job_id}, strategy "
             f"{identity.strategy}, {identity.world_size} ranks, incarnations {history}",
+            *([_describe_window(newest)] if newest.window > 1 else []),
             contents,
             *([render_experts(experts)] if experts else []),
             tabulate(settings, headers=("setting", "value"), disable_numparse=True),
         )
+    )
+
+
+def _describe_window(holding: Holding) -> str:
+    first = holding.iteration - holding.num_snapshots + 1
+    text = f"a window with {holding.num_snapshots} of {holding.window} snapshots, from iteration {first} on"
+    if holding.num_snapshots < holding.window:
+        return f"{text}; of no use until it is complete"
+    return (
+        f"{text}: a recovery puts them back one after the other, runs {holding.window - 1} iterations "
+        f"again, and has all units at iteration {holding.iteration}"
     )
 
 
@@ -279,8 +318,8 @@ def _verify_pool(path: Path, index: Index) -> None:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
         memoryview(mapping) as content,
     ):
-        names = [name for name, unit in index.units.items() if unit.file == path.name]
-        check_places(index, {path.name: content}, str(path), names)
+        pooled = [(name, unit) for name, unit in index.units.items() if unit.file == path.name]
+        check_places({path.name: content}, str(path), pooled)
     with safe_open(path, framework="numpy") as opened:
         opened.keys()
 

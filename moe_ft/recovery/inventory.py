@@ -4,6 +4,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from moe_ft.engine.regions import index_paths, job_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
@@ -75,6 +77,12 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
             inventory.problems.append(f"{where} is of another job, '{index.identity.job_id}'")
             continue
         inventory.add_identity(where, index.identity)
+        if not index.is_whole:
+            inventory.problems.append(
+                f"{where} has {index.num_snapshots} of the {index.window} snapshots of a window that ends "
+                f"behind iteration {index.iteration}"
+            )
+            continue
         inventory.versions.append(
             Version(
                 rank=index.rank,
@@ -84,6 +92,8 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
                 node=node,
                 path=str(path.relative_to(node_dir)),
                 is_replica=path.parent.name.startswith("replica_"),
+                window=index.window,
+                replay_settings=_replay_settings(index.identity),
             )
         )
     return inventory
@@ -121,10 +131,16 @@ def look_at_storage(storage: Storage) -> Inventory:
                 history=manifest.identity.history,
                 node=None,
                 path=file.index,
+                window=manifest.window,
+                replay_settings=_replay_settings(manifest.identity),
             )
             for file in manifest.files
         ]
     return inventory
+
+
+def _replay_settings(identity: Identity) -> str:
+    return msgspec.json.encode(identity.replay_settings, order="sorted").decode()
 
 
 def _problem(error: OSError, where: str) -> str:

@@ -147,6 +147,8 @@ def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
     limit = site.config.memory.host_memory_limit_bytes
     what = f"snapshots and replicas take {needed / 2**30:.2f} GiB on node {site.node}"
     remedy = "Lower --moe-ft-replication-factor, leave out --moe-ft-persist-dir, or use more ranks"
+    if site.config.strategy.strategy == "sparse":
+        remedy = f"Give a shorter --moe-ft-window or --moe-ft-max-window. {remedy}"
     if limit is not None and needed > limit:
         raise ConfigError(
             f"--moe-ft-host-memory-limit={site.config.memory.host_memory_limit}: {what}, more than "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from moe_ft.config import RecoveryConfig
@@ -22,16 +23,16 @@ from moe_ft.formats import FROZEN, Index, IterationRecord, differing_settings
 from moe_ft.planning.recovery import RecoveryPlan, Source, Tier, plan_recovery
 from moe_ft.planning.strategies import Strategy
 from moe_ft.recovery.assembly import division_of
-from moe_ft.recovery.gather import RestoredSlices, find_gaps, gather_state
+from moe_ft.recovery.conversion import Conversion, Target
+from moe_ft.recovery.gather import RestoredSlices, find_gaps
 from moe_ft.recovery.inventory import Inventory, look_at_memory, look_at_storage
 from moe_ft.recovery.preflight import Site, say
-from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
+from moe_ft.recovery.restore import FetchedState, Readers, fetch
 from moe_ft.recovery.rotating import RotatingState, fetch_rotating
 from moe_ft.recovery.sources import MemoryReader, PeerReader, StateReader, StorageReader
-from moe_ft.state import record as records
-from moe_ft.state.catalog import UnitCatalog
+from moe_ft.state.catalog import Slices, UnitCatalog
 from moe_ft.topology import Topology
-from moe_ft.units import parse_unit
+from moe_ft.units import UnitId, parse_unit
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,6 +46,7 @@ class Recovered:
         previous: this rank's index in the newest checkpoint on storage, and its path.
         phases_s: seconds by phase.
         problems: what was looked at and rejected, and why.
+        conversion: of the window, whose first snapshot was put back; None if nothing was.
     """
 
     plan: RecoveryPlan | None = None
@@ -53,10 +55,11 @@ class Recovered:
     previous: tuple[str, Index | None] = ("", None)
     phases_s: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    conversion: Conversion | None = None
 
     @property
     def record(self) -> IterationRecord | None:
-        """The record of the state that was recovered."""
+        """The record of the state that training goes on from."""
         index = self.fetched.index
         return None if self.plan is None or index is None else index.records[-1]
 
@@ -73,11 +76,13 @@ class Recoverer:
         agreement: Agreement,
         stage: StageSum,
         fingerprint: Mapping[str, Any],
+        replay_settings: Mapping[str, Any],
         token: str,
     ) -> None:
         self._config, self._site, self._storage, self._memory = config, site, storage, memory
         self._agreement, self._stage = agreement, stage
         self._fingerprint, self._token = fingerprint, token
+        self._replay_settings = replay_settings
 
     def recover(
         self,
@@ -114,17 +119,15 @@ class Recoverer:
         plans, rejected = plan_recovery(inventory.versions, nodes, self._config.only_iteration)
         recovered.phases_s["plan"] = time.perf_counter() - start
         recovered.problems = inventory.problems + rejected
+        target = Target(catalog=catalog, built=built, groups=groups, phase_hook=phase_hook)
         for plan in plans:
+            self._check_replay(plan)
             start = time.perf_counter()
             readers = Readers(self._open_source)
-            restored = self._fetch(plan, catalog, strategy, origins, groups, readers, recovered)
-            if restored is not None:
+            recovered.conversion = self._fetch(plan, target, strategy, origins, readers, recovered)
+            if recovered.conversion is not None:
                 recovered.plan = plan
-                put_back(recovered.fetched, catalog, plan.iteration, phase_hook)
-                model, optimizer, scheduler = built
-                gather_state(model, optimizer, catalog.parameters, restored, groups)
-                assert recovered.record is not None
-                records.apply(recovered.record, model, optimizer, scheduler, catalog.parameters)
+                recovered.conversion.load(0)
                 if not strategy.saves_all:
                     recovered.previous = self._previous(plan, readers)
                 readers.close()
@@ -178,6 +181,20 @@ class Recoverer:
                     "clean`, or ignore it with --moe-ft-recover-from load."
                 )
 
+    def _check_replay(self, plan: RecoveryPlan) -> None:
+        """Raise ConfigError if a plan needs iterations to be run again that would not be the same."""
+        version = plan.sources[0][0].version
+        if version.window == 1:
+            return
+        theirs = msgspec.json.decode(version.replay_settings)
+        if differences := differing_settings(self._replay_settings, theirs):
+            raise ConfigError(
+                f"iteration {plan.iteration} is in a window of {version.window} snapshots, and recovering it "
+                f"runs iterations again, with settings that have changed: {'; '.join(differences[:5])}. "
+                "Start with the settings of that run; to change them, end it with --exit-interval first, "
+                "which saves everything at once. Or ignore it with --moe-ft-recover-from load."
+            )
+
     def _check_strategy(self, inventory: Inventory) -> None:
         """Raise UnrecoverableError if what was found may be usable with the strategy that wrote it."""
         ours = self._site.config.strategy.strategy
@@ -195,16 +212,15 @@ class Recoverer:
     def _fetch(
         self,
         plan: RecoveryPlan,
-        catalog: UnitCatalog,
+        target: Target,
         strategy: Strategy,
         origins: Mapping[str, str],
-        groups: Any,
         readers: Readers,
         recovered: Recovered,
-    ) -> RestoredSlices | None:
-        """Read a state; return the slices that all ranks have of it, None if something is missing."""
-        rank = self._site.rank
-        always = list(strategy.plan(plan.iteration).levels)
+    ) -> Conversion | None:
+        """Read a state; return None if a rank lacks something of it."""
+        rank, catalog = self._site.rank, target.catalog
+        always = list(strategy.plan_window(plan.iteration).snapshots[0].levels)
         fetched = fetch(plan.sources[rank], always, catalog, readers)
         if fetched.index is not None and fetched.index.origins.get(FROZEN) != origins.get(FROZEN):
             fetched.missing.append(
@@ -212,6 +228,8 @@ class Recoverer:
             )
         rotating = RotatingState()
         if not strategy.saves_all:
+            if fetched.compute:
+                fetched.missing.append("snapshot with all units: it is a window of strategy sparse")
             rotating = fetch_rotating(
                 plan.elsewhere.get(rank, ()),
                 sorted(strategy.rotating),
@@ -222,16 +240,10 @@ class Recoverer:
                 self._config.only_iteration,
                 fetched,
             )
-        restored = self._gather_slices(fetched.slices(catalog), groups)
-        kept = {
-            each.name
-            for unit in map(parse_unit, rotating.kept)
-            if catalog.has(unit)
-            for each in catalog.parameters_of(unit)
-        }
-        kept |= catalog.frozen_names
-        missing = [*fetched.missing, *rotating.missing]
-        missing += [f"slice of {name}" for name in find_gaps(catalog.parameters, restored, kept)]
+        positions, conflicts = self._agree_on_positions(fetched)
+        restored = self._gather_slices(fetched.slices(catalog), target.groups)
+        missing = [*fetched.missing, *rotating.missing, *conflicts]
+        missing += self._find_gaps(catalog, restored, positions, rotating)
         if fetched.index is None:
             missing.append("record")
         failures = [
@@ -241,16 +253,60 @@ class Recoverer:
         ]
         recovered.problems += readers.problems + failures
         recovered.fetched, recovered.rotating = fetched, rotating
-        return None if failures else restored
+        return None if failures else Conversion(fetched, restored, positions, target)
 
-    def _gather_slices(self, slices: Mapping[str, tuple[int, int]], groups: Any) -> RestoredSlices:
+    def _agree_on_positions(self, fetched: FetchedState) -> tuple[dict[UnitId, int], list[str]]:
+        """Return which snapshot has each unit of the stage at FULL, and where ranks do not agree."""
+        own = {each.unit: fetched.position_of(each) for each in fetched.units.values()}
+        positions: dict[UnitId, int] = {}
+        conflicts = []
+        for found in self._stage.gather(own):
+            for unit, position in found.items():
+                if positions.setdefault(unit, position) != position:
+                    conflicts.append(f"window in which all ranks have {unit} in one snapshot")
+        return positions, conflicts
+
+    def _find_gaps(
+        self,
+        catalog: UnitCatalog,
+        restored: Sequence[tuple[RestoredSlices, RestoredSlices]],
+        positions: Mapping[UnitId, int],
+        rotating: RotatingState,
+    ) -> list[str]:
+        """Name what no rank has read of what several of them hold alike."""
+        kept = {
+            each.name
+            for unit in map(parse_unit, rotating.kept)
+            if catalog.has(unit)
+            for each in catalog.parameters_of(unit)
+        }
+        kept |= catalog.frozen_names
+        at_full = [full for full, _ in restored]
+        gaps = [f"slice of {name}" for name in find_gaps(catalog.parameters, at_full, kept)]
+        for position, (_, compute) in enumerate(restored):
+            frozen = [each for each in catalog.parameters if positions.get(each.unit, 0) > position]
+            gaps += [f"weights of {name}" for name in find_gaps(frozen, [compute], kept)]
+        return gaps
+
+    def _gather_slices(
+        self, slices: Sequence[tuple[Slices, Slices]], groups: Any
+    ) -> list[tuple[RestoredSlices, RestoredSlices]]:
         """Exchange which slices of shared parameters the ranks of the data-parallel groups have."""
         everyone = dict(self._stage.gather((self._site.rank, slices)))
         dp, expt_dp = (
             [everyone[rank] for rank in dist.get_process_group_ranks(group)]
             for group in (groups.dp_cp, groups.expt_dp)
         )
-        return RestoredSlices(dp=dp, expt_dp=expt_dp)
+        # A rank that could read nothing has no snapshots; it says so itself.
+        length = max(map(len, everyone.values()))
+
+        def at(position: int, level: int) -> RestoredSlices:
+            return RestoredSlices(
+                dp=[_at(found, position, level) for found in dp],
+                expt_dp=[_at(found, position, level) for found in expt_dp],
+            )
+
+        return [(at(position, 0), at(position, 1)) for position in range(length)]
 
     def _previous(self, plan: RecoveryPlan, readers: Readers) -> tuple[str, Index | None]:
         """Return the path and the index of this rank in the newest checkpoint that the run still has."""
@@ -294,3 +350,7 @@ class Recoverer:
                 f"--moe-ft-on-missing=fail: nothing to recover from in {looked_at}: {reasons}. Use "
                 "--moe-ft-on-missing start to begin from --load or afresh."
             )
+
+
+def _at(slices: Sequence[tuple[Slices, Slices]], position: int, level: int) -> Slices:
+    return slices[position][level] if position < len(slices) else {}

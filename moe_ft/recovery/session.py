@@ -19,7 +19,8 @@ import torch.distributed as dist
 from moe_ft.config import MoeFtConfig
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
-from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings, RestoredState
+from moe_ft.engine.context import EngineContext, EngineSettings, RestoredState
+from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.peers import own_host
@@ -46,6 +47,7 @@ from moe_ft.recovery.assembly import (
     measure_sizes,
     slice_assignment,
 )
+from moe_ft.recovery.conversion import Conversion
 from moe_ft.recovery.job_loss import JobLoss, add_up
 from moe_ft.recovery.preflight import (
     Site,
@@ -59,7 +61,7 @@ from moe_ft.recovery.recover import Recovered, Recoverer
 from moe_ft.recovery.rotating import by_expert, versions_in
 from moe_ft.state import record as records
 from moe_ft.state.catalog import UnitCatalog
-from moe_ft.state.parameters import StatePlaces, local_parameters
+from moe_ft.state.parameters import LocalParameter, StatePlaces, local_parameters
 from moe_ft.topology import RankInfo, Topology
 
 # What else decides which slice of which parameter a rank has, such as the sizes of gradient buckets.
@@ -74,6 +76,7 @@ class JobFacts:
         stage: this rank's pipeline rank.
         places, groups: this rank's places, and Megatron's ProcessGroupCollection.
         fingerprint: the settings that state depends on, by flag.
+        replay_settings: those that what an iteration computes depends on, besides.
         experts: of the model, and how many tokens they get.
         iteration: where training goes on if nothing is recovered (--load may have set it).
         is_deterministic: whether a replay computes the same bits.
@@ -86,6 +89,7 @@ class JobFacts:
     places: StatePlaces
     groups: Any
     fingerprint: dict[str, Any]
+    replay_settings: dict[str, Any]
     experts: ExpertFacts
     iteration: int
     is_deterministic: bool
@@ -99,6 +103,7 @@ class Recovery:
     Attributes:
         iteration: where training goes on.
         record: the record of that state; None if nothing was recovered.
+        conversion: what must be run again before; None if nothing.
         sources: number of units by tier.
         phases_s: seconds by phase.
         problems: what was looked at and rejected, and why.
@@ -107,6 +112,7 @@ class Recovery:
 
     iteration: int
     record: IterationRecord | None = None
+    conversion: Conversion | None = None
     sources: Mapping[Tier, int] = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -138,6 +144,7 @@ class Session:
         self._catalog = UnitCatalog(self._parameters, leaves_out_frozen=is_partial)
         self._layouts = UnitLayouts(self._catalog, facts.places.dp.rank)
         self._record_taker = records.RecordTaker(model, optimizer, scheduler, self._parameters)
+        self._replays = config.strategy.strategy == "sparse"
         self._storage: Storage | None = None
         self._token = ""
         self._engine: CheckpointEngine | None = None
@@ -207,6 +214,7 @@ class Session:
             self._agreement,
             self._stage,
             self._fingerprint,
+            self._facts.replay_settings,
             self._token,
         )
         recovered = recoverer.recover(
@@ -226,6 +234,8 @@ class Session:
         if recovered.plan is not None:
             recovery.iteration, recovery.record = recovered.plan.iteration, recovered.record
             recovery.sources = dict(recovered.fetched.sources)
+            conversion = recovered.conversion
+            recovery.conversion = conversion if conversion and conversion.num_replays else None
             recovery.loss = self._resume_strategy(recovered)
         self._start_engine(recovered, origins, peers, server)
         return recovery
@@ -281,6 +291,11 @@ class Session:
         self._fingerprint = {**facts.fingerprint, _CUTS: all_cuts}
         return server
 
+    @property
+    def parameters(self) -> Sequence[LocalParameter]:
+        """All parameters of this rank."""
+        return self._parameters
+
     def _build_strategy(self) -> Strategy:
         facts, group = self._facts, self._facts.groups.dp_cp
         leader = dist.get_process_group_ranks(group)[0] if dist.is_initialized() else 0
@@ -291,6 +306,7 @@ class Session:
             facts.experts,
             ep_ranks_by_dp(places, leader),
             self._stage.gather,
+            facts.rank,
         )
 
     def _check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
@@ -395,6 +411,7 @@ class Session:
             world_size=self._facts.world_size,
             strategy=self._config.strategy.strategy,
             division=division_of(self._config),
+            replay_settings=self._facts.replay_settings if self._replays else {},
         )
 
     def _restored(self, recovered: Recovered) -> RestoredState | None:

@@ -11,6 +11,7 @@ from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
 from moe_ft.formats import Index, UnitEntry, checksum, decode
 from moe_ft.planning.recovery import Version
+from moe_ft.units import Level
 
 
 class StateReader(Protocol):
@@ -31,15 +32,23 @@ class StateReader(Protocol):
         ...
 
 
-def read_unit(reader: StateReader, name: str) -> tuple[UnitEntry, memoryview]:
+def read_unit(
+    reader: StateReader, name: str, position: int | None = None
+) -> tuple[UnitEntry, memoryview]:
     """Return a unit version and its bytes.
+
+    Args:
+        reader: of the place.
+        name: of the unit.
+        position: of the snapshot that has it at COMPUTE; None for FULL.
 
     Raises:
         CorruptStateError: if the unit is not there, or its bytes do not match its checksum.
         OSError: if it cannot be read.
     """
-    unit = reader.index.units.get(name)
-    if unit is None:
+    index = reader.index
+    unit = (index.units if position is None else index.compute[position]).get(name)
+    if unit is None or unit.level != (Level.FULL if position is None else Level.COMPUTE):
         raise CorruptStateError(f"there is no unit {name}")
     content = reader.read(unit)
     if len(content) != unit.num_bytes:

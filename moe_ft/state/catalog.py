@@ -75,9 +75,10 @@ class UnitCatalog:
         """Return whether this rank saves something of a unit."""
         return bool(self.tensors(unit, Level.FULL))
 
-    def num_bytes(self, unit: UnitId) -> int:
-        """Return the bytes that this rank saves of a unit at FULL, without gaps between tensors."""
-        return sum(map(tensor_bytes, self.tensors(unit, Level.FULL)))
+    def num_bytes(self, unit: UnitId, level: Level = Level.FULL, *, alignment: int = 1) -> int:
+        """Return the bytes that this rank saves of a unit, each tensor rounded up to an alignment."""
+        sizes = map(tensor_bytes, self.tensors(unit, level))
+        return sum(-(-size // alignment) * alignment for size in sizes)
 
     def origins(self, units: Sequence[UnitId]) -> dict[str, str]:
         """Return checksums of the weights of units as they are now, and of all that is frozen.

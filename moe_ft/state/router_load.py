@@ -3,7 +3,7 @@
 Adding the counts up over ranks is the engine's business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,22 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from moe_ft.state.parameters import global_name
 
+_PROBABILITY_UNITS = 2**20
+
 
 class RouterLoad:
     """Tokens per expert since the last `begin`. Owned by the training thread."""
 
     def __init__(self) -> None:
         self._counts: dict[str, torch.Tensor] = {}
+        self._probabilities: dict[str, torch.Tensor] = {}
+        self._sums_probabilities = False
         self._names: dict[torch.nn.Module, str] = {}
         self._handles: list[Any] = []
 
-    def start(self, model: Sequence[torch.nn.Module]) -> None:
-        """Hook all routers of the model chunks."""
+    def start(self, model: Sequence[torch.nn.Module], *, sums_probabilities: bool = False) -> None:
+        """Hook all routers of the model chunks; if asked for, sum up gate probabilities as well."""
+        self._sums_probabilities = sums_probabilities
         for chunk in model:
             modules = dict(chunk.named_modules())
             for path, module in modules.items():
@@ -37,19 +42,21 @@ class RouterLoad:
 
     def begin(self) -> None:
         """Forget all counts: an iteration begins."""
-        self._counts = {}
+        self._counts, self._probabilities = {}, {}
 
     def counts(self) -> dict[str, torch.Tensor]:
         """Return ``[expert]`` tokens by layer name ("layer.3"), on the device."""
         return dict(self._counts)
 
-    def table(self, layers: Sequence[str], num_experts: int) -> torch.Tensor:
-        """Return ``[layer, expert]`` tokens of some layers, on the device."""
-        if not layers:
-            return torch.zeros((0, num_experts), dtype=torch.int64)
-        counted = next(iter(self._counts.values()), torch.zeros(num_experts, dtype=torch.int64))
-        nothing = torch.zeros_like(counted)
-        return torch.stack([self._counts.get(layer, nothing) for layer in layers])
+    def probabilities(self) -> dict[str, torch.Tensor]:
+        """Return ``[expert]`` the sums of gate probabilities by layer name, in units of 2^-20.
+
+        Whole numbers, so that sums over ranks do not depend on their order.
+        """
+        return {
+            name: (sums * _PROBABILITY_UNITS).round().to(torch.int64)
+            for name, sums in self._probabilities.items()
+        }
 
     def _count(self, router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         # Full recomputation runs the forward pass twice, the first time without gradients; evaluation
@@ -66,3 +73,17 @@ class RouterLoad:
             self._counts[name] += tokens
         else:
             self._counts[name] = tokens
+        if self._sums_probabilities:
+            sums = probabilities.detach().sum(dim=0, dtype=torch.float64)
+            self._probabilities[name] = self._probabilities.get(name, 0) + sums
+
+
+def table(
+    counts: Mapping[str, torch.Tensor], layers: Sequence[str], num_experts: int
+) -> torch.Tensor:
+    """Return ``[layer, expert]`` the counts of some layers, on the device; 0 where nothing was counted."""
+    if not layers:
+        return torch.zeros((0, num_experts), dtype=torch.int64)
+    counted = next(iter(counts.values()), torch.zeros(num_experts, dtype=torch.int64))
+    nothing = torch.zeros_like(counted)
+    return torch.stack([counts.get(layer, nothing) for layer in layers])

@@ -5,19 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault_matrix import (
-    Case,
-    coverage,
-    covering_array,
-    describe,
-    first_cases,
-    reference_digests,
-    run_case,
-)
+from tests.covering import coverage, covering_array, first_runs
+from tests.fault_matrix import FACTORS, Case, describe, reference_digests, run_case
 from tests.harness import digests
 
-ALL_CASES = covering_array()
-SOME_CASES = first_cases(ALL_CASES, 12)
+ALL_CASES = [Case(**values) for values in covering_array(FACTORS)]
+SOME_CASES = first_runs(ALL_CASES, 12, lambda case: case.values, lambda case: case.world_size)
 Reference = Callable[[Case], list[tuple[str, str]]]
 
 
@@ -52,8 +45,7 @@ def test_run_with_faults_ends_in_the_state_of_a_run_without(
 
 
 def test_covering_array_holds_every_pair_in_at_most_60_runs() -> None:
-    assert coverage(ALL_CASES) == 1
+    assert coverage([case.values for case in ALL_CASES], FACTORS) == 1
     assert len(ALL_CASES) <= 60
-    print(
-        f"{len(ALL_CASES)} runs hold all pairs, {len(SOME_CASES)} hold {coverage(SOME_CASES):.0%}"
-    )
+    some = coverage([case.values for case in SOME_CASES], FACTORS)
+    print(f"{len(ALL_CASES)} runs hold all pairs, {len(SOME_CASES)} hold {some:.0%}")

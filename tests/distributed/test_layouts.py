@@ -67,10 +67,8 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, object]]] = {
         2,
         {"ep": 2},
         {
-            "rampup_batch_size": "8 8 32",
-            "train_iters": False,
-            "train_samples": 96,
-            "lr_decay_samples": 96,
+            "global_batch_size": False,
+            "step_batch_size_schedule": ("0:8 512:16",),
         },
     ),
     "overlapped communication": (

@@ -16,7 +16,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "strategy", [("dense",), ("partial", "--moe-ft-k-snapshot", "4")], ids=lambda flags: flags[0]
+    "strategy",
+    [("dense",), ("partial", "--moe-ft-k-snapshot", "4"), ("sparse", "--moe-ft-window", "2")],
+    ids=lambda flags: flags[0],
 )
 def test_run_that_is_killed_on_a_gpu_ends_in_the_state_of_one_that_was_not(
     dataset_flags: list[str], tmp_path: Path, memory_dir: Path, strategy: tuple[str, ...]

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-BASE = ("errors", "config", "units", "topology", "events", "faults", "formats", "report")
+BASE = (
+    "errors",
+    "config_fields",
+    "strategy_config",
+    "config",
+    "units",
+    "topology",
+    "events",
+    "faults",
+    "formats",
+    "report",
+)
 
 # Layer of each package or module; a file may import its own layer and those with a lower number.
 # Two layers with the same number must not import each other.

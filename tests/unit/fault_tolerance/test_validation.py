@@ -10,6 +10,7 @@ from megatron.fault_tolerance.arguments import add_flags, config_from_arguments
 from megatron.fault_tolerance.validation import check_arguments
 from moe_ft.config import MoeFtConfig
 from moe_ft.errors import ConfigError
+from moe_ft.strategy_config import SparseConfig
 from tests.demo_model import model_flags
 
 
@@ -92,3 +93,50 @@ def test_recomputing_layernorm_needs_transformer_engine() -> None:
     flags = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm")
     with pytest.raises(ConfigError, match="--recompute-modules layernorm needs the package"):
         check_arguments(parse("--mock-data", *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--cuda-graph-impl", "local"),
+            "--cuda-graph-impl=local is not supported with --moe-ft-strategy=sparse: .* frozen units "
+            "or not. Use --cuda-graph-impl none",
+        ),
+        (
+            ("--qk-clip",),
+            "--qk-clip is not supported with --moe-ft-strategy=sparse: .* Leave it out, or use dense",
+        ),
+    ],
+)
+def test_feature_that_a_replay_could_not_repeat_is_refused_with_sparse_windows(
+    flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_arguments(parse("--mock-data", "--moe-ft-strategy", "sparse", *flags))
+
+
+def test_graphs_that_hide_the_tokens_of_experts_are_refused_with_partial_snapshots() -> None:
+    flags = ("--mock-data", "--moe-ft-strategy", "partial", "--cuda-graph-impl", "local")
+    with pytest.raises(ConfigError, match="the tokens that a failure loses could not be counted"):
+        check_arguments(parse(*flags))
+
+
+def test_settings_of_sparse_windows_reach_the_config() -> None:
+    config = config_from_arguments(
+        parse(
+            *("--mock-data", "--moe-ft-strategy", "sparse", "--moe-ft-window", "3"),
+            *("--moe-ft-max-window", "5", "--moe-ft-unit-order", "soft-count"),
+            *("--moe-ft-popularity-decay", "0.5", "--moe-ft-reorder-change", "0.2"),
+            *("--moe-ft-reorder-fraction", "0.4"),
+        )
+    )
+    assert config.strategy.strategy == "sparse"
+    assert config.sparse == SparseConfig(
+        window="3",
+        max_window=5,
+        unit_order="soft-count",
+        popularity_decay=0.5,
+        reorder_change=0.2,
+        reorder_fraction=0.4,
+    )

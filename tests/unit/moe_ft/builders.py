@@ -3,13 +3,17 @@
 import random
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import torch
 
 from moe_ft.engine.checks import check_units
-from moe_ft.engine.layout import lay_out
+from moe_ft.engine.layout import FileLayout, lay_out, lay_out_window
+from moe_ft.engine.peers import Replica
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag, rank_path
@@ -27,6 +31,7 @@ from moe_ft.formats import (
     checksum,
     encode,
 )
+from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level, UnitId, UnitKind
 
 History = tuple[tuple[int, int], ...]
@@ -142,6 +147,173 @@ def fill_region(
     return region, index
 
 
+WINDOW_UNITS = (
+    *(UnitId(kind=UnitKind.EXPERT, layer=0, expert=expert) for expert in range(3)),
+    UnitId(kind=UnitKind.EMBEDDING),
+)
+WINDOW_FILE_BYTES = 16384  # enough for windows of any length here
+
+
+def window_position(unit: UnitId, length: int) -> int:
+    """Return which snapshot of `make_window` has a unit at FULL."""
+    return WINDOW_UNITS.index(unit) * length // len(WINDOW_UNITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowState:
+    """A window of snapshots.
+
+    Attributes:
+        layout, content: of the file in which all of them are.
+        index: of all of them.
+    """
+
+    layout: FileLayout
+    content: bytes
+    index: Index
+
+    @property
+    def first_iteration(self) -> int:
+        """The iteration of the first snapshot."""
+        return self.index.iteration - self.index.num_snapshots + 1
+
+    def up_to(self, num_snapshots: int) -> Index:
+        """Return the index that there is when so many snapshots have been taken."""
+        last = self.first_iteration + num_snapshots - 1
+        units = self.index.units.items()
+        return msgspec.structs.replace(
+            self.index,
+            iteration=last,
+            num_snapshots=num_snapshots,
+            records=self.index.records[:num_snapshots],
+            units={name: unit for name, unit in units if unit.iteration <= last},
+            compute=self.index.compute[:num_snapshots],
+        )
+
+    def stretch(self, position: int) -> tuple[int, int]:
+        """Return where what a snapshot adds begins and ends."""
+        return (self.layout.ends[position - 1] if position else 0), self.layout.ends[position]
+
+
+def make_window(
+    rank: int = 0,
+    first_iteration: int = 5,
+    length: int = 3,
+    identity: Identity | None = None,
+    *,
+    file: str = "region_0.safetensors",
+    num_elements: int = 33,
+) -> WindowState:
+    """Return a window of four units; rank and iteration decide the bytes.
+
+    Every unit has an fp32 master and a moment at FULL, and a BF16 weight at COMPUTE.
+    """
+
+    def contents(position: int) -> list[tuple[UnitId, Level, list[TensorEntry]]]:
+        found = []
+        for unit in WINDOW_UNITS:
+            at = window_position(unit, length)
+            level = Level.FULL if at == position else Level.COMPUTE
+            keys = {"param": "F32", "exp_avg": "F32"} if at == position else {"weight": "BF16"}
+            if at >= position:
+                tensors = [
+                    TensorEntry(f"{unit}.weight", key, 0, num_elements, dtype, 0)
+                    for key, dtype in keys.items()
+                ]
+                found.append((unit, level, tensors))
+        return found
+
+    layout = lay_out_window([contents(each) for each in range(length)], WINDOW_FILE_BYTES)
+    seed = random.Random(f"{rank} {first_iteration} {length}")
+    content = layout.header + seed.randbytes(layout.num_bytes - len(layout.header))
+
+    def entries(position: int, level: Level) -> dict[str, UnitEntry]:
+        return {
+            str(place.unit): UnitEntry(
+                offset=place.offset,
+                num_bytes=place.num_bytes,
+                iteration=first_iteration + position,
+                level=place.level.value,
+                checksum=checksum(content[place.offset : place.offset + place.num_bytes]),
+                tensors=place.tensors,
+            )
+            for place in layout.snapshots[position]
+            if place.level is level
+        }
+
+    full = [entries(position, Level.FULL) for position in range(length)]
+    index = Index(
+        format=FORMAT,
+        identity=identity or make_identity(),
+        rank=rank,
+        node="node-a",
+        iteration=first_iteration + length - 1,
+        file=file,
+        file_bytes=layout.num_bytes,
+        header_bytes=len(layout.header),
+        header_checksum=checksum(layout.header),
+        units={name: unit for units in full for name, unit in units.items()},
+        parameters={
+            f"{unit}.weight": ParameterEntry(shape=(num_elements,)) for unit in WINDOW_UNITS
+        },
+        records=tuple(make_record(first_iteration + position) for position in range(length)),
+        window=length,
+        num_snapshots=length,
+        compute=tuple(entries(position, Level.COMPUTE) for position in range(length))
+        if length > 1
+        else (),
+    )
+    return WindowState(layout=layout, content=content, index=index)
+
+
+def fill_window(
+    directory: Path,
+    number: int = 0,
+    *,
+    rank: int = 0,
+    first_iteration: int = 5,
+    length: int = 3,
+    num_snapshots: int | None = None,
+    identity: Identity | None = None,
+) -> tuple[Region, WindowState]:
+    """Return an open region that holds a window, or its first snapshots, and the window."""
+    region = Region(directory, number, WINDOW_FILE_BYTES)
+    window = make_window(rank, first_iteration, length, identity, file=region.data_path.name)
+    index = window.up_to(num_snapshots or length)
+    region.open()
+    region.mapping[:] = window.content
+    region.commit(encode(index), index.iteration)
+    return region, window
+
+
+def persist_window(
+    storage: Storage, iteration: int, identity: Identity, length: int = 3
+) -> Manifest:
+    """Write the files of all ranks, each a window that ends at an iteration, and the manifest."""
+    tag = file_tag(identity)
+    for rank in range(identity.world_size):
+        data_path = rank_path(iteration, rank, tag, "safetensors")
+        name, first = data_path.rpartition("/")[2], iteration - length + 1
+        window = make_window(rank, first, length, identity, file=name)
+        storage.write(data_path, [memoryview(window.content)])
+        storage.write_atomically(rank_path(iteration, rank, tag, "json"), encode(window.index))
+    return storage.write_manifest(iteration, tag, identity.world_size)
+
+
+def replica_of(
+    region: Region, index: Index, keep_iteration: int | None, pool: Pool | None = None
+) -> Replica:
+    """Return what peers are to get of a region with a single snapshot."""
+    return Replica(
+        region=region,
+        pool=pool,
+        index=index,
+        start_byte=0,
+        end_byte=index.file_bytes,
+        keep_iteration=keep_iteration,
+    )
+
+
 def persist_rank(storage: Storage, rank: int, iteration: int, identity: Identity) -> None:
     """Write one rank's files of a checkpoint."""
     tag = file_tag(identity)
@@ -177,6 +349,41 @@ def complete_iterations(storage: Storage) -> list[int]:
             check_units(storage.index(file.index), {"": memoryview(content)}, file.data)
         complete.append(iteration)
     return complete
+
+
+def make_optimizer(*masters: torch.Tensor, kind: str = "adam") -> Any:
+    """Return an inner optimizer as Megatron's look from outside, of a kind that decides the moments."""
+    return SimpleNamespace(
+        optimizer=torch.optim.Adam(list(masters), lr=0.125) if masters else None,
+        config=SimpleNamespace(optimizer=kind),
+    )
+
+
+def make_parameter(
+    unit: UnitId,
+    name: str = "",
+    *,
+    parameter: torch.Tensor | None = None,
+    slice_: tuple[int, int] | None = None,
+    optimizer: Any = None,
+    master: torch.Tensor | None = None,
+    is_sharded: bool = False,
+) -> LocalParameter:
+    """Return a parameter of a unit, by default one of four elements that this rank saves."""
+    live = torch.nn.Parameter(torch.zeros(4) if parameter is None else parameter)
+    start, end = slice_ or (0, live.numel())
+    return LocalParameter(
+        unit=unit,
+        name=name or f"{unit}.weight",
+        entry=ParameterEntry(shape=tuple(live.shape)),
+        parameter=live,
+        start=start,
+        end=end,
+        optimizer=optimizer,
+        master=master,
+        is_sharded=is_sharded,
+        is_expert=unit.kind is UnitKind.EXPERT,
+    )
 
 
 def rotating_unit(expert: int) -> UnitId:

@@ -13,9 +13,8 @@ from moe_ft.config import (
     RecoveryConfig,
     StorageConfig,
     StrategyConfig,
-    flag_of,
-    parse_size,
 )
+from moe_ft.config_fields import flag_of, parse_size
 from moe_ft.errors import ConfigError
 
 LOG = ObservabilityConfig(event_log="events")

@@ -16,6 +16,7 @@ from moe_ft.formats import (
     FileEntry,
     Identity,
     Index,
+    IndexHead,
     IterationRecord,
     Manifest,
     OptimizerRecord,
@@ -30,7 +31,7 @@ from moe_ft.formats import (
     differing_settings,
     encode,
 )
-from tests.unit.moe_ft.builders import make_identity, make_state
+from tests.unit.moe_ft.builders import make_identity, make_state, make_window
 
 ESCAPES = ["../x", "/x", "a/../../b", "..", "a/..", "", ".", "a\\..\\b", "a\0b", "//x"]
 
@@ -115,7 +116,9 @@ def records(iteration: int) -> st.SearchStrategy[IterationRecord]:
 
 
 @st.composite
-def units(draw: st.DrawFn, file_bytes: int) -> UnitEntry:
+def units(
+    draw: st.DrawFn, file_bytes: int, iterations: st.SearchStrategy[int] = COUNTS
+) -> UnitEntry:
     offset = draw(st.integers(0, file_bytes))
     num_bytes = draw(st.integers(0, file_bytes - offset))
     tensors = []
@@ -135,7 +138,7 @@ def units(draw: st.DrawFn, file_bytes: int) -> UnitEntry:
     return UnitEntry(
         offset=offset,
         num_bytes=num_bytes,
-        iteration=draw(COUNTS),
+        iteration=draw(iterations),
         level=draw(LEVELS),
         checksum=draw(DIGITS),
         tensors=tuple(tensors),
@@ -148,8 +151,12 @@ def units(draw: st.DrawFn, file_bytes: int) -> UnitEntry:
 
 @st.composite
 def indexes(draw: st.DrawFn) -> Index:
-    iteration, file_bytes = draw(COUNTS), draw(COUNTS)
-    earlier = draw(st.lists(COUNTS.flatmap(records), max_size=1))
+    iteration, file_bytes = draw(st.integers(10, 2**53)), draw(COUNTS)
+    window = draw(st.integers(1, 3))
+    num_snapshots = draw(st.integers(1, window))
+    first = iteration - num_snapshots + 1
+    inside = st.integers(first, iteration) if window > 1 else COUNTS
+    held = st.dictionaries(NAMES, units(file_bytes, inside), max_size=2)
     return Index(
         format=FORMAT,
         identity=draw(IDENTITIES),
@@ -160,7 +167,7 @@ def indexes(draw: st.DrawFn) -> Index:
         file_bytes=file_bytes,
         header_bytes=draw(st.integers(0, file_bytes)),
         header_checksum=draw(DIGITS),
-        units=draw(st.dictionaries(NAMES, units(file_bytes), max_size=2)),
+        units=draw(held),
         parameters=draw(
             st.dictionaries(
                 NAMES,
@@ -168,10 +175,13 @@ def indexes(draw: st.DrawFn) -> Index:
                 max_size=2,
             )
         ),
-        records=(*earlier, draw(records(iteration))),
+        records=tuple(draw(records(each)) for each in range(first, iteration + 1)),
         origins=draw(st.dictionaries(NAMES, DIGITS, max_size=2)),
         progress=draw(st.none() | PROGRESS),
         older=tuple(draw(st.lists(FILES, max_size=2))),
+        window=window,
+        num_snapshots=num_snapshots,
+        compute=tuple(draw(held) for _ in range(num_snapshots)) if window > 1 else (),
     )
 
 
@@ -192,6 +202,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         files=tuple(files),
         units=draw(st.dictionaries(NAMES, source, max_size=2)),
         older=tuple(draw(st.lists(FILES, max_size=2))),
+        window=draw(st.integers(1, 9)),
     )
 
 
@@ -200,6 +211,16 @@ def small_index() -> Index:
     index, _ = make_state(num_elements=3)
     name = min(index.units)
     return msgspec.structs.replace(index, units={name: index.units[name]})
+
+
+def small_window() -> Index:
+    """Return the index of a window in which every part of the schema occurs."""
+    index = make_window(length=2, num_elements=3).index
+    at_first, at_last = index.compute
+    name = min(at_first)
+    return msgspec.structs.replace(
+        index, units={name: index.units[name]}, compute=({name: at_first[name]}, at_last)
+    )
 
 
 def small_manifest() -> Manifest:
@@ -238,10 +259,14 @@ def is_refused[Body: (Index, Manifest)](content: bytes, kind: type[Body]) -> boo
     return False
 
 
-BOTH = pytest.mark.parametrize(
+EACH = pytest.mark.parametrize(
     ("content", "kind"),
-    [(encode(small_index()), Index), (encode(small_manifest()), Manifest)],
-    ids=["index", "manifest"],
+    [
+        (encode(small_index()), Index),
+        (encode(small_window()), Index),
+        (encode(small_manifest()), Manifest),
+    ],
+    ids=["index", "window", "manifest"],
 )
 
 
@@ -266,7 +291,7 @@ def test_encoded_index_is_json_with_the_checksum_of_its_body(index: Index) -> No
     assert json.loads(content)["xxh3_64"] == checksum(body)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("mask", [0x01, 0x02, 0x04, 0x08, 0x10, 0x20, 0x40, 0x80, 0xFF])
 def test_file_with_any_flipped_byte_is_refused(
     content: bytes, kind: type[Index] | type[Manifest], mask: int
@@ -279,21 +304,21 @@ def test_file_with_any_flipped_byte_is_refused(
     assert accepted == []
 
 
-@BOTH
+@EACH
 def test_file_that_is_cut_off_anywhere_is_refused(
     content: bytes, kind: type[Index] | type[Manifest]
 ) -> None:
     assert [end for end in range(len(content)) if not is_refused(content[:end], kind)] == []
 
 
-@BOTH
+@EACH
 def test_file_that_lacks_its_beginning_is_refused(
     content: bytes, kind: type[Index] | type[Manifest]
 ) -> None:
     assert [at for at in range(1, len(content)) if not is_refused(content[at:], kind)] == []
 
 
-@BOTH
+@EACH
 def test_file_in_which_any_range_is_zero_is_refused(
     content: bytes, kind: type[Index] | type[Manifest]
 ) -> None:
@@ -303,7 +328,7 @@ def test_file_in_which_any_range_is_zero_is_refused(
     assert [at for at, each in zip(starts, zeroed, strict=True) if not is_refused(each, kind)] == []
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("garbage", [b"\n", b" ", b"}\n", b"\0"])
 def test_file_with_something_behind_its_end_is_refused(
     content: bytes, kind: type[Index] | type[Manifest], garbage: bytes
@@ -393,6 +418,9 @@ def change(path: str, value: object) -> Change:
         (change("origins", {"a": "123"}), "form of Index.*origins"),
         (change("progress", {}), "form of Index.*progress"),
         (change("older", [{}]), "form of Index.*older"),
+        (change("window", 0), "form of Index.*window"),
+        (change("num_snapshots", 0), "form of Index.*num_snapshots"),
+        (change("num_snapshots", 2), "holds more snapshots than its window has"),
     ],
 )
 def test_index_that_breaks_the_schema_is_refused_and_the_field_named(
@@ -402,6 +430,131 @@ def test_index_that_breaks_the_schema_is_refused_and_the_field_named(
     spoil(body)
     with pytest.raises(CorruptStateError, match=message):
         decode(seal(body), Index, "a file")
+
+
+# Windows: `make_window` has iterations 5, 6 and 7, experts 0, 1 and 2 are FULL at 5, 5 and 6
+
+FIRST, SECOND, LAST = "layer.0.expert.0", "layer.0.expert.2", "embedding"
+
+
+def remove(name: str, position: int) -> Change:
+    """Return a function that removes an item of a list in a body."""
+    return lambda body: body[name].pop(position)
+
+
+def swap_records(body: Any) -> None:
+    body["records"][0], body["records"][1] = body["records"][1], body["records"][0]
+
+
+def repeat_record(body: Any) -> None:
+    body["records"].insert(0, body["records"][0])
+
+
+def add_snapshot(body: Any) -> None:
+    body["compute"].append({})
+
+
+def forget_the_first_snapshot(body: Any) -> None:
+    # What is left is a window of the same length that claims to begin an iteration later.
+    body["records"].pop(0)
+    body["compute"].pop(0)
+    body["num_snapshots"] = 2
+
+
+NOT_CONSECUTIVE = "does not hold 3 consecutive snapshots up to iteration 7"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove("records", 0), NOT_CONSECUTIVE),
+        (remove("records", 1), NOT_CONSECUTIVE),
+        (remove("records", 2), "holds no record of its iteration 7"),
+        (swap_records, NOT_CONSECUTIVE),
+        (repeat_record, NOT_CONSECUTIVE),
+        (change("records.0.iteration", 4), NOT_CONSECUTIVE),
+        (change("records.1.iteration", 7), NOT_CONSECUTIVE),
+        (change("iteration", 8), "holds no record of its iteration 8"),
+        (change("num_snapshots", 4), "holds more snapshots than its window has"),
+        (change("num_snapshots", 2), "does not hold 2 consecutive snapshots up to iteration 7"),
+        (change("window", 2), "holds more snapshots than its window has"),
+        (change("window", 1), "holds more snapshots than its window has"),
+        (change("compute", []), NOT_CONSECUTIVE),
+        (remove("compute", 0), NOT_CONSECUTIVE),
+        (add_snapshot, NOT_CONSECUTIVE),
+        (forget_the_first_snapshot, "does not hold 2 consecutive snapshots up to iteration 7"),
+        (change(f"compute.0.{LAST}.iteration", 4), NOT_CONSECUTIVE),
+        (change(f"compute.0.{LAST}.iteration", 8), NOT_CONSECUTIVE),
+        (change(f"compute.1.{LAST}.offset", 10**6), "unit embedding reaches beyond the end"),
+        (change(f"compute.1.{LAST}.tensors.0.3", 10**6), "unit embedding has an impossible tensor"),
+        (change(f"compute.1.{LAST}.file", "../pool"), "which leaves its directory"),
+        (change(f"compute.1.{LAST}.level", "none"), "form of Index.*level"),
+        (change(f"compute.1.{LAST}.checksum", ""), "form of Index.*checksum"),
+        (change("compute.1", []), "form of Index.*compute"),
+        (change("window", "3"), "form of Index.*window"),
+    ],
+)
+def test_index_that_breaks_the_rules_of_windows_is_refused(spoil: Change, message: str) -> None:
+    body = body_of(make_window().index)
+    spoil(body)
+    with pytest.raises(CorruptStateError, match=message):
+        decode(seal(body), Index, "a file")
+
+
+@pytest.mark.parametrize("iteration", [4, 8])
+@pytest.mark.parametrize("name", [FIRST, SECOND, LAST])
+def test_unit_outside_of_its_window_is_refused(name: str, iteration: int) -> None:
+    body = body_of(make_window().index)
+    body["units"][name]["iteration"] = iteration
+    with pytest.raises(CorruptStateError, match=NOT_CONSECUTIVE):
+        decode(seal(body), Index, "a file")
+
+
+@pytest.mark.parametrize(("length", "num_snapshots"), [(1, 1), (2, 1), (3, 1), (3, 2), (4, 4)])
+def test_window_up_to_any_snapshot_is_read_as_it_was_written(
+    length: int, num_snapshots: int
+) -> None:
+    index = make_window(length=length).up_to(num_snapshots)
+    assert decode(encode(index), Index, "a file") == index
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2, 3])
+def test_window_is_whole_with_its_last_snapshot_only(num_snapshots: int) -> None:
+    content = encode(make_window(length=3).up_to(num_snapshots))
+    assert decode(content, Index, "a file").is_whole == (num_snapshots == 3)
+    assert decode(content, IndexHead, "a file").is_whole == (num_snapshots == 3)
+
+
+@pytest.mark.parametrize("kind", [Index, IndexHead])
+def test_index_that_does_not_speak_of_windows_is_of_a_whole_one(
+    kind: type[Index] | type[IndexHead],
+) -> None:
+    body = body_of(small_index())
+    for name in ("window", "num_snapshots", "compute"):
+        del body[name]
+    assert decode(seal(body), kind, "a file").is_whole
+
+
+def test_entries_of_an_index_are_those_of_all_levels_and_snapshots() -> None:
+    index = make_window(length=3).index
+    found = [(name, unit.iteration, unit.level) for name, unit in index.entries()]
+    assert sorted(found) == sorted(
+        [
+            (FIRST, 5, "full"),
+            ("layer.0.expert.1", 5, "full"),
+            (SECOND, 5, "compute"),
+            (SECOND, 6, "full"),
+            (LAST, 5, "compute"),
+            (LAST, 6, "compute"),
+            (LAST, 7, "full"),
+        ]
+    )
+
+
+def test_manifest_that_does_not_speak_of_windows_is_of_single_snapshots() -> None:
+    body = body_of(small_manifest())
+    del body["window"]
+    assert decode(seal(body), Manifest, "a file").window == 1
 
 
 def test_unit_in_another_file_may_lie_behind_the_end_of_the_indexs_own() -> None:
@@ -466,6 +619,7 @@ def test_tensor_that_reaches_beyond_its_unit_is_refused() -> None:
         (change("units.embedding.files", [1]), "unit embedding names a file that is not listed"),
         (change("units.embedding.files", [-1]), "form of Manifest.*files"),
         (change("units.embedding.level", "none"), "form of Manifest.*level"),
+        (change("window", 0), "form of Manifest.*window"),
         (change("identity.history", []), "belongs to no incarnation"),
     ],
 )

@@ -10,25 +10,41 @@ LARGE = ("--model", "gpt-350m-16e", "--dp", "8", "--ep", "8")
 IN_FULL = (*LARGE, "--k-snapshot", "4", "--k-persist", "1", "--master-always-full")
 
 
+# The model and layout of examples/quickstart.sh.
+SMALL = (
+    *("--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4"),
+    *("--num-experts", "8", "--ffn-hidden-size", "256", "--swiglu", "--rmsnorm"),
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights", "--vocab-size", "256"),
+    *("--max-position-embeddings", "0", "--dp", "2", "--ep", "2", "--pp", "2"),
+)
+MEASURED = ("--iteration-s", "1", "--bandwidth", "5e6")
+TWO_NODES = ("--ranks-per-node", "2", "--network-bandwidth", "4.6e6")
+
+
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str]) -> "Plan":
-    return Plan(capsys)
+    return Plan(capsys, "partial")
+
+
+@pytest.fixture
+def sparse(capsys: pytest.CaptureFixture[str]) -> "Plan":
+    return Plan(capsys, "sparse")
 
 
 class Plan:
     """Runs the command."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
+    def __init__(self, capsys: pytest.CaptureFixture[str], strategy: str) -> None:
+        self._capsys, self._command = capsys, ["plan", "--strategy", strategy]
 
     def __call__(self, *flags: str) -> str:
         """Return what it prints."""
-        assert main(["plan", "--strategy", "partial", *flags]) == 0
+        assert main([*self._command, *flags]) == 0
         return self._capsys.readouterr().out
 
     def error(self, *flags: str) -> str:
         """Return what it prints when it refuses its flags."""
-        assert main(["plan", "--strategy", "partial", *flags]) == 2
+        assert main([*self._command, *flags]) == 2
         captured = self._capsys.readouterr()
         assert captured.out == ""
         return captured.err
@@ -164,6 +180,10 @@ def test_losses_of_a_fault_are_those_of_the_closed_form(plan: Plan) -> None:
             "--num-moe-layers=25 must be between 1 and --num-layers=24. Lower it",
         ),
         (
+            (*IN_FULL, "--num-moe-layers", "0"),
+            "--num-moe-layers=0 must be between 1 and .* without experts with --strategy sparse",
+        ),
+        (
             (*IN_FULL, "--num-attention-heads", "7"),
             "--num-attention-heads=7 must divide --hidden-size=1024 .* Change one of them, or give",
         ),
@@ -205,6 +225,176 @@ def test_bad_input_is_refused_with_flag_value_rule_and_remedy(
     plan: Plan, flags: tuple[str, ...], message: str
 ) -> None:
     assert re.search(message, plan.error(*flags))
+
+
+def test_snapshots_of_a_given_window_stand_beside_a_dense_one(sparse: Plan) -> None:
+    text = sparse(*SMALL, "--window", "3")
+    assert "window 3, as given" in text
+    # What the run logs: 3,705,472, 4,295,296 and 4,538,112 bytes. A rank has 869,696 parameters.
+    assert row(text, "first")[1:] == ["3.7", "64.5%"]
+    assert row(text, "largest")[1:] == ["4.5", "56.5%"]
+    assert row(text, "mean")[1:] == ["4.2", "60.0%"]
+    assert row(text, "2")[1:] == ["4.3", "58.8%"]
+    assert row(text, "dense")[1:] == ["10.4", ""]
+
+
+def test_window_is_chosen_so_that_its_largest_snapshot_fits_an_iteration(sparse: Plan) -> None:
+    text = sparse(*SMALL, *MEASURED)
+    assert "window 3, the shortest whose snapshots fit" in text
+    assert (
+        "budget of a snapshot: 5.0 MB can be copied to the host in an iteration; the largest has 4.5 MB "
+        "and fits" in text
+    )
+    assert "stall: 0.000 s per iteration, 0.000 s at most; expected overhead 0.00%" in text
+
+
+def test_optimizer_step_leaves_less_of_the_iteration_for_copies(sparse: Plan) -> None:
+    text = sparse(*SMALL, *MEASURED, "--update-s", "0.2")
+    assert "window 4, the shortest whose snapshots fit" in text
+    assert "4.0 MB can be copied to the host in an iteration" in text
+
+
+def test_replication_can_be_what_limits_a_snapshot(sparse: Plan) -> None:
+    text = sparse(*SMALL, *MEASURED, *TWO_NODES)
+    assert "4.6 MB can be sent to 1 peer in an iteration; the largest has 4.5 MB and fits" in text
+    assert "last snapshot are complete 1 iteration late: a window every 4 iterations" in text
+
+
+def test_window_that_does_not_fit_has_a_stall_and_an_overhead(sparse: Plan) -> None:
+    text = sparse(*SMALL, *MEASURED, "--max-window", "1")
+    assert "window 1, the longest that is allowed: none fits" in text
+    assert "the largest has 10.4 MB and does NOT fit" in text
+    # 10,436,352 bytes at 5e6 a second, of which a second is hidden.
+    assert "stall: 1.087 s per iteration, 1.087 s at most; expected overhead 108.73%" in text
+
+
+def test_host_memory_is_that_of_own_windows_and_of_replicas(sparse: Plan) -> None:
+    text = sparse(*SMALL, *TWO_NODES, "--window", "3", "--storage")
+    # A window has 12,538,880 bytes, a tenth more is reserved; dense 10,436,352.
+    assert row(text, "a rank's own")[1:] == ["3", "37.6", "41.4", "31.3"]
+    assert row(text, "replicas that it keeps")[1:] == ["2", "25.1", "27.6", "20.9"]
+    assert row(text, "a rank")[1:] == ["5", "62.7", "69.0", "52.2"]
+    assert row(text, "a node of 2, at most")[1:3] == ["10", "125.4"]
+    assert "own 43.3 (dense 36.0), with replicas 72.1 (dense 60.0)" in text
+
+
+def test_memory_is_reserved_for_the_longest_window_that_may_be_chosen(sparse: Plan) -> None:
+    reserved = [
+        row(sparse(*SMALL, *MEASURED, "--max-window", most), "a rank's own")[3] for most in "38"
+    ]
+    assert reserved == ["27.6", "36.5"]
+
+
+def test_recovery_is_listed_part_by_part(sparse: Plan) -> None:
+    text = sparse(*SMALL, *MEASURED, "--restart-s", "20", "--mtbf-s", "600")
+    assert row(text, "restart")[1:] == ["", "20.00"]
+    assert row(text, "restore")[1:] == ["12.5 MB", "2.51"]
+    assert row(text, "conversion")[1:] == ["2 replays", "2.00"]
+    assert row(text, "work to redo")[1:] == ["2.5 iterations", "2.50"]
+    assert row(text, "E[R]")[1:] == ["", "27.01"]
+    assert "conversion included: 3 to 6, 4.5 on average" in text
+    assert "a failure every 600 s: 0.9569 of the time is training (ETTR)" in text
+
+
+def test_storage_takes_a_window_every_so_many(sparse: Plan) -> None:
+    text = sparse(*SMALL, *MEASURED, "--storage-bandwidth", "1e6", "--persist-interval", "4")
+    # 12.5 s for a window that takes 3 s.
+    assert (
+        "persist: 12.539 s; smallest interval 5 windows; the one planned, 4, is too short" in text
+    )
+    assert row(text, "a rank's own")[1] == "3"
+
+
+def test_times_are_left_out_without_bandwidths(sparse: Plan) -> None:
+    text = sparse(*SMALL, "--window", "3")
+    assert "stall" not in text
+    assert "E[R]" not in text
+
+
+def test_model_without_experts_is_planned_layer_by_layer(sparse: Plan) -> None:
+    text = sparse(*SMALL[:-6], "--num-moe-layers", "0", "--window", "3")
+    assert "parameters, no experts" in text
+    assert "orders of popularity" not in text
+
+
+def test_orders_of_popularity_are_drawn_where_experts_have_several_owners(sparse: Plan) -> None:
+    text = sparse(*SMALL, "--dp", "4", "--window", "3")
+    assert "of 4 orders of popularity, drawn at random, the one with the largest snapshot" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "--window=auto needs --iteration-s and --bandwidth: .* or a number with --window"),
+        (("--window", "0"), "--window=0 must be a whole number, at least 1, or auto. Give one"),
+        (("--window", "-1"), "--window=-1 must be a whole number, at least 1, or auto"),
+        (
+            ("--window", "4", "--train-iters", "3"),
+            "--window=4 must be at most --train-iters=3: .* Lower it, or use auto",
+        ),
+        ((*MEASURED, "--max-window", "0"), "--max-window=0 must be a whole number, at least 1"),
+        ((*MEASURED, "--pp", "0"), "--pp=0 must be a whole number, at least 1"),
+        ((*MEASURED, "--pp", "3"), "--pp=3 must divide --num-layers=4. Change one of them"),
+        ((*MEASURED, "--ranks-per-node", "0"), "--ranks-per-node=0 must be a whole number"),
+        ((*MEASURED, "--moe-router-topk", "0"), "--moe-router-topk=0 must be a whole number"),
+        (
+            (*MEASURED, "--moe-router-topk", "9"),
+            "--moe-router-topk=9 must be at most --num-experts=8. Lower it",
+        ),
+        (
+            (*MEASURED, "--replication-factor", "all"),
+            "--replication-factor=all must be a whole number, at least 0, or auto. Give one",
+        ),
+        (
+            (*MEASURED, "--replication-factor", "2", *TWO_NODES),
+            "--replication-factor=2 must be less than the 2 nodes that --dp=2 x --pp=2 ranks are on "
+            "with --ranks-per-node=2: .* Lower one",
+        ),
+        (
+            (*MEASURED, "--ranks-per-node", "2"),
+            "--replication-factor=auto, that is 1, needs --network-bandwidth: .*-factor 0",
+        ),
+        (
+            (*MEASURED, "--network-bandwidth", "none"),
+            "--network-bandwidth=none must be bytes per second, more than 0. Write it like 25GB",
+        ),
+        ((*MEASURED, "--mtbf-s", "0"), "--mtbf-s=0.0 must be more than 0 seconds. Give the mean"),
+        ((*MEASURED, "--mtbf-s", "nan"), "--mtbf-s=nan must be more than 0 seconds"),
+        (
+            ("--window", "3", "--mtbf-s", "600"),
+            "--mtbf-s=600.0 needs --iteration-s and --bandwidth: .* or leave --mtbf-s out",
+        ),
+        (
+            (*MEASURED, "--restart-s", "-1"),
+            "--restart-s=-1.0 must be at least 0 seconds. Give what",
+        ),
+        (
+            (*MEASURED, "--weight-bytes", "14", "--master-bytes", "4"),
+            "--weight-bytes=14 must be at most --master-bytes=4 plus --moment-bytes=8: .* Lower it",
+        ),
+        (
+            (*MEASURED, "--k-snapshot", "1"),
+            "--k-snapshot=1 does not go with --strategy=sparse: .* Leave it out",
+        ),
+        ((*MEASURED, "--k-persist", "1"), "--k-persist=1 does not go with --strategy=sparse"),
+        ((*MEASURED, "--master-always-full"), "--master-always-full does not go with --strategy"),
+        ((*MEASURED, "--interval", "2"), "--interval=2 does not go with --strategy=sparse: a wind"),
+        ((*MEASURED, "--expert-unit", "expert"), "--expert-unit=expert does not go with"),
+        ((*MEASURED, "--non-expert-unit", "module"), "--non-expert-unit=module does not go with"),
+        (
+            (*MEASURED, "--sharding", "adaptive"),
+            "--sharding=adaptive does not go with --strategy=sparse: .* Use equal",
+        ),
+        (
+            (*MEASURED, "--num-moe-layers", "5"),
+            "--num-moe-layers=5 must be between 0 and --num-layers=4. Lower it",
+        ),
+    ],
+)
+def test_bad_input_about_windows_is_refused_with_flag_value_rule_and_remedy(
+    sparse: Plan, flags: tuple[str, ...], message: str
+) -> None:
+    assert re.search(message, sparse.error(*SMALL, *flags))
 
 
 def test_strategy_that_cannot_be_planned_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from moe_ft.engine.memory import RankMemory, holds, num_regions
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import own_directory, replica_directory
 from moe_ft.topology import RankInfo, Topology
-from tests.unit.moe_ft.builders import fill_region, make_state
+from tests.unit.moe_ft.builders import WINDOW_FILE_BYTES, fill_region, fill_window, make_state
 
 SIZE = len(make_state()[1])
 
@@ -87,6 +87,27 @@ def test_region_of_another_state_does_not_hold_it(
     region, _ = fill_region(tmp_path)
     assert holds(region.index_path, "run-a", 5)
     assert not holds(region.index_path, lineage, iteration)
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2, 3])
+def test_region_holds_a_state_only_if_its_window_is_whole(
+    tmp_path: Path, num_snapshots: int
+) -> None:
+    region, _ = fill_window(tmp_path, num_snapshots=num_snapshots)
+    assert holds(region.index_path, "run-a", 4 + num_snapshots) == (num_snapshots == 3)
+
+
+def test_window_that_is_not_whole_is_free_to_be_overwritten_after_a_recovery(
+    tmp_path: Path,
+) -> None:
+    # The state was recovered from elsewhere; what ends at its iteration here has not begun there.
+    topology = Topology(ranks=(info(0, "a", num_slots=0, region_bytes=WINDOW_FILE_BYTES),))
+    directory = own_directory(tmp_path / "a", 0)
+    fill_window(directory, 0, first_iteration=6, num_snapshots=2)
+    fill_window(directory, 1, first_iteration=5)
+    memory = RankMemory(tmp_path / "a", 0, topology, [], persists=False)
+    memory.open(("run-a", 7))
+    assert [region.iteration for region in memory.regions] == [None, 7]
 
 
 def test_region_without_an_index_or_with_a_corrupt_one_holds_nothing(tmp_path: Path) -> None:

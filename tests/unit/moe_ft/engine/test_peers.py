@@ -16,7 +16,7 @@ from moe_ft.engine.peer_messages import Reply
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.peers import PeerConnection, PeerReplicator, own_host
 from moe_ft.engine.pool import Pool
-from moe_ft.engine.regions import Region, replica_directory
+from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.formats import Index, decode
@@ -25,68 +25,13 @@ from moe_ft.topology import RankInfo
 from tests.unit.moe_ft.builders import (
     add_units,
     fill_region,
-    make_state,
     put_in_slot,
+    replica_of,
     rotating_unit,
 )
+from tests.unit.moe_ft.peer import HOLDER, HOST, SOURCE, TOKEN, Peer, no_fault
 
-TOKEN = "0123456789abcdef"
-HOST = "127.0.0.1"
-SOURCE, HOLDER = 3, 7
 DEADLINE_S = 30.0
-
-
-def no_fault(phase: Phase, iteration: int) -> None:
-    """Inflict nothing."""
-
-
-class Peer:
-    """A rank that keeps replicas of another one, and files that it serves."""
-
-    def __init__(self, tmp_path: Path, *, num_elements: int = 33) -> None:
-        self.node_dir = tmp_path / "node"
-        self.server = PeerServer(self.node_dir, HOST)
-        directory = replica_directory(self.node_dir, SOURCE, HOLDER)
-        self.size = len(make_state(SOURCE, num_elements=num_elements)[1])
-        self.regions = [Region(directory, number, self.size) for number in range(2)]
-        for region in self.regions:
-            region.open()
-        self.server.start()
-        self.server.admit(TOKEN)
-        self.server.keep({SOURCE: ReplicaMemory(regions=tuple(self.regions), pool=None)})
-        self.connections: list[PeerConnection] = []
-
-    @property
-    def info(self) -> RankInfo:
-        """The rank as the others see it."""
-        return RankInfo(
-            rank=HOLDER,
-            node="node-b",
-            stage=0,
-            pid=1,
-            address=self.server.address,
-            region_bytes=self.size,
-        )
-
-    def connect(self, token: str = TOKEN) -> PeerConnection:
-        """Return a connection that is closed with the peer."""
-        assert self.server.address is not None
-        self.connections.append(PeerConnection(self.server.address, token))
-        return self.connections[-1]
-
-    def committed(self) -> dict[int, bytes]:
-        """Return the data of every replica that has an index, by iteration, as a recovery would read it."""
-        found = {}
-        for path in self.regions[0].directory.glob("region_*.json"):
-            index = decode(path.read_bytes(), Index, str(path))
-            found[index.iteration] = (path.parent / index.file).read_bytes()
-        return found
-
-    def close(self) -> None:
-        """Close all connections and stop listening."""
-        for connection in self.connections:
-            connection.close()
-        self.server.close()
 
 
 @pytest.fixture
@@ -124,7 +69,7 @@ def test_first_replica_of_a_fresh_start_arrives(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator, reports: Reports
 ) -> None:
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, None, index, keep_iteration=None)
+    replicator.replicate(replica_of(region, index, None))
     assert only(reports).event == "replicate"
     assert peer.committed() == {5: bytes(region.mapping)}
 
@@ -133,7 +78,7 @@ def test_replica_arrives_bit_for_bit(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator
 ) -> None:
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, None, index, keep_iteration=4)
+    replicator.replicate(replica_of(region, index, 4))
     assert peer.committed() == {5: bytes(region.mapping)}
 
 
@@ -141,7 +86,7 @@ def test_index_of_a_replica_names_the_file_beside_it_and_else_is_the_same(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator
 ) -> None:
     region, index = own_state(tmp_path, 5, number=2)  # neither of the two at the peer
-    replicator.replicate(region, None, index, keep_iteration=4)
+    replicator.replicate(replica_of(region, index, 4))
     (path,) = peer.regions[0].directory.glob("region_*.json")
     found = decode(path.read_bytes(), Index, str(path))
     assert found.file == path.with_suffix(".safetensors").name
@@ -152,7 +97,7 @@ def test_replica_that_arrived_is_reported_with_its_peers(
     tmp_path: Path, replicator: PeerReplicator, reports: Reports
 ) -> None:
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, None, index, keep_iteration=4)
+    replicator.replicate(replica_of(region, index, 4))
     report = only(reports)
     assert (report.event, report.iteration) == ("replicate", 5)
     assert (report.fields["peers"], report.fields["bytes"]) == ([HOLDER], index.file_bytes)
@@ -164,7 +109,7 @@ def test_replica_of_the_complete_snapshot_is_never_overwritten(
     kept: bytes | None = None
     for iteration in range(1, 8):
         region, index = own_state(tmp_path, iteration, number=iteration % 2)
-        replicator.replicate(region, None, index, keep_iteration=iteration - 1)
+        replicator.replicate(replica_of(region, index, iteration - 1))
         assert peer.committed()[iteration] == bytes(region.mapping)
         assert kept is None or peer.committed()[iteration - 1] == kept
         kept = bytes(region.mapping)
@@ -174,11 +119,11 @@ def test_replica_of_the_complete_snapshot_survives_many_that_were_not_completed(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator
 ) -> None:
     region, index = own_state(tmp_path, 1)
-    replicator.replicate(region, None, index, keep_iteration=0)
+    replicator.replicate(replica_of(region, index, 0))
     kept = bytes(region.mapping)
     for iteration in (2, 3, 4):
         region, index = own_state(tmp_path, iteration, number=1)
-        replicator.replicate(region, None, index, keep_iteration=1)
+        replicator.replicate(replica_of(region, index, 1))
         assert peer.committed() == {1: kept, iteration: bytes(region.mapping)}
 
 
@@ -195,11 +140,11 @@ def test_replica_that_a_start_was_restored_from_survives_the_first_new_one(
 ) -> None:
     # The rank's node was replaced: this replica is all that there is of its state.
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, None, index, keep_iteration=4)
+    replicator.replicate(replica_of(region, index, 4))
     restart(peer)
     restored = peer.committed()[5]
     region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(region, None, index, keep_iteration=5)
+    replicator.replicate(replica_of(region, index, 5))
     assert peer.committed() == {5: restored, 6: bytes(region.mapping)}
 
 
@@ -232,11 +177,11 @@ def test_replica_that_is_corrupt_is_refused_and_the_one_before_intact(
     tmp_path: Path, peer: Peer, reports: Reports, replicator: PeerReplicator, spoil: object
 ) -> None:
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, None, index, keep_iteration=4)
+    replicator.replicate(replica_of(region, index, 4))
     before, reported = peer.committed(), reports.drain()
     assert reported[0].event == "replicate"
     region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(region, None, spoil(region, index), keep_iteration=5)  # type: ignore[operator]
+    replicator.replicate(replica_of(region, spoil(region, index), 5))  # type: ignore[operator]
     assert only(reports).event == "degraded"
     assert peer.committed() == before
 
@@ -246,9 +191,9 @@ def test_replica_after_a_corrupt_one_is_taken_again(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator, spoil: object
 ) -> None:
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, None, spoil(region, index), keep_iteration=4)  # type: ignore[operator]
+    replicator.replicate(replica_of(region, spoil(region, index), 4))  # type: ignore[operator]
     region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(region, None, index, keep_iteration=4)
+    replicator.replicate(replica_of(region, index, 4))
     assert peer.committed() == {6: bytes(region.mapping)}
 
 
@@ -257,7 +202,7 @@ def test_replica_with_a_wrong_token_is_refused_and_nothing_kept(
 ) -> None:
     region, index = own_state(tmp_path, 5)
     replicator = PeerReplicator([peer.info], "another token", reports, no_fault)
-    replicator.replicate(region, None, index, keep_iteration=4)
+    replicator.replicate(replica_of(region, index, 4))
     replicator.close()
     assert only(reports).event == "degraded"
     assert peer.committed() == {}
@@ -266,14 +211,14 @@ def test_replica_with_a_wrong_token_is_refused_and_nothing_kept(
 def test_replica_of_a_rank_that_is_not_served_is_refused(tmp_path: Path, peer: Peer) -> None:
     region, index = fill_region(tmp_path / "own", rank=SOURCE + 1)
     with pytest.raises(OSError):  # noqa: B017, PT011 - whatever the network says
-        peer.connect().put(region, index, 4, no_fault)
+        peer.connect().put(replica_of(region, index, 4), (), no_fault)
     assert peer.committed() == {}
 
 
 def test_replica_of_another_size_is_refused(tmp_path: Path, peer: Peer) -> None:
     region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=99)
     with pytest.raises(OSError):  # noqa: B017, PT011
-        peer.connect().put(region, index, 4, no_fault)
+        peer.connect().put(replica_of(region, index, 4), (), no_fault)
     assert peer.committed() == {}
 
 
@@ -286,14 +231,14 @@ def test_replica_whose_sender_dies_in_the_middle_is_no_replica(
 
     replicator = PeerReplicator([peer.info], TOKEN, reports, die)
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, None, index, keep_iteration=4)
+    replicator.replicate(replica_of(region, index, 4))
     before = peer.committed()
     assert list(before) == [5]
     region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(region, None, index, keep_iteration=5)
+    replicator.replicate(replica_of(region, index, 5))
     # A new connection is served when the old one has been given up: both lock the same replicas.
     region, index = own_state(tmp_path, 7, number=1)
-    peer.connect().put(region, index, 5, no_fault)
+    peer.connect().put(replica_of(region, index, 5), (), no_fault)
     assert peer.committed() == {**before, 7: bytes(region.mapping)}
 
 
@@ -309,7 +254,7 @@ def test_replica_that_arrives_slowly_but_steadily_is_not_given_up(
         SlowReceiver(index.file_bytes) as receiver,
         closing(PeerConnection(receiver.address, TOKEN)) as connection,
     ):
-        connection.put(region, index, 4, no_fault)
+        connection.put(replica_of(region, index, 4), (), no_fault)
 
 
 class SlowReceiver:
@@ -395,7 +340,7 @@ class Sender:
         index = add_units(region, index, units)
         missing = self.replicator._pairs[HOLDER].missing(index)
         self.sent.append(tuple(sorted(missing)))
-        return self.replicator.replicate(region, self.pool, index, keep)
+        return self.replicator.replicate(replica_of(region, index, keep, self.pool))
 
     def readable(self) -> dict[int, list[str]]:
         """Return by iteration the names of the pooled units that the replica has intact."""
@@ -500,7 +445,7 @@ def test_version_without_a_place_in_the_peers_pool_is_refused(
     name, unit = put_in_slot(sender.pool, 0, 0)
     index = add_units(region, index, {name: msgspec.structs.replace(unit, **wrong)})
     with pytest.raises(OSError, match="has no place in the pool|closed|reset|pipe"):
-        sender.connection.put(region, index, None, no_fault, sender.pool, [name])
+        sender.connection.put(replica_of(region, index, None, sender.pool), [name], no_fault)
     assert sender.readable() == {}
 
 
@@ -509,7 +454,7 @@ def test_version_that_is_corrupt_is_refused(sender: Sender, reports: Reports) ->
     name, unit = put_in_slot(sender.pool, 0, 0)
     index = add_units(region, index, {name: unit})
     sender.pool.mapping[unit.offset] ^= 0x20
-    assert not sender.replicator.replicate(region, sender.pool, index, None)
+    assert not sender.replicator.replicate(replica_of(region, index, None, sender.pool))
     assert f"unit {name} does not match its checksum" in reports.drain()[-1].fields["reason"]
     assert sender.readable() == {}
 
@@ -522,7 +467,7 @@ def test_peer_that_is_gone_is_tried_less_and_less_often(
 ) -> None:
     peer.server.close()
     region, index = own_state(tmp_path, 5)
-    answers = [replicator.replicate(region, None, index, keep_iteration=4) for _ in range(4)]
+    answers = [replicator.replicate(replica_of(region, index, 4)) for _ in range(4)]
     assert answers == [False] * 4
     first, second, *rest = reports.drain()
     for report in (first, second):
@@ -541,9 +486,9 @@ def test_peer_that_comes_back_gets_the_next_replica(
     gone = msgspec.convert({**info_fields(peer.info), "address": address}, RankInfo)
     replicator = PeerReplicator([gone], TOKEN, reports, no_fault)
     region, index = own_state(tmp_path, 5)
-    assert not replicator.replicate(region, None, index, keep_iteration=4)
+    assert not replicator.replicate(replica_of(region, index, 4))
     replicator._pairs[HOLDER].connection._address = peer.info.address
-    assert replicator.replicate(region, None, index, keep_iteration=4)
+    assert replicator.replicate(replica_of(region, index, 4))
     replicator.close()
     assert [report.event for report in reports.drain()] == ["degraded", "replicate"]
 
@@ -563,7 +508,7 @@ def test_peer_that_does_not_read_is_given_up_after_a_time_without_progress(
             region_bytes=index.file_bytes,
         )
         replicator = PeerReplicator([silent], TOKEN, reports, no_fault)
-        replicator.replicate(region, None, index, keep_iteration=4)
+        replicator.replicate(replica_of(region, index, 4))
         replicator.close()
     assert "rank 9 did not take the replica: TimeoutError" in only(reports).fields["reason"]
 
@@ -574,7 +519,7 @@ def test_peer_that_is_left_still_gets_replicas(
     gone = msgspec.convert({**info_fields(peer.info), "rank": 1, "address": (HOST, 1)}, RankInfo)
     replicator = PeerReplicator([gone, peer.info], TOKEN, reports, no_fault)
     region, index = own_state(tmp_path, 5)
-    replicator.replicate(region, None, index, keep_iteration=4)
+    replicator.replicate(replica_of(region, index, 4))
     replicator.close()
     degraded, replicated = reports.drain()
     assert "rank 1" in degraded.fields["reason"]
@@ -587,7 +532,7 @@ def info_fields(info: RankInfo) -> dict[str, object]:
 
 def test_rank_without_peers_that_listen_reports_nothing(tmp_path: Path, reports: Reports) -> None:
     region, index = own_state(tmp_path, 5)
-    PeerReplicator([], TOKEN, reports, no_fault).replicate(region, None, index, None)
+    PeerReplicator([], TOKEN, reports, no_fault).replicate(replica_of(region, index, None))
     assert reports.drain() == []
 
 
@@ -696,7 +641,7 @@ def test_corrupt_replica_raises_what_the_peer_found(tmp_path: Path, peer: Peer) 
     region, index = own_state(tmp_path, 5)
     spoil_data(region, index)
     with pytest.raises(CorruptStateError, match="rank 3: unit embedding does not match"):
-        peer.connect().put(region, index, 4, no_fault)
+        peer.connect().put(replica_of(region, index, 4), (), no_fault)
 
 
 def test_own_address_towards_this_host_is_the_loopback() -> None:

@@ -1,5 +1,6 @@
 """Recovery plans: newest common state of one lineage, dead branches left alone, best tier first."""
 
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 
@@ -20,8 +21,10 @@ def make_version(
     node: str | None = None,
     lineage: str = "run-a",
     is_replica: bool = False,
+    window: int = 1,
 ) -> Version:
-    where = f"{'replica_' if is_replica else ''}{rank}_{iteration}_{len(history)}_{lineage}.json"
+    start = f"{len(history)}_{lineage}_{window}"
+    where = f"{'replica_' if is_replica else ''}{rank}_{iteration}_{start}.json"
     return Version(
         rank=rank,
         iteration=iteration,
@@ -30,13 +33,14 @@ def make_version(
         node=node,
         path=where,
         is_replica=is_replica,
+        window=window,
     )
 
 
-def everywhere(iteration: int, history: History = ((0, 0),)) -> list[Version]:
+def everywhere(iteration: int, history: History = ((0, 0),), window: int = 1) -> list[Version]:
     """Return one version of each of two ranks, each in the memory of its node."""
     return [
-        make_version(rank, iteration, history=history, node=NODES[rank])
+        make_version(rank, iteration, history=history, node=NODES[rank], window=window)
         for rank in range(len(NODES))
     ]
 
@@ -73,6 +77,7 @@ def inventories(draw: st.DrawFn) -> tuple[list[Version], tuple[str, ...]]:
             node=st.sampled_from([None, "a", "b", "c"]),
             lineage=st.just(lineage),
             is_replica=st.booleans(),
+            window=st.sampled_from([1, 1, 3, 4]),
         )
     )
     versions = draw(st.lists(version, max_size=40, unique=True))
@@ -82,6 +87,12 @@ def inventories(draw: st.DrawFn) -> tuple[list[Version], tuple[str, ...]]:
 
 def all_sources(plan: RecoveryPlan) -> list[Version]:
     return [source.version for sources in plan.sources.values() for source in sources]
+
+
+def group_of(version: Version) -> tuple[str, int, int, int]:
+    """Say what versions that go together have in common: windows also who cut them, and into how many."""
+    start = len(version.history) if version.window > 1 else 0
+    return version.lineage, version.iteration, version.window, start
 
 
 def belongs_to_the_run(version: Version, versions: Sequence[Version]) -> bool:
@@ -114,6 +125,14 @@ def test_plan_of_any_inventory_combines_one_iteration_of_one_lineage(
 
 
 @given(inventories())
+def test_plan_of_any_inventory_never_combines_windows_of_other_lengths_or_starts(
+    found: tuple[list[Version], tuple[str, ...]],
+) -> None:
+    for plan in plan_recovery(*found)[0]:
+        assert len({group_of(version) for version in all_sources(plan)}) == 1
+
+
+@given(inventories())
 def test_plan_of_any_inventory_reads_each_rank_from_its_own_state(
     found: tuple[list[Version], tuple[str, ...]],
 ) -> None:
@@ -129,17 +148,14 @@ def test_plans_of_any_inventory_are_those_that_every_rank_has_alive(
     versions, node_of = found
     alive = [version for version in versions if belongs_to_the_run(version, versions)]
     expected = {
-        (version.lineage, version.iteration)
+        group_of(version)
         for version in alive
-        if {
-            other.rank
-            for other in alive
-            if (other.lineage, other.iteration) == (version.lineage, version.iteration)
-        }
+        if {other.rank for other in alive if group_of(other) == group_of(version)}
         == set(range(len(node_of)))
     }
     plans = plan_recovery(versions, node_of)[0]
-    assert {(plan.lineage, plan.iteration) for plan in plans} == expected
+    assert len(plans) == len(expected)
+    assert {group_of(plan.sources[0][0].version) for plan in plans} == expected
 
 
 @given(inventories())
@@ -151,7 +167,7 @@ def test_sources_of_any_inventory_are_all_that_are_alive(
         expected = [
             version
             for version in versions
-            if (version.lineage, version.iteration) == (plan.lineage, plan.iteration)
+            if group_of(version) == group_of(plan.sources[0][0].version)
             and belongs_to_the_run(version, versions)
         ]
         assert sorted(map(str, all_sources(plan))) == sorted(map(str, expected))
@@ -198,6 +214,37 @@ def test_only_iteration_leaves_no_other(
 ) -> None:
     without = [plan for plan in plan_recovery(*found)[0] if plan.iteration == only]
     assert plan_recovery(*found, only_iteration=only)[0] == without
+
+
+@given(inventories())
+def test_plans_of_one_iteration_are_ordered_by_the_length_of_their_windows(
+    found: tuple[list[Version], tuple[str, ...]],
+) -> None:
+    plans = plan_recovery(*found)[0]
+    for earlier, later in itertools.pairwise(plans):
+        if (earlier.lineage, earlier.iteration) == (later.lineage, later.iteration):
+            first, second = (plan.sources[0][0].version for plan in (earlier, later))
+            assert first.window <= second.window
+            if first.window == second.window:
+                assert first.incarnation > second.incarnation
+
+
+@given(inventories())
+def test_elsewhere_is_all_that_a_rank_has_left_of_the_run_in_any_window(
+    found: tuple[list[Version], tuple[str, ...]],
+) -> None:
+    versions, node_of = found
+    for plan in plan_recovery(versions, node_of)[0]:
+        for rank, sources in plan.elsewhere.items():
+            expected = [
+                version
+                for version in versions
+                if (version.lineage, version.rank) == (plan.lineage, rank)
+                and belongs_to_the_run(version, versions)
+            ]
+            assert sorted(map(str, (each.version for each in sources))) == sorted(
+                map(str, expected)
+            )
 
 
 def test_newest_iteration_that_all_ranks_have_comes_first() -> None:
@@ -303,3 +350,79 @@ def test_iteration_that_was_not_asked_for_is_rejected_with_the_flag() -> None:
 @pytest.mark.parametrize("only", [None, 4])
 def test_nothing_found_gives_no_plan_and_no_complaint(only: int | None) -> None:
     assert plan_recovery([], NODES, only) == ([], [])
+
+
+# Windows
+
+LATER: History = ((0, 0), (1, 4))
+
+
+def test_windows_of_different_starts_are_not_combined() -> None:
+    # Each start orders the units by what it has counted: others are FULL in the same snapshot.
+    versions = [
+        make_version(0, 4, node="a", window=3),
+        make_version(1, 4, node="b", window=3, history=LATER),
+    ]
+    plans, rejected = plan_recovery(versions, NODES)
+    assert plans == []
+    assert sorted(rejected) == [
+        "iteration 4: no state of rank 0 in any tier",
+        "iteration 4: no state of rank 1 in any tier",
+    ]
+
+
+def test_windows_of_different_lengths_are_not_combined() -> None:
+    versions = [make_version(0, 4, window=3), make_version(1, 4, window=4)]
+    assert plan_recovery(versions, NODES)[0] == []
+
+
+def test_window_and_single_snapshot_of_one_iteration_are_not_combined() -> None:
+    versions = [make_version(0, 4, window=3), make_version(1, 4)]
+    assert plan_recovery(versions, NODES)[0] == []
+
+
+def test_window_is_read_from_several_tiers() -> None:
+    versions = [
+        make_version(0, 4, window=3),
+        make_version(0, 4, window=3, node="b", is_replica=True),
+        make_version(1, 4, window=3, node="b"),
+    ]
+    (plan,), _ = plan_recovery(versions, NODES)
+    tiers = [[source.tier for source in plan.sources[rank]] for rank in (0, 1)]
+    assert tiers == [[Tier.PEER, Tier.STORAGE], [Tier.MEMORY]]
+
+
+def test_newer_window_comes_before_an_older_single_snapshot() -> None:
+    plans, _ = plan_recovery([*everywhere(4), *everywhere(6, window=3)], NODES)
+    assert iterations(plans) == [6, 4]
+
+
+def test_single_snapshot_comes_before_a_window_of_the_same_iteration() -> None:
+    # The state at the end of training is saved at once, and needs no replay.
+    plans, _ = plan_recovery([*everywhere(6, window=3), *everywhere(6)], NODES)
+    assert [plan.sources[0][0].version.window for plan in plans] == [1, 3]
+
+
+def test_shorter_window_comes_before_a_longer_one_of_the_same_iteration() -> None:
+    plans, _ = plan_recovery([*everywhere(6, window=4), *everywhere(6, window=2)], NODES)
+    assert [plan.sources[0][0].version.window for plan in plans] == [2, 4]
+
+
+def test_window_of_a_newer_start_comes_before_that_of_an_older_one() -> None:
+    versions = [*everywhere(4, window=3), *everywhere(4, LATER, window=3)]
+    plans, _ = plan_recovery(versions, NODES)
+    assert [plan.sources[0][0].version.history for plan in plans] == [LATER, ((0, 0),)]
+
+
+def test_older_window_is_a_plan_where_a_rank_lacks_the_newer_one() -> None:
+    versions = [*everywhere(4, window=3), make_version(0, 7, node="a", window=3)]
+    plans, rejected = plan_recovery(versions, NODES)
+    assert iterations(plans) == [4]
+    assert rejected == ["iteration 7: no state of rank 1 in any tier"]
+
+
+def test_window_that_ends_beyond_where_a_later_start_resumed_is_dead() -> None:
+    versions = [*everywhere(4, window=3), *everywhere(7, window=3)]
+    versions.append(make_version(0, 6, history=LATER, window=3))
+    plans, _ = plan_recovery(versions, NODES)
+    assert iterations(plans) == [4]

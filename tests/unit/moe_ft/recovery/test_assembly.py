@@ -1,12 +1,15 @@
 """A rank's strategy and the sizes of its memory, from flags and a model."""
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from moe_ft.config import MoeFtConfig, PartialConfig, StrategyConfig
+from moe_ft.config import MoeFtConfig, PartialConfig, SparseConfig, StrategyConfig
+from moe_ft.engine.layout import UNIT_ALIGNMENT_BYTES, lay_out
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.formats import ParameterEntry
 from moe_ft.planning.sharding import assign_equal_slices
@@ -19,7 +22,7 @@ from moe_ft.recovery.assembly import (
 )
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import GroupPlace, LocalParameter
-from moe_ft.units import UnitId, UnitKind
+from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import run_together
 
 EP_SIZE, EXPT_DP_SIZE = 2, 4
@@ -94,7 +97,7 @@ def strategies_of(config: MoeFtConfig) -> list[Strategy]:
 def test_dense_strategy_saves_all_units() -> None:
     strategy = strategies_of(config_of(strategy="dense"))[0]
     assert isinstance(strategy, DenseStrategy)
-    assert set(strategy.plan(0).levels) == set(catalog_of(0).units)
+    assert set(strategy.plan_window(0).snapshots[0].levels) == set(catalog_of(0).units)
 
 
 def test_experts_of_which_this_rank_saves_nothing_do_not_rotate_here() -> None:
@@ -106,7 +109,7 @@ def test_experts_of_which_this_rank_saves_nothing_do_not_rotate_here() -> None:
 
 def test_ranks_divide_replicated_state_alike_with_adaptive_sharding() -> None:
     config = config_of(sharding="adaptive")
-    found = {strategy.plan(0).shares for strategy in strategies_of(config)}
+    found = {strategy.plan_window(0).snapshots[0].shares for strategy in strategies_of(config)}
     assert len(found) == 1
 
 
@@ -119,9 +122,10 @@ def test_every_snapshot_fits_into_the_region_and_its_slots(k: str, sharding: str
         sizes = measure_sizes(strategy, layouts)
         layouts.region_bytes = sizes.region_bytes
         for iteration in range(5):
-            plan = strategy.plan(iteration)
-            assert layouts.lay_out(plan).num_bytes == sizes.region_bytes
-            places = [layouts.place(unit, 0) for unit in plan.rotating]
+            window = strategy.plan_window(iteration)
+            assert layouts.lay_out(window).num_bytes == sizes.region_bytes
+            rotating = [unit for plan in window.snapshots for unit in plan.rotating]
+            places = [layouts.place(unit, 0) for unit in rotating]
             assert all(place.num_bytes <= sizes.slot_bytes for place in places)
             strategy.note_complete(iteration)
 
@@ -135,3 +139,86 @@ def test_dense_strategy_needs_no_slots() -> None:
 def test_expert_parallel_ranks_are_those_of_the_own_group_in_its_order() -> None:
     everyone = [("a", 1, 5), ("b", 0, 7), ("a", 0, 6)]
     assert ep_ranks_by_dp(everyone, "a") == [6, 5]
+
+
+# Sparse windows
+
+
+def sparse_config(window: str) -> MoeFtConfig:
+    return MoeFtConfig(
+        strategy=StrategyConfig(strategy="sparse"), sparse=SparseConfig(window=window, max_window=4)
+    )
+
+
+def sparse_strategies(window: str) -> list[Strategy]:
+    """Return the strategies of all ranks."""
+    return run_together(
+        len(DP_EP_RANKS),
+        lambda dp_rank, gather: build_strategy(
+            sparse_config(window), catalog_of(dp_rank), facts(dp_rank), DP_EP_RANKS, gather, dp_rank
+        ),
+    )
+
+
+def agree(strategies: list[Strategy], budget: float) -> None:
+    values = [strategy.values(budget, budget) for strategy in strategies]
+    least = [min(column) for column in zip(*values, strict=True)]
+    for strategy in strategies:
+        strategy.agree(least)
+
+
+@pytest.mark.parametrize("window", ["1", "2", "3", "4", "auto"])
+def test_every_window_fits_into_the_region_in_any_order_and_length(window: str) -> None:
+    seed = random.Random(window)
+    strategies = sparse_strategies(window)
+    layouts = [UnitLayouts(catalog_of(rank), rank) for rank in range(len(strategies))]
+    for strategy, layout in zip(strategies, layouts, strict=True):
+        layout.region_bytes = measure_sizes(strategy, layout).region_bytes
+    for iteration in range(8):
+        agree(strategies, seed.choice([10.0, 1e4, 1e5, 1e9]))
+        counts = [[seed.choice([0, 1, 100]) for _ in range(EP_SIZE)] for _ in range(NUM_LAYERS)]
+        for strategy, layout in zip(strategies, layouts, strict=True):
+            strategy.add_tokens(np.array(counts))
+            is_last = iteration == 7
+            plan = strategy.plan_window(iteration, is_last=is_last)
+            assert layout.lay_out(plan).num_bytes == layout.region_bytes
+
+
+def test_ranks_of_a_stage_have_each_unit_at_full_in_the_same_snapshot() -> None:
+    found: dict[UnitId, set[int]] = {}
+    for strategy in sparse_strategies("3"):
+        for position, snapshot in enumerate(strategy.plan_window(0).snapshots):
+            for unit, level in snapshot.levels.items():
+                if level is Level.FULL:
+                    found.setdefault(unit, set()).add(position)
+    assert len(found) == EP_SIZE * NUM_LAYERS + 2
+    assert all(len(positions) == 1 for positions in found.values())
+
+
+def test_sparse_strategy_counts_the_tokens_of_the_layers_with_experts_and_needs_no_slots() -> None:
+    strategy = sparse_strategies("3")[0]
+    assert strategy.counted_layers == ("layer.0", "layer.1", "layer.2")
+    sizes = measure_sizes(strategy, UnitLayouts(catalog_of(0), 0))
+    assert (sizes.slot_bytes, sizes.num_slots) == (0, 0)
+
+
+def test_sparse_strategy_of_a_model_without_experts_is_planned() -> None:
+    dense = UnitCatalog(
+        [parameter(UnitId(kind=UnitKind.EMBEDDING), 10, (0, 10))], leaves_out_frozen=False
+    )
+    strategy = build_strategy(
+        sparse_config("2"), dense, facts(0, num_experts=0), [0], lambda value: [value], 5
+    )
+    assert strategy.counted_layers == ()
+    assert len(strategy.plan_window(0).snapshots) == 2
+
+
+def test_sizes_of_units_are_those_that_they_take_in_a_file() -> None:
+    # The lengths of windows are chosen by them.
+    catalog = catalog_of(0)
+    for unit in catalog.units:
+        for level in (Level.FULL, Level.COMPUTE):
+            planned = catalog.num_bytes(unit, level, alignment=UNIT_ALIGNMENT_BYTES)
+            layout = lay_out([(unit, level, catalog.tensors(unit, level))])
+            taken = layout.ends[0] - len(layout.header)
+            assert taken <= planned < taken + UNIT_ALIGNMENT_BYTES

@@ -1,9 +1,11 @@
 """What a start finds in memory and on storage, and what it says of the rest."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moe_ft.engine.regions import Region, own_directory, replica_directory
@@ -18,9 +20,11 @@ from moe_ft.recovery.inventory import (
 )
 from tests.unit.moe_ft.builders import (
     fill_region,
+    fill_window,
     make_identity,
     persist_checkpoint,
     persist_rank,
+    persist_window,
 )
 from tests.unit.moe_ft.faulty_storage import faulty_urls, install
 
@@ -203,6 +207,84 @@ def test_storage_that_cannot_be_looked_at_is_a_problem_instead_of_empty(
         injector.broken = (("info", ""),)
         inventory = look_at_storage(storage)
     assert [problem for problem in inventory.problems if "injected failure" in problem]
+
+
+# Windows
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_window_is_found_at_its_last_iteration_with_its_length(tmp_path: Path, length: int) -> None:
+    fill_window(own_directory(tmp_path, 0), length=length)
+    (version,) = look(tmp_path).versions
+    assert (version.iteration, version.window) == (5 + length - 1, length)
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2])
+@pytest.mark.parametrize("is_replica", [False, True])
+def test_window_that_is_not_whole_is_a_problem_and_no_version(
+    tmp_path: Path, num_snapshots: int, is_replica: bool
+) -> None:
+    directory = replica_directory(tmp_path, 0, 9) if is_replica else own_directory(tmp_path, 0)
+    fill_window(directory, num_snapshots=num_snapshots)
+    inventory = look(tmp_path)
+    assert inventory.versions == []
+    (problem,) = inventory.problems
+    assert f"has {num_snapshots} of the 3 snapshots of a window" in problem
+    assert problem.startswith(f"memory of node node-a: {directory.name}/region_0.json")
+
+
+def test_whole_window_is_found_beside_one_that_is_not(tmp_path: Path) -> None:
+    directory = own_directory(tmp_path, 0)
+    fill_window(directory, 0, first_iteration=2)
+    fill_window(directory, 1, first_iteration=5, num_snapshots=2)
+    inventory = look(tmp_path)
+    assert [(each.iteration, each.path) for each in inventory.versions] == [
+        (4, "rank_00000/region_0.json")
+    ]
+    assert len(inventory.problems) == 1
+
+
+def test_run_of_a_window_that_is_not_whole_is_known(tmp_path: Path) -> None:
+    # Its settings must be those of this start, also if another window is used.
+    fill_window(own_directory(tmp_path, 0), num_snapshots=1)
+    assert len(look(tmp_path).identities) == 1
+
+
+def test_window_whose_data_is_cut_off_is_a_problem(tmp_path: Path) -> None:
+    region, _ = fill_window(own_directory(tmp_path, 0))
+    os.truncate(region.data_path, region.num_bytes - 1)
+    inventory = look(tmp_path)
+    assert inventory.versions == []
+    assert "is shorter than it says" in inventory.problems[0]
+
+
+def test_window_on_storage_is_found_for_every_rank_with_its_length(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    persist_window(storage, 7, make_identity(world_size=2))
+    versions = look_at_storage(storage).versions
+    assert [(each.rank, each.iteration, each.window) for each in versions] == [(0, 7, 3), (1, 7, 3)]
+
+
+def test_window_in_memory_and_on_storage_are_of_one_family(tmp_path: Path) -> None:
+    identity = make_identity()
+    storage = Storage(str(tmp_path / "storage"))
+    persist_window(storage, 7, identity)
+    fill_window(own_directory(tmp_path, 0), identity=identity)
+    (stored,), (here,) = look_at_storage(storage).versions, look(tmp_path).versions
+    assert stored.family == here.family
+
+
+@pytest.mark.parametrize("tier", ["memory", "storage"])
+def test_window_says_with_which_settings_it_must_be_replayed(tmp_path: Path, tier: str) -> None:
+    replay_settings = {"--seq-length": 64, "--lr": 1e-3}
+    identity = msgspec.structs.replace(make_identity(), replay_settings=replay_settings)
+    if tier == "memory":
+        fill_window(own_directory(tmp_path, 0), identity=identity)
+        (version,) = look(tmp_path).versions
+    else:
+        persist_window(Storage(str(tmp_path)), 7, identity)
+        (version,) = look_at_storage(Storage(str(tmp_path))).versions
+    assert json.loads(version.replay_settings) == replay_settings
 
 
 # Several looks, other jobs

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moe_ft.engine.peer_server import PeerServer
@@ -12,6 +13,7 @@ from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region, own_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
+from moe_ft.formats import encode
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.sources import (
     MemoryReader,
@@ -20,12 +22,16 @@ from moe_ft.recovery.sources import (
     StorageReader,
     read_unit,
 )
+from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
     add_units,
     fill_region,
+    fill_window,
     make_identity,
     make_state,
+    make_window,
     persist_checkpoint,
+    persist_window,
     put_in_slot,
 )
 
@@ -39,16 +45,20 @@ class Place:
         self.tier, self.node_dir = tier, tmp_path / "node"
         self.server = PeerServer(self.node_dir, "127.0.0.1")
         self.storage = Storage(str(tmp_path / "storage"))
+        self.data = self._fill(tmp_path)
         if tier == "storage":
-            manifest = persist_checkpoint(self.storage, 5, make_identity())
-            self.data = tmp_path / "storage" / manifest.files[0].data
             (self.version,) = look_at_storage(self.storage).versions
         else:
-            region, _ = fill_region(own_directory(self.node_dir, 0))
-            self.data = region.data_path
             (self.version,) = look_at_memory(self.node_dir, "node-a", "job").versions
             self.server.start()
             self.server.admit("token")
+
+    def _fill(self, tmp_path: Path) -> Path:
+        """Write the state and return its data file."""
+        if self.tier == "storage":
+            manifest = persist_checkpoint(self.storage, 5, make_identity())
+            return tmp_path / "storage" / manifest.files[0].data
+        return fill_region(own_directory(self.node_dir, 0))[0].data_path
 
     def reader(self) -> StateReader:
         """Open the state."""
@@ -119,6 +129,84 @@ def test_state_that_has_vanished_is_an_oserror(place: Place) -> None:
     index_path.unlink()
     with pytest.raises(OSError, match=r"No such file"):
         place.reader()
+
+
+# Windows
+
+
+class WindowPlace(Place):
+    """A window of iterations 5, 6 and 7 in one tier."""
+
+    def _fill(self, tmp_path: Path) -> Path:
+        if self.tier == "storage":
+            manifest = persist_window(self.storage, 7, make_identity())
+            return tmp_path / "storage" / manifest.files[0].data
+        return fill_window(own_directory(self.node_dir, 0))[0].data_path
+
+
+@pytest.fixture(params=TIERS)
+def window_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WindowPlace]:
+    place = WindowPlace(request.param, tmp_path)
+    yield place
+    place.server.close()
+
+
+def test_versions_of_a_window_are_read_bit_for_bit_at_both_levels(
+    window_place: WindowPlace,
+) -> None:
+    window, reader = make_window(), window_place.reader()
+    for name, unit in window.index.entries():
+        position = None if unit.level == Level.FULL else unit.iteration - 5
+        entry, found = read_unit(reader, name, position)
+        assert entry == unit
+        assert found == window.content[unit.offset : unit.offset + unit.num_bytes]
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "position"), [("layer.0.expert.0", 0), ("layer.0.expert.2", 1), ("embedding", 2)]
+)
+def test_weights_of_a_unit_in_or_behind_its_own_snapshot_are_not_there(
+    window_place: WindowPlace, name: str, position: int
+) -> None:
+    reader = window_place.reader()
+    with pytest.raises(CorruptStateError, match=f"there is no unit {name}"):
+        read_unit(reader, name, position)
+    reader.close()
+
+
+@pytest.mark.parametrize("position", [None, 0, 1])
+def test_version_of_a_window_with_a_flipped_byte_is_refused_and_its_others_are_read(
+    window_place: WindowPlace, position: int | None
+) -> None:
+    index = make_window().index
+    unit = index.units["embedding"] if position is None else index.compute[position]["embedding"]
+    content = bytearray(window_place.data.read_bytes())
+    content[unit.offset + 1] ^= 0x40
+    window_place.data.write_bytes(content)
+    reader = window_place.reader()
+    with pytest.raises(CorruptStateError, match="unit embedding does not match its checksum"):
+        read_unit(reader, "embedding", position)
+    for other in {None, 0, 1} - {position}:
+        read_unit(reader, "embedding", other)
+    reader.close()
+
+
+@pytest.mark.parametrize("position", [None, 0])
+def test_version_that_is_said_to_be_of_the_other_level_is_refused(
+    tmp_path: Path, position: int | None
+) -> None:
+    region, window = fill_window(tmp_path)
+    index = window.index
+    if position is None:
+        unit = msgspec.structs.replace(index.units["embedding"], level="compute")
+        index = msgspec.structs.replace(index, units={**index.units, "embedding": unit})
+    else:
+        unit = msgspec.structs.replace(index.compute[0]["embedding"], level="full")
+        index = msgspec.structs.replace(index, compute=({"embedding": unit}, *index.compute[1:]))
+    region.commit(encode(index), 7)
+    with pytest.raises(CorruptStateError, match="there is no unit embedding"):
+        read_unit(MemoryReader(region.index_path), "embedding", position)
 
 
 # Units in another file than the index's own

@@ -1,0 +1,175 @@
+"""Jobs that run iterations again while they train, with units frozen or not, to compare their times.
+
+Between two iterations of the stock loop one iteration is run again in each variant, through the replay that
+recovers windows (megatron/fault_tolerance/replay.py), in the same process and in turns. What is trained in
+between is of no use.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.training import get_args, training
+
+import pretrain_gpt_moe
+from megatron.fault_tolerance.patching import Patches
+from megatron.fault_tolerance.replay import LoopParts, Replay
+from megatron.fault_tolerance.run import TrainingRun
+from moe_ft.engine.engine import CheckpointEngine
+from moe_ft.formats import IterationRecord
+from moe_ft.recovery.session import Session
+from moe_ft.state.record import CapturedRecord, IterationFacts, encode
+from moe_ft.units import UnitId
+
+NUM_WARM_UP = 4  # iterations
+
+Units = frozenset[UnitId]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayVariant:
+    """How an iteration is run again.
+
+    Attributes:
+        share: of the units that are frozen.
+        skips: whether their weight gradients are left out, where that is possible; if not, all are
+            computed, and those of frozen units dropped.
+    """
+
+    name: str
+    share: float
+    skips: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneIteration:
+    """A conversion of which one iteration has to be run again, on a state that is in place."""
+
+    records: tuple[IterationRecord, IterationRecord]
+    frozen: Units
+    num_replays: int = 1
+
+    def frozen_units(self, position: int) -> Units:
+        """Return the same at every position."""
+        return self.frozen
+
+    def load(self, position: int) -> None:
+        """Put nothing back."""
+
+
+class ReplayTurns:
+    """One rank's replays between iterations. Owned by the training thread.
+
+    Attributes:
+        times: by name of the variant, ``[round]`` the seconds of the iteration, and of its forward and
+            backward; "" for those of the stock loop.
+    """
+
+    def __init__(self, variants: tuple[ReplayVariant, ...], num_rounds: int) -> None:
+        self._variants, self._rounds_left = variants, num_rounds
+        self.times: dict[str, list[tuple[float, float]]] = {each.name: [] for each in variants}
+        self.times[""] = []
+        self._session: Session | None = None
+        self._captured: CapturedRecord | None = None
+        self._forward_backward_s = self._begin_s = 0.0
+
+    def install(self) -> None:
+        """Enter the stock loop, for as long as the process runs."""
+        patches = Patches()
+        open_session, capture, is_due = Session.open, Session.capture, CheckpointEngine._is_due
+        begin, end = TrainingRun.begin_iteration, TrainingRun.end_iteration
+        get_function = training.get_forward_backward_func
+
+        def remember_session(session: Session) -> Any:
+            self._session = session
+            return open_session(session)
+
+        def remember_record(session: Session, facts: IterationFacts) -> CapturedRecord:
+            self._captured = capture(session, facts)
+            return self._captured
+
+        def begin_iteration(run: TrainingRun, iteration: int) -> None:
+            begin(run, iteration)
+            self._begin_s = time.perf_counter()
+
+        def end_iteration(run: TrainingRun, *args: Any, **options: Any) -> None:
+            if run.iteration >= NUM_WARM_UP:
+                self._note("")
+            end(run, *args, **options)
+
+        patches.set(Session, "open", remember_session)
+        patches.set(Session, "capture", remember_record)
+        patches.set(TrainingRun, "begin_iteration", begin_iteration)
+        patches.set(TrainingRun, "end_iteration", end_iteration)
+        patches.set(TrainingRun, "must_replay", property(self._must_replay))
+        patches.set(TrainingRun, "replay", lambda run, loop: self._replay(run, loop))
+        patches.set(
+            CheckpointEngine,
+            "_is_due",
+            lambda engine, iteration: iteration < NUM_WARM_UP and is_due(engine, iteration),
+        )
+        patches.set(
+            training,
+            "get_forward_backward_func",
+            lambda *args, **options: self._timed(get_function(*args, **options)),
+        )
+
+    def _note(self, name: str) -> None:
+        seconds = time.perf_counter() - self._begin_s
+        self.times[name].append((seconds, self._forward_backward_s))
+
+    def _timed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(**options: Any) -> Any:
+            start = time.perf_counter()
+            result = forward_backward(**options)
+            self._forward_backward_s = time.perf_counter() - start
+            return result
+
+        return run
+
+    def _must_replay(self, run: TrainingRun) -> bool:
+        return self._rounds_left > 0 and run.iteration >= NUM_WARM_UP
+
+    def _replay(self, run: TrainingRun, loop: LoopParts) -> None:
+        """Run one iteration again in each variant; every other round in opposite order."""
+        assert self._captured is not None
+        record = encode(self._captured)
+        self._rounds_left -= 1
+        run.is_replaying = True
+        for variant in self._variants[:: 1 if self._rounds_left % 2 else -1]:
+            replay = self._make_replay(variant, record)
+            dist.barrier()
+            self._begin_s = time.perf_counter()
+            replay.run(loop)
+            self._note(variant.name)
+        run.is_replaying = False
+
+    def _make_replay(self, variant: ReplayVariant, record: IterationRecord) -> Replay:
+        assert self._session is not None
+        parameters = self._session.parameters
+        units = sorted({each.unit for each in parameters})
+        num_frozen = round(len(units) * variant.share)
+        # Spread over all kinds and layers alike.
+        chosen = {units[index * len(units) // num_frozen] for index in range(num_frozen)}
+        conversion: Any = OneIteration(records=(record, record), frozen=frozenset(chosen))
+        args, patches = get_args(), Patches()
+        if not variant.skips:  # this is what rules freezing out; it is asked for only here
+            patches.set(args, "delay_wgrad_compute", True)
+        replay = Replay(conversion, parameters, args, lambda iteration: None)
+        patches.restore()
+        return replay
+
+
+def train_and_replay(
+    flags: list[str], variants: tuple[ReplayVariant, ...], num_rounds: int, folder: str
+) -> None:
+    """Train on this rank, with strategy `sparse`, and write the times."""
+    turns = ReplayTurns(variants, num_rounds)
+    turns.install()
+    pretrain_gpt_moe.main(flags)
+    (Path(folder) / f"times_{os.environ['RANK']}.json").write_text(json.dumps(turns.times))

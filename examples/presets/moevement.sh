@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# MoEvement: a sparse snapshot in every iteration, in host memory and at other nodes; recovery is exact.
+#
+#   examples/presets/moevement.sh examples/quickstart.sh
+#   EXTRA_FLAGS=$(WINDOW=4 examples/presets/moevement.sh) sbatch ...
+#
+# With a command, runs it with the preset's flags behind its own; without one, prints the flags.
+set -euo pipefail
+
+WINDOW=${WINDOW:-auto}                    # snapshots; auto: as few as cost no time
+MAX_WINDOW=${MAX_WINDOW:-8}               # that auto may choose; memory is reserved for it
+REPLICATION=${REPLICATION:-auto}          # copies at other nodes
+UNIT_ORDER=${UNIT_ORDER:-count}           # popularity: count, soft-count, decayed or capacity
+PERSIST_DIR=${PERSIST_DIR:-}              # empty: nothing goes to storage
+PERSIST_INTERVAL=${PERSIST_INTERVAL:-10}  # windows for each one on storage
+
+FLAGS=(
+    --moe-ft-strategy sparse --moe-ft-window "$WINDOW" --moe-ft-max-window "$MAX_WINDOW"
+    --moe-ft-unit-order "$UNIT_ORDER" --moe-ft-replication-factor "$REPLICATION"
+)
+if [ -n "$PERSIST_DIR" ]; then
+    FLAGS+=(--moe-ft-persist-dir "$PERSIST_DIR" --moe-ft-persist-interval "$PERSIST_INTERVAL")
+fi
+if [ $# -gt 0 ]; then
+    exec "$@" "${FLAGS[@]}"
+fi
+echo "${FLAGS[*]}"

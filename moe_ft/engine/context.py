@@ -1,0 +1,91 @@
+"""What the checkpoint engine is given: settings, its rank and job, what a recovery put back, layouts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from moe_ft.engine.agreement import StageSum
+from moe_ft.engine.background import PhaseHook
+from moe_ft.engine.layout import FileLayout, UnitPlace
+from moe_ft.engine.memory import RankMemory
+from moe_ft.engine.peer_server import PeerServer
+from moe_ft.engine.pool import RestoredVersion
+from moe_ft.formats import Identity
+from moe_ft.planning.strategies import WindowPlan
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.topology import RankInfo, Topology
+from moe_ft.units import UnitId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """What the flags say.
+
+    Attributes:
+        interval: iterations between snapshots, None for automatic.
+        persist_interval: complete snapshots between those that go to storage, 0 for never.
+        raises: end training when a background part fails.
+    """
+
+    interval: int | None
+    overhead_limit: float
+    persist_interval: int
+    raises: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineContext:
+    """What the engine is given about its rank and job.
+
+    Attributes:
+        memory: this rank's share of the node's, opened or not.
+        origins: checksums, by unit name, of the rotating units' weights in the run's first state.
+        stage_load: adds up what the ranks of the stage count; None where nothing is counted.
+        peers: ranks that keep this rank's replicas.
+        server: listens already.
+        token: what peers' requests must carry.
+        writer_command: starts the node's writer process; None on all but the lowest rank of a node
+            and without storage.
+    """
+
+    rank: int
+    topology: Topology
+    identity: Identity
+    parameters: Sequence[LocalParameter]
+    memory: RankMemory
+    origins: Mapping[str, str]
+    stage_load: StageSum | None
+    peers: tuple[RankInfo, ...]
+    server: PeerServer
+    token: str
+    writer_command: list[str] | None
+    phase_hook: PhaseHook
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoredState:
+    """What a recovery put back on this rank.
+
+    Attributes:
+        indexes: of the regions that it was read from.
+        rotating: the versions that rotating units have now, by name.
+        persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
+            persist directory; empty if there is none.
+    """
+
+    indexes: frozenset[Path]
+    rotating: Mapping[str, RestoredVersion]
+    persisted_index: str
+
+
+class Layouts(Protocol):
+    """Knows how units lie in files."""
+
+    def lay_out(self, plan: WindowPlan) -> FileLayout:
+        """Return the layout of a region."""
+        ...
+
+    def place(self, unit: UnitId, offset: int) -> UnitPlace:
+        """Return how a rotating unit lies in a slot."""
+        ...

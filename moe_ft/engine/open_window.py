@@ -1,0 +1,63 @@
+"""The window of snapshots that is being taken: how far it is on this rank."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_ft.engine.layout import LazyLayout
+from moe_ft.engine.regions import Region
+from moe_ft.engine.snapshot import SnapshotJob, SnapshotState
+from moe_ft.planning.strategies import WindowPlan
+
+
+@dataclass(kw_only=True, slots=True)
+class OpenWindow:
+    """Snapshots of consecutive iterations, which count only together. Owned by the training thread.
+
+    Attributes:
+        plan: what they hold.
+        layout: of the region that all of them go into.
+        jobs: those that were begun.
+        is_given_up: no further one is taken, because one has failed or an iteration had none.
+    """
+
+    plan: WindowPlan
+    layout: LazyLayout
+    region: Region
+    jobs: list[SnapshotJob] = field(default_factory=list)
+    is_given_up: bool = False
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether the next iteration needs a snapshot."""
+        return not self.is_given_up and len(self.jobs) < len(self.plan.snapshots)
+
+    @property
+    def last(self) -> SnapshotJob:
+        """The last job that was begun."""
+        return self.jobs[-1]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a snapshot has."""
+        return any(job.state is SnapshotState.FAILED for job in self.jobs)
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether all peers have all snapshots that are complete."""
+        return all(job.is_protected for job in self.jobs)
+
+    @property
+    def state(self) -> SnapshotState:
+        """How far all of them are together."""
+        if self.is_growing or any(job.state is SnapshotState.RUNNING for job in self.jobs):
+            return SnapshotState.RUNNING
+        if self.is_given_up or self.has_failed:
+            return SnapshotState.FAILED
+        return SnapshotState.COMPLETE
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the event log says of the window, nothing if its strategy has nothing to say."""
+        if not self.plan.facts:
+            return {}
+        sizes = [job.num_bytes for job in self.jobs]
+        return {"length": len(self.jobs), "bytes": sizes, **self.plan.facts}

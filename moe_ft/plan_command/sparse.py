@@ -1,0 +1,223 @@
+"""The plan of sparse windows (MoEvement): the window, what its snapshots take, what a fault costs.
+
+Its flags are sparse_flags.py; what is calculated, planning/sparse_size.py.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from moe_ft.engine.memory import NUM_REPLICA_REGIONS, num_regions
+from moe_ft.plan_command.sparse_flags import SparsePlan, read_plan
+from moe_ft.planning.partial_size import reduction, smallest_interval
+from moe_ft.planning.sparse_size import (
+    WindowSize,
+    ettr,
+    expect_recovery,
+    position_work,
+    stage_units,
+    work_to_redo,
+)
+
+_MOST_SNAPSHOT_ROWS = 16
+
+
+def render_sparse(options: argparse.Namespace) -> str:
+    """Return the plan as text.
+
+    Raises:
+        ConfigError: if the flags do not fit together.
+    """
+    plan = read_plan(options)
+    window = plan.choose_window()
+    parts = [
+        _describe(plan),
+        _describe_window(plan, window),
+        _snapshot_table(window),
+        _memory_table(plan, window),
+        *_storage(plan, window),
+        *_recovery(plan, window),
+    ]
+    return "\n\n".join(parts)
+
+
+def _describe(plan: SparsePlan) -> str:
+    shape, layout = plan.shape, plan.layout
+    experts = (
+        f", of which {_count(shape.num_expert_parameters)} in {shape.num_experts} experts of each of "
+        f"{shape.num_moe_layers} MoE layers ({_count(shape.expert_parameters)} each)"
+        if shape.num_moe_layers
+        else ", no experts"
+    )
+    optimizer = "distributed" if layout.is_optimizer_distributed else "on every rank"
+    drawn = (
+        f"\nwho owns which expert matters: of {plan.num_orders} orders of popularity, drawn at random, the "
+        "one with the largest snapshot"
+        if plan.num_orders > 1
+        else ""
+    )
+    return (
+        f"{_count(shape.num_parameters)} parameters{experts}\n"
+        f"pp {plan.num_stages}, dp {layout.dp}, ep {layout.ep}; sharding {layout.sharding}; optimizer "
+        f"{optimizer}; {plan.byte_model.optimizer} bytes per parameter at FULL, "
+        f"{plan.byte_model.weights} at COMPUTE{drawn}"
+    )
+
+
+def _describe_window(plan: SparsePlan, window: WindowSize) -> str:
+    """Return how long the window is and why, whether it fits, and what it costs if it does not."""
+    machine, length = plan.machine, window.length
+    if machine is None:
+        return f"window {length}, as given"
+    budget = machine.budget_bytes
+    copied = machine.hidden_s * machine.bandwidth
+    peers = "peer" if machine.replication_factor == 1 else "peers"
+    way = (
+        "copied to the host"
+        if copied <= budget
+        else f"sent to {machine.replication_factor} {peers}"
+    )
+    fits = window.largest_bytes <= budget
+    if plan.window is not None:
+        why = "as given"
+    elif fits:
+        why = "the shortest whose snapshots fit"
+    else:
+        why = "the longest that is allowed: none fits"
+    lines = [
+        f"window {length}, {why}",
+        f"budget of a snapshot: {_megabytes(budget)} MB can be {way} in an iteration; the largest has "
+        f"{_megabytes(window.largest_bytes)} MB and {'fits' if fits else 'does NOT fit'}",
+    ]
+    stalls_s = machine.stalls_s(window.snapshots)
+    lines.append(
+        f"stall: {sum(stalls_s) / length:.3f} s per iteration, {max(stalls_s):.3f} s at most; expected "
+        f"overhead {machine.overhead(window.snapshots):.2%}"
+    )
+    if lag := machine.lag_iterations(window.snapshots):
+        lines.append(
+            f"replicas of a window's last snapshot are complete {lag} "
+            f"{'iteration' if lag == 1 else 'iterations'} late: a window every {length + lag} iterations"
+        )
+    return "\n".join(lines)
+
+
+def _snapshot_table(window: WindowSize) -> str:
+    """Return the snapshots of the ranks that save the most, beside a dense one."""
+    rows: list[tuple[str, float]] = [
+        ("first", window.snapshots[0]),
+        ("largest", window.largest_bytes),
+        ("mean", window.mean_bytes),
+    ]
+    if 1 < window.length <= _MOST_SNAPSHOT_ROWS:
+        rows += [(f"{number}", size) for number, size in enumerate(window.snapshots, 1)]
+    dense = window.dense_bytes
+    cells = [(name, _megabytes(size), f"{reduction(size, dense):.1%}") for name, size in rows]
+    headers = ("snapshot, heaviest rank", "MB", "less than dense")
+    return _table([*cells, ("dense", _megabytes(dense), "")], headers)
+
+
+def _memory_table(plan: SparsePlan, window: WindowSize) -> str:
+    """Return the host memory of the rank that needs the most, and of a node of such ranks."""
+    own = num_regions(persists=plan.persists)
+    kept = NUM_REPLICA_REGIONS * plan.replication_factor
+    reserved = plan.reserve()
+    num_ranks = min(plan.ranks_per_node, plan.layout.dp * plan.num_stages)
+    rows = []
+    for name, count in (
+        ("a rank's own", own),
+        ("replicas that it keeps", kept),
+        ("a rank", own + kept),
+        (f"a node of {num_ranks}, at most", num_ranks * (own + kept)),
+    ):
+        sizes = (window.window_bytes, reserved, window.dense_bytes)
+        rows.append((name, count, *(_megabytes(count * size) for size in sizes)))
+    headers = (
+        "host memory",
+        "regions",
+        f"windows of {window.length}, MB",
+        "reserved, MB",
+        "dense, MB",
+    )
+    parameters = window.dense_bytes / plan.byte_model.optimizer
+    per_parameter = [
+        f"{count * size / parameters:.1f}"
+        for count in (own, own + kept)
+        for size in (window.window_bytes, window.dense_bytes)
+    ]
+    return _table(rows, headers) + (
+        "\n\nbytes per parameter of the rank: own {} (dense {}), with replicas {} (dense {})".format(
+            *per_parameter
+        )
+    )
+
+
+def _storage(plan: SparsePlan, window: WindowSize) -> list[str]:
+    """Return how often windows can go to storage, if a bandwidth was given."""
+    schedule, machine = plan.schedule, plan.machine
+    if schedule.storage_bandwidth is None or schedule.iteration_s is None:
+        return []
+    lag = machine.lag_iterations(window.snapshots) if machine else 0
+    least = smallest_interval(
+        window.window_bytes,
+        bandwidth_bytes_per_s=schedule.storage_bandwidth,
+        iteration_s=schedule.iteration_s * (window.length + lag),
+    )
+    verdict = (
+        "is enough"
+        if schedule.persist_interval >= least
+        else "is too short: persists will be skipped"
+    )
+    return [
+        f"persist: {window.window_bytes / schedule.storage_bandwidth:.3f} s; smallest interval {least} "
+        f"windows; the one planned, {schedule.persist_interval}, {verdict}"
+    ]
+
+
+def _recovery(plan: SparsePlan, window: WindowSize) -> list[str]:
+    """Return what a failure costs and, if failures are known, what is left of the training time."""
+    machine = plan.machine
+    if machine is None:
+        return []
+    units = stage_units(plan.shape, plan.num_stages)
+    works = [position_work(each, plan.layout, plan.active_share) for each in units]
+    recovery = expect_recovery(window, machine, works, plan.restart_s)
+    least, mean, most = work_to_redo(window.length, machine.lag_iterations(window.snapshots))
+    replays = window.length - 1
+    rows = [
+        ("restart", "", recovery.restart_s),
+        ("restore", f"{_megabytes(window.window_bytes)} MB", recovery.restore_s),
+        (
+            "conversion",
+            f"{replays} {'replay' if replays == 1 else 'replays'}",
+            recovery.conversion_s,
+        ),
+        ("work to redo", f"{mean - replays:.1f} iterations", recovery.redo_s),
+        ("E[R]", "", recovery.expected_s),
+    ]
+    cells = [(name, what, f"{seconds:.2f}") for name, what, seconds in rows]
+    lines = [
+        f"iterations that run again, conversion included: {least} to {most}, {mean:.1f} on average; "
+        f"frozen units save {recovery.frozen_s:.2f} s of the conversion at best"
+    ]
+    if plan.mtbf_s is not None:
+        overhead = machine.overhead(window.snapshots)
+        ratio = ettr(overhead, recovery.expected_s, plan.mtbf_s)
+        lines.append(
+            f"a failure every {plan.mtbf_s:g} s: {ratio:.4f} of the time is training (ETTR), with an "
+            f"overhead of {overhead:.2%}"
+        )
+    return [_table(cells, ("recovery", "", "s")), "\n".join(lines)]
+
+
+def _table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
+    return tabulate(rows, headers, "github", disable_numparse=True)
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.1f}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3f}e9" if number >= 1e9 else f"{number / 1e6:.1f}e6"

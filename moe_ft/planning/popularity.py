@@ -1,0 +1,148 @@
+"""How popular each expert is, when that has changed enough to reorder, and the order that follows.
+
+Popular experts are saved last in a sparse window: in a recovery they stay frozen the longest, which saves
+the most work (MoEvement, section 3.5; other measures are in its Appendix B). How the order is divided
+among snapshots is windows.py.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ft.errors import PlanError
+
+Scores = npt.NDArray[np.float64]  # [layer, expert]
+
+MEASURES = ("count", "soft-count", "decayed", "capacity")
+
+
+class Popularity:
+    """The popularity of the experts of a stage so far. Owned by one strategy.
+
+    Popularity depends on what was added and in which order, and on nothing else: ranks that add the same
+    numbers have the same scores to the bit.
+
+    - count: tokens since `restart`.
+    - soft-count: gate probabilities since `restart`, summed over tokens.
+    - decayed: after each iteration ``decay x score + (1 - decay) x tokens``.
+    - capacity: tokens since `restart`, divided by the capacity of the expert.
+    """
+
+    def __init__(
+        self, measure: str, decay: float, capacities: npt.NDArray[np.float64] | None = None
+    ) -> None:
+        """Begin with nothing counted.
+
+        Args:
+            measure: one of `MEASURES`.
+            decay: alpha of "decayed", at least 0 and less than 1; other measures ignore it.
+            capacities: for "capacity" the tokens that an expert can process in an iteration, all > 0:
+                ``[layer, expert]``, or ``[expert]`` if the layers are alike; others ignore them.
+
+        Raises:
+            PlanError: if the measure is unknown, or what it needs is missing or out of range.
+        """
+        if measure not in MEASURES:
+            raise PlanError(f"measure {measure!r} must be one of {', '.join(MEASURES)}")
+        if measure == "decayed" and not 0 <= decay < 1:
+            raise PlanError(f"decay={decay} must be at least 0 and less than 1")
+        if measure == "capacity" and (capacities is None or not np.all(capacities > 0)):
+            raise PlanError(f"capacities must be given and positive, got {capacities}")
+        self._decay = decay if measure == "decayed" else None
+        self._capacities = capacities if measure == "capacity" else None
+        self._total: Scores | None = None
+
+    def add(self, counts: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
+        """Note what the experts got in an iteration.
+
+        Args:
+            counts: ``[layer, expert]`` tokens; for "soft-count" gate probabilities summed over tokens.
+
+        Raises:
+            PlanError: if the shape is not that of earlier counts.
+        """
+        total = np.zeros(counts.shape) if self._total is None else self._total
+        if counts.ndim != 2 or counts.shape != total.shape:
+            raise PlanError(
+                f"counts of shape {counts.shape} must be [layer, expert], "
+                f"as those before them, which were {total.shape}"
+            )
+        if self._decay is None:
+            self._total = total + counts
+        else:
+            self._total = self._decay * total + (1 - self._decay) * counts
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether some expert has been used since counting began; without, all are equally popular."""
+        return self._total is not None and bool(self._total.any())
+
+    def scores(self) -> Scores:
+        """Return ``[layer, expert]`` popularity; its unit depends on the measure.
+
+        Raises:
+            PlanError: if nothing was ever added.
+        """
+        if self._total is None:
+            raise PlanError("popularity is unknown before the counts of the first iteration")
+        if self._capacities is None:
+            return self._total.copy()
+        return np.asarray(self._total / self._capacities)
+
+    def frequencies(self) -> Scores:
+        """Return ``[layer, expert]`` the scores as fractions of their layer.
+
+        Raises:
+            PlanError: if nothing was ever added.
+        """
+        return fractions_of_layers(self.scores())
+
+    def restart(self) -> None:
+        """Begin to count anew, because the order was changed; "decayed" goes on."""
+        if self._decay is None and self._total is not None:
+            self._total = np.zeros_like(self._total)
+
+
+def fractions_of_layers(scores: Scores) -> Scores:
+    """Return scores as fractions of their layer, equal ones where a layer has none.
+
+    Args:
+        scores: ``[layer, expert]``, not negative.
+    """
+    totals = scores.sum(axis=1, keepdims=True)
+    equal = np.full_like(scores, 1 / max(1, scores.shape[1]), dtype=np.float64)
+    return np.divide(scores, totals, out=equal, where=totals > 0)
+
+
+def has_moved(before: Scores, now: Scores, *, change: float = 0.10, fraction: float = 0.25) -> bool:
+    """Return whether popularity differs enough from what the order was made for (MoEvement, section 3.5).
+
+    Args:
+        before: ``[layer, expert]`` frequencies when the order was made.
+        now: likewise at present.
+        change: an expert has changed if its frequency differs by more than this, relative to before. One
+            that was at 0 has changed if it is not any more.
+        fraction: of all experts of the stage that must have changed, at least.
+
+    Raises:
+        PlanError: if the shapes differ.
+    """
+    if before.shape != now.shape:
+        raise PlanError(
+            f"frequencies before, {before.shape}, and now, {now.shape}, must be of the same experts"
+        )
+    has_changed = np.abs(now - before) > change * before
+    return has_changed.size > 0 and bool(has_changed.mean() >= fraction)
+
+
+def order_experts(scores: Scores, experts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Order experts from the least popular to the most popular, compared by their fraction of their layer.
+
+    Args:
+        scores: ``[layer, expert]`` of the stage, not negative.
+        experts: those of one expert-parallel rank, as (index of the layer, expert). Equally popular ones
+            are ordered by that.
+    """
+    fractions = fractions_of_layers(scores).tolist()
+    return sorted(experts, key=lambda expert: (fractions[expert[0]][expert[1]], expert))

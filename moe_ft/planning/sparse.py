@@ -1,0 +1,330 @@
+"""Strategy `sparse` (MoEvement): windows of snapshots, each with one group of units at FULL. Pure.
+
+How groups are cut is planning/windows.py, how experts are ordered planning/popularity.py. What turns a window
+into the state at its end is recovery/conversion.py.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moe_ft.planning.popularity import Popularity, has_moved, order_experts
+from moe_ft.planning.selection import Counts
+from moe_ft.planning.strategies import SnapshotPlan, WindowPlan
+from moe_ft.planning.windows import (
+    PositionSizes,
+    WindowCuts,
+    cut_window,
+    snapshot_bytes,
+)
+from moe_ft.units import Level, UnitId, UnitKind
+
+_SHRINK_MARGIN = 0.9  # a shorter window must fit with some room, or the length would swing
+MEMORY_MARGIN = 0.1  # beyond what a window takes whose order is as good as random
+_MARGIN_USED = 0.75  # of it, by the estimate; the rest is for what that leaves out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseSettings:
+    """What the flags say.
+
+    Attributes:
+        window: snapshots in a window, None for automatic.
+        longest: that automatic may choose.
+        measure: of popularity, see `Popularity`.
+        decay: of the time-decayed measure.
+        capacity: tokens that an expert takes at most, for the capacity-aware measure.
+        change, fraction: the order changes when the frequencies of this fraction of the experts have
+            changed by more than that.
+    """
+
+    window: int | None
+    longest: int
+    measure: str = "count"
+    decay: float = 0.9
+    capacity: float = 1.0
+    change: float = 0.10
+    fraction: float = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankUnits:
+    """The units of one rank of a stage.
+
+    Attributes:
+        ep_rank: its expert-parallel rank.
+        sizes: bytes that it saves at FULL and at COMPUTE, by unit; 0 where other ranks save all.
+    """
+
+    ep_rank: int
+    sizes: Mapping[UnitId, tuple[int, int]]
+
+
+class SparseStrategy:
+    """Owned by the training thread. All ranks of a stage plan alike.
+
+    The units of a stage are put in order: experts by ascending popularity, each expert-parallel rank its
+    own, then everything else back to front (Appendix E: later layers first). The k-th units of all ranks are
+    one position; a group is a run of positions, and the same for all ranks of the stage.
+
+    Attributes:
+        window: snapshots in the windows that begin from now on; equal on all ranks of the job.
+        counted_layers: MoE layers of the stage, in the order of the counts.
+    """
+
+    saves_all = True
+    rotating: frozenset[UnitId] = frozenset()
+    most_rotating = 0
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[RankUnits],
+        layers: Sequence[str],
+        settings: SparseSettings,
+    ) -> None:
+        """Make a strategy.
+
+        Args:
+            rank: this one's position among the stage's.
+            ranks: ``[rank of the stage]``.
+            layers: MoE layers of the stage in which experts are trained.
+            settings: the flags.
+        """
+        self._rank, self._ranks, self._settings = rank, tuple(ranks), settings
+        self.counted_layers = tuple(layers)
+        self._layer_index = {layer: index for index, layer in enumerate(layers)}
+        num_experts = 1 + max((unit.expert for each in ranks for unit in each.sizes), default=0)
+        capacities = np.full((len(layers), num_experts), settings.capacity)
+        self._popularity = Popularity(settings.measure, settings.decay, capacities)
+        self._experts = [_experts_of(each) for each in ranks]
+        found = {unit for each in ranks for unit in each.sizes if unit.kind is not UnitKind.EXPERT}
+        self._others = sorted(found, key=_from_back_to_front)
+        # Until something is counted any order will do, but for those that give one rank's share of the
+        # experts neighbouring places: data-parallel ranks have slices of layers.
+        self._order = self._ordered(np.random.default_rng(0).random((len(layers), num_experts)))
+        self._version = 0
+        self._frequencies: Any = None
+        self._sizes = self._position_sizes(self._order)
+        self._limits = self._limit()
+        self.window = settings.window or self._longest
+        self._budget: int | None = None
+        self._measured_for = (-1, 0)  # order and length when the wanted length was chosen
+        self._is_whole_planned = False
+        self._whole_iteration: int | None = None
+        self._cuts: dict[int, WindowCuts] = {}
+        # Until something is measured; a rank that saves nothing will never measure anything.
+        self._wanted = self.window if self._own_largest(1) else 1
+
+    @property
+    def _longest(self) -> int:
+        num_positions = self._sizes.full.shape[1]
+        return max(1, min(self._settings.longest, int(num_positions)))
+
+    def _ordered(self, scores: Any) -> list[list[UnitId | None]]:
+        """Return ``[rank of the stage][position]`` the units."""
+        columns = []
+        by_ep_rank: dict[int, list[UnitId]] = {}
+        for each, experts in zip(self._ranks, self._experts, strict=True):
+            if each.ep_rank not in by_ep_rank:
+                by_ep_rank[each.ep_rank] = self._by_popularity(experts, scores)
+            columns.append(by_ep_rank[each.ep_rank])
+        most = max(map(len, columns), default=0)
+        return [[*column, *[None] * (most - len(column)), *self._others] for column in columns]
+
+    def _by_popularity(self, experts: Sequence[UnitId], scores: Any) -> list[UnitId]:
+        # Experts of a layer in which nothing is counted, because none is trained, come first.
+        counted = [unit for unit in experts if unit.layer_name in self._layer_index]
+        keys = {(self._layer_index[unit.layer_name], unit.expert): unit for unit in counted}
+        rest = [unit for unit in experts if unit.layer_name not in self._layer_index]
+        return [*rest, *(keys[key] for key in order_experts(scores, list(keys)))]
+
+    def _position_sizes(self, order: Sequence[Sequence[UnitId | None]]) -> PositionSizes:
+        pairs = np.array(
+            [
+                [each.sizes.get(unit, (0, 0)) if unit else (0, 0) for unit in column]
+                for each, column in zip(self._ranks, order, strict=True)
+            ],
+            dtype=np.int64,
+        ).reshape(len(self._ranks), -1, 2)
+        return PositionSizes(full=pairs[:, :, 0], compute=pairs[:, :, 1])
+
+    def _limit(self) -> Any:
+        """Return ``[rank of the stage]`` the bytes that a window may take, whatever its order."""
+        return self._most_bytes() * (1 + MEMORY_MARGIN * _MARGIN_USED)
+
+    def _most_bytes(self) -> Any:
+        """Return ``[rank of the stage]`` what a window takes: in the first order, or one as good as random.
+
+        In a random order a unit is at COMPUTE in half of the other snapshots.
+        """
+        longest, sizes = self._lengths()[-1], self._sizes
+        by_chance = sizes.full.sum(axis=1) + sizes.compute.sum(axis=1) * (longest - 1) / 2
+        return np.maximum(self._window_bytes(sizes, longest), by_chance)
+
+    @property
+    def memory_margin(self) -> float:
+        """How much more memory than `possible_windows` this rank's may take, as a fraction."""
+        longest = self._window_bytes(self._sizes, self._lengths()[-1])[self._rank]
+        most = self._most_bytes()[self._rank] * (1 + MEMORY_MARGIN)
+        return float(most / longest - 1) if longest else MEMORY_MARGIN
+
+    def _lengths(self) -> list[int]:
+        fixed = self._settings.window
+        return [fixed] if fixed is not None else list(range(1, self._longest + 1))
+
+    @staticmethod
+    def _window_bytes(sizes: PositionSizes, length: int) -> Any:
+        return snapshot_bytes(sizes, cut_window(sizes, length).ends).sum(axis=1)
+
+    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+        """Return the snapshots of the next window; the last one of a training holds everything at once."""
+        self._is_whole_planned = is_last or self.window == 1
+        if is_last:
+            return self._whole()
+        is_reordered = self._reorder()
+        return self._plan(self.window, is_reordered=is_reordered)
+
+    def _whole(self) -> WindowPlan:
+        levels = dict.fromkeys(self._ranks[self._rank].sizes, Level.FULL)
+        return WindowPlan(snapshots=(SnapshotPlan(levels=levels),), key="whole")
+
+    def _plan(self, length: int, *, is_reordered: bool = False) -> WindowPlan:
+        cuts, own = self._cut(length), self._ranks[self._rank].sizes
+        column = [unit if unit in own else None for unit in self._order[self._rank]]
+        snapshots, start = [], 0
+        for end in cuts.ends:
+            levels = {unit: Level.FULL for unit in column[start:end] if unit}
+            levels |= {unit: Level.COMPUTE for unit in column[end:] if unit}
+            snapshots.append(SnapshotPlan(levels=levels))
+            start = end
+        facts = {
+            "reordered": is_reordered,
+            "largest_bytes": cuts.largest_bytes,
+            "budget_bytes": self._budget,
+        }
+        return WindowPlan(snapshots=tuple(snapshots), key=(self._version, length), facts=facts)
+
+    def _cut(self, length: int) -> WindowCuts:
+        if length not in self._cuts:
+            self._cuts[length] = cut_window(self._sizes, length)
+        return self._cuts[length]
+
+    def possible_windows(self) -> list[WindowPlan]:
+        """Return the longest window, which takes the most memory, and the one that ends a training."""
+        return [self._plan(self._lengths()[-1]), self._whole()]
+
+    def _reorder(self) -> bool:
+        """Order experts anew if their popularity has changed; return whether that was done.
+
+        Source: MoEvement, sections 3.5 and 5.6.
+        """
+        if not self._popularity.has_counts:
+            return False
+        now, settings = self._popularity.frequencies(), self._settings
+        if self._frequencies is not None and not has_moved(
+            self._frequencies, now, change=settings.change, fraction=settings.fraction
+        ):
+            return False
+        order = self._ordered(self._popularity.scores())
+        self._frequencies = now
+        self._popularity.restart()
+        if order == self._order:
+            return False
+        sizes = self._position_sizes(order)
+        lengths = {self.window, self._lengths()[-1]}
+        if any(np.any(self._window_bytes(sizes, each) > self._limits) for each in lengths):
+            return False  # memory was made for another one
+        self._order, self._sizes = order, sizes
+        self._version += 1
+        self._cuts.clear()
+        return True
+
+    def is_whole(self, iteration: int) -> bool:
+        """Return whether a snapshot of this iteration holds everything."""
+        return self._whole_iteration == iteration
+
+    def values(self, copied_bytes: float | None, flow_bytes: float | None) -> list[int]:
+        """Return the length that this rank wants, negated: the longest that a rank wants is taken.
+
+        Nothing if the length is fixed.
+        """
+        if self._settings.window is not None:
+            return []
+        if copied_bytes is not None and flow_bytes is not None:
+            self._measure(int(min(copied_bytes, flow_bytes)))
+        return [-self._wanted]
+
+    def _measure(self, budget: int) -> None:
+        """Choose the shortest window whose snapshots of this rank have no more bytes than that."""
+        key = self._version, self.window
+        has_moved = self._budget is None or _has_changed(budget, self._budget)
+        if has_moved or key != self._measured_for:
+            self._budget, self._measured_for = budget, key
+            wanted = self._shortest(budget)
+            if wanted < self.window:
+                wanted = min(self.window, self._shortest(int(budget * _SHRINK_MARGIN)))
+            self._wanted = wanted
+
+    def _shortest(self, budget: int) -> int:
+        for length in range(1, self._longest):
+            if self._own_largest(length) <= budget:
+                return length
+        return self._longest
+
+    def _own_largest(self, length: int) -> int:
+        """Return the bytes of this rank's largest snapshot in windows of a length."""
+        own = PositionSizes(
+            full=self._sizes.full[self._rank : self._rank + 1],
+            compute=self._sizes.compute[self._rank : self._rank + 1],
+        )
+        return int(snapshot_bytes(own, self._cut(length).ends).max(initial=0))
+
+    def agree(self, values: list[int]) -> dict[str, int]:
+        """Take the longest window that a rank wants, for the windows that begin from now on."""
+        if not values:
+            return {}
+        before, self.window = self.window, -values[0]
+        return {"window": self.window} if self.window != before else {}
+
+    def add_tokens(self, counts: Counts) -> None:
+        """Note the ``[layer, expert]`` tokens, or gate probabilities, of an iteration."""
+        self._popularity.add(counts)
+
+    def note_complete(self, iteration: int) -> None:
+        """All ranks have the window of the last plan."""
+        if self._is_whole_planned:
+            self._whole_iteration = iteration
+
+    def plan_persist(self, *, is_last: bool = False) -> frozenset[UnitId]:
+        """Nothing rotates."""
+        return frozenset()
+
+    def note_persisted(self) -> None:
+        """Nothing depends on it."""
+
+
+def _has_changed(budget: int, planned: int, tolerance: float = 0.05) -> bool:
+    return abs(budget - planned) > tolerance * min(budget, planned)
+
+
+def _experts_of(rank: RankUnits) -> list[UnitId]:
+    return sorted(unit for unit in rank.sizes if unit.kind is UnitKind.EXPERT)
+
+
+def _from_back_to_front(unit: UnitId) -> tuple[Any, ...]:
+    """Sort units that are no experts: the output first, the embedding last (Appendix E)."""
+    kinds: Iterable[UnitKind] = (
+        UnitKind.OUTPUT,
+        UnitKind.FINAL_NORM,
+        UnitKind.OTHER,
+        UnitKind.NON_EXPERT,
+        UnitKind.ROUTER,
+        UnitKind.EMBEDDING,
+    )
+    place = list(kinds).index(unit.kind)
+    if unit.layer >= 0:  # a layer's parts stay together
+        place = list(kinds).index(UnitKind.NON_EXPERT)
+    return place, unit.block != "mtp", -unit.layer, str(unit)

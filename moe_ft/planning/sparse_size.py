@@ -1,0 +1,402 @@
+"""What sparse windows take of a model that need not exist: bytes, stalls, host memory, recovery.
+
+No tensor parallelism and no multi-token prediction. Headers, records and the gaps that align tensors are left
+out. How the strategy orders and cuts units while training runs is planning/sparse.py; sizes of models are
+planning/model_size.py.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ft.errors import PlanError
+from moe_ft.planning.model_size import ByteModel, ModelShape, unit_parameters
+from moe_ft.planning.partial_size import SavingLayout, Sharding
+from moe_ft.planning.popularity import order_experts
+from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
+from moe_ft.planning.windows import (
+    PositionSizes,
+    WindowCuts,
+    cut_window,
+    shortest_window,
+    snapshot_bytes,
+)
+from moe_ft.units import UnitId, UnitKind
+
+WEIGHT_GRADIENT_SHARE = 1 / 3  # of a layer's matrix products: forward, input and weight gradients
+
+Units = Mapping[UnitId, int]  # parameters of each
+Numbers = npt.NDArray[np.int64]
+
+_BACK_TO_FRONT = (UnitKind.OUTPUT, UnitKind.FINAL_NORM, UnitKind.NON_EXPERT, UnitKind.EMBEDDING)
+
+
+def stage_units(shape: ModelShape, num_stages: int) -> list[dict[UnitId, int]]:
+    """Return ``[stage]`` the parameters of its units, in the order of the model.
+
+    Layers are divided equally; tied word embeddings are on the first stage and again on the last.
+
+    Raises:
+        PlanError: if the stages do not divide the layers.
+    """
+    if num_stages < 1 or shape.num_layers % num_stages:
+        raise PlanError(f"{num_stages} stages must divide {shape.num_layers} layers, at least 1")
+    units = unit_parameters(shape)
+    if num_stages > 1:
+        units.setdefault(UnitId(kind=UnitKind.OUTPUT), shape.vocab_size * shape.hidden_size)
+    layers_each = shape.num_layers // num_stages
+    stages: list[dict[UnitId, int]] = [{} for _ in range(num_stages)]
+    for unit, count in units.items():
+        is_first = unit.kind is UnitKind.EMBEDDING
+        stage = unit.layer // layers_each if unit.layer >= 0 else (0 if is_first else -1)
+        stages[stage][unit] = count
+    return stages
+
+
+def position_sizes(
+    units: Units,
+    layout: SavingLayout,
+    byte_model: ByteModel,
+    popularity: np.random.Generator | None = None,
+) -> PositionSizes:
+    """Return what every rank of a stage saves at each position of its order.
+
+    Experts come first, then everything else back to front. A rank saves the slices that it owns: state that
+    ranks hold alike lies end to end, in the order of the model, and is cut into equal pieces. The
+    distributed optimizer has done that already, with one buffer of experts and one of everything else; with
+    --overlap-grad-reduce the first stage has smaller ones, and more even slices.
+
+    Args:
+        units: of the stage.
+        layout: of its ranks; experts are divided among them in equal numbers.
+        byte_model: master weights and moments are what FULL is, weights what COMPUTE is.
+        popularity: draws how popular experts are; from seed 0 the order that training begins with. None:
+            the order of the model.
+
+    Raises:
+        PlanError: if the layout is adaptive, its ranks cannot share the experts equally, or COMPUTE is
+            larger than FULL.
+    """
+    if layout.sharding is Sharding.ADAPTIVE:
+        raise PlanError("sparse windows hold every unit, so there is nothing to adapt shares to")
+    by_ep_rank = _experts_of(units, layout.ep)
+    orders = _orders(by_ep_rank, popularity)
+    experts = np.zeros((layout.dp, len(by_ep_rank[0])), np.int64)
+    for ep_rank, (own, order) in enumerate(zip(by_ep_rank, orders, strict=True)):
+        owned = _owned([units[unit] for unit in own], layout.num_groups, layout)
+        experts[ep_rank :: layout.ep] = owned[:, order]
+    names = [unit for unit in units if unit.kind is not UnitKind.EXPERT]
+    others = _owned([units[unit] for unit in names], layout.dp, layout)
+    back_to_front = sorted(range(len(names)), key=lambda index: _place(names[index]))
+    elements = np.concatenate([experts, others[:, back_to_front]], axis=1)
+    return PositionSizes(
+        full=elements * byte_model.optimizer, compute=elements * byte_model.weights
+    )
+
+
+def position_work(
+    units: Units, layout: SavingLayout, active_share: float
+) -> npt.NDArray[np.float64]:
+    """Return ``[position]`` the parameters that a token passes through there, on average.
+
+    Args:
+        units: of the stage.
+        layout: of its ranks.
+        active_share: of the experts of a layer, those that a token goes to.
+    """
+    experts = np.array(
+        [[units[unit] for unit in own] for own in _experts_of(units, layout.ep)], dtype=np.float64
+    ).sum(axis=0)
+    others = sorted((unit for unit in units if unit.kind is not UnitKind.EXPERT), key=_place)
+    # An embedding is looked up: there is no matrix product whose gradient could be left out.
+    others_work = [0 if unit.kind is UnitKind.EMBEDDING else units[unit] for unit in others]
+    return np.concatenate([experts * active_share, others_work])
+
+
+def _experts_of(units: Units, ep: int) -> list[list[UnitId]]:
+    """Return ``[expert-parallel rank]`` its experts, in the order of the model."""
+    experts = sorted(unit for unit in units if unit.kind is UnitKind.EXPERT)
+    num_experts = _num_experts(experts)
+    if num_experts % ep:
+        raise PlanError(f"{num_experts} experts cannot be divided equally among {ep} ranks")
+    num_local = num_experts // ep
+    return [
+        [unit for unit in experts if unit.expert // num_local == ep_rank] for ep_rank in range(ep)
+    ]
+
+
+def _num_experts(experts: Iterable[UnitId]) -> int:
+    return 1 + max((unit.expert for unit in experts), default=-1)
+
+
+def _orders(
+    by_ep_rank: Sequence[Sequence[UnitId]], popularity: np.random.Generator | None
+) -> list[list[int]]:
+    """Return ``[expert-parallel rank]`` the indices of its experts, the least popular first."""
+    if popularity is None or not by_ep_rank[0]:
+        return [list(range(len(own))) for own in by_ep_rank]
+    index = {layer: number for number, layer in enumerate(sorted({u.layer for u in by_ep_rank[0]}))}
+    scores = popularity.random((len(index), _num_experts(by_ep_rank[-1])))
+    orders = []
+    for own in by_ep_rank:
+        places = {(index[unit.layer], unit.expert): place for place, unit in enumerate(own)}
+        orders.append([places[expert] for expert in order_experts(scores, list(places))])
+    return orders
+
+
+def _owned(counts: Sequence[int], num_ranks: int, layout: SavingLayout) -> Numbers:
+    """Return ``[rank, unit]`` the parameters that each of the ranks with the same units saves."""
+    if layout.is_optimizer_distributed:  # Megatron's buffers begin with the last parameter
+        slices = [row[::-1] for row in assign_equal_slices(counts[::-1], num_ranks)]
+    elif layout.sharding is Sharding.NONE:
+        slices = assign_baseline_slices(counts, num_ranks)
+    else:
+        slices = assign_equal_slices(counts, num_ranks)
+    owned = [[end - start for start, end in row] for row in slices]
+    return np.array(owned, dtype=np.int64).reshape(num_ranks, len(counts))
+
+
+def _place(unit: UnitId) -> tuple[int, int, str]:
+    """Sort units that are no experts as the strategy does: later layers first (MoEvement, Appendix E)."""
+    kind = UnitKind.NON_EXPERT if unit.layer >= 0 else unit.kind
+    return _BACK_TO_FRONT.index(kind), -unit.layer, str(unit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowSize:
+    """What windows of one length take, of the ranks that need the most.
+
+    Attributes:
+        cuts: ``[stage]``.
+        snapshots: ``[snapshot]`` the most bytes that a rank of any stage saves.
+        window_bytes: the most that a rank saves in a whole window.
+        dense_bytes: the most that a rank saves in a snapshot of everything at FULL.
+    """
+
+    cuts: tuple[WindowCuts, ...]
+    snapshots: tuple[int, ...]
+    window_bytes: int
+    dense_bytes: int
+
+    @property
+    def length(self) -> int:
+        """Snapshots of the window."""
+        return len(self.snapshots)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest snapshot of any rank."""
+        return max(self.snapshots)
+
+    @property
+    def mean_bytes(self) -> float:
+        """The mean over the snapshots of the largest of each."""
+        return sum(self.snapshots) / self.length
+
+
+def measure_window(stages: Sequence[PositionSizes], length: int) -> WindowSize:
+    """Return what windows of a length take if the largest snapshot of each stage is the least possible."""
+    cuts = tuple(cut_window(stage, length) for stage in stages)
+    by_stage = [snapshot_bytes(stage, each.ends) for stage, each in zip(stages, cuts, strict=True)]
+    return WindowSize(
+        cuts=cuts,
+        snapshots=tuple(np.max([of_stage.max(axis=0) for of_stage in by_stage], axis=0).tolist()),
+        window_bytes=int(max(of_stage.sum(axis=1).max() for of_stage in by_stage)),
+        dense_bytes=int(max(stage.full.sum(axis=1).max() for stage in stages)),
+    )
+
+
+def choose_length(stages: Sequence[PositionSizes], budget_bytes: float, longest: int) -> int:
+    """Return the longest of the shortest windows that fit the stages.
+
+    Args:
+        stages: of the job, which agree on one length.
+        budget_bytes: what any rank can copy in one snapshot.
+        longest: snapshots that the window may have, which it has if none fits.
+
+    Source: MoEvement, Algorithm 1, FindWindowSize, by bytes; see windows.py.
+    """
+    fits = [shortest_window(stage, budget_bytes, longest) for stage in stages]
+    return max(
+        fit.length if fit.fits else _longest(stage, longest)
+        for stage, fit in zip(stages, fits, strict=True)
+    )
+
+
+def region_bytes(stages: Sequence[PositionSizes], longest: int, margin: float) -> int:
+    """Return what a region of the rank that needs the most has room for.
+
+    It is made for the longest window, in the order that training begins with or in one that is as good as
+    random, in which a unit is at COMPUTE in half of the other snapshots (planning/sparse.py).
+
+    Args:
+        stages: of the job, in the order that training begins with.
+        longest: snapshots that a window may have.
+        margin: fraction that is reserved besides, for other orders.
+    """
+    most = max(_most_window_bytes(stage, _longest(stage, longest)) for stage in stages)
+    return math.ceil(most * (1 + margin))
+
+
+def _longest(stage: PositionSizes, longest: int) -> int:
+    return max(1, min(longest, stage.num_positions))
+
+
+def _most_window_bytes(stage: PositionSizes, length: int) -> float:
+    of_window = snapshot_bytes(stage, cut_window(stage, length).ends).sum(axis=1)
+    by_chance = stage.full.sum(axis=1) + stage.compute.sum(axis=1) * (length - 1) / 2
+    return float(np.maximum(of_window, by_chance).max())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a snapshot has to go through, for each rank.
+
+    Attributes:
+        iteration_s: of a whole iteration.
+        hidden_s: its forward and backward pass, beside which state can be copied.
+        bandwidth: from device to host, bytes per second.
+        network_bandwidth: to other nodes, bytes per second; of no matter without replicas.
+        replication_factor: replicas of every rank's state.
+    """
+
+    iteration_s: float
+    hidden_s: float
+    bandwidth: float
+    network_bandwidth: float = math.inf
+    replication_factor: int = 0
+
+    @property
+    def budget_bytes(self) -> float:
+        """The largest snapshot that costs no time.
+
+        Source: MoEvement, Algorithm 1, line 14, which leaves replication out.
+        """
+        return min(self.hidden_s * self.bandwidth, self.iteration_s * self.replication_bandwidth)
+
+    @property
+    def replication_bandwidth(self) -> float:
+        """Bytes of a snapshot that all peers get in a second, infinite without replicas."""
+        if not self.replication_factor:
+            return math.inf
+        return self.network_bandwidth / self.replication_factor
+
+    def stalls_s(self, snapshots: Sequence[int]) -> list[float]:
+        """Return ``[snapshot]`` for how long the optimizer step waits for its copy."""
+        return [max(0.0, size / self.bandwidth - self.hidden_s) for size in snapshots]
+
+    def lag_iterations(self, snapshots: Sequence[int]) -> int:
+        """Return how many iterations after a window's last snapshot pass until its peers have all of it.
+
+        The copy of the last snapshot does not count: it is done by the next optimizer step. Snapshots are
+        sent one after the other, each while the next is copied. What a commit takes is left out. No window
+        begins before the one before it is complete.
+        """
+        start = sent = fence = 0.0
+        for size, stall_s in zip(snapshots, self.stalls_s(snapshots), strict=True):
+            sent = max(sent, start + size / self.bandwidth) + size / self.replication_bandwidth
+            fence = start + self.hidden_s + stall_s
+            start += self.iteration_s + stall_s
+        return max(0, math.ceil((sent - fence) / self.iteration_s - 1e-9))
+
+    def overhead(self, snapshots: Sequence[int]) -> float:
+        """Return the fraction by which windows, one after the other, lengthen training."""
+        num_iterations = len(snapshots) + self.lag_iterations(snapshots)
+        return sum(self.stalls_s(snapshots)) / (num_iterations * self.iteration_s)
+
+
+def work_to_redo(window: int, lag: int) -> tuple[int, float, int]:
+    """Return the least, mean and most iterations that a failure makes run again, conversion included.
+
+    The newest window that peers have began ``window + lag`` to twice as many iterations ago; half an
+    iteration that was under way is part of the mean. MoEvement (section 3.6) prints 0 to 2 W and a mean
+    of 1.5 W; its least is reached only if recovery were free. The lag delays the next window too.
+
+    Args:
+        window: snapshots of it.
+        lag: iterations until peers have its last snapshot.
+    """
+    period = window + lag
+    return period, 1.5 * period, 2 * period
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """What a failure costs on average, in seconds.
+
+    Attributes:
+        restart_s: until the processes run again, detection included.
+        restore_s: reading the window.
+        conversion_s: replays until every unit is at FULL, as if no unit were frozen.
+        redo_s: iterations that are run again after that.
+        frozen_s: what frozen units take off the conversion at best.
+    """
+
+    restart_s: float
+    restore_s: float
+    conversion_s: float
+    redo_s: float
+    frozen_s: float
+
+    @property
+    def expected_s(self) -> float:
+        """E[R], without what frozen units take off."""
+        return self.restart_s + self.restore_s + self.conversion_s + self.redo_s
+
+
+def expect_recovery(
+    window: WindowSize, machine: Machine, works: Sequence[npt.NDArray[np.float64]], restart_s: float
+) -> Recovery:
+    """Return what a failure costs.
+
+    A window of W snapshots is converted by W - 1 replays (recovery/conversion.py; MoEvement, section 3.3,
+    has one more). The window is read over the slower of the two ways: from own memory to the device, or from
+    a peer of a lost node. At best a frozen unit costs no weight gradient, and the slowest stage, which all
+    wait for, does nothing else but matrix products.
+
+    Args:
+        window: that is read.
+        machine: that reads it.
+        works: ``[stage][position]`` as of `position_work`.
+        restart_s: until the processes run again.
+    """
+    slowest = machine.bandwidth
+    if machine.replication_factor:
+        slowest = min(slowest, machine.network_bandwidth)
+    _, mean, _ = work_to_redo(window.length, machine.lag_iterations(window.snapshots))
+    num_replays = window.length - 1
+    frozen = sum(
+        min(
+            _frozen_share(work, cuts.ends[replay])
+            for work, cuts in zip(works, window.cuts, strict=True)
+        )
+        for replay in range(num_replays)
+    )
+    return Recovery(
+        restart_s=restart_s,
+        restore_s=window.window_bytes / slowest,
+        conversion_s=num_replays * machine.iteration_s,
+        redo_s=(mean - num_replays) * machine.iteration_s,
+        frozen_s=frozen * WEIGHT_GRADIENT_SHARE * machine.iteration_s,
+    )
+
+
+def _frozen_share(work: npt.NDArray[np.float64], end: int) -> float:
+    total = float(work.sum())
+    return float(work[end:].sum()) / total if total else 0.0
+
+
+def ettr(overhead: float, recovery_s: float, mtbf_s: float) -> float:
+    """Return the effective training time ratio.
+
+    Args:
+        overhead: fraction by which checkpoints lengthen training.
+        recovery_s: E[R], that a failure costs on average.
+        mtbf_s: mean time between failures.
+
+    Source: MoEvement, section 2.4 and Appendix C.
+    """
+    return 1 / (1 + overhead) / (1 + recovery_s / mtbf_s)

@@ -1,0 +1,242 @@
+"""How the units of a stage are divided among the snapshots of a sparse window: bytes in, cuts out.
+
+A window is a run of consecutive snapshots. Each holds one group of units at FULL, the groups still to come
+at COMPUTE and those before it not at all (MoEvement, sections 3.2 and 3.5). The order of the units is a
+sequence of positions, and a group is a run of them; which experts come first is popularity.py. The
+algorithm as the paper prints it is paper_windows.py.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ft.errors import PlanError
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PositionSizes:
+    """What each rank of a stage saves at each position of the order.
+
+    Attributes:
+        full: ``[rank, position]`` bytes at FULL; 0 where another rank saves the state. At least one rank.
+        compute: likewise at COMPUTE, no more than at FULL.
+    """
+
+    full: Bytes
+    compute: Bytes
+
+    def __post_init__(self) -> None:
+        if self.full.ndim != 2 or len(self.full) == 0 or self.full.shape != self.compute.shape:
+            raise PlanError(
+                f"sizes of shapes {self.full.shape} and {self.compute.shape} must both be "
+                "[rank, position] of the same ranks and positions, at least one rank"
+            )
+        wrong = np.argwhere((self.compute < 0) | (self.compute > self.full))
+        if len(wrong):
+            rank, position = wrong[0].tolist()
+            raise PlanError(
+                f"rank {rank} has {self.compute[rank, position]} bytes at COMPUTE and "
+                f"{self.full[rank, position]} at FULL at position {position}; "
+                "they must satisfy 0 <= COMPUTE <= FULL"
+            )
+
+    @property
+    def num_positions(self) -> int:
+        """Units of the order."""
+        return int(self.full.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowCuts:
+    """Which positions each snapshot of a window holds at FULL.
+
+    Attributes:
+        ends: ``[snapshot]`` one behind the last position of its group, ascending; the last one is the
+            number of positions.
+        largest_bytes: of any snapshot of any rank.
+    """
+
+    ends: tuple[int, ...]
+    largest_bytes: int
+
+    @property
+    def length(self) -> int:
+        """Snapshots of the window."""
+        return len(self.ends)
+
+    def groups(self) -> npt.NDArray[np.int64]:
+        """Return ``[position]`` the snapshot, from 0, that holds it at FULL."""
+        return np.repeat(np.arange(self.length), np.diff(self.ends, prepend=0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowFit:
+    """The window that a budget leads to.
+
+    Attributes:
+        length: snapshots of the window.
+        cuts: of that many.
+        fits: whether no snapshot exceeds the budget.
+    """
+
+    length: int
+    cuts: WindowCuts
+    fits: bool
+
+
+def snapshot_bytes(sizes: PositionSizes, ends: Sequence[int]) -> Bytes:
+    """Return ``[rank, snapshot]`` the bytes of every snapshot of a window.
+
+    Args:
+        sizes: of the stage.
+        ends: ``[snapshot]`` as of `WindowCuts`.
+
+    Raises:
+        PlanError: if the ends do not ascend or the last is not the number of positions.
+    """
+    num_positions = sizes.num_positions
+    borders = [0, *ends]
+    if borders != sorted(borders) or not ends or ends[-1] != num_positions:
+        raise PlanError(
+            f"ends {tuple(ends)} must ascend from 0 and end at {num_positions}, the positions"
+        )
+    full, compute = _running_sums(sizes.full), _running_sums(sizes.compute)
+    return np.diff(full[:, borders]) + compute[:, -1:] - compute[:, borders[1:]]
+
+
+def cut_window(sizes: PositionSizes, length: int) -> WindowCuts:
+    """Divide the positions so that the largest snapshot of any rank is as small as possible, to the byte.
+
+    Among the divisions that reach that, the one whose groups end the latest: it holds the least at COMPUTE.
+
+    Args:
+        sizes: of the stage, in the order in which units are to be saved.
+        length: snapshots, at least 1. No group is empty unless there are fewer positions; then the last
+            ones are.
+
+    Raises:
+        PlanError: if the length is less than 1.
+    """
+    if length < 1:
+        raise PlanError(f"a window must have at least 1 snapshot, got {length}")
+    return _cut(_Packing(sizes), length)
+
+
+def shortest_window(sizes: PositionSizes, budget_bytes: float, longest: int) -> WindowFit:
+    """Return the shortest window whose snapshots fit into a budget, or the one that misses it least.
+
+    If no window fits, the result is the shortest among those with the smallest largest snapshot.
+    Windows with more snapshots than positions are no better than those with as many.
+
+    Args:
+        sizes: of the stage, in the order in which units are to be saved.
+        budget_bytes: what any rank can copy in one snapshot.
+        longest: snapshots that the window may have, at least 1.
+
+    Raises:
+        PlanError: if longest is less than 1.
+    """
+    if longest < 1:
+        raise PlanError(f"the longest window must have at least 1 snapshot, got {longest}")
+    packing = _Packing(sizes)
+    most = min(longest, sizes.num_positions)
+    ends = packing.pack(math.floor(min(budget_bytes, packing.most_bytes)), most)
+    if ends is None:  # then there are positions
+        ends = packing.pack(_cut(packing, most).largest_bytes, most)
+    assert ends is not None, "a division fits into its own largest snapshot"
+    cuts = _cut(packing, max(1, len(ends)))
+    return WindowFit(length=cuts.length, cuts=cuts, fits=cuts.largest_bytes <= budget_bytes)
+
+
+def _running_sums(sizes: Bytes) -> Bytes:
+    """Return ``[rank, border]``: the bytes before each position, and last those of all."""
+    return np.pad(np.cumsum(sizes, axis=1, dtype=np.int64), ((0, 0), (1, 0)))
+
+
+def _different_ranks(sizes: PositionSizes) -> list[int]:
+    """Return the first of each set of ranks whose sizes are equal."""
+    ranks: dict[tuple[bytes, bytes], int] = {}
+    for rank in range(len(sizes.full)):
+        ranks.setdefault((sizes.full[rank].tobytes(), sizes.compute[rank].tobytes()), rank)
+    return list(ranks.values())
+
+
+class _Packing:
+    """Sums over the positions of a stage, made once to try many budgets.
+
+    The snapshot of positions [a, b) of a rank has full[b] - full[a] + compute[n] - compute[b] bytes, so it
+    fits where ``full[b] - compute[b] <= budget + full[a] - compute[n]``. The left side never falls as b
+    grows, because FULL is no less than COMPUTE: b is found by binary search.
+    """
+
+    def __init__(self, sizes: PositionSizes) -> None:
+        ranks = _different_ranks(sizes)
+        full, compute = _running_sums(sizes.full[ranks]), _running_sums(sizes.compute[ranks])
+        single = sizes.full[ranks] + compute[:, -1:] - compute[:, 1:]
+        self.num_positions = sizes.num_positions
+        self.most_bytes = int(full[:, -1].max())
+        self.most_single_bytes = int(single.max(initial=0))
+        # The ranks' left sides one behind the other, moved apart, are one ascending sequence: one call
+        # searches for all. 64 bits are enough for 9000 different ranks of a petabyte each.
+        self._offsets = np.arange(len(ranks)) * self.most_bytes
+        self._firsts = np.arange(len(ranks)) * (self.num_positions + 1)
+        self._left_sides = (full - compute + self._offsets[:, None]).ravel()
+        self._right_sides = np.ascontiguousarray((full - compute[:, -1:]).T)  # less the budget
+
+    def _reach(self, start: int, budget: int) -> int:
+        """Return where a snapshot that begins at a position ends at the latest, < 0 if nothing fits."""
+        limits = self._right_sides[start] + budget
+        # A limit below or above all of a rank's left sides may be found among those of another rank. The
+        # result is still negative, or no less than all positions; for the last rank it is never more.
+        found = self._left_sides.searchsorted(limits + self._offsets, side="right")
+        return int((found - self._firsts).min()) - 1
+
+    def pack(self, budget: int, most: int) -> list[int] | None:
+        """Return the ends of the fewest groups whose snapshots fit, None if `most` are not enough.
+
+        Each group takes as much as fits. That is optimal: a group that begins later reaches no less far,
+        so after any number of groups no other division has come further.
+        """
+        ends: list[int] = []
+        end = 0
+        while end < self.num_positions:
+            start, end = end, self._reach(end, budget)
+            if end <= start or len(ends) == most:
+                return None
+            ends.append(end)
+        return ends
+
+
+def _cut(packing: _Packing, length: int) -> WindowCuts:
+    """Find the least budget for which `length` groups are enough, by bisection over whole bytes."""
+    # A snapshot with a position at FULL is no smaller than one that holds nothing else at FULL, and all
+    # snapshots of a rank together hold everything at FULL.
+    low = max(packing.most_single_bytes, -(-packing.most_bytes // length))
+    high = packing.most_bytes
+    while low < high:
+        middle = (low + high) // 2
+        if packing.pack(middle, length) is None:
+            low = middle + 1
+        else:
+            high = middle
+    ends = packing.pack(high, length)
+    assert ends is not None, "one group with everything fits"
+    return WindowCuts(ends=_spread(ends, packing.num_positions, length), largest_bytes=high)
+
+
+def _spread(ends: list[int], num_positions: int, length: int) -> tuple[int, ...]:
+    """End groups earlier where that leaves a position for each of `length` groups; empty ones are last.
+
+    No snapshot gets larger than the largest: those that begin earlier than they would have hold a single
+    position at FULL.
+    """
+    num_groups = min(length, num_positions)
+    ends = ends + [num_positions] * (num_groups - len(ends))
+    latest = range(num_positions - num_groups + 1, num_positions + 1)
+    used = [min(end, limit) for end, limit in zip(ends, latest, strict=True)]
+    return (*used, *[num_positions] * (length - num_groups))

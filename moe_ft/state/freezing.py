@@ -1,0 +1,102 @@
+"""Freezing units while an iteration is replayed: they compute, but are not trained.
+
+Freezing must change no collective and no graph (DESIGN: "Recovery"): parameters whose gradients are reduced
+together with those of others keep their gradients, which are then dropped.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.units import UnitId, UnitKind
+
+# Transformer Engine's grouped linear layers ask the first of their weights for all of them.
+_GROUPED = re.compile(r"(?P<module>.*\.experts\.linear_fc[12])\.(?:weight|bias)\d+$")
+_COUPLING_MARKS = (
+    "sequence_parallel",  # summed over tensor-parallel ranks, all in one buffer
+    "average_gradients_across_tp_domain",
+    "shared_embedding",  # summed over the first and the last stage
+    "pipeline_parallel",  # summed over all stages
+    "flextron_router_pp_sync",
+)
+
+
+class Freezing:
+    """Freezes units of one rank. Owned by the training thread."""
+
+    def __init__(
+        self, parameters: Sequence[LocalParameter], *, tp_size: int, is_possible: bool
+    ) -> None:
+        """Find out which parameters can be frozen.
+
+        Args:
+            parameters: of the rank.
+            tp_size: tensor-parallel ranks.
+            is_possible: whether weight gradients are computed where autograd expects it. If not, all are
+                computed and dropped.
+        """
+        self._parameters = tuple(parameters)
+        trained = [each for each in parameters if each.parameter.requires_grad]
+        self._freezable = (
+            [each for each in trained if not _is_coupled(each, tp_size)] if is_possible else []
+        )
+
+    @contextmanager
+    def frozen(self, units: Collection[UnitId]) -> Iterator[None]:
+        """Compute no weight gradients of these units, as far as that is possible.
+
+        Called with the same units by all ranks that hold a unit.
+        """
+        chosen = self._to_freeze(units)
+        for parameter in chosen:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in chosen:
+                parameter.requires_grad_(True)
+
+    def _to_freeze(self, units: Collection[UnitId]) -> list[torch.nn.Parameter]:
+        trained_modules = {
+            _grouped_module(each.name) for each in self._freezable if each.unit not in units
+        }
+        return [
+            each.parameter
+            for each in self._freezable
+            if each.unit in units
+            and (
+                _grouped_module(each.name) is None
+                or _grouped_module(each.name) not in trained_modules
+            )
+        ]
+
+    def drop_gradients(self, units: Collection[UnitId]) -> None:
+        """Make the optimizer pass over these units. Before the step, behind clipping."""
+        for local in self._parameters:
+            master: Any = local.master
+            if master is not None and local.unit in units:
+                master.grad = None
+                if hasattr(master, "decoupled_grad"):
+                    master.decoupled_grad = None
+
+
+def _is_coupled(local: LocalParameter, tp_size: int) -> bool:
+    """Return whether the gradient of a parameter takes part in a reduction of several.
+
+    The embedding is, besides, what the graph of the first stage begins with: with full recomputation a block
+    whose input needs no gradient has none for its weights either.
+    """
+    if local.unit.kind in (UnitKind.EMBEDDING, UnitKind.OTHER):
+        return True
+    is_marked = any(getattr(local.parameter, mark, False) for mark in _COUPLING_MARKS)
+    is_qk_norm = "q_layernorm" in local.name or "k_layernorm" in local.name
+    return is_marked or (is_qk_norm and tp_size > 1)
+
+
+def _grouped_module(name: str) -> str | None:
+    match = _GROUPED.match(name)
+    return None if match is None else match["module"]

@@ -1,0 +1,125 @@
+"""Processes that are killed at random, from outside, whatever they are doing."""
+
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from moe_ft.events import event_path
+from tests.demo_model import event_flags, layout_flags, model_flags
+from tests.harness import digests, events, run_training, run_with_restarts
+
+NUM_RANKS = 4
+NUM_ITERATIONS = 150
+KILLS_PER_RUN = 10
+_LAST_KILL_S = 5.0  # after the ranks have started; an iteration takes some tenths of a second
+_POLL_S = 0.02
+
+
+class Killer:
+    """Kills random ranks of a job at random times, each start of it once, up to a number."""
+
+    def __init__(self, log: Path, seed: int) -> None:
+        self._log, self._random = log, random.Random(seed)
+        self._should_end = threading.Event()
+        self.kills: list[tuple[int, float]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Killer":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._should_end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while len(self.kills) < KILLS_PER_RUN and not self._should_end.is_set():
+            pids = self._pids_of_next_start()
+            if pids is None:
+                self._should_end.wait(_POLL_S)
+                continue
+            delay_s = self._random.uniform(0, _LAST_KILL_S)
+            self._should_end.wait(delay_s)
+            victim = self._random.randrange(NUM_RANKS)
+            with suppress(ProcessLookupError):
+                os.kill(pids[victim], signal.SIGKILL)
+            self.kills.append((victim, delay_s))
+
+    def _pids_of_next_start(self) -> list[int] | None:
+        """Return the process ids of all ranks, once all of the next incarnation have started."""
+        if not all(event_path(self._log, rank).exists() for rank in range(NUM_RANKS)):
+            return None
+        starts = [events(self._log, rank, "start") for rank in range(NUM_RANKS)]
+        newest = [lines[-1] if lines else {"incarnation": -1} for lines in starts]
+        has_started = all(line["incarnation"] >= len(self.kills) for line in newest)
+        return [line["pid"] for line in newest] if has_started else None
+
+
+@pytest.fixture(scope="module")
+def reference(
+    dataset_flags: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[str, str]]:
+    """Return the digests of the run that nobody kills."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    flags = [*job_flags(dataset_flags), *event_flags(folder)]
+    run_training(flags, NUM_RANKS, log_dir=folder).check()
+    return digests(folder, NUM_RANKS)
+
+
+def job_flags(dataset_flags: list[str]) -> list[str]:
+    """Return the flags of the job, killed or not."""
+    model = model_flags(
+        train_iters=NUM_ITERATIONS, hidden_dropout=0.1, clip_grad=0.1, lr_warmup_iters=30
+    )
+    return [*model, *layout_flags({"pp": 2, "ep": 2}), *dataset_flags]
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("seed", "window"), [(1, "2"), (2, "3"), (3, "5"), (4, "3"), (5, "auto")])
+def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_not(
+    seed: int,
+    window: str,
+    reference: list[tuple[str, str]],
+    dataset_flags: list[str],
+    tmp_path: Path,
+    memory_dir: Path,
+) -> None:
+    log = tmp_path / "events"
+    flags = [
+        *job_flags(dataset_flags),
+        *event_flags(log),
+        *("--moe-ft-strategy", "sparse", "--moe-ft-window", window, "--moe-ft-job-id", "test"),
+        *(
+            "--moe-ft-memory-dir",
+            str(memory_dir),
+            "--moe-ft-persist-dir",
+            str(tmp_path / "storage"),
+        ),
+        *("--moe-ft-persist-interval", "2", "--moe-ft-fault-report-grace-s", "0.5"),
+    ]
+    start = time.monotonic()
+    with Killer(log, seed) as killer:
+        results = run_with_restarts(
+            flags,
+            NUM_RANKS,
+            log_dir=tmp_path,
+            max_restarts=KILLS_PER_RUN + 3,
+            nodes=lambda start: [f"node{rank % 2}" for rank in range(NUM_RANKS)],
+        )
+    results[-1].check()
+    recoveries = [
+        (line["restored_iteration"], line["replayed_iterations"])
+        for line in events(log, 0, "recovery")
+    ]
+    print(
+        f"{len(killer.kills)} kills in {time.monotonic() - start:.0f} s; went on from {recoveries}"
+    )
+    assert len(killer.kills) == KILLS_PER_RUN
+    assert digests(log, NUM_RANKS) == reference

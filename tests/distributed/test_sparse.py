@@ -1,0 +1,221 @@
+"""Sparse windows in the training loop, beside what the matrix of faults and features covers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from moe_ft.formats import Index, decode
+from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob, flip_byte
+from tests.demo_model import event_flags
+from tests.harness import digests, events, run_training
+from tests.slow_copies import train_with_budgets
+
+SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window")
+Digests = list[tuple[str, str]]
+
+
+def windows(job: CheckpointJob) -> list[tuple[int, int]]:
+    """Return the first and the last iteration of the windows that rank 0 has completed."""
+    found = [(line["iteration"], line["length"]) for line in job.events("window")]
+    return [(last - length + 1, last) for last, length in found]
+
+
+def recoveries(job: CheckpointJob) -> list[tuple[int, int]]:
+    """Return the iterations that the state was restored from, and training went on from."""
+    return [
+        (line["restored_iteration"], line["target_iteration"]) for line in job.events("recovery")
+    ]
+
+
+def test_window_is_recovered_bitwise_and_the_next_one_follows_it(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    job.run_with_faults("kill:1@4:backward", flags=[*SPARSE, "2"])
+    assert recoveries(job) == [(3, 4)] or recoveries(job) == [(1, 2)]
+    assert job.digests() == expected
+
+
+def test_failure_before_the_first_window_is_complete_begins_again(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    job.run_with_faults("kill:1@3:backward", flags=[*SPARSE, "5"])
+    assert recoveries(job) == []
+    assert job.digests() == expected
+
+
+def test_snapshot_that_fails_costs_its_window_and_no_other(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    job.run_with_faults(
+        "exception:1@2:snapshot", "kill:0@5:before-step", flags=[*SPARSE, "2"], storage=False
+    )
+    assert [line["iteration"] for line in job.events("degraded", rank=1)][0] == 2
+    assert all(first > 2 or last < 2 for first, last in windows(job))
+    assert job.digests() == expected
+
+
+def test_peer_that_missed_a_snapshot_gets_the_whole_window(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    nodes = [TWO_NODES, TWO_NODES]
+    job.run_with_faults(
+        "exception:1@1:replicate",
+        "lose-node:1@5:forward",
+        flags=[*SPARSE, "3"],
+        nodes=lambda start: nodes[min(start, 1)],
+    )
+    (recovery,) = job.events("recovery", rank=1)
+    assert (recovery["restored_iteration"], recovery["target_iteration"]) == (1, 3)
+    assert set(recovery["sources"]) == {"peer"}
+    assert job.digests() == expected
+
+
+def spoil_window(memory_dir: Path, node: str, pattern: str) -> None:
+    """Flip a byte in the weights of a unit that is not FULL in the first snapshot of a complete window."""
+    for path in (memory_dir / "test" / node).glob(f"{pattern}/region_*.json"):
+        index = decode(path.read_bytes(), Index, str(path))
+        if index.is_whole:
+            unit = next(iter(index.compute[0].values()))
+            flip_byte(path.with_name(index.file), unit.offset)
+
+
+def test_damaged_weights_of_a_window_are_taken_from_a_peer(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    job.run_with_faults(
+        "kill:0@5:forward",
+        flags=[*SPARSE, "2"],
+        nodes=lambda start: TWO_NODES,
+        between=lambda start: spoil_window(job.memory_dir, "node0", "rank_00000"),
+    )
+    (recovery,) = job.events("recovery")
+    assert any("checksum" in problem for problem in recovery["problems"])
+    assert recovery["target_iteration"] == 4
+    assert job.digests() == expected
+
+
+def test_window_that_is_damaged_everywhere_is_replaced_by_an_older_one_on_storage(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    def spoil(start: int) -> None:
+        spoil_window(job.memory_dir, "node0", "rank_00000")
+
+    job.run_with_faults(
+        "kill:0@5:forward",
+        flags=[*SPARSE, "2", "--moe-ft-persist-interval", "1"],
+        storage=True,
+        nodes=lambda start: ["node0", "node0"],
+        between=spoil,
+    )
+    (recovery,) = job.events("recovery")
+    assert any("checksum" in problem for problem in recovery["problems"])
+    assert recovery["sources"].get("storage", 0) > 0
+    assert job.digests() == expected
+
+
+def test_training_that_ends_leaves_everything_at_once_on_storage(job: CheckpointJob) -> None:
+    job.run(*SPARSE, "2", storage=True).check()
+    last = job.stored()[-1]
+    assert last == 6
+    paths = (job.storage / f"iter_{last:07d}").glob("rank_*.json")
+    indexes = [decode(path.read_bytes(), Index, str(path)) for path in paths]
+    assert {index.window for index in indexes} == {1}
+    assert {unit.iteration for index in indexes for unit in index.units.values()} == {6}
+
+
+@pytest.mark.parametrize(("first", "second"), [("dense", "sparse"), ("sparse", "dense")])
+def test_other_strategy_goes_on_from_what_one_left(
+    first: str, second: str, job: CheckpointJob, expected: Digests
+) -> None:
+    window = ("--moe-ft-window", "2")
+    fault = ("--moe-ft-inject-fault", "kill:1@4:backward")
+    job.run("--moe-ft-strategy", first, *window, *fault)
+    job.run("--moe-ft-strategy", second, *window, *fault).check()
+    assert len(recoveries(job)) == 1
+    assert job.digests() == expected
+
+
+def test_window_length_may_change_with_a_start(job: CheckpointJob, expected: Digests) -> None:
+    fault = ("--moe-ft-inject-fault", "kill:1@4:backward")
+    job.run(*SPARSE, "3", *fault)
+    job.run(*SPARSE, "1", *fault).check()
+    assert recoveries(job) == [(1, 3)]
+    assert job.digests() == expected
+
+
+def test_replay_behind_the_last_iteration_happens_before_training_ends(
+    job: CheckpointJob, dataset_flags: list[str], tmp_path: Path
+) -> None:
+    shorter = ("--train-iters", "4")
+    log = tmp_path / "shorter"
+    run_training([*job.base, *shorter, *event_flags(log)], NUM_RANKS, log_dir=log).check()
+    job.run(*SPARSE, "2", "--moe-ft-inject-fault", "kill:1@5:backward")
+    result = job.run(*SPARSE, "2", *shorter, "--moe-ft-inject-fault", "kill:1@5:backward").check()
+    assert recoveries(job) == [(3, 4)]
+    assert job.digests() == digests(log, NUM_RANKS)
+    assert "inflicts" not in result.output(1)
+
+
+def test_evaluation_inside_of_a_window_changes_nothing(job: CheckpointJob) -> None:
+    evaluation = ("--eval-interval", "3", "--eval-iters", "1")
+    log = job.folder / "evaluated"
+    run_training([*job.base, *evaluation, *event_flags(log)], NUM_RANKS, log_dir=log).check()
+    job.run_with_faults("kill:1@5:backward", flags=[*SPARSE, "2", *evaluation])
+    assert len(recoveries(job)) == 1
+    assert job.digests() == digests(log, NUM_RANKS)
+
+
+def test_automatic_window_takes_the_length_that_the_budget_allows(job: CheckpointJob) -> None:
+    flags = job.flags(*SPARSE, "auto", "--moe-ft-max-window", "4", "--train-iters", "14")
+    total = whole_bytes(job)
+    # Enough for half of a full snapshot and a little more, later for all of it.
+    budgets = [(2, 0.55 * total), (9, 3.0 * total)]
+    train_with_budgets(flags, NUM_RANKS, budgets, log_dir=job.folder).check()
+    lengths = [line["length"] for line in job.events("window")]
+    assert lengths[0] == 4  # nothing is measured yet
+    assert lengths[-1] == 1
+    assert 2 in lengths or 3 in lengths
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def whole_bytes(job: CheckpointJob) -> int:
+    """Return the bytes of a full snapshot of the heavier rank."""
+    log = job.folder / "dense_events"
+    flags = job.flags("--moe-ft-event-log", str(log), "--train-iters", "2")
+    run_training(flags, NUM_RANKS, log_dir=job.folder / "dense").check()
+    return max(events(log, rank, "snapshot")[0]["bytes"] for rank in range(NUM_RANKS))
+
+
+def refusal_of(job: CheckpointJob, flags: Sequence[str]) -> str:
+    result = job.run(*flags)
+    assert result.exit_codes[0] == 2
+    return result.output(0)
+
+
+def test_window_longer_than_training_is_refused(job: CheckpointJob) -> None:
+    output = refusal_of(job, [*SPARSE, "7"])
+    assert "--moe-ft-window=7 must be at most --train-iters=6" in output
+
+
+def test_window_that_does_not_fit_into_the_host_memory_limit_is_refused(job: CheckpointJob) -> None:
+    output = refusal_of(job, [*SPARSE, "3", "--moe-ft-host-memory-limit", "100kB"])
+    assert "--moe-ft-host-memory-limit=100kB" in output
+    assert "--moe-ft-window" in output
+
+
+def test_interval_beside_a_window_is_refused(job: CheckpointJob) -> None:
+    output = refusal_of(job, [*SPARSE, "2", "--moe-ft-interval", "5"])
+    assert "--moe-ft-interval=5 must be 1 with --moe-ft-strategy sparse" in output
+
+
+def test_replay_with_other_settings_is_refused_and_nothing_is_lost(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    fault = ("--moe-ft-inject-fault", "kill:1@4:backward")
+    job.run(*SPARSE, "2", *fault)
+    output = refusal_of(job, [*SPARSE, "2", *fault, "--clip-grad", "0.5"])
+    assert "--clip-grad: 1.0 there, 0.5 now" in output
+    assert "--exit-interval" in output
+    job.run(*SPARSE, "2", *fault).check()
+    assert job.digests() == expected

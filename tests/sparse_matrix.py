@@ -1,0 +1,205 @@
+"""Runs with sparse windows and a fault, chosen so that every pair of circumstances occurs.
+
+Each must end with the digests of a run that took no checkpoints and had no fault. Names of factors are those
+of the issue of exactness: whatever a replayed iteration could compute differently is one of them.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.demo_model import event_flags, layout_flags, model_flags
+from tests.harness import digests, events, run_training, run_with_restarts
+
+NUM_ITERATIONS = 11
+_BATCH = 16
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "ep2-dp2": (4, {"ep": 2}),
+    "pp2-ep2": (4, {"pp": 2, "ep": 2}),
+    "tp2-etp2-dp2": (4, {"tp": 2}),
+    "tp4": (4, {"tp": 4}),
+    "virtual-pp2-ep2": (4, {"pp": 2, "ep": 2}),
+    "pp2-ep2-dp2": (8, {"pp": 2, "ep": 2}),
+    "tp2-pp2-ep2": (8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "dropout": {"attention_dropout": 0.1},
+    "expert-bias": {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_aux_loss_coeff": 0,
+        "moe_router_load_balancing_type": "none",
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "ramp": {
+        "calculate_per_token_loss": True,
+        "global_batch_size": False,
+        "step_batch_size_schedule": ("0:8 768:16 2816:32",),  # tokens: from iterations 3 and 7 on
+    },
+    "full-recompute": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "tied": {
+        "untie_embeddings_and_output_weights": False,
+        "qk_layernorm": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": "core_attn moe",
+        "moe_layer_freq": 2,
+    },
+    "overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    "no-experts": {
+        "num_experts": False,
+        "moe_ffn_hidden_size": False,
+        "moe_router_topk": False,
+        "moe_token_dispatcher_type": False,
+        "moe_router_load_balancing_type": False,
+        "moe_aux_loss_coeff": False,
+    },
+}
+FAULTS: dict[str, tuple[str, ...]] = {
+    "kill-backward": ("kill:1@{0}:backward",),
+    # Two, because there is no step in an iteration whose gradients overflow.
+    "kill-in-step": ("kill:2@{0}:in-step", "kill:2@{2}:in-step"),
+    "kill-snapshot-twice": ("kill:1@{0}:snapshot", "kill:0@{1}:replicate"),
+    "kill-in-recovery": ("kill:3@{0}:forward", "kill:1@1:recovery"),
+    "kill-in-replay": ("kill:0@{0}:backward", "kill:2@1:replay"),
+    "lose-node": ("lose-node:1@{0}:forward",),
+    "lose-all-memory": ("kill:0@{0}:backward",),
+}
+FACTORS: dict[str, tuple[str, ...]] = {
+    "layout": tuple(LAYOUTS),
+    "feature": tuple(FEATURES),
+    "fault": tuple(FAULTS),
+    "window": ("1", "2", "3", "5", "auto"),
+    "order": ("count", "soft-count", "decayed", "capacity"),
+    "precision": ("bf16", "fp16", "fp32"),
+    "iteration": ("8", "9", "10"),
+    "optimizer": ("distributed", "replicated"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseCase:
+    """One run with a fault; every field is a factor."""
+
+    layout: str
+    feature: str
+    fault: str
+    window: str
+    order: str
+    precision: str
+    iteration: str
+    optimizer: str
+
+    def __str__(self) -> str:
+        return "_".join(self.values.values())
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The values by factor."""
+        return asdict(self)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return LAYOUTS[self.layout][0]
+
+    @property
+    def job(self) -> tuple[str, ...]:
+        """What the run without faults depends on."""
+        return self.layout, self.feature, self.precision, self.optimizer
+
+
+def job_flags(case: SparseCase, dataset_flags: Sequence[str]) -> list[str]:
+    """Return the flags that the run has with and without checkpoints."""
+    changes: dict[str, Any] = {"hidden_dropout": 0.1, "train_iters": NUM_ITERATIONS}
+    changes |= {"clip_grad": 0.1, "global_batch_size": _BATCH}  # active in every iteration
+    changes |= FEATURES[case.feature]
+    changes["bf16"] = case.precision == "bf16"
+    if case.precision == "fp16":  # the scale grows after two iterations, and overflows now and then
+        scale = 2**5 if case.feature == "ramp" else 2**16  # losses per token are not averaged
+        changes |= {"fp16": True, "initial_loss_scale": scale, "loss_scale_window": 2}
+        changes |= {"min_loss_scale": 1, "hysteresis": 1}
+    changes["use_distributed_optimizer"] = case.optimizer == "distributed"
+    if case.optimizer == "replicated":
+        changes.pop("overlap_param_gather", None)
+    layout = dict(LAYOUTS[case.layout][1])
+    if "tp" in layout and case.feature != "no-experts":  # dense models' local norms cannot do it
+        changes["sequence_parallel"] = True
+    if case.layout.startswith("virtual"):
+        changes["num_layers_per_virtual_pipeline_stage"] = 1
+    if case.feature == "no-experts":
+        layout = {name: size for name, size in layout.items() if name not in ("ep", "etp")}
+    return [*model_flags(**changes), *layout_flags(layout), *dataset_flags]
+
+
+def reference_digests(
+    case: SparseCase, dataset_flags: Sequence[str], folder: Path
+) -> list[tuple[str, str]]:
+    """Train without checkpoints and faults; return every rank's digest."""
+    flags = [*job_flags(case, dataset_flags), *event_flags(folder)]
+    run_training(flags, case.world_size, log_dir=folder).check()
+    return digests(folder, case.world_size)
+
+
+def checkpoint_flags(case: SparseCase, memory_dir: Path, storage: Path) -> list[str]:
+    """Return flags that turn all tiers on, with an order of units that changes often."""
+    return [
+        *("--moe-ft-strategy", "sparse", "--moe-ft-job-id", "test"),
+        *("--moe-ft-window", case.window, "--moe-ft-max-window", "4"),
+        *("--moe-ft-unit-order", case.order, "--moe-ft-reorder-change", "0"),
+        *("--moe-ft-memory-dir", str(memory_dir), "--moe-ft-persist-dir", str(storage)),
+        *("--moe-ft-persist-interval", "1", "--moe-ft-fault-report-grace-s", "0.5"),
+    ]
+
+
+def run_case(
+    case: SparseCase, dataset_flags: Sequence[str], folder: Path, memory_dir: Path
+) -> list[dict[str, Any]]:
+    """Train with the case's faults until the run has ended; return rank 0's recovery events.
+
+    Raises:
+        AssertionError: if the run does not end by itself, or a fault did not fire.
+    """
+    log, first = folder / "events", int(case.iteration)
+    faults = [text.format(first, first + 1, first - 1) for text in FAULTS[case.fault]]
+    flags = [
+        *job_flags(case, dataset_flags),
+        *event_flags(log),
+        *checkpoint_flags(case, memory_dir, folder / "storage"),
+        *(word for fault in faults for word in ("--moe-ft-inject-fault", fault)),
+    ]
+
+    def lose_memory(start: int) -> None:
+        if case.fault == "lose-all-memory" and start == 0:
+            shutil.rmtree(memory_dir / "test")
+
+    results = run_with_restarts(
+        flags,
+        case.world_size,
+        log_dir=folder,
+        max_restarts=4,
+        nodes=lambda start: [f"node{rank % 2}" for rank in range(case.world_size)],
+        between=lose_memory,
+    )
+    results[-1].check()
+    fired = sum(len(events(log, rank, "fault_injected")) for rank in range(case.world_size))
+    may_not_replay = case.fault == "kill-in-replay" and case.window in ("1", "auto")
+    may_overflow = case.fault == "kill-in-step" and case.precision == "fp16"
+    assert fired >= len(faults) - (may_not_replay or may_overflow), f"{case}: a fault did not fire"
+    return events(log, 0, "recovery")
+
+
+def describe(case: SparseCase, recoveries: Sequence[Mapping[str, Any]]) -> str:
+    """Return one line for the table of `make test-matrix`."""
+    steps = [
+        f"{line['restored_iteration']}+{line['replayed_iterations']} from {dict(line['sources'])}"
+        for line in recoveries
+    ]
+    return f"{case}: {'; '.join(steps) or 'began again'}"

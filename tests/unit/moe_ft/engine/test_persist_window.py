@@ -1,0 +1,238 @@
+"""Windows go to storage whole and bit for bit, or not at all."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
+from moe_ft.engine.regions import Region
+from moe_ft.engine.storage import Storage, file_tag, rank_path
+from moe_ft.errors import CorruptStateError
+from moe_ft.formats import FORMAT, Identity, Index, checksum, encode
+from moe_ft.planning.recovery import Version
+from moe_ft.recovery.sources import StorageReader, read_unit
+from moe_ft.units import Level
+from tests.unit.moe_ft.builders import (
+    WindowState,
+    complete_iterations,
+    fill_region,
+    fill_window,
+    make_identity,
+    make_window,
+    persist_rank,
+    persist_window,
+)
+
+FAR_S = 60.0
+TWO_RANKS = make_identity(world_size=2)
+
+
+class Office:
+    """A worker, and what it leaves on storage."""
+
+    def __init__(self, tmp_path: Path, keep: int = 2) -> None:
+        self.tmp_path, self.storage = tmp_path, Storage(str(tmp_path / "storage"))
+        self.worker = PersistWorker(tmp_path, self.storage, keep)
+
+    def persist(self, region: Region, *, rank: int = 0, **changes: Any) -> Index:
+        """Write a region, and the manifest for rank 0."""
+        request = PersistRequest(
+            rank=rank,
+            iteration=region.iteration or 0,
+            index=str(region.index_path),
+            data=str(region.data_path),
+            rotating=(),
+            previous="",
+            tag=file_tag(make_identity()),
+            writes_manifest=rank == 0,
+            deadline_s=time.time() + FAR_S,
+        )
+        index, warning = self.worker.persist(msgspec.structs.replace(request, **changes))
+        assert warning == ""
+        return index
+
+    def window(self, **which: Any) -> tuple[Region, WindowState]:
+        """Have a region that holds a window."""
+        return fill_window(self.tmp_path / "rank", **which)
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Office:
+    return Office(tmp_path)
+
+
+def reader_of(storage: Storage, iteration: int) -> StorageReader:
+    (file,) = storage.manifest(iteration).files
+    version = Version(
+        rank=0,
+        iteration=iteration,
+        lineage="run-a",
+        history=((0, 0),),
+        node=None,
+        path=file.index,
+        window=storage.manifest(iteration).window,
+    )
+    return StorageReader(storage, version)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_window_becomes_a_checkpoint_of_its_last_iteration(office: Office, length: int) -> None:
+    office.persist(office.window(length=length)[0])
+    assert complete_iterations(office.storage) == [5 + length - 1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_manifest_says_how_many_snapshots_the_files_hold(office: Office, length: int) -> None:
+    office.persist(office.window(length=length)[0])
+    assert office.storage.manifest(5 + length - 1).window == length
+
+
+def test_every_version_of_a_window_is_read_back_bit_for_bit(office: Office) -> None:
+    _, window = office.window()
+    office.persist(office.window()[0])
+    reader = reader_of(office.storage, 7)
+    for name, unit in window.index.entries():
+        position = None if unit.level == Level.FULL else unit.iteration - 5
+        entry, content = read_unit(reader, name, position)
+        assert entry == unit
+        assert content == window.content[unit.offset : unit.offset + unit.num_bytes]
+
+
+def test_file_of_a_window_is_the_region_as_it_is(office: Office) -> None:
+    region, _ = office.window()
+    office.persist(region)
+    (file,) = office.storage.manifest(7).files
+    assert office.storage.read(file.data) == bytes(region.mapping)
+
+
+def test_manifest_names_units_with_the_iterations_of_their_snapshots(office: Office) -> None:
+    office.persist(office.window()[0])
+    units = office.storage.manifest(7).units
+    assert {name: source.iteration for name, source in units.items()} == {
+        "layer.0.expert.0": 5,
+        "layer.0.expert.1": 5,
+        "layer.0.expert.2": 6,
+        "embedding": 7,
+    }
+    assert {source.level for source in units.values()} == {"full"}
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2])
+def test_window_that_is_not_whole_is_refused_and_nothing_written(
+    office: Office, num_snapshots: int
+) -> None:
+    region, _ = office.window(num_snapshots=num_snapshots)
+    with pytest.raises(CorruptStateError, match="region_0.json holds iteration"):
+        office.persist(region)
+    assert office.storage.iterations() == []
+
+
+def test_window_that_began_anew_since_it_was_asked_for_is_refused(office: Office) -> None:
+    office.window()
+    region, _ = office.window(first_iteration=8, num_snapshots=1)
+    with pytest.raises(CorruptStateError, match="holds iteration 8"):
+        office.persist(region, iteration=7)
+    assert office.storage.iterations() == []
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_flipped_byte_in_any_version_of_a_window_is_found_before_it_is_written(
+    office: Office, number: int
+) -> None:
+    region, window = office.window()
+    name, unit = list(window.index.entries())[number]
+    region.mapping[unit.offset + unit.num_bytes - 1] ^= 0x10
+    with pytest.raises(CorruptStateError, match=f"unit {name} does not match its checksum"):
+        office.persist(region)
+    assert office.storage.iterations() == []
+
+
+def test_window_that_was_written_before_the_writer_died_is_not_written_again(
+    office: Office,
+) -> None:
+    region, _ = office.window()
+    first = office.persist(region, writes_manifest=False)
+    region.data_path.unlink()
+    assert office.persist(region) == first
+    assert complete_iterations(office.storage) == [7]
+
+
+def test_window_with_other_weights_than_those_on_storage_is_written_again(office: Office) -> None:
+    region, window = office.window()
+    office.persist(region, writes_manifest=False)
+    unit = window.index.compute[0]["embedding"]
+    start, end = unit.offset, unit.offset + unit.num_bytes
+    region.mapping[start:end] = bytes(end - start)
+    other = msgspec.structs.replace(unit, checksum=checksum(bytes(end - start)))
+    compute = ({**window.index.compute[0], "embedding": other}, *window.index.compute[1:])
+    index = msgspec.structs.replace(window.index, file=region.data_path.name, compute=compute)
+    region.commit(encode(index), 7)
+    office.persist(region)
+    _, content = read_unit(reader_of(office.storage, 7), "embedding", 0)
+    assert content == bytes(end - start)
+
+
+def test_windows_beyond_those_to_keep_are_removed(office: Office) -> None:
+    for first in (2, 5, 8):
+        office.persist(office.window(first_iteration=first)[0])
+    assert complete_iterations(office.storage) == [10, 7]
+
+
+def test_window_and_the_last_state_of_its_iteration_both_fit_on_storage(office: Office) -> None:
+    office.persist(office.window()[0])
+    region, _ = fill_region(office.tmp_path / "rank", 1, iteration=7)
+    office.persist(region, tag=file_tag(make_identity(), is_last=True))
+    assert complete_iterations(office.storage) == [7]
+    assert office.storage.manifest(7).window == 1
+
+
+# Manifests over the files of several ranks
+
+
+def write_window(storage: Storage, rank: int, length: int, num_snapshots: int) -> None:
+    """Write a rank's files: the first snapshots of a window, up to iteration 7."""
+    data_path = rank_path(7, rank, file_tag(TWO_RANKS), "safetensors")
+    first = 7 - num_snapshots + 1
+    window = make_window(rank, first, length, TWO_RANKS, file=data_path.rpartition("/")[2])
+    storage.write(data_path, [memoryview(window.content)])
+    path = rank_path(7, rank, file_tag(TWO_RANKS), "json")
+    storage.write_atomically(path, encode(window.up_to(num_snapshots)))
+
+
+def manifest_of(storage: Storage, identity: Identity = TWO_RANKS) -> None:
+    storage.write_manifest(7, file_tag(identity), identity.world_size)
+
+
+def test_windows_of_all_ranks_become_one_checkpoint(office: Office) -> None:
+    manifest = persist_window(office.storage, 7, TWO_RANKS)
+    assert (manifest.format, manifest.window) == (FORMAT, 3)
+    assert complete_iterations(office.storage) == [7]
+
+
+@pytest.mark.parametrize("odd_rank", [0, 1])
+@pytest.mark.parametrize(("length", "num_snapshots"), [(2, 2), (1, 1), (4, 3), (3, 2)])
+def test_manifest_over_windows_of_different_lengths_or_without_an_end_is_refused(
+    office: Office, odd_rank: int, length: int, num_snapshots: int
+) -> None:
+    write_window(office.storage, 1 - odd_rank, 3, 3)
+    write_window(office.storage, odd_rank, length, num_snapshots)
+    with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
+        manifest_of(office.storage)
+    assert not office.storage.has_manifest(7)
+
+
+def test_manifest_over_windows_none_of_which_is_whole_is_refused(office: Office) -> None:
+    for rank in (0, 1):
+        write_window(office.storage, rank, 3, 2)
+    with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
+        manifest_of(office.storage)
+
+
+def test_manifest_over_a_window_and_a_single_snapshot_is_refused(office: Office) -> None:
+    write_window(office.storage, 0, 3, 3)
+    persist_rank(office.storage, 1, 7, TWO_RANKS)
+    with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
+        manifest_of(office.storage)

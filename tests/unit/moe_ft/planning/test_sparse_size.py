@@ -1,0 +1,455 @@
+"""What sparse windows take: slices, windows and budgets by hand, and against the strategy that runs."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ft.errors import PlanError
+from moe_ft.planning.model_size import (
+    ByteModel,
+    ModelShape,
+    evenly_spaced_layers,
+    unit_parameters,
+)
+from moe_ft.planning.partial_size import SavingLayout, Sharding
+from moe_ft.planning.sharding import assign_equal_slices
+from moe_ft.planning.sparse import MEMORY_MARGIN, RankUnits
+from moe_ft.planning.sparse_size import (
+    Machine,
+    WindowSize,
+    choose_length,
+    ettr,
+    expect_recovery,
+    measure_window,
+    position_sizes,
+    position_work,
+    region_bytes,
+    stage_units,
+    work_to_redo,
+)
+from moe_ft.planning.windows import PositionSizes, WindowCuts, snapshot_bytes
+from moe_ft.units import UnitId, UnitKind
+
+# 2 MoE layers of 4 experts with 10 parameters each; embedding 1, per layer 6 and a router of 4, norm 1.
+TINY = ModelShape(
+    num_layers=2,
+    hidden_size=1,
+    num_experts=4,
+    moe_layers=(0, 1),
+    moe_ffn_hidden_size=5,
+    has_bias=False,
+    has_norm_bias=False,
+    vocab_size=1,
+    num_positions=0,
+)
+# The model of examples/quickstart.sh.
+QUICKSTART = ModelShape(
+    num_layers=4,
+    hidden_size=128,
+    num_experts=8,
+    moe_layers=(0, 1, 2, 3),
+    ffn_hidden_size=256,
+    num_attention_heads=4,
+    vocab_size=256,
+    num_positions=0,
+    has_output_layer=True,
+    is_gated=True,
+    has_bias=False,
+    has_norm_bias=False,
+)
+SIX_EQUAL = PositionSizes(full=np.full((1, 6), 12), compute=np.full((1, 6), 2))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[ModelShape, SavingLayout]:
+    """Draw a model, also without experts, and a layout that it can have."""
+    ep = draw(st.integers(1, 3))
+    num_layers = draw(st.integers(1, 5))
+    num_moe_layers = draw(st.integers(0, num_layers))
+    shape = ModelShape(
+        num_layers=num_layers,
+        hidden_size=draw(st.integers(1, 5)),
+        num_experts=ep * draw(st.integers(1, 3)),
+        moe_layers=evenly_spaced_layers(num_layers, num_moe_layers),
+        vocab_size=draw(st.integers(0, 60)),
+        num_positions=0,
+        has_output_layer=draw(st.booleans()),
+    )
+    layout = SavingLayout(
+        dp=ep * draw(st.integers(1, 3)),
+        ep=ep,
+        sharding=draw(st.sampled_from((Sharding.NONE, Sharding.EQUAL))),
+        is_optimizer_distributed=draw(st.booleans()),
+    )
+    return shape, layout
+
+
+MACHINES = st.builds(
+    lambda iteration_s, update_share, **rest: Machine(
+        iteration_s=iteration_s, hidden_s=iteration_s * (1 - update_share), **rest
+    ),
+    iteration_s=st.floats(0.1, 10),
+    update_share=st.floats(0, 0.9),
+    bandwidth=st.floats(1, 1000),
+    network_bandwidth=st.floats(1, 1000),
+    replication_factor=st.integers(0, 3),
+)
+SNAPSHOTS = st.lists(st.integers(0, 2000), min_size=1, max_size=6)
+
+
+def stages_of(shape: ModelShape, layout: SavingLayout, num_stages: int = 1) -> list[PositionSizes]:
+    return [position_sizes(each, layout, ByteModel()) for each in stage_units(shape, num_stages)]
+
+
+def test_positions_of_a_tiny_model_are_those_laid_out_by_hand() -> None:
+    (sizes,) = stages_of(TINY, SavingLayout(dp=2, ep=2))
+    # Two experts of both layers each; then norm, layer 1, its router, layer 0, its router, embedding. The
+    # buffer begins with the norm: its first half is layer 1's.
+    rank_0, rank_1 = [10, 10, 10, 10, 1, 6, 4, 0, 0, 0], [10, 10, 10, 10, 0, 0, 0, 6, 4, 1]
+    assert sizes.full.tolist() == [[12 * n for n in rank_0], [12 * n for n in rank_1]]
+    assert sizes.compute.tolist() == [[2 * n for n in rank_0], [2 * n for n in rank_1]]
+
+
+def test_ranks_with_the_same_experts_own_whole_ones_from_the_end_on() -> None:
+    (sizes,) = stages_of(TINY, SavingLayout(dp=4, ep=2))
+    experts = (sizes.full[:, :4] // 12).tolist()
+    assert experts == [[0, 0, 10, 10]] * 2 + [[10, 10, 0, 0]] * 2
+
+
+def test_ranks_without_a_distributed_optimizer_divide_from_the_beginning_on() -> None:
+    layout = SavingLayout(dp=2, ep=1, is_optimizer_distributed=False)
+    (sizes,) = stages_of(TINY, layout)
+    assert (sizes.full[0, :8] // 12).tolist() == [10] * 4 + [0] * 4
+
+
+def test_first_of_the_ranks_saves_everything_without_sharding() -> None:
+    layout = SavingLayout(dp=4, ep=2, is_optimizer_distributed=False, sharding=Sharding.NONE)
+    (sizes,) = stages_of(TINY, layout)
+    assert (sizes.full.sum(axis=1) // 12).tolist() == [62, 40, 0, 0]
+
+
+def test_windows_of_the_quickstart_model_have_the_bytes_that_a_run_logged() -> None:
+    # Events "window" of examples/quickstart.sh --moe-ft-strategy sparse --moe-ft-window 3.
+    stages = stages_of(QUICKSTART, SavingLayout(dp=2, ep=2), 2)
+    window = measure_window(stages, 3)
+    of_ranks = [
+        snapshot_bytes(stage, cuts.ends).tolist()
+        for stage, cuts in zip(stages, window.cuts, strict=True)
+    ]
+    assert of_ranks == [
+        [[3705344, 4295168, 4537344]] * 2,
+        [[3705472, 4295296, 4538112]] * 2,
+    ]
+
+
+@given(models())
+def test_ranks_together_save_every_parameter_once(model: tuple[ModelShape, SavingLayout]) -> None:
+    shape, layout = model
+    (sizes,) = stages_of(shape, layout)
+    assert sizes.full.sum() == shape.num_parameters * 12
+    assert sizes.compute.sum() == shape.num_parameters * 2
+
+
+@given(models(), st.integers(0, 99))
+def test_popularity_moves_the_experts_of_a_rank_and_nothing_else(
+    model: tuple[ModelShape, SavingLayout], seed: int
+) -> None:
+    shape, layout = model
+    (units,) = stage_units(shape, 1)
+    plain = position_sizes(units, layout, ByteModel())
+    drawn = position_sizes(units, layout, ByteModel(), np.random.default_rng(seed))
+    num_experts = shape.num_moe_layers * shape.num_experts // layout.ep
+    assert np.array_equal(plain.full[:, num_experts:], drawn.full[:, num_experts:])
+    assert np.array_equal(
+        np.sort(plain.full[:, :num_experts]), np.sort(drawn.full[:, :num_experts])
+    )
+
+
+def test_ranks_with_the_same_experts_have_them_in_the_same_order() -> None:
+    (units,) = stage_units(TINY, 1)
+    layout = SavingLayout(dp=4, ep=2)
+    sizes = position_sizes(units, layout, ByteModel(), np.random.default_rng(3))
+    together = sizes.full[:2, :4] + sizes.full[2:, :4]
+    assert together.tolist() == [[120] * 4] * 2
+
+
+@given(models())
+def test_positions_have_the_sizes_of_the_units_that_the_strategy_orders(
+    model: tuple[ModelShape, SavingLayout],
+) -> None:
+    shape, layout = model
+    layout = replace(layout, is_optimizer_distributed=True)
+    (units,) = stage_units(shape, 1)
+    (sizes,) = stages_of(shape, layout)
+    for rank in range(layout.dp):
+        own = rank_units(units, shape, layout, rank).sizes
+        expected = zip(sizes.full[rank].tolist(), sizes.compute[rank].tolist(), strict=True)
+        assert sorted(own.values()) == sorted(expected)
+
+
+def rank_units(
+    units: dict[UnitId, int], shape: ModelShape, layout: SavingLayout, rank: int
+) -> RankUnits:
+    """Return the units of a rank as the engine finds them: slices of buffers that begin at the end."""
+    ep_rank = rank % layout.ep
+    num_local = shape.num_experts // layout.ep
+    experts = [each for each in units if each.kind is UnitKind.EXPERT]
+    own = [each for each in experts if each.expert // num_local == ep_rank][::-1]
+    others = [each for each in units if each.kind is not UnitKind.EXPERT][::-1]
+    sizes = {}
+    for names, place, count in (
+        (own, rank // layout.ep, layout.num_groups),
+        (others, rank, layout.dp),
+    ):
+        slices = assign_equal_slices([units[name] for name in names], count)[place]
+        for name, (start, end) in zip(names, slices, strict=True):
+            sizes[name] = (12 * (end - start), 2 * (end - start))
+    return RankUnits(ep_rank=ep_rank, sizes=sizes)
+
+
+@given(models())
+def test_stages_together_have_the_units_of_the_model(
+    model: tuple[ModelShape, SavingLayout],
+) -> None:
+    shape, _ = model
+    for num_stages in (n for n in range(2, 6) if shape.num_layers % n == 0):
+        stages = stage_units(shape, num_stages)
+        expected = unit_parameters(shape)
+        expected.setdefault(UnitId(kind=UnitKind.OUTPUT), shape.vocab_size * shape.hidden_size)
+        together = {unit: count for stage in stages for unit, count in stage.items()}
+        assert together == expected
+        assert sum(map(len, stages)) == len(expected)
+
+
+def test_embedding_is_on_the_first_stage_and_its_tied_copy_on_the_last() -> None:
+    first, last = stage_units(TINY, 2)
+    assert [str(unit) for unit in first if unit.layer < 0] == ["embedding"]
+    assert [str(unit) for unit in last if unit.layer < 0] == ["final-norm", "output"]
+    assert {unit.layer for unit in last if unit.layer >= 0} == {1}
+
+
+def test_six_equal_operators_have_the_snapshots_of_figure_6() -> None:
+    window = measure_window([SIX_EQUAL], 3)
+    assert window.snapshots == (32, 28, 24)
+    assert (window.window_bytes, window.dense_bytes) == (84, 72)
+    assert (window.largest_bytes, window.mean_bytes, window.length) == (32, 28, 3)
+
+
+def test_sizes_are_those_of_the_heaviest_rank_and_stage() -> None:
+    light = PositionSizes(full=np.array([[6, 6], [0, 24]]), compute=np.array([[1, 1], [0, 4]]))
+    heavy = PositionSizes(full=np.array([[30]]), compute=np.array([[5]]))
+    window = measure_window([light, heavy], 2)
+    # Light: {6 + 1, 6} and {0 + 4, 24}; heavy: everything in the first snapshot.
+    assert window.snapshots == (30, 24)
+    assert window.window_bytes == 30
+    assert window.dense_bytes == 30
+
+
+@pytest.mark.parametrize(
+    ("budget", "length"), [(72, 1), (71, 2), (42, 2), (41, 3), (32, 3), (31, 4), (12, 6)]
+)
+def test_window_is_the_shortest_that_fits_every_stage(budget: int, length: int) -> None:
+    small = PositionSizes(full=np.array([[1]]), compute=np.array([[1]]))
+    assert choose_length([small, SIX_EQUAL], budget, 8) == length
+
+
+@pytest.mark.parametrize(("longest", "length"), [(2, 2), (4, 4), (9, 6)])
+def test_window_is_the_longest_if_none_fits(longest: int, length: int) -> None:
+    assert choose_length([SIX_EQUAL], 1, longest) == length
+
+
+def test_region_holds_the_longest_window_and_the_margin() -> None:
+    # By chance 72 bytes at FULL, and 12 at COMPUTE in half of the other snapshots.
+    assert region_bytes([SIX_EQUAL], 1, 0.0) == 72
+    assert region_bytes([SIX_EQUAL], 3, 0.0) == 84
+    assert region_bytes([SIX_EQUAL], 3, 0.1) == 93
+
+
+def test_region_is_made_for_the_first_order_where_that_takes_more() -> None:
+    # A large unit in the last place is at COMPUTE in the other snapshot: 1 + 8, then 12; by chance 17.5.
+    sizes = PositionSizes(full=np.array([[1, 12]]), compute=np.array([[1, 8]]))
+    assert region_bytes([sizes], 2, 0.0) == 21
+
+
+@given(models(), st.integers(1, 5))
+def test_region_is_that_of_the_strategy_that_runs(
+    model: tuple[ModelShape, SavingLayout], longest: int
+) -> None:
+    shape, layout = model
+    layout = replace(layout, is_optimizer_distributed=True)
+    (units,) = stage_units(shape, 1)
+    ranks = [rank_units(units, shape, layout, rank) for rank in range(layout.dp)]
+    layers = [f"layer.{layer}" for layer in shape.moe_layers]
+    settings = SparseSettings(window=None, longest=longest)
+    reserved = []
+    for rank, own in enumerate(ranks):
+        strategy = SparseStrategy(rank, ranks, layers, settings)
+        largest = max(
+            sum(
+                own.sizes[unit][level is Level.COMPUTE]
+                for snapshot in window.snapshots
+                for unit, level in snapshot.levels.items()
+            )
+            for window in strategy.possible_windows()
+        )
+        reserved.append(largest * (1 + strategy.memory_margin))
+    sizes = position_sizes(units, layout, ByteModel(), np.random.default_rng(0))
+    assert region_bytes([sizes], longest, MEMORY_MARGIN) == pytest.approx(max(reserved), abs=1)
+
+
+def test_budget_is_what_the_slower_of_copy_and_replication_can_move() -> None:
+    machine = Machine(iteration_s=2.0, hidden_s=1.5, bandwidth=100, network_bandwidth=120)
+    assert machine.budget_bytes == 150
+    assert replace(machine, replication_factor=1).budget_bytes == 150
+    assert replace(machine, replication_factor=2).budget_bytes == 120
+
+
+def test_stall_is_what_the_copy_takes_beyond_forward_and_backward() -> None:
+    machine = Machine(iteration_s=2.0, hidden_s=1.5, bandwidth=100)
+    assert machine.stalls_s([100, 150, 200, 350]) == pytest.approx([0, 0, 0.5, 2.0])
+    assert machine.overhead([100, 150, 200, 350]) == pytest.approx(2.5 / 8)
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "factor", "lag"),
+    [
+        ([50, 50], 1, 0),  # copied at 1.5, sent at 2, when the optimizer steps
+        ([80, 80], 1, 1),  # copied at 1.8, sent at 2.6
+        ([80, 10], 1, 0),  # copied at 1.1, when the first has 0.5 to go: sent at 1.7
+        ([80, 80], 3, 4),  # the first is sent at 3.2, the second at 5.6
+        ([80, 80], 0, 0),
+        ([150], 0, 0),  # the optimizer waits for the copy
+        ([150], 1, 2),  # 1.5 for the copy, for which the optimizer waits, and as long for the peer
+    ],
+)
+def test_lag_is_the_iterations_until_peers_have_the_last_snapshot(
+    snapshots: list[int], factor: int, lag: int
+) -> None:
+    machine = Machine(
+        iteration_s=1.0,
+        hidden_s=1.0,
+        bandwidth=100,
+        network_bandwidth=100,
+        replication_factor=factor,
+    )
+    assert machine.lag_iterations(snapshots) == lag
+
+
+@given(MACHINES, SNAPSHOTS)
+def test_snapshots_within_the_budget_cost_no_time(machine: Machine, snapshots: list[int]) -> None:
+    fitting = [min(size, math.floor(machine.budget_bytes)) for size in snapshots]
+    assert max(machine.stalls_s(fitting)) == 0
+    assert machine.overhead(fitting) == 0
+    assert machine.lag_iterations(fitting) <= 1
+
+
+@given(MACHINES, SNAPSHOTS)
+def test_windows_that_go_nowhere_are_never_late(machine: Machine, snapshots: list[int]) -> None:
+    assert replace(machine, replication_factor=0).lag_iterations(snapshots) == 0
+
+
+def test_work_to_redo_is_one_and_a_half_windows_on_average() -> None:
+    assert work_to_redo(3, 0) == (3, 4.5, 6)
+    assert work_to_redo(3, 1) == (4, 6.0, 8)
+
+
+@given(st.integers(1, 10), st.integers(0, 4))
+def test_work_to_redo_is_what_failures_at_all_times_need(window: int, lag: int) -> None:
+    period = window + lag  # a window begins when the one before it is complete
+    needed = []
+    for iterations in range(5 * period, 8 * period):
+        newest = max(
+            begin for begin in range(0, iterations, period) if begin + period <= iterations
+        )
+        needed.append(iterations - newest + 0.5)  # half of the one under way
+    least, mean, most = work_to_redo(window, lag)
+    assert mean == pytest.approx(sum(needed) / len(needed))
+    assert least < min(needed)
+    assert max(needed) < most
+
+
+def test_recovery_of_a_small_window_is_that_worked_out_by_hand() -> None:
+    cuts = WindowCuts(ends=(1, 2, 3), largest_bytes=0)
+    window = WindowSize(cuts=(cuts,), snapshots=(40, 50, 60), window_bytes=150, dense_bytes=120)
+    machine = Machine(
+        iteration_s=3.0, hidden_s=3.0, bandwidth=50, network_bandwidth=30, replication_factor=1
+    )
+    recovery = expect_recovery(window, machine, [np.array([1.0, 3.0, 4.0])], 20.0)
+    # Sent at 2.13, 5.67 and 9.2, the optimizer steps at 9: a lag of 1, and 6 iterations.
+    assert machine.lag_iterations(window.snapshots) == 1
+    assert recovery.restart_s == 20
+    assert recovery.restore_s == 5  # from a peer
+    assert recovery.conversion_s == 6
+    assert recovery.redo_s == 12
+    assert recovery.expected_s == 43
+    # The replays have 7/8 and 4/8 of the work frozen, of which a third is saved.
+    assert recovery.frozen_s == pytest.approx(3 * (7 + 4) / 8 / 3)
+
+
+def test_window_is_read_from_own_memory_without_replicas() -> None:
+    window = measure_window([SIX_EQUAL], 3)
+    machine = Machine(iteration_s=1.0, hidden_s=1.0, bandwidth=42, network_bandwidth=1)
+    recovery = expect_recovery(window, machine, [np.ones(6)], 0.0)
+    assert recovery.restore_s == 2
+
+
+def test_dense_window_needs_no_conversion() -> None:
+    window = measure_window([SIX_EQUAL], 1)
+    machine = Machine(iteration_s=2.0, hidden_s=2.0, bandwidth=72)
+    recovery = expect_recovery(window, machine, [np.ones(6)], 0.0)
+    assert (recovery.conversion_s, recovery.frozen_s, recovery.redo_s) == (0, 0, 3)
+
+
+def test_slowest_stage_decides_what_frozen_units_save() -> None:
+    window = measure_window([SIX_EQUAL, SIX_EQUAL], 2)
+    machine = Machine(iteration_s=1.0, hidden_s=1.0, bandwidth=72)
+    late, early = np.array([0.0] * 5 + [1.0]), np.array([1.0] + [0.0] * 5)
+    both = expect_recovery(window, machine, [late, early], 0.0)
+    assert both.frozen_s == 0
+    assert expect_recovery(window, machine, [late, late], 0.0).frozen_s == pytest.approx(1 / 3)
+
+
+@given(models(), st.integers(1, 6))
+def test_frozen_units_save_at_most_a_third_of_the_conversion(
+    model: tuple[ModelShape, SavingLayout], length: int
+) -> None:
+    shape, layout = model
+    window = measure_window(stages_of(shape, layout), length)
+    machine = Machine(iteration_s=1.0, hidden_s=1.0, bandwidth=1.0)
+    works = [position_work(units, layout, 0.5) for units in stage_units(shape, 1)]
+    recovery = expect_recovery(window, machine, works, 0.0)
+    assert 0 <= recovery.frozen_s <= recovery.conversion_s / 3 + 1e-12
+
+
+def test_work_of_a_position_is_what_a_token_passes_through() -> None:
+    (units,) = stage_units(TINY, 1)
+    work = position_work(units, SavingLayout(dp=4, ep=2), 2 / 4)
+    # Each position has an expert of both expert-parallel ranks; the embedding is looked up.
+    assert work.tolist() == [10.0] * 4 + [1, 6, 4, 6, 4, 0]
+
+
+def test_ettr_is_the_product_of_overhead_and_recovery() -> None:
+    assert ettr(0.0, 0.0, 600) == 1
+    assert ettr(0.25, 200, 600) == pytest.approx(0.8 * 0.75)
+
+
+@pytest.mark.parametrize("num_stages", [0, 2])
+def test_stages_that_do_not_divide_the_layers_are_refused(num_stages: int) -> None:
+    shape = replace(TINY, num_layers=3)
+    with pytest.raises(PlanError, match=f"{num_stages} stages must divide 3 layers, at least 1"):
+        stage_units(shape, num_stages)
+
+
+def test_adaptive_sharding_is_refused() -> None:
+    layout = SavingLayout(dp=2, ep=2, sharding=Sharding.ADAPTIVE)
+    with pytest.raises(PlanError, match="hold every unit, so there is nothing to adapt shares to"):
+        stages_of(TINY, layout)
+
+
+def test_experts_that_ranks_cannot_share_equally_are_refused() -> None:
+    with pytest.raises(PlanError, match="4 experts cannot be divided equally among 3 ranks"):
+        stages_of(TINY, SavingLayout(dp=3, ep=3))

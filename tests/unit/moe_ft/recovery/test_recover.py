@@ -1,0 +1,72 @@
+"""Windows are replayed only with the settings that they were made with."""
+
+from typing import Any
+
+import pytest
+
+from moe_ft.config import RecoveryConfig
+from moe_ft.errors import ConfigError
+from moe_ft.planning.recovery import RecoveryPlan, Version, plan_recovery
+from moe_ft.recovery.recover import Recoverer
+
+SETTINGS = {"--clip-grad": 1.0, "--global-batch-size": 8}
+NOBODY: Any = None
+
+
+def recoverer(settings: dict[str, Any]) -> Recoverer:
+    return Recoverer(RecoveryConfig(), NOBODY, None, NOBODY, NOBODY, NOBODY, {}, settings, "token")
+
+
+def plan(window: int, replay_settings: str) -> RecoveryPlan:
+    version = Version(
+        rank=0,
+        iteration=7,
+        lineage="run-a",
+        history=((0, 0),),
+        node="a",
+        path="rank_00000/region_0.json",
+        window=window,
+        replay_settings=replay_settings,
+    )
+    (found,), _ = plan_recovery([version], ["a"])
+    return found
+
+
+MADE_WITH = '{"--clip-grad": 0.5, "--global-batch-size": 8}'
+
+
+def test_window_of_a_run_with_other_settings_is_refused_with_them_and_both_remedies() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        recoverer(SETTINGS)._check_replay(plan(3, MADE_WITH))
+    message = str(refusal.value)
+    assert "iteration 7 is in a window of 3 snapshots" in message
+    assert "--clip-grad: 0.5 there, 1.0 now" in message
+    assert "--global-batch-size" not in message
+    assert "--exit-interval" in message
+    assert "--moe-ft-recover-from load" in message
+
+
+def test_single_snapshot_is_recovered_with_any_settings() -> None:
+    recoverer(SETTINGS)._check_replay(plan(1, MADE_WITH))
+
+
+def test_window_is_recovered_with_the_settings_that_it_was_made_with() -> None:
+    settings = {"--clip-grad": 0.5, "--global-batch-size": 8}
+    recoverer(settings)._check_replay(plan(3, MADE_WITH))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"--clip-grad": 0.5}, "--global-batch-size: 8 there, None now"),
+        (
+            {"--clip-grad": 0.5, "--global-batch-size": 8, "--hidden-dropout": 0.1},
+            "--hidden-dropout: None there, 0.1 now",
+        ),
+    ],
+)
+def test_setting_that_one_side_does_not_have_is_a_difference(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recoverer(settings)._check_replay(plan(3, MADE_WITH))

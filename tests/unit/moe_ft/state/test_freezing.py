@@ -1,0 +1,219 @@
+"""What may be frozen is, for as long as it is asked for; what other gradients depend on never is."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ft.state.freezing import Freezing
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.units import UnitId, UnitKind
+from tests.unit.moe_ft.builders import make_parameter
+
+EMBEDDING, OTHER = UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.OTHER)
+OUTPUT, NORM = UnitId(kind=UnitKind.OUTPUT), UnitId(kind=UnitKind.FINAL_NORM)
+LAYER, ROUTER = UnitId(kind=UnitKind.NON_EXPERT, layer=0), UnitId(kind=UnitKind.ROUTER, layer=0)
+EXPERTS = [UnitId(kind=UnitKind.EXPERT, layer=0, expert=each) for each in range(3)]
+MARKS = [
+    "sequence_parallel",
+    "average_gradients_across_tp_domain",
+    "shared_embedding",
+    "pipeline_parallel",
+    "flextron_router_pp_sync",
+]
+
+
+def freezing(parameters: Iterable[LocalParameter], *, tp_size: int = 1) -> Freezing:
+    return Freezing(list(parameters), tp_size=tp_size, is_possible=True)
+
+
+def frozen_names(found: Freezing, parameters: list[LocalParameter], *units: UnitId) -> list[str]:
+    """Return the names of the parameters that need no gradients while units are frozen."""
+    with found.frozen(frozenset(units)):
+        return [each.name for each in parameters if not each.parameter.requires_grad]
+
+
+def grouped(layer: int, num_experts: int = 3) -> list[LocalParameter]:
+    """Return experts as Transformer Engine's grouped layers have them."""
+    return [
+        make_parameter(
+            UnitId(kind=UnitKind.EXPERT, layer=layer, expert=each),
+            f"decoder.layers.{layer}.mlp.experts.linear_fc{part}.{kind}{each}",
+        )
+        for part in (1, 2)
+        for kind in ("weight", "bias")
+        for each in range(num_experts)
+    ]
+
+
+@pytest.mark.parametrize("unit", [OUTPUT, NORM, LAYER, ROUTER, EXPERTS[0]])
+def test_units_of_these_kinds_are_frozen_and_no_others(unit: UnitId) -> None:
+    parameters = [make_parameter(each) for each in (OUTPUT, NORM, LAYER, ROUTER, *EXPERTS)]
+    assert frozen_names(freezing(parameters), parameters, unit) == [f"{unit}.weight"]
+
+
+@pytest.mark.parametrize("unit", [EMBEDDING, OTHER])
+def test_units_that_the_graph_or_a_reduction_depends_on_are_never_frozen(unit: UnitId) -> None:
+    parameters = [make_parameter(unit)]
+    assert frozen_names(freezing(parameters), parameters, unit) == []
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_parameter_whose_gradient_is_reduced_with_others_is_never_frozen(mark: str) -> None:
+    coupled, free = make_parameter(LAYER, "a"), make_parameter(LAYER, "b")
+    setattr(coupled.parameter, mark, True)
+    assert frozen_names(freezing([coupled, free]), [coupled, free], LAYER) == ["b"]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_parameter_whose_mark_says_no_is_frozen(mark: str) -> None:
+    parameter = make_parameter(LAYER, "a")
+    setattr(parameter.parameter, mark, False)
+    assert frozen_names(freezing([parameter]), [parameter], LAYER) == ["a"]
+
+
+@pytest.mark.parametrize(("tp_size", "is_frozen"), [(1, True), (2, False)])
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_norm_of_queries_or_keys_is_frozen_only_without_tensor_parallelism(
+    which: str, tp_size: int, is_frozen: bool
+) -> None:
+    norm = make_parameter(LAYER, f"decoder.layers.0.self_attention.{which}_layernorm.weight")
+    found = freezing([norm], tp_size=tp_size)
+    assert bool(frozen_names(found, [norm], LAYER)) is is_frozen
+
+
+@settings(max_examples=60)
+@given(st.sets(st.sampled_from([(layer, each) for layer in (0, 1) for each in range(3)])))
+def test_grouped_experts_of_a_layer_are_frozen_all_or_none(chosen: set[tuple[int, int]]) -> None:
+    parameters = [*grouped(0), *grouped(1)]
+    units = [UnitId(kind=UnitKind.EXPERT, layer=layer, expert=each) for layer, each in chosen]
+    found = set(frozen_names(freezing(parameters), parameters, *units))
+    for layer in (0, 1):
+        names = {each.name for each in grouped(layer)}
+        is_whole = {(layer, each) for each in range(3)} <= chosen
+        assert found & names == (names if is_whole else set())
+
+
+def test_experts_that_are_modules_of_their_own_are_frozen_one_by_one() -> None:
+    parameters = [
+        make_parameter(
+            unit, f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight"
+        )
+        for number, unit in enumerate(EXPERTS)
+    ]
+    assert frozen_names(freezing(parameters), parameters, EXPERTS[1]) == [parameters[1].name]
+
+
+def test_grouped_expert_that_is_not_trained_does_not_hold_up_the_others() -> None:
+    parameters = grouped(0)
+    for each in parameters:
+        each.parameter.requires_grad_(each.unit != EXPERTS[2])
+    trained = [each.name for each in parameters if each.unit != EXPERTS[2]]
+    found = freezing(parameters)
+    with found.frozen({EXPERTS[0], EXPERTS[1]}):
+        assert not any(each.parameter.requires_grad for each in parameters)
+    assert [each.name for each in parameters if each.parameter.requires_grad] == trained
+
+
+def test_parameter_that_is_not_trained_stays_so_afterwards() -> None:
+    parameter = make_parameter(NORM)
+    parameter.parameter.requires_grad_(False)
+    with freezing([parameter]).frozen({NORM}):
+        pass
+    assert not parameter.parameter.requires_grad
+
+
+def test_parameters_are_trained_again_afterwards() -> None:
+    parameters = [make_parameter(unit) for unit in EXPERTS]
+    with freezing(parameters).frozen(frozenset(EXPERTS)):
+        assert not any(each.parameter.requires_grad for each in parameters)
+    assert all(each.parameter.requires_grad for each in parameters)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_parameters_are_trained_again_after_an_exception_too(error: type[BaseException]) -> None:
+    parameters = [make_parameter(unit) for unit in EXPERTS]
+    with pytest.raises(error), freezing(parameters).frozen(frozenset(EXPERTS)):
+        raise error
+    assert all(each.parameter.requires_grad for each in parameters)
+
+
+def test_nothing_is_frozen_where_weight_gradients_are_computed_elsewhere() -> None:
+    parameters = [make_parameter(unit) for unit in (*EXPERTS, NORM)]
+    found = Freezing(parameters, tp_size=1, is_possible=False)
+    assert frozen_names(found, parameters, *EXPERTS, NORM) == []
+
+
+def test_unit_that_another_rank_has_is_passed_over() -> None:
+    parameters = [make_parameter(EXPERTS[0])]
+    assert frozen_names(freezing(parameters), parameters, *EXPERTS[1:]) == []
+
+
+def test_input_gets_the_same_gradient_past_a_frozen_unit() -> None:
+    weight = make_parameter(LAYER, parameter=torch.arange(4.0))
+    inputs = [torch.ones(4, requires_grad=True) for _ in range(2)]
+    (inputs[0] * weight.parameter).sum().backward()
+    weight.parameter.grad = None
+    with freezing([weight]).frozen({LAYER}):
+        (inputs[1] * weight.parameter).sum().backward()
+    assert weight.parameter.grad is None
+    first, second = (each.grad for each in inputs)
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)
+
+
+# Gradients that were computed although their unit is frozen
+
+
+def with_gradient(unit: UnitId) -> LocalParameter:
+    master = torch.zeros(4)
+    master.grad = torch.ones(4)
+    return make_parameter(unit, master=master)
+
+
+def gradients(parameters: list[LocalParameter]) -> list[bool]:
+    """Return of each master whether it has a gradient."""
+    return [each.master is not None and each.master.grad is not None for each in parameters]
+
+
+@pytest.mark.parametrize("is_possible", [False, True])
+def test_gradients_of_frozen_units_are_dropped_also_of_what_is_never_frozen(
+    is_possible: bool,
+) -> None:
+    parameters = [with_gradient(unit) for unit in (EMBEDDING, EXPERTS[0], NORM)]
+    found = Freezing(parameters, tp_size=1, is_possible=is_possible)
+    found.drop_gradients({EMBEDDING, EXPERTS[0]})
+    assert gradients(parameters) == [False, False, True]
+
+
+def test_gradient_of_a_grouped_expert_that_could_not_be_frozen_is_dropped() -> None:
+    parameters = [with_gradient(unit) for unit in EXPERTS]
+    freezing(parameters).drop_gradients({EXPERTS[0]})
+    assert gradients(parameters) == [False, True, True]
+
+
+def test_gradient_that_the_optimizer_keeps_beside_is_dropped_too() -> None:
+    local = with_gradient(NORM)
+    local.master.decoupled_grad = torch.ones(4)  # type: ignore[union-attr]
+    freezing([local]).drop_gradients({NORM})
+    assert local.master.decoupled_grad is None  # type: ignore[union-attr]
+
+
+def test_parameter_that_another_rank_updates_has_no_gradient_to_drop() -> None:
+    freezing([make_parameter(NORM, master=None)]).drop_gradients({NORM})
+
+
+def test_optimizer_passes_over_masters_whose_gradients_were_dropped() -> None:
+    parameters = [with_gradient(unit) for unit in (NORM, OUTPUT)]
+    adam = torch.optim.Adam([each.master for each in parameters if each.master is not None])
+    freezing(parameters).drop_gradients({NORM})
+    adam.step()
+    kept, moved = (each.master for each in parameters)
+    assert kept is not None
+    assert moved is not None
+    assert torch.equal(kept, torch.zeros(4))
+    assert not torch.equal(moved, torch.zeros(4))
+    assert kept not in adam.state
