@@ -43,6 +43,7 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.stall
 	$(BIN)/python -m benchmarks.storage
 	$(BIN)/python -m benchmarks.planning
+	$(BIN)/python -m benchmarks.sparse_schedule
 	$(BIN)/python -m benchmarks.router_load
 	$(BIN)/python -m benchmarks.partial_sizes
 	$(BIN)/python -m benchmarks.partial_overhead

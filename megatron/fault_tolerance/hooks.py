@@ -1,8 +1,8 @@
 """The seams into Megatron's training loop: which functions are wrapped, and when they call the run.
 
-`installed` wraps `setup_model_and_optimizer`, `train_step` and `train` of megatron.training.training and
-`step_with_ready_grads` of the outermost optimizer, and restores the originals on exit. What happens at a
-seam is run.py; which Megatron versions fit is validation.py.
+`installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step` and `train` of
+megatron.training.training and `step_with_ready_grads` and `get_grad_norm` of the outermost optimizer, and
+restores the originals on exit. What happens at a seam is run.py; which versions fit is validation.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,6 +26,7 @@ def installed(run: TrainingRun) -> Iterator[None]:
     patches = Patches()
     _wrap(patches, training, "setup_model_and_optimizer", _setup_seam(run, patches))
     _wrap(patches, training, "train_step", _train_step_seam(run))
+    _wrap(patches, training, "dummy_train_step", _skip_seam(run))
     _wrap(patches, training, "train", _train_seam(run))
     try:
         yield
@@ -68,19 +69,9 @@ def _setup_seam(run: TrainingRun, patches: Patches) -> Seam:
 def _train_step_seam(run: TrainingRun) -> Seam:
     def seam(original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(forward_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            data_iterator, model, optimizer, _, config, forward_backward = args[:6]
-            if run.must_replay:  # only now has the loop configured the model
-                run.replay(
-                    LoopParts(
-                        forward_step=forward_step,
-                        data_iterator=data_iterator,
-                        model=model,
-                        optimizer=optimizer,
-                        config=config,
-                        forward_backward=forward_backward,
-                    )
-                )
+            run.replay_if_due()
             run.begin_iteration(kwargs["iteration"])
+            config = args[4]  # data_iterator, model, optimizer, opt_param_scheduler, config, ...
             with _noting_num_tokens(run, config):
                 result = original(run.watch_forward_step(forward_step), *args, **kwargs)
             losses, is_skipped, _, should_exit, *_ = result
@@ -89,6 +80,20 @@ def _train_step_seam(run: TrainingRun) -> Seam:
             return result
 
         return train_step
+
+    return seam
+
+
+def _skip_seam(run: TrainingRun) -> Seam:
+    """--iterations-to-skip reads a batch instead of an iteration."""
+
+    def seam(original: Callable[..., Any]) -> Callable[..., Any]:
+        def dummy_train_step(*args: Any, **kwargs: Any) -> Any:
+            run.replay_if_due()
+            run.skip_iteration()
+            return original(*args, **kwargs)
+
+        return dummy_train_step
 
     return seam
 
@@ -140,24 +145,23 @@ def _mark_torn(run: TrainingRun, optimizer: Any, patches: Patches) -> None:
 def _train_seam(run: TrainingRun) -> Seam:
     def seam(original: Callable[..., Any]) -> Callable[..., Any]:
         def train(*args: Any, **kwargs: Any) -> Any:
-            run.begin_training()
+            forward_step, model, optimizer, _, data_iterator, _, _, config, *_ = args
+            run.begin_training(
+                LoopParts(
+                    forward_step=forward_step,
+                    data_iterator=data_iterator,
+                    model=model,
+                    optimizer=optimizer,
+                    config=config,
+                    forward_backward=get_forward_backward_func(),
+                )
+            )
             try:
                 result = original(*args, **kwargs)
             except SystemExit:  # --exit-interval, --exit-duration-in-mins, --exit-signal-handler
                 run.end_training()
                 raise
-            if run.must_replay:  # no iteration was left to train
-                forward_step, model, optimizer, _, data_iterator, _, _, config, *_ = args
-                run.replay(
-                    LoopParts(
-                        forward_step=forward_step,
-                        data_iterator=data_iterator,
-                        model=model,
-                        optimizer=optimizer,
-                        config=config,
-                        forward_backward=get_forward_backward_func(),
-                    )
-                )
+            run.replay_if_due()  # no iteration was left to train
             run.end_training()
             return result
 

@@ -57,6 +57,7 @@ class TrainingRun:
         self.grad_norm: float | None = None
         self._replay: Replay | None = None
         self._recovery: Recovery | None = None
+        self._loop: LoopParts | None = None
         self._built: tuple[Any, Any, Any] | None = None
         self._iteration_start_s = 0.0
         self._session: Session | None = None
@@ -118,23 +119,24 @@ class TrainingRun:
             args.consumed_train_samples = self._replay.first_record.consumed_train_samples
         return recovery
 
-    @property
-    def must_replay(self) -> bool:
-        """Whether what was recovered is not the state of one iteration yet."""
-        return self._replay is not None
-
-    def begin_training(self) -> None:
+    def begin_training(self, loop: LoopParts) -> None:
         """`train` begins; the data iterators exist."""
+        self._loop = loop
         if self._record_to_resume is not None:
             get_args().consumed_train_samples = self._record_to_resume.consumed_train_samples
 
-    def replay(self, loop: LoopParts) -> None:
-        """Run the iterations of the recovered window again. Called by all ranks, once."""
-        assert self._replay is not None and self._recovery is not None
+    def replay_if_due(self) -> None:
+        """Run the iterations of a recovered window again; only now has the loop configured the model.
+
+        Called by all ranks.
+        """
+        if self._replay is None:
+            return
+        assert self._recovery is not None and self._loop is not None
         args, replay = get_args(), self._replay
         start = time.perf_counter()
         self.is_replaying, self.phase = True, Phase.REPLAY
-        replay.run(loop)
+        replay.run(self._loop)
         self.is_replaying, self.phase, self._replay = False, Phase.SETUP, None
         checkpointing.resume(args, replay.last_record)
         self.iteration = args.iteration
@@ -206,13 +208,17 @@ class TrainingRun:
 
     def begin_iteration(self, iteration: int) -> None:
         """The loop is about to run an iteration."""
-        if self._is_seam_open:  # the state was evaluated
-            self._stall_s = self._pass_seam(self._iteration_s)
+        self.skip_iteration()
         self.iteration, self._is_in_iteration = iteration, True
         self.num_tokens, self.grad_norm = None, None
         self._resume_rng()  # nothing draws random numbers any more before forward
         self._router_load.begin()
         self._iteration_start_s = time.perf_counter()
+
+    def skip_iteration(self) -> None:
+        """The loop is about to go on, be it with a batch that nothing is computed from."""
+        if self._is_seam_open:  # the state was evaluated
+            self._stall_s = self._pass_seam(self._iteration_s)
 
     def _resume_rng(self) -> None:
         if self._record_to_resume is not None:

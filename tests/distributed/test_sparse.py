@@ -166,6 +166,19 @@ def test_evaluation_inside_of_a_window_changes_nothing(job: CheckpointJob) -> No
     assert job.digests() == digests(log, NUM_RANKS)
 
 
+@pytest.mark.parametrize("strategy", [("dense",), ("sparse", "--moe-ft-window", "2")], ids=str)
+def test_iteration_that_is_skipped_behind_an_evaluation_changes_nothing(
+    strategy: tuple[str, ...], job: CheckpointJob
+) -> None:
+    skipping = ("--iterations-to-skip", "5", "--eval-interval", "4", "--eval-iters", "1")
+    log = job.folder / "skipping"
+    run_training([*job.base, *skipping, *event_flags(log)], NUM_RANKS, log_dir=log).check()
+    flags = ["--moe-ft-strategy", *strategy, *skipping]
+    job.run_with_faults("kill:1@5:backward", flags=flags)
+    assert len(recoveries(job)) == 1
+    assert job.digests() == digests(log, NUM_RANKS)
+
+
 def test_automatic_window_takes_the_length_that_the_budget_allows(job: CheckpointJob) -> None:
     flags = job.flags(*SPARSE, "auto", "--moe-ft-max-window", "4", "--train-iters", "14")
     total = whole_bytes(job)

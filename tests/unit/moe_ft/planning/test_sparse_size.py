@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
@@ -17,7 +17,7 @@ from moe_ft.planning.model_size import (
 )
 from moe_ft.planning.partial_size import SavingLayout, Sharding
 from moe_ft.planning.sharding import assign_equal_slices
-from moe_ft.planning.sparse import MEMORY_MARGIN, RankUnits
+from moe_ft.planning.sparse import MEMORY_MARGIN, RankUnits, SparseSettings, SparseStrategy
 from moe_ft.planning.sparse_size import (
     Machine,
     WindowSize,
@@ -32,7 +32,7 @@ from moe_ft.planning.sparse_size import (
     work_to_redo,
 )
 from moe_ft.planning.windows import PositionSizes, WindowCuts, snapshot_bytes
-from moe_ft.units import UnitId, UnitKind
+from moe_ft.units import Level, UnitId, UnitKind
 
 # 2 MoE layers of 4 experts with 10 parameters each; embedding 1, per layer 6 and a router of 4, norm 1.
 TINY = ModelShape(
@@ -177,18 +177,25 @@ def test_ranks_with_the_same_experts_have_them_in_the_same_order() -> None:
     assert together.tolist() == [[120] * 4] * 2
 
 
-@given(models())
-def test_positions_have_the_sizes_of_the_units_that_the_strategy_orders(
-    model: tuple[ModelShape, SavingLayout],
+@given(models(), st.integers(1, 5))
+def test_windows_are_those_of_the_strategy_that_runs(
+    model: tuple[ModelShape, SavingLayout], length: int
 ) -> None:
     shape, layout = model
     layout = replace(layout, is_optimizer_distributed=True)
     (units,) = stage_units(shape, 1)
-    (sizes,) = stages_of(shape, layout)
-    for rank in range(layout.dp):
-        own = rank_units(units, shape, layout, rank).sizes
-        expected = zip(sizes.full[rank].tolist(), sizes.compute[rank].tolist(), strict=True)
-        assert sorted(own.values()) == sorted(expected)
+    ranks = [rank_units(units, shape, layout, rank) for rank in range(layout.dp)]
+    layers = [f"layer.{layer}" for layer in shape.moe_layers]
+    flags = SparseSettings(window=length, longest=8)
+    plan = SparseStrategy(0, ranks, layers, flags).plan_window(0)
+    sizes = position_sizes(units, layout, ByteModel(), np.random.default_rng(0))
+    window = measure_window([sizes], length)
+    actual = [
+        sum(ranks[0].sizes[unit][level is Level.COMPUTE] for unit, level in snapshot.levels.items())
+        for snapshot in plan.snapshots
+    ]
+    assert actual == snapshot_bytes(sizes, window.cuts[0].ends)[0].tolist()
+    assert plan.facts["largest_bytes"] == window.largest_bytes
 
 
 def rank_units(
@@ -275,6 +282,7 @@ def test_region_is_made_for_the_first_order_where_that_takes_more() -> None:
     assert region_bytes([sizes], 2, 0.0) == 21
 
 
+@settings(max_examples=40)
 @given(models(), st.integers(1, 5))
 def test_region_is_that_of_the_strategy_that_runs(
     model: tuple[ModelShape, SavingLayout], longest: int
@@ -284,10 +292,10 @@ def test_region_is_that_of_the_strategy_that_runs(
     (units,) = stage_units(shape, 1)
     ranks = [rank_units(units, shape, layout, rank) for rank in range(layout.dp)]
     layers = [f"layer.{layer}" for layer in shape.moe_layers]
-    settings = SparseSettings(window=None, longest=longest)
+    flags = SparseSettings(window=None, longest=longest)
     reserved = []
     for rank, own in enumerate(ranks):
-        strategy = SparseStrategy(rank, ranks, layers, settings)
+        strategy = SparseStrategy(rank, ranks, layers, flags)
         largest = max(
             sum(
                 own.sizes[unit][level is Level.COMPUTE]
