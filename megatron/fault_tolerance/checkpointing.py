@@ -5,12 +5,14 @@ What is done with them is moe_ft/recovery/session.py; when, is run.py.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron.fault_tolerance import cpu_device
 from moe_ft.formats import IterationRecord
@@ -71,27 +73,29 @@ _FINGERPRINT = (
     "seed",
 )
 
-# What decides besides what an iteration computes: one that is run again must have the same.
+# What decides besides what an iteration computes, beyond Megatron's TransformerConfig: one that is run again
+# must have the same.
 _REPLAY_SETTINGS = (
     "global_batch_size",
     "micro_batch_size",
     "step_batch_size_schedule",
+    "decrease_batch_size_if_needed",
     "clip_grad",
-    "grad_norm_skip_threshold",
-    "hidden_dropout",
-    "attention_dropout",
-    "calculate_per_token_loss",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_input_jitter_eps",
-    "moe_router_load_balancing_type",
-    "moe_router_score_function",
-    "moe_router_bias_update_rate",
-    "moe_expert_capacity_factor",
-    "moe_token_drop_policy",
-    "mtp_loss_scaling_factor",
     "accumulate_allreduce_grads_in_fp32",
     "iterations_to_skip",
+)
+# Of the TransformerConfig what may change: how something is computed, not what.
+_FREE_SETTINGS = (
+    "recompute_",
+    "overlap_",
+    "tp_comm_",
+    "cpu_offloading",
+    "cuda_graph",
+    "distribute_saved_activations",
+    "batch_p2p_",
+    "barrier_",
+    "perform_initialization",
+    "use_cpu_initialization",
 )
 
 
@@ -102,6 +106,18 @@ def fingerprint(args: argparse.Namespace) -> dict[str, Any]:
         words = getattr(args, flag[2:].replace("-", "_")) or ()
         values[flag] = [str(word).rpartition("/")[2] for word in words]
     return {flag: _as_json(value) for flag, value in values.items()}
+
+
+def replay_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that an iteration which is run again must share, by flag, as JSON values."""
+    values = {flag: _as_json(value) for flag, value in _values_of(args, _REPLAY_SETTINGS).items()}
+    config = core_transformer_config_from_args(args)
+    for each in fields(config):
+        value = getattr(config, each.name)
+        is_scalar = value is None or isinstance(value, bool | int | float | str)
+        if is_scalar and not each.name.startswith(_FREE_SETTINGS):
+            values["--" + each.name.replace("_", "-")] = value
+    return values
 
 
 def _values_of(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -130,9 +146,7 @@ def job_facts(args: argparse.Namespace) -> JobFacts:
         places=places,
         groups=groups,
         fingerprint=fingerprint(args),
-        replay_settings={
-            flag: _as_json(value) for flag, value in _values_of(args, _REPLAY_SETTINGS).items()
-        },
+        replay_settings=replay_settings(args),
         experts=ExpertFacts(
             num_experts=args.num_experts or 0,
             ep=_place(groups.ep),

@@ -169,8 +169,10 @@ class PersistWorker:
             OSError: if storage fails, or the other ranks do not get there before the deadline.
         """
         index = decode(Path(request.index).read_bytes(), Index, request.index)
-        if (index.rank, index.iteration) != (request.rank, request.iteration) or not index.is_whole:
+        if (index.rank, index.iteration) != (request.rank, request.iteration):
             raise CorruptStateError(f"{request.index} holds iteration {index.iteration}")
+        if not index.is_whole:
+            raise CorruptStateError(f"{request.index} holds a part of a window only")
         data_path = rank_path(index.iteration, index.rank, request.tag, "safetensors")
         index_path = rank_path(index.iteration, index.rank, request.tag, "json")
         if request.writes_manifest:  # one rank for all: it reads every manifest

@@ -505,6 +505,17 @@ def test_stretch_that_is_corrupt_is_refused_and_the_complete_window_intact(
     assert sender.peer.committed() == {4: kept}
 
 
+@pytest.mark.parametrize("num_elements", [32, 33])
+def test_stretch_whose_first_version_is_corrupt_is_refused_with_and_without_a_gap_before_it(
+    sender: Sender, num_elements: int
+) -> None:
+    window = make_window(SOURCE, 5, num_elements=num_elements)
+    has_gap = window.layout.snapshots[1][0].offset > window.stretch(1)[0]
+    assert has_gap == (num_elements == 33)
+    sender.send(window, 0)
+    assert not _send_perhaps_spoiled(sender, window, 1, None, 0, spoils=True)
+
+
 def test_window_after_a_corrupt_stretch_is_sent_again_from_its_beginning(sender: Sender) -> None:
     sender.send(NEW, 0)
     assert not _send_perhaps_spoiled(sender, NEW, 1, None, 0, spoils=True)

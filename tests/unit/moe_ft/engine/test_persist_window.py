@@ -125,7 +125,7 @@ def test_window_that_is_not_whole_is_refused_and_nothing_written(
     office: Office, num_snapshots: int
 ) -> None:
     region, _ = office.window(num_snapshots=num_snapshots)
-    with pytest.raises(CorruptStateError, match="region_0.json holds iteration"):
+    with pytest.raises(CorruptStateError, match="holds a part of a window only"):
         office.persist(region)
     assert office.storage.iterations() == []
 
