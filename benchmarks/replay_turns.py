@@ -66,17 +66,17 @@ class ReplayTurns:
     """One rank's replays between iterations. Owned by the training thread.
 
     Attributes:
-        times: by name of the variant, ``[round]`` the seconds of the iteration, and of its forward and
-            backward; "" for those of the stock loop.
+        times: by name of the variant, ``[round]`` the seconds of the iteration, of its forward and backward,
+            and the processor times of both; "" for those of the stock loop.
     """
 
     def __init__(self, variants: tuple[ReplayVariant, ...], num_rounds: int) -> None:
         self._variants, self._rounds_left = variants, num_rounds
-        self.times: dict[str, list[tuple[float, float]]] = {each.name: [] for each in variants}
+        self.times: dict[str, list[tuple[float, ...]]] = {each.name: [] for each in variants}
         self.times[""] = []
         self._session: Session | None = None
         self._captured: CapturedRecord | None = None
-        self._forward_backward_s = self._begin_s = 0.0
+        self._begin = self._forward_backward = (0.0, 0.0)
 
     def install(self) -> None:
         """Enter the stock loop, for as long as the process runs."""
@@ -95,7 +95,7 @@ class ReplayTurns:
 
         def begin_iteration(run: TrainingRun, iteration: int) -> None:
             begin(run, iteration)
-            self._begin_s = time.perf_counter()
+            self._begin = _now()
 
         def end_iteration(run: TrainingRun, *args: Any, **options: Any) -> None:
             if run.iteration >= NUM_WARM_UP:
@@ -120,14 +120,14 @@ class ReplayTurns:
         )
 
     def _note(self, name: str) -> None:
-        seconds = time.perf_counter() - self._begin_s
-        self.times[name].append((seconds, self._forward_backward_s))
+        whole, part = _since(self._begin), self._forward_backward
+        self.times[name].append((whole[0], part[0], whole[1], part[1]))
 
     def _timed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         def run(**options: Any) -> Any:
-            start = time.perf_counter()
+            start = _now()
             result = forward_backward(**options)
-            self._forward_backward_s = time.perf_counter() - start
+            self._forward_backward = _since(start)
             return result
 
         return run
@@ -144,7 +144,7 @@ class ReplayTurns:
         for variant in self._variants[:: 1 if self._rounds_left % 2 else -1]:
             replay = self._make_replay(variant, record)
             dist.barrier()
-            self._begin_s = time.perf_counter()
+            self._begin = _now()
             replay.run(loop)
             self._note(variant.name)
         run.is_replaying = False
@@ -163,6 +163,16 @@ class ReplayTurns:
         replay = Replay(conversion, parameters, args, lambda iteration: None)
         patches.restore()
         return replay
+
+
+def _now() -> tuple[float, float]:
+    """Return a point in time, and the processor time of all threads so far."""
+    return time.perf_counter(), time.process_time()
+
+
+def _since(start: tuple[float, float]) -> tuple[float, float]:
+    now = _now()
+    return now[0] - start[0], now[1] - start[1]
 
 
 def train_and_replay(

@@ -13,9 +13,10 @@ link         likewise, and copies take as long as over a link that brings a dens
              iterations' forward and backward: what PCIe is to a GPU with much state
 
 Iterations are those of the event log, from one end to the next. Of a turn there is their median, "of none" by
-that without snapshots in the same round; over rounds, median (range) of that. "stall" is the mean wait at the
-fence per iteration, and per snapshot that was taken, "copy" until the weights may change, "commit" until the
-snapshot is committed, "missed" how many were due and not taken. Bytes are of the rank with the most.
+that without snapshots in the same round; over rounds, median (range) of that. "processor" is the time of all
+threads of a rank per iteration, which does not grow with what else runs on the machine. "stall" is the mean
+wait at the fence per iteration, and per snapshot that was taken, "copy" until the weights may change, "commit"
+until the snapshot is committed, "missed" how many were due and not taken. Bytes are of the rank with the most.
 
 Host memory is what a rank reserves (RankMemory), summed up over the ranks, per parameter of the model.
 """
@@ -91,6 +92,8 @@ class Samples:
 
     iteration_s: list[float] = field(default_factory=list)
     ratio: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    cpu_ratio: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
     snapshot_stall_s: list[float] = field(default_factory=list)
     forward_backward_s: list[float] = field(default_factory=list)
@@ -126,9 +129,10 @@ def run_part(
     for turns in rounds:
         for turn in turns:
             log.read(turn, found[turn.variant.name])
-        without = found[NONE].iteration_s[-1]
+        without = found[NONE]
         for samples in found.values():
-            samples.ratio.append(samples.iteration_s[-1] / without)
+            samples.ratio.append(samples.iteration_s[-1] / without.iteration_s[-1])
+            samples.cpu_ratio.append(samples.cpu_s[-1] / without.cpu_s[-1])
     return found
 
 
@@ -146,13 +150,15 @@ class JobLog:
         self._windows = [_by_iteration(event_log, rank, "window") for rank in ranks]
         self._skipped = set(_by_iteration(event_log, 0, "skipped"))
         times = [json.loads(times_path(folder, rank).read_text()) for rank in ranks]
-        self._times = {int(number): seconds for number, seconds in times[-1].items()}
+        self._times = [{int(number): seconds for number, seconds in each.items()} for each in times]
 
     def read(self, turn: Turn, samples: Samples) -> None:
         """Add what a turn measured."""
         states = turn.measured
         samples.iteration_s.append(median(self._ended[i + 1] - self._ended[i] for i in states))
-        samples.forward_backward_s.append(median(self._times[i + 1] for i in states))
+        samples.forward_backward_s.append(median(self._times[-1][i + 1][0] for i in states))
+        cpu_s = [times[states.stop][1] - times[states.start][1] for times in self._times]
+        samples.cpu_s.append(sum(cpu_s) / NUM_RANKS / len(states))
         samples.stall_s.append(max(fmean(stalls[i + 1] for i in states) for stalls in self._stalls))
         taken = [i for i in states if all(i in lines for lines in self._snapshots)]
         for key, values in (("copy_s", samples.copy_s), ("seconds", samples.commit_s)):
@@ -229,6 +235,8 @@ def cost_rows(found: Mapping[str, Samples]) -> Iterator[Row]:
             ", ".join(map(str, lengths)) or "-",
             spread(samples.iteration_s),
             spread(samples.ratio, ".2f"),
+            spread(samples.cpu_s),
+            spread(samples.cpu_ratio, ".2f"),
             spread(samples.stall_s),
             spread(samples.snapshot_stall_s),
             spread(samples.copy_s),
@@ -262,6 +270,8 @@ COST_HEADERS = (
     "snapshots",
     "window",
     "iteration s",
+    "of none",
+    "processor s",
     "of none",
     "stall s",
     "per snapshot",

@@ -13,7 +13,8 @@ is run again in the stock loop at the speed of later iterations.
 Frozen units: between the iterations of the stock loop one is run again in each variant, in the same process
 and in turns (benchmarks/replay_turns.py). "skipped" leaves out the weight gradients of frozen units;
 "dropped", with Freezing(is_possible=False), computes all, and only the optimizer passes over frozen units.
-Median (range) of rank 0, and the median of the ratio to the replay with nothing frozen in the same round.
+Median (range) of rank 0, and the medians of the ratios to the replay with nothing frozen in the same round.
+"processor" is the time of all threads of a rank, which does not grow with what else runs on the machine.
 """
 
 import argparse
@@ -57,7 +58,7 @@ RECOVERY_MODELS = ("demo", "64 experts")
 REPLAY_MODELS = ("compute-bound", "64 experts")
 
 Row = tuple[str, ...]
-Times = Mapping[str, Sequence[tuple[float, float]]]
+Times = Mapping[str, Sequence[tuple[float, float, float, float]]]
 
 
 # --- recoveries
@@ -177,18 +178,15 @@ def replay_rows(times: Times) -> Iterator[Row]:
     reference = times[REFERENCE]
     for name in ("", *(variant.name for variant in VARIANTS)):
         found = times[name]
-        parts = (
-            [whole for whole, _ in found],
-            [part for _, part in found],
-            [whole - part for whole, part in found],
-        )
         ratios = [
             median(own[index] / base[index] for own, base in zip(found, reference, strict=True))
-            for index in range(2)
+            for index in range(4)
         ]
         yield (
             name or "iteration of the stock loop",
-            *(spread(part) for part in parts),
+            spread([each[0] for each in found]),
+            spread([each[1] for each in found]),
+            spread([each[2] for each in found]),
             *(f"{ratio:.2f}" for ratio in ratios),
         )
 
@@ -197,9 +195,11 @@ REPLAY_HEADERS = (
     "iteration",
     "s",
     "forward and backward s",
-    "rest s",
-    "of nothing frozen",
-    "forward and backward alone",
+    "processor s",
+    "ratio",
+    "forward and backward",
+    "processor",
+    "forward and backward, processor",
 )
 
 

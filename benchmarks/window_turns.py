@@ -99,9 +99,10 @@ def train_in_turns(flags: list[str], turns: Sequence[Turn], loop: Loop, folder: 
         flags: of the job.
         turns: in their order.
         loop: what forward, backward and copies are.
-        folder: gets, as JSON, ``[iteration]`` the seconds from an optimizer step's end to the next fence.
+        folder: gets, as JSON, ``[iteration]`` of each fence how long ago the iteration before had ended,
+            and the processor time of this rank's threads so far, in seconds.
     """
-    times: dict[int, float] = {}
+    times: dict[int, tuple[float, float]] = {}
     _take_turns(
         {
             state: turn.variant.window
@@ -143,12 +144,12 @@ def _take_turns(window_of: dict[int, int | None]) -> None:
     _patches.set(CheckpointEngine, "_is_due", is_due_as_told)
 
 
-def _note_times(times: dict[int, float]) -> None:
-    """Note how long forward and backward take; the engine measures them from the second iteration on."""
+def _note_times(times: dict[int, tuple[float, float]]) -> None:
+    """Note what a fence is reached after; the engine measures it from the second iteration on."""
     note = SnapshotProfile.note_forward_backward
 
     def note_too(profile: SnapshotProfile, seconds: float) -> None:
-        times[len(times) + 2] = seconds
+        times[len(times) + 2] = seconds, time.process_time()
         note(profile, seconds)
 
     _patches.set(SnapshotProfile, "note_forward_backward", note_too)

@@ -205,6 +205,8 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             otherwise do not fit together. Empty where they are saved whole.
         replay_settings: the settings, by flag, that an iteration which is run again must have; empty
             where a recovery runs none.
+        start: random name of the start of the processes; incarnations of one number may be several, where
+            nothing was left of the first.
     """
 
     job_id: str
@@ -215,6 +217,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: str
     division: str = ""
     replay_settings: dict[str, Any] = {}
+    start: str = ""
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -165,7 +165,8 @@ class SparseConfig:
     unit_order: str = setting(
         "count",
         "what makes an expert popular, and so late in the window: its tokens, the sum of its gate "
-        "probabilities, a decaying average of its tokens, or its tokens relative to its capacity",
+        "probabilities, a decaying average of its tokens, or its tokens relative to its capacity (as count, "
+        "where all experts have one)",
         choices=UNIT_ORDERS,
     )
     popularity_decay: float = setting(

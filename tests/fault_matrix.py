@@ -28,7 +28,7 @@ FAULTS = ("kill-one", "kill-two", "lose-node", "exception", "kill-twice")
 FACTORS: dict[str, tuple[str, ...]] = {
     "layout": tuple(LAYOUTS),
     "fault": FAULTS,
-    "phase": tuple(phase.value for phase in FAULT_PHASES),
+    "phase": tuple(phase.value for phase in FAULT_PHASES if phase is not Phase.REPLAY),
     "optimizer": ("distributed", "replicated"),
     "precision": ("bf16", "fp16", "fp32"),
     "interval": ("1", "2"),

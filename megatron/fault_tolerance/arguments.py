@@ -77,8 +77,9 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     with refusals_of_megatron():
         args = megatron_arguments.parse_and_validate_args(add_flags)
         check_splits(args)
-    if config.strategy.strategy == "sparse" and args.train_iters:
-        config.sparse.check_length(args.train_iters)
+    if config.strategy.strategy == "sparse":
+        iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+        config.sparse.check_length(iterations)
     return args, config
 
 

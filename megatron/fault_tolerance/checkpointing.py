@@ -82,7 +82,26 @@ _REPLAY_SETTINGS = (
     "decrease_batch_size_if_needed",
     "clip_grad",
     "accumulate_allreduce_grads_in_fp32",
-    "iterations_to_skip",
+    "grad_reduce_in_bf16",
+    "main_grads_dtype",
+    "decoupled_weight_decay",
+    "dataloader_type",
+    "data_sharding",
+    "eod_mask_loss",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "create_attention_mask_in_dataloader",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "squared_relu",
+    "moe_aux_loss_coeff",
+    "moe_router_load_balancing_type",
+    "apply_layernorm_1p",
+    "norm_epsilon",
 )
 # Of the TransformerConfig what may change: how something is computed, not what.
 _FREE_SETTINGS = (
@@ -96,6 +115,7 @@ _FREE_SETTINGS = (
     "barrier_",
     "perform_initialization",
     "use_cpu_initialization",
+    "moe_per_layer_logging",
 )
 
 
@@ -114,9 +134,11 @@ def replay_settings(args: argparse.Namespace) -> dict[str, Any]:
     config = core_transformer_config_from_args(args)
     for each in fields(config):
         value = getattr(config, each.name)
-        is_scalar = value is None or isinstance(value, bool | int | float | str)
-        if is_scalar and not each.name.startswith(_FREE_SETTINGS):
-            values["--" + each.name.replace("_", "-")] = value
+        if callable(value):  # an activation or an initialization
+            value = getattr(value, "__name__", None)
+        is_plain = value is None or isinstance(value, bool | int | float | str | list | tuple)
+        if is_plain and not each.name.startswith(_FREE_SETTINGS):
+            values["--" + each.name.replace("_", "-")] = _as_json(value)
     return values
 
 

@@ -69,9 +69,10 @@ def _setup_seam(run: TrainingRun, patches: Patches) -> Seam:
 def _train_step_seam(run: TrainingRun) -> Seam:
     def seam(original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(forward_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            run.replay_if_due()
+            # data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func
+            config, forward_backward = args[4:6]
+            run.replay_if_due(forward_backward)  # `train` may have wrapped it
             run.begin_iteration(kwargs["iteration"])
-            config = args[4]  # data_iterator, model, optimizer, opt_param_scheduler, config, ...
             with _noting_num_tokens(run, config):
                 result = original(run.watch_forward_step(forward_step), *args, **kwargs)
             losses, is_skipped, _, should_exit, *_ = result
@@ -174,7 +175,9 @@ def _optimizer_seam(run: TrainingRun, optimizer: Any) -> Seam:
     def seam(original: Callable[..., Any]) -> Callable[..., Any]:
         def step_with_ready_grads() -> Any:
             if run.is_replaying:
-                return original()
+                result = original()
+                run.is_torn = False
+                return result
             run.before_step()
             with _noting_inner_step(run, optimizer):
                 result = original()

@@ -43,7 +43,15 @@ def can_freeze(args: argparse.Namespace) -> bool:
 
     Otherwise frozen units get gradients too, which are dropped.
     """
-    computes_them_later = args.delay_wgrad_compute or args.overlap_moe_expert_parallel_comm
+    computes_them_later = any(
+        getattr(args, name, False)
+        for name in (
+            "delay_wgrad_compute",
+            "overlap_moe_expert_parallel_comm",
+            "overlap_dispatch_backward_with_experts_wgrad",
+            "defer_embedding_wgrad_compute",
+        )
+    )
     shards_weights = max(args.gtp_weight_remat_size, args.expert_gtp_weight_remat_size) > 1
     return not (computes_them_later or shards_weights)
 

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class TrainingRun:
         self._replay: Replay | None = None
         self._recovery: Recovery | None = None
         self._loop: LoopParts | None = None
+        self._last_facts: IterationFacts | None = None
         self._built: tuple[Any, Any, Any] | None = None
         self._iteration_start_s = 0.0
         self._session: Session | None = None
@@ -125,14 +127,19 @@ class TrainingRun:
         if self._record_to_resume is not None:
             get_args().consumed_train_samples = self._record_to_resume.consumed_train_samples
 
-    def replay_if_due(self) -> None:
+    def replay_if_due(self, forward_backward: Callable[..., Any] | None = None) -> None:
         """Run the iterations of a recovered window again; only now has the loop configured the model.
 
         Called by all ranks.
+
+        Args:
+            forward_backward: the loop's own, if it is about to call it.
         """
         if self._replay is None:
             return
         assert self._recovery is not None and self._loop is not None
+        if forward_backward is not None:
+            self._loop = replace(self._loop, forward_backward=forward_backward)
         args, replay = get_args(), self._replay
         start = time.perf_counter()
         self.is_replaying, self.phase = True, Phase.REPLAY
@@ -302,7 +309,7 @@ class TrainingRun:
         """Let the engine act on the state as it is now; return the seconds waited at the last fence."""
         assert self._session is not None
         session, facts = self._session, self._facts(num_samples)
-        self._is_seam_open = False
+        self._is_seam_open, self._last_facts = False, facts
         return session.engine.end_iteration(
             self.iteration, iteration_s, lambda: session.capture(facts)
         )
@@ -344,7 +351,8 @@ class TrainingRun:
         if self._session is not None and not self._is_in_iteration:
             if self._is_seam_open:
                 self._pass_seam(self._iteration_s)
-            self._session.finish(self.iteration, self._facts())
+            # Not those of now, where the loop has passed over a batch since.
+            self._session.finish(self.iteration, self._last_facts or self._facts())
             self._session.engine.drain(self._write_report)
         if self.config.observability.state_digest:
             self._write_digest(get_args().consumed_train_samples)

@@ -201,14 +201,20 @@ def _check_refused(args: argparse.Namespace) -> None:
 def _check_refused_with_strategy(args: argparse.Namespace) -> None:
     """Check what one strategy cannot do with."""
     strategy = args.moe_ft_strategy
-    if strategy in ("partial", "sparse") and args.cuda_graph_impl not in (None, "none"):
+    # The older flags become --cuda-graph-impl only when Megatron validates.
+    older = [
+        name for name in ("enable_cuda_graph", "external_cuda_graph") if getattr(args, name, False)
+    ]
+    has_graphs = args.cuda_graph_impl not in (None, "none") or older
+    if strategy in ("partial", "sparse") and has_graphs:
         reason = {
             "partial": "so the tokens that a failure loses could not be counted",
             "sparse": "and compute the gradients that they were captured with, frozen units or not",
         }
         raise ConfigError(
-            f"--cuda-graph-impl={args.cuda_graph_impl} is not supported with --moe-ft-strategy={strategy}: "
-            f"replayed graphs run no hooks, {reason[strategy]}. Use --cuda-graph-impl none."
+            f"--cuda-graph-impl={args.cuda_graph_impl}{''.join(f' with {name}' for name in older)} is not "
+            f"supported with --moe-ft-strategy={strategy}: replayed graphs run no hooks, "
+            f"{reason[strategy]}. Use --cuda-graph-impl none."
         )
     if strategy == "sparse" and args.qk_clip:
         raise ConfigError(

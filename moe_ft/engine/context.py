@@ -72,11 +72,13 @@ class RestoredState:
         rotating: the versions that rotating units have now, by name.
         persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
             persist directory; empty if there is none.
+        is_on_storage: whether storage has this state as one snapshot of everything.
     """
 
     indexes: frozenset[Path]
     rotating: Mapping[str, RestoredVersion]
     persisted_index: str
+    is_on_storage: bool = False
 
 
 class Layouts(Protocol):

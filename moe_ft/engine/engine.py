@@ -68,6 +68,7 @@ class CheckpointEngine:
         self._forward_start_s: float | None = None
         self._profile = SnapshotProfile()
         self._start_iteration = self._last_snapshot_iteration = 0
+        self._is_start_safe = True  # fresh, or on storage as a whole
         self._has_tried_last = False
         self._told_length = 0
         self._printed_s: dict[str, float] = {}
@@ -122,6 +123,7 @@ class CheckpointEngine:
         if restored is not None:
             self._keep(restored)
         self._start_iteration = self._last_snapshot_iteration = iteration
+        self._is_start_safe = restored is None or restored.is_on_storage
         self._complete_iteration = iteration if restored else None
         for plan in self._strategy.possible_windows():
             self._layout(plan).get()  # not to be made in an iteration: it takes a while
@@ -428,7 +430,8 @@ class CheckpointEngine:
 
         Called by all ranks.
         """
-        if not self._settings.persist_interval or iteration == self._start_iteration:
+        has_nothing_new = iteration == self._start_iteration and self._is_start_safe
+        if not self._settings.persist_interval or has_nothing_new:
             return
         deadline = time.monotonic() + persist_deadline_s(self._memory.num_own_bytes)
         num_failed = 0

@@ -38,8 +38,8 @@ class OpenWindow:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a snapshot has."""
-        return any(job.state is SnapshotState.FAILED for job in self.jobs)
+        """Whether a snapshot has, or will when its copy ends."""
+        return any(job.state is SnapshotState.FAILED or job.is_abandoned for job in self.jobs)
 
     @property
     def is_protected(self) -> bool:

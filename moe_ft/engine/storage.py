@@ -58,7 +58,7 @@ def file_tag(identity: Identity, *, is_last: bool = False) -> str:
             already, and does not overwrite its files.
     """
     end = " end" if is_last else ""
-    return checksum(f"{identity.lineage} {identity.history}{end}".encode())[:8]
+    return checksum(f"{identity.lineage} {identity.history} {identity.start}{end}".encode())[:8]
 
 
 def iteration_directory(iteration: int) -> str:

@@ -246,6 +246,15 @@ class SparseStrategy:
         """Return whether a snapshot of this iteration holds everything."""
         return self._whole_iteration == iteration
 
+    def resume(self, window: int) -> None:
+        """Begin with the window of the run that is gone on with, if the length is automatic.
+
+        Called with the same window on all ranks.
+        """
+        if self._settings.window is None:
+            self.window = min(window, self._settings.longest)
+            self._wanted = min(self._wanted, self.window)
+
     def values(self, copied_bytes: float | None, flow_bytes: float | None) -> list[int]:
         """Return the length that this rank wants, negated: the longest that a rank wants is taken.
 

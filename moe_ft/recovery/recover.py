@@ -191,8 +191,9 @@ class Recoverer:
             raise ConfigError(
                 f"iteration {plan.iteration} is in a window of {version.window} snapshots, and recovering it "
                 f"runs iterations again, with settings that have changed: {'; '.join(differences[:5])}. "
-                "Start with the settings of that run; to change them, end it with --exit-interval first, "
-                "which saves everything at once. Or ignore it with --moe-ft-recover-from load."
+                "Start with the settings of that run; to change them, end it first, with --exit-interval "
+                "and --moe-ft-persist-dir, where the last state is written as a whole. Or ignore it with "
+                "--moe-ft-recover-from load."
             )
 
     def _check_strategy(self, inventory: Inventory) -> None:

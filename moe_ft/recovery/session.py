@@ -38,6 +38,7 @@ from moe_ft.planning.placement import (
     sources_of,
 )
 from moe_ft.planning.recovery import Tier
+from moe_ft.planning.sparse import SparseStrategy
 from moe_ft.planning.strategies import Strategy
 from moe_ft.recovery.assembly import (
     ExpertFacts,
@@ -194,6 +195,11 @@ class Session:
             rank=self._facts.rank,
             topology=self._topology,
         )
+        if self._replays and not self._facts.is_deterministic and self._site.rank == 0:
+            say(
+                "warning: without --deterministic-mode a recovery of --moe-ft-strategy sparse is consistent, "
+                "but not bit for bit the run without the failure"
+            )
         self._alive = self._check_together(lambda: claim_memory(self._site))
         self._storage = self._check_together(lambda: open_storage(self._site))
         self._check_together(lambda: check_memory(self._site, peers))
@@ -244,6 +250,8 @@ class Session:
         """Tell the strategy what was recovered; return what that cost. Called by all ranks."""
         strategy, index = self._strategy, recovered.fetched.index
         assert index is not None and recovered.plan is not None
+        if isinstance(strategy, SparseStrategy):
+            strategy.resume(index.window)
         if not isinstance(strategy, PartialStrategy):
             return None
         units = sorted(strategy.rotating)
@@ -412,6 +420,7 @@ class Session:
             strategy=self._config.strategy.strategy,
             division=division_of(self._config),
             replay_settings=self._facts.replay_settings if self._replays else {},
+            start=self._new_lineage,
         )
 
     def _restored(self, recovered: Recovered) -> RestoredState | None:
@@ -432,6 +441,11 @@ class Session:
                 if name in rotating
             },
             persisted_index=recovered.previous[0],
+            is_on_storage=any(
+                source.tier is Tier.STORAGE and source.version.window == 1
+                for source in recovered.plan.sources[self._facts.rank]
+            )
+            and self._strategy.saves_all,
         )
 
     def capture(self, facts: records.IterationFacts) -> records.CapturedRecord:

@@ -124,6 +124,17 @@ def test_training_that_ends_leaves_everything_at_once_on_storage(job: Checkpoint
     assert {unit.iteration for index in indexes for unit in index.units.values()} == {6}
 
 
+@pytest.mark.parametrize("strategy", [("dense",), ("sparse", "--moe-ft-window", "2")], ids=str)
+def test_last_state_gets_to_storage_although_a_fault_came_between(
+    strategy: tuple[str, ...], job: CheckpointJob, expected: Digests
+) -> None:
+    flags = ["--moe-ft-strategy", *strategy, "--moe-ft-persist-interval", "4"]
+    job.run_with_faults("kill:0@6:persist", flags=flags, storage=True)
+    assert recoveries(job) == [(5, 6)] or recoveries(job) == [(6, 6)]
+    assert job.stored()[-1] == 6
+    assert job.digests() == expected
+
+
 @pytest.mark.parametrize(("first", "second"), [("dense", "sparse"), ("sparse", "dense")])
 def test_other_strategy_goes_on_from_what_one_left(
     first: str, second: str, job: CheckpointJob, expected: Digests
