@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class ReplayTurns:
         self.times: dict[str, list[tuple[float, ...]]] = {each.name: [] for each in variants}
         self.times[""] = []
         self._session: Session | None = None
+        self._loop: LoopParts | None = None
         self._captured: CapturedRecord | None = None
         self._begin = self._forward_backward = (0.0, 0.0)
 
@@ -83,6 +84,7 @@ class ReplayTurns:
         patches = Patches()
         open_session, capture, is_due = Session.open, Session.capture, CheckpointEngine._is_due
         begin, end = TrainingRun.begin_iteration, TrainingRun.end_iteration
+        begin_training = TrainingRun.begin_training
         get_function = training.get_forward_backward_func
 
         def remember_session(session: Session) -> Any:
@@ -92,6 +94,10 @@ class ReplayTurns:
         def remember_record(session: Session, facts: IterationFacts) -> CapturedRecord:
             self._captured = capture(session, facts)
             return self._captured
+
+        def remember_loop(run: TrainingRun, loop: LoopParts) -> None:
+            self._loop = loop
+            begin_training(run, loop)
 
         def begin_iteration(run: TrainingRun, iteration: int) -> None:
             begin(run, iteration)
@@ -106,8 +112,8 @@ class ReplayTurns:
         patches.set(Session, "capture", remember_record)
         patches.set(TrainingRun, "begin_iteration", begin_iteration)
         patches.set(TrainingRun, "end_iteration", end_iteration)
-        patches.set(TrainingRun, "must_replay", property(self._must_replay))
-        patches.set(TrainingRun, "replay", lambda run, loop: self._replay(run, loop))
+        patches.set(TrainingRun, "begin_training", remember_loop)
+        patches.set(TrainingRun, "replay_if_due", lambda run, *args: self._replay(run, *args))
         patches.set(
             CheckpointEngine,
             "_is_due",
@@ -132,12 +138,12 @@ class ReplayTurns:
 
         return run
 
-    def _must_replay(self, run: TrainingRun) -> bool:
-        return self._rounds_left > 0 and run.iteration >= NUM_WARM_UP
-
-    def _replay(self, run: TrainingRun, loop: LoopParts) -> None:
+    def _replay(self, run: TrainingRun, forward_backward: Callable[..., Any] | None = None) -> None:
         """Run one iteration again in each variant; every other round in opposite order."""
-        assert self._captured is not None
+        if forward_backward is None or run.iteration < NUM_WARM_UP or self._rounds_left == 0:
+            return
+        assert self._captured is not None and self._loop is not None
+        loop = replace(self._loop, forward_backward=forward_backward)
         record = encode(self._captured)
         self._rounds_left -= 1
         run.is_replaying = True

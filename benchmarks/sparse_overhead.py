@@ -14,9 +14,10 @@ link         likewise, and copies take as long as over a link that brings a dens
 
 Iterations are those of the event log, from one end to the next. Of a turn there is their median, "of none" by
 that without snapshots in the same round; over rounds, median (range) of that. "processor" is the time of all
-threads of a rank per iteration, which does not grow with what else runs on the machine. "stall" is the mean
-wait at the fence per iteration, and per snapshot that was taken, "copy" until the weights may change, "commit"
-until the snapshot is committed, "missed" how many were due and not taken. Bytes are of the rank with the most.
+threads of a rank per iteration, which hardly grows with what else runs on the machine. "stall" is the mean
+wait at the fence per iteration, and per snapshot that was taken, "copy" until the weights may change,
+"commit" until the snapshot is committed, "missed" how many were due and not taken. Bytes are of the rank
+with the most.
 
 Host memory is what a rank reserves (RankMemory), summed up over the ranks, per parameter of the model.
 """
@@ -52,7 +53,7 @@ from moe_ft.recovery import session
 from tests.harness import events, run_ranks
 
 NUM_MEASURED = 6  # iterations of a turn
-NUM_WARM_UP = LONGEST_WINDOW + 1  # iterations before the first turn: the first window
+NUM_WARM_UP = 2 * LONGEST_WINDOW + 1  # iterations before the first turn
 NONE, DENSE = "no snapshots", "dense, every iteration"
 VARIANTS = (
     Variant(name=NONE, window=0),

@@ -14,7 +14,7 @@ Frozen units: between the iterations of the stock loop one is run again in each 
 and in turns (benchmarks/replay_turns.py). "skipped" leaves out the weight gradients of frozen units;
 "dropped", with Freezing(is_possible=False), computes all, and only the optimizer passes over frozen units.
 Median (range) of rank 0, and the medians of the ratios to the replay with nothing frozen in the same round.
-"processor" is the time of all threads of a rank, which does not grow with what else runs on the machine.
+"processor" is the time of all threads of a rank, which hardly grows with what else runs on the machine.
 """
 
 import argparse
