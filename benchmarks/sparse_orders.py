@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from benchmarks.routing_trace import spread
 from moe_ft.planning.popularity import Popularity, has_moved, order_experts
-from moe_ft.planning.sparse import RankUnits, SparseSettings, SparseStrategy
+from moe_ft.planning.positions import RankUnits, StageUnits
+from moe_ft.planning.sparse import SparseSettings, SparseStrategy
 from moe_ft.planning.windows import PositionSizes, cut_window
 from moe_ft.units import Level, UnitId, UnitKind
 
@@ -56,11 +57,32 @@ def draw_loads(skewness: float, num_layers: int, generator: np.random.Generator)
     return generator.dirichlet(np.full(NUM_EXPERTS, alpha), size=num_layers)
 
 
-def share_of_order(loads: Tokens, scores: Tokens, ep: int, length: int) -> float:
-    """Return what a conversion skips if the scores order the experts of each expert-parallel rank."""
-    ordered = [[loads[expert] for expert in each] for each in ordered_experts(scores, ep)]
+def share_of_order(loads: Tokens, scores: Tokens, stage: StageUnits, length: int) -> float:
+    """Return what a conversion skips if the scores order the experts of a stage."""
+    layers = [f"layer.{layer}" for layer in range(len(loads))]
+    order = stage.order(scores)
+    ordered = [
+        [loads[layers.index(unit.layer_name), unit.expert] for unit in column if unit]
+        for column in order.columns.values()
+    ]
     by_position = np.array(ordered).sum(axis=0)
-    return skipped_share(by_position, cut_window(equal_operators(len(by_position)), length).ends)
+    return skipped_share(by_position, cut_window(order.sizes, length).ends)
+
+
+def stage_of(num_layers: int, ep: int, num_owners: int) -> StageUnits:
+    """Return a stage whose ranks each own a run of experts, as the distributed optimizer divides them."""
+    num_local = NUM_EXPERTS // ep
+    ranks = []
+    for owner, ep_rank in itertools.product(range(num_owners), range(ep)):
+        units = [
+            UnitId(kind=UnitKind.EXPERT, layer=layer, expert=expert)
+            for layer in range(num_layers)
+            for expert in range(ep_rank * num_local, (ep_rank + 1) * num_local)
+        ]
+        mine = np.array_split(np.arange(len(units)), num_owners)[owner]
+        sizes = {unit: (12, 2) if index in mine else (0, 0) for index, unit in enumerate(units)}
+        ranks.append(RankUnits(ep_rank=ep_rank, sizes=sizes))
+    return StageUnits(ranks, [f"layer.{layer}" for layer in range(num_layers)])
 
 
 def ordered_experts(scores: Tokens, ep: int) -> list[list[tuple[int, int]]]:
@@ -82,8 +104,13 @@ def ordered_experts(scores: Tokens, ep: int) -> list[list[tuple[int, int]]]:
 
 def skewness_rows(num_seeds: int) -> Iterator[Row]:
     """Yield what frozen experts skip with ascending, random and descending popularity, in %."""
-    layouts = (("1 rank, 1 layer", 1, 1), ("8 ranks, 3 layers", 8, 3))
-    for (name, ep, num_layers), length, skewness in itertools.product(layouts, WINDOWS, SKEWNESS):
+    layouts = (
+        ("1 rank, 1 layer", 1, 1, 1),
+        ("8 ranks, 3 layers", 3, 8, 1),
+        ("4 owners x 8 ranks, 3 layers", 3, 8, 4),
+    )
+    for (name, *layout), length, skewness in itertools.product(layouts, WINDOWS, SKEWNESS):
+        num_layers, stage = layout[0], stage_of(*layout)
         shares: list[list[float]] = [[], [], []]
         for seed in range(num_seeds):
             generator = np.random.default_rng(seed)
@@ -91,7 +118,7 @@ def skewness_rows(num_seeds: int) -> Iterator[Row]:
             for found, scores in zip(
                 shares, (loads, generator.random(loads.shape), loads.max() - loads), strict=True
             ):
-                found.append(100 * share_of_order(loads, scores, ep, length))
+                found.append(100 * share_of_order(loads, scores, stage, length))
         gain = np.array(shares[0]) - np.array(shares[1])
         yield name, length, skewness, *(spread(np.array(each), 1) for each in (*shares, gain))
 

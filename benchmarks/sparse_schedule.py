@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +42,9 @@ from benchmarks.sparse_orders import (
 from moe_ft.planning.model_size import PRESETS, ByteModel
 from moe_ft.planning.paper_windows import OperatorProfile, find_window_size, generate_schedule
 from moe_ft.planning.partial_size import SavingLayout
-from moe_ft.planning.sparse import RankUnits, SparseSettings, SparseStrategy
-from moe_ft.planning.sparse_size import position_sizes, stage_units
+from moe_ft.planning.positions import RankUnits
+from moe_ft.planning.sparse import SparseSettings, SparseStrategy
+from moe_ft.planning.sparse_size import Units, position_sizes, stage_units
 from moe_ft.planning.windows import PositionSizes, cut_window, shortest_window, snapshot_bytes
 from moe_ft.units import UnitId, UnitKind
 
@@ -280,17 +282,27 @@ def slice_rows() -> Iterator[Row]:
         (units,) = stage_units(shape, 1)
         layout = SavingLayout(dp=dp, ep=ep)
         owned = position_sizes(units, layout, ByteModel())
-        orders = [
-            position_sizes(units, layout, ByteModel(), np.random.default_rng(seed))
-            for seed in range(_NUM_ORDERS)
-        ]
+
+        def draw(units: Units = units, layout: SavingLayout = layout) -> list[PositionSizes]:
+            seeds = map(np.random.default_rng, range(_NUM_ORDERS))
+            return [position_sizes(units, layout, ByteModel(), seed) for seed in seeds]
+
+        with mock.patch("moe_ft.planning.sparse_size.spread_over_ranks", _keep_order):
+            by_popularity_alone = draw()
+        spread_over_owners = draw()
         # A rank whose slice has a part of everything, which all have if ranks own parts of every unit.
         mean = replace(owned, full=_mean_rank(owned.full), compute=_mean_rank(owned.compute))
         name = f"{shape.num_experts} experts" if shape.num_moe_layers else "no experts"
         for length in (2, *WINDOWS):
-            drawn = np.array([_largest(each, length) for each in orders])
-            cells = (f"{_largest(each, length):.1f}" for each in (mean, owned))
-            yield name, f"{dp}, {ep}", length, *cells, spread(drawn, 1)
+            drawn = [
+                spread(np.array([_largest(each, length) for each in orders]), 1)
+                for orders in (by_popularity_alone, spread_over_owners)
+            ]
+            yield name, f"{dp}, {ep}", length, f"{_largest(mean, length):.1f}", *drawn
+
+
+def _keep_order(full: npt.NDArray[np.int64]) -> list[int]:
+    return list(range(full.shape[1]))
 
 
 def _mean_rank(num_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -411,11 +423,11 @@ def main() -> None:
             ("layout", "W", "S", "ascending", "random", "descending", "ascending - random"),
         ),
     ]
-    slice_headers = ("GPT-350M", "dp, ep", "W", "parts of every unit", "in the model's order")
+    slice_headers = ("GPT-350M", "dp, ep", "W", "parts of every unit", "popularity alone")
     parts += [
         "Calculated: the largest snapshot of any rank, % of a dense one, with slices as Megatron's "
         f"distributed optimizer cuts them from one buffer; orders of popularity: {_NUM_ORDERS} drawn",
-        _table(slice_rows(), (*slice_headers, "in orders of popularity")),
+        _table(slice_rows(), (*slice_headers, "spread over owners")),
     ]
     if options.trace:
         tokens = tokens_of(load_routing(options.trace))

@@ -1,16 +1,18 @@
 """Strategy `sparse` (MoEvement): windows of snapshots, each with one group of units at FULL. Pure.
 
-How groups are cut is planning/windows.py, how experts are ordered planning/popularity.py. What turns a window
-into the state at its end is recovery/conversion.py.
+In which order units are saved is planning/positions.py, how groups are cut planning/windows.py. What turns a
+window into the state at its end is recovery/conversion.py.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 
-from moe_ft.planning.popularity import Popularity, has_moved, order_experts
+from moe_ft.planning.popularity import Popularity, has_moved
+from moe_ft.planning.positions import RankUnits, StageUnits
 from moe_ft.planning.selection import Counts
 from moe_ft.planning.strategies import SnapshotPlan, WindowPlan
 from moe_ft.planning.windows import (
@@ -19,11 +21,19 @@ from moe_ft.planning.windows import (
     cut_window,
     snapshot_bytes,
 )
-from moe_ft.units import Level, UnitId, UnitKind
+from moe_ft.units import Level, UnitId
 
 _SHRINK_MARGIN = 0.9  # a shorter window must fit with some room, or the length would swing
 MEMORY_MARGIN = 0.1  # beyond what a window takes whose order is as good as random
 _MARGIN_USED = 0.75  # of it, by the estimate; the rest is for what that leaves out
+
+
+class _Reorder(Enum):
+    """What became of the order at the start of a window."""
+
+    NONE = auto()
+    DONE = auto()
+    REFUSED = auto()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,25 +59,10 @@ class SparseSettings:
     fraction: float = 0.25
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankUnits:
-    """The units of one rank of a stage.
-
-    Attributes:
-        ep_rank: its expert-parallel rank.
-        sizes: bytes that it saves at FULL and at COMPUTE, by unit; 0 where other ranks save all.
-    """
-
-    ep_rank: int
-    sizes: Mapping[UnitId, tuple[int, int]]
-
-
 class SparseStrategy:
     """Owned by the training thread. All ranks of a stage plan alike.
 
-    The units of a stage are put in order: experts by ascending popularity, each expert-parallel rank its
-    own, then everything else back to front (Appendix E: later layers first). The k-th units of all ranks are
-    one position; a group is a run of positions, and the same for all ranks of the stage.
+    A group of units is a run of positions of the stage's order, and the same for all its ranks.
 
     Attributes:
         window: snapshots in the windows that begin from now on; equal on all ranks of the job.
@@ -95,19 +90,14 @@ class SparseStrategy:
         """
         self._rank, self._ranks, self._settings = rank, tuple(ranks), settings
         self.counted_layers = tuple(layers)
-        self._layer_index = {layer: index for index, layer in enumerate(layers)}
         num_experts = 1 + max((unit.expert for each in ranks for unit in each.sizes), default=0)
         capacities = np.full((len(layers), num_experts), settings.capacity)
         self._popularity = Popularity(settings.measure, settings.decay, capacities)
-        self._experts = [_experts_of(each) for each in ranks]
-        found = {unit for each in ranks for unit in each.sizes if unit.kind is not UnitKind.EXPERT}
-        self._others = sorted(found, key=_from_back_to_front)
-        # Until something is counted any order will do, but for those that give one rank's share of the
-        # experts neighbouring places: data-parallel ranks have slices of layers.
-        self._order = self._ordered(np.random.default_rng(0).random((len(layers), num_experts)))
+        self._units = StageUnits(ranks, layers)
+        # Until something is counted any order will do.
+        self._order = self._units.order(np.random.default_rng(0).random((len(layers), num_experts)))
         self._version = 0
         self._frequencies: Any = None
-        self._sizes = self._position_sizes(self._order)
         self._limits = self._limit()
         self.window = settings.window or self._longest
         self._budget: int | None = None
@@ -120,36 +110,11 @@ class SparseStrategy:
 
     @property
     def _longest(self) -> int:
-        num_positions = self._sizes.full.shape[1]
-        return max(1, min(self._settings.longest, int(num_positions)))
+        return max(1, min(self._settings.longest, self._sizes.num_positions))
 
-    def _ordered(self, scores: Any) -> list[list[UnitId | None]]:
-        """Return ``[rank of the stage][position]`` the units."""
-        columns = []
-        by_ep_rank: dict[int, list[UnitId]] = {}
-        for each, experts in zip(self._ranks, self._experts, strict=True):
-            if each.ep_rank not in by_ep_rank:
-                by_ep_rank[each.ep_rank] = self._by_popularity(experts, scores)
-            columns.append(by_ep_rank[each.ep_rank])
-        most = max(map(len, columns), default=0)
-        return [[*column, *[None] * (most - len(column)), *self._others] for column in columns]
-
-    def _by_popularity(self, experts: Sequence[UnitId], scores: Any) -> list[UnitId]:
-        # Experts of a layer in which nothing is counted, because none is trained, come first.
-        counted = [unit for unit in experts if unit.layer_name in self._layer_index]
-        keys = {(self._layer_index[unit.layer_name], unit.expert): unit for unit in counted}
-        rest = [unit for unit in experts if unit.layer_name not in self._layer_index]
-        return [*rest, *(keys[key] for key in order_experts(scores, list(keys)))]
-
-    def _position_sizes(self, order: Sequence[Sequence[UnitId | None]]) -> PositionSizes:
-        pairs = np.array(
-            [
-                [each.sizes.get(unit, (0, 0)) if unit else (0, 0) for unit in column]
-                for each, column in zip(self._ranks, order, strict=True)
-            ],
-            dtype=np.int64,
-        ).reshape(len(self._ranks), -1, 2)
-        return PositionSizes(full=pairs[:, :, 0], compute=pairs[:, :, 1])
+    @property
+    def _sizes(self) -> PositionSizes:
+        return self._order.sizes
 
     def _limit(self) -> Any:
         """Return ``[rank of the stage]`` the bytes that a window may take, whatever its order."""
@@ -184,16 +149,16 @@ class SparseStrategy:
         self._is_whole_planned = is_last or self.window == 1
         if is_last:
             return self._whole()
-        is_reordered = self._reorder()
-        return self._plan(self.window, is_reordered=is_reordered)
+        return self._plan(self.window, self._reorder())
 
     def _whole(self) -> WindowPlan:
         levels = dict.fromkeys(self._ranks[self._rank].sizes, Level.FULL)
         return WindowPlan(snapshots=(SnapshotPlan(levels=levels),), key="whole")
 
-    def _plan(self, length: int, *, is_reordered: bool = False) -> WindowPlan:
+    def _plan(self, length: int, reorder: _Reorder = _Reorder.NONE) -> WindowPlan:
         cuts, own = self._cut(length), self._ranks[self._rank].sizes
-        column = [unit if unit in own else None for unit in self._order[self._rank]]
+        order = self._order.columns[self._ranks[self._rank].ep_rank]
+        column = [unit if unit in own else None for unit in order]
         snapshots, start = [], 0
         for end in cuts.ends:
             levels = {unit: Level.FULL for unit in column[start:end] if unit}
@@ -201,7 +166,8 @@ class SparseStrategy:
             snapshots.append(SnapshotPlan(levels=levels))
             start = end
         facts = {
-            "reordered": is_reordered,
+            "reordered": reorder is _Reorder.DONE,
+            "reorder_refused": reorder is _Reorder.REFUSED,
             "largest_bytes": cuts.largest_bytes,
             "budget_bytes": self._budget,
         }
@@ -216,31 +182,33 @@ class SparseStrategy:
         """Return the longest window, which takes the most memory, and the one that ends a training."""
         return [self._plan(self._lengths()[-1]), self._whole()]
 
-    def _reorder(self) -> bool:
-        """Order experts anew if their popularity has changed; return whether that was done.
+    def _reorder(self) -> _Reorder:
+        """Order experts anew if their popularity has changed.
 
         Source: MoEvement, sections 3.5 and 5.6.
         """
         if not self._popularity.has_counts:
-            return False
+            return _Reorder.NONE
         now, settings = self._popularity.frequencies(), self._settings
         if self._frequencies is not None and not has_moved(
             self._frequencies, now, change=settings.change, fraction=settings.fraction
         ):
-            return False
-        order = self._ordered(self._popularity.scores())
+            return _Reorder.NONE
+        order = self._units.order(self._popularity.scores())
+        lengths = {self.window, self._lengths()[-1]}
+        if any(np.any(self._window_bytes(order.sizes, each) > self._limits) for each in lengths):
+            return (
+                _Reorder.REFUSED
+            )  # memory was made for another one; counts go on for the next try
+        is_same = order.columns == self._order.columns
         self._frequencies = now
         self._popularity.restart()
-        if order == self._order:
-            return False
-        sizes = self._position_sizes(order)
-        lengths = {self.window, self._lengths()[-1]}
-        if any(np.any(self._window_bytes(sizes, each) > self._limits) for each in lengths):
-            return False  # memory was made for another one
-        self._order, self._sizes = order, sizes
+        if is_same:
+            return _Reorder.NONE
+        self._order = order
         self._version += 1
         self._cuts.clear()
-        return True
+        return _Reorder.DONE
 
     def is_whole(self, iteration: int) -> bool:
         """Return whether a snapshot of this iteration holds everything."""
@@ -317,23 +285,3 @@ class SparseStrategy:
 
 def _has_changed(budget: int, planned: int, tolerance: float = 0.05) -> bool:
     return abs(budget - planned) > tolerance * min(budget, planned)
-
-
-def _experts_of(rank: RankUnits) -> list[UnitId]:
-    return sorted(unit for unit in rank.sizes if unit.kind is UnitKind.EXPERT)
-
-
-def _from_back_to_front(unit: UnitId) -> tuple[Any, ...]:
-    """Sort units that are no experts: the output first, the embedding last (Appendix E)."""
-    kinds: Iterable[UnitKind] = (
-        UnitKind.OUTPUT,
-        UnitKind.FINAL_NORM,
-        UnitKind.OTHER,
-        UnitKind.NON_EXPERT,
-        UnitKind.ROUTER,
-        UnitKind.EMBEDDING,
-    )
-    place = list(kinds).index(unit.kind)
-    if unit.layer >= 0:  # a layer's parts stay together
-        place = list(kinds).index(UnitKind.NON_EXPERT)
-    return place, unit.block != "mtp", -unit.layer, str(unit)

@@ -16,6 +16,7 @@ from moe_ft.errors import PlanError
 from moe_ft.planning.model_size import ByteModel, ModelShape, unit_parameters
 from moe_ft.planning.partial_size import SavingLayout, Sharding
 from moe_ft.planning.popularity import order_experts
+from moe_ft.planning.positions import spread_over_ranks
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
 from moe_ft.planning.windows import (
     PositionSizes,
@@ -64,7 +65,8 @@ def position_sizes(
 ) -> PositionSizes:
     """Return what every rank of a stage saves at each position of its order.
 
-    Experts come first, then everything else back to front. A rank saves the slices that it owns: state that
+    Experts come first, then everything else back to front, both spread over the ranks that own them
+    (positions.py). A rank saves the slices that it owns: state that
     ranks hold alike lies end to end, in the order of the model, and is cut into equal pieces. The
     distributed optimizer has done that already, with one buffer of experts and one of everything else; with
     --overlap-grad-reduce the first stage has smaller ones, and more even slices.
@@ -86,12 +88,9 @@ def position_sizes(
     orders = _orders(by_ep_rank, popularity)
     experts = np.zeros((layout.dp, len(by_ep_rank[0])), np.int64)
     for ep_rank, (own, order) in enumerate(zip(by_ep_rank, orders, strict=True)):
-        owned = _owned([units[unit] for unit in own], layout.num_groups, layout)
-        experts[ep_rank :: layout.ep] = owned[:, order]
-    names = [unit for unit in units if unit.kind is not UnitKind.EXPERT]
-    others = _owned([units[unit] for unit in names], layout.dp, layout)
-    back_to_front = sorted(range(len(names)), key=lambda index: _place(names[index]))
-    elements = np.concatenate([experts, others[:, back_to_front]], axis=1)
+        owned = _owned([units[unit] for unit in own], layout.num_groups, layout)[:, order]
+        experts[ep_rank :: layout.ep] = owned[:, spread_over_ranks(owned)]
+    elements = np.concatenate([experts, _others_of(units, layout)[1]], axis=1)
     return PositionSizes(
         full=elements * byte_model.optimizer, compute=elements * byte_model.weights
     )
@@ -110,7 +109,7 @@ def position_work(
     experts = np.array(
         [[units[unit] for unit in own] for own in _experts_of(units, layout.ep)], dtype=np.float64
     ).sum(axis=0)
-    others = sorted((unit for unit in units if unit.kind is not UnitKind.EXPERT), key=_place)
+    others, _ = _others_of(units, layout)
     # An embedding is looked up: there is no matrix product whose gradient could be left out.
     others_work = [0 if unit.kind is UnitKind.EMBEDDING else units[unit] for unit in others]
     return np.concatenate([experts * active_share, others_work])
@@ -126,6 +125,16 @@ def _experts_of(units: Units, ep: int) -> list[list[UnitId]]:
     return [
         [unit for unit in experts if unit.expert // num_local == ep_rank] for ep_rank in range(ep)
     ]
+
+
+def _others_of(units: Units, layout: SavingLayout) -> tuple[list[UnitId], Numbers]:
+    """Return the units that are no experts, in order, and ``[rank, unit]`` the parameters that it saves."""
+    names = [unit for unit in units if unit.kind is not UnitKind.EXPERT]
+    owned = _owned([units[unit] for unit in names], layout.dp, layout)
+    back_to_front = sorted(range(len(names)), key=lambda index: _place(names[index]))
+    spread = spread_over_ranks(owned[:, back_to_front])
+    order = [back_to_front[place] for place in spread]
+    return [names[index] for index in order], owned[:, order]
 
 
 def _num_experts(experts: Iterable[UnitId]) -> int:

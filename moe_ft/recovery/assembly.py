@@ -9,9 +9,10 @@ from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES, UNIT_ALIGNMENT_BYTES
 from moe_ft.engine.memory import num_slots
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare, divide_units
+from moe_ft.planning.positions import RankUnits
 from moe_ft.planning.selection import ExpertLayout
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
-from moe_ft.planning.sparse import RankUnits, SparseSettings, SparseStrategy
+from moe_ft.planning.sparse import SparseSettings, SparseStrategy
 from moe_ft.planning.strategies import DenseStrategy, Strategy
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import AssignSlices, GroupPlace

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.planning.sparse import RankUnits, SparseSettings, SparseStrategy
+from moe_ft.planning.positions import RankUnits
+from moe_ft.planning.sparse import SparseSettings, SparseStrategy
 from moe_ft.planning.strategies import WindowPlan
 from moe_ft.units import Level, UnitId, UnitKind
 
@@ -229,27 +230,17 @@ def test_no_window_takes_more_memory_than_the_possible_ones_and_the_margin_whate
             assert sum(window_bytes(window, rank.sizes)) <= limit
 
 
-def divided_by_expert(window: int | None) -> Stage:
-    """Return two data-parallel ranks, of which the first owns the first half of the experts."""
-    large, nothing = (12_000, 2_000), (0, 0)
-    ranks = [
-        RankUnits(
-            ep_rank=0,
-            sizes={
-                expert(0, each): large if (each < 4) == is_first else nothing for each in range(8)
-            },
-        )
-        for is_first in (True, False)
-    ]
-    return Stage(ranks, 1, 8, SparseSettings(window=window, longest=4))
+# Of this stage of two ranks with three layers of two experts one order needs too much memory.
+NUMBER_OF_TIGHT_STAGE = 2388
+REFUSED, TAKEN = [[1, 9], [1, 1], [1, 9]], [[900, 100], [800, 200], [700, 300]]
 
 
 def test_window_that_grows_after_a_change_of_the_order_fits_into_memory() -> None:
     # In a window of one snapshot every order takes the same.
-    stage = divided_by_expert(window=None)
+    stage = random_stage(NUMBER_OF_TIGHT_STAGE, None)
     limits = limits_of(stage)
-    stage.settle(10**6)
-    stage.count([[8, 7, 6, 5, 4, 3, 2, 1]])
+    assert stage.settle(10**6) == 1
+    stage.count(REFUSED)
     stage.plan()
     stage.settle(1)
     for rank, window, limit in zip(stage.ranks, stage.plan(), limits, strict=True):
@@ -446,17 +437,24 @@ def test_order_is_not_said_to_have_changed_where_it_comes_out_the_same() -> None
     assert not stage.plan()[0].facts["reordered"]
 
 
-def test_order_that_needs_more_memory_than_there_is_is_not_taken() -> None:
-    # In one of these orders the experts of the first rank come last, in the other those of the second.
-    taken = []
-    for counts in ([8, 7, 6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6, 7, 8]):
-        stage = divided_by_expert(window=8)
-        before = [groups(window) for window in stage.plan()]
-        stage.count([counts])
-        after = stage.plan()
-        taken.append(after[0].facts["reordered"])
-        assert taken[-1] or [groups(window) for window in after] == before
-    assert not all(taken)
+def test_order_that_needs_more_memory_than_there_is_is_not_taken_and_said_to_be_refused() -> None:
+    stage = random_stage(NUMBER_OF_TIGHT_STAGE, None)
+    before = [groups(window) for window in stage.plan()]
+    stage.count(REFUSED)
+    after = stage.plan()
+    assert [groups(window) for window in after] == before
+    for window in after:
+        assert window.facts["reorder_refused"] and not window.facts["reordered"]
+
+
+def test_order_that_was_refused_is_tried_again_with_all_that_was_counted() -> None:
+    stage = random_stage(NUMBER_OF_TIGHT_STAGE, None)
+    stage.count(REFUSED)
+    for _ in range(2):  # popularity has not moved in between
+        assert stage.plan()[0].facts["reorder_refused"]
+    stage.count(TAKEN)
+    (facts, _) = (window.facts for window in stage.plan())
+    assert facts["reordered"] and not facts["reorder_refused"]
 
 
 @pytest.mark.parametrize("window", [2, 3, 4])
@@ -651,7 +649,12 @@ def test_window_says_what_it_was_planned_for() -> None:
     stage = by_hand(window=None)
     stage.settle(780)
     (window,) = stage.plan()
-    assert window.facts == {"reordered": False, "largest_bytes": 700, "budget_bytes": 780}
+    assert window.facts == {
+        "reordered": False,
+        "reorder_refused": False,
+        "largest_bytes": 700,
+        "budget_bytes": 780,
+    }
 
 
 def test_window_that_was_planned_without_a_measurement_names_no_budget() -> None:

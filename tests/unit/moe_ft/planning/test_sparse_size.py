@@ -16,8 +16,9 @@ from moe_ft.planning.model_size import (
     unit_parameters,
 )
 from moe_ft.planning.partial_size import SavingLayout, Sharding
+from moe_ft.planning.positions import RankUnits
 from moe_ft.planning.sharding import assign_equal_slices
-from moe_ft.planning.sparse import MEMORY_MARGIN, RankUnits, SparseSettings, SparseStrategy
+from moe_ft.planning.sparse import MEMORY_MARGIN, SparseSettings, SparseStrategy
 from moe_ft.planning.sparse_size import (
     Machine,
     WindowSize,
@@ -108,8 +109,8 @@ def stages_of(shape: ModelShape, layout: SavingLayout, num_stages: int = 1) -> l
 def test_positions_of_a_tiny_model_are_those_laid_out_by_hand() -> None:
     (sizes,) = stages_of(TINY, SavingLayout(dp=2, ep=2))
     # Two experts of both layers each; then norm, layer 1, its router, layer 0, its router, embedding. The
-    # buffer begins with the norm: its first half is layer 1's.
-    rank_0, rank_1 = [10, 10, 10, 10, 1, 6, 4, 0, 0, 0], [10, 10, 10, 10, 0, 0, 0, 6, 4, 1]
+    # buffer begins with the norm: its first half is layer 1's, and the two halves are interleaved.
+    rank_0, rank_1 = [10, 10, 10, 10, 1, 0, 6, 0, 4, 0], [10, 10, 10, 10, 0, 6, 0, 4, 0, 1]
     assert sizes.full.tolist() == [[12 * n for n in rank_0], [12 * n for n in rank_1]]
     assert sizes.compute.tolist() == [[2 * n for n in rank_0], [2 * n for n in rank_1]]
 
@@ -117,13 +118,14 @@ def test_positions_of_a_tiny_model_are_those_laid_out_by_hand() -> None:
 def test_ranks_with_the_same_experts_own_whole_ones_from_the_end_on() -> None:
     (sizes,) = stages_of(TINY, SavingLayout(dp=4, ep=2))
     experts = (sizes.full[:, :4] // 12).tolist()
-    assert experts == [[0, 0, 10, 10]] * 2 + [[10, 10, 0, 0]] * 2
+    assert experts == [[0, 10, 0, 10]] * 2 + [[10, 0, 10, 0]] * 2
 
 
 def test_ranks_without_a_distributed_optimizer_divide_from_the_beginning_on() -> None:
     layout = SavingLayout(dp=2, ep=1, is_optimizer_distributed=False)
     (sizes,) = stages_of(TINY, layout)
-    assert (sizes.full[0, :8] // 12).tolist() == [10] * 4 + [0] * 4
+    # Of both halves in turn the first rank has those of the first.
+    assert (sizes.full[0, :8] // 12).tolist() == [10, 0] * 4
 
 
 def test_first_of_the_ranks_saves_everything_without_sharding() -> None:
@@ -437,7 +439,10 @@ def test_work_of_a_position_is_what_a_token_passes_through() -> None:
     (units,) = stage_units(TINY, 1)
     work = position_work(units, SavingLayout(dp=4, ep=2), 2 / 4)
     # Each position has an expert of both expert-parallel ranks; the embedding is looked up.
-    assert work.tolist() == [10.0] * 4 + [1, 6, 4, 6, 4, 0]
+    assert sorted(work[:4]) == [10.0] * 4
+    assert sorted(work[4:]) == [0, 1, 4, 4, 6, 6]
+    owned = position_sizes(units, SavingLayout(dp=4, ep=2), ByteModel()).full[:, 4:].sum(axis=0)
+    assert [size // 12 or 0 for size in owned] == [max(1, size) for size in work[4:]]
 
 
 def test_ettr_is_the_product_of_overhead_and_recovery() -> None:
