@@ -11,7 +11,7 @@ from moe_ft.engine.layout import FileLayout, UnitPlace
 from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.pool import RestoredVersion
-from moe_ft.formats import Identity
+from moe_ft.formats import Identity, Index
 from moe_ft.planning.strategies import WindowPlan
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.topology import RankInfo, Topology
@@ -64,6 +64,19 @@ class EngineContext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RestoredWindow:
+    """A window as it was read from somewhere else.
+
+    Attributes:
+        index: of the window, all whose units lie in its region.
+        contents: by offset, the bytes of every unit version.
+    """
+
+    index: Index
+    contents: Mapping[int, memoryview]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredState:
     """What a recovery put back on this rank.
 
@@ -73,12 +86,16 @@ class RestoredState:
         persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
             persist directory; empty if there is none.
         is_on_storage: whether storage has this state as one snapshot of everything.
+        window: what was read, where no region of this rank holds it and only its peers do.
+        peers_without: those of its peers that do not have it; none if storage has.
     """
 
     indexes: frozenset[Path]
     rotating: Mapping[str, RestoredVersion]
     persisted_index: str
     is_on_storage: bool = False
+    window: RestoredWindow | None = None
+    peers_without: frozenset[int] = frozenset()
 
 
 class Layouts(Protocol):

@@ -26,6 +26,7 @@ from moe_ft.engine.persist import PersistClient, WriterSupervisor, persist_deadl
 from moe_ft.engine.pool import PoolVersions
 from moe_ft.engine.profile import IntervalTuner, SnapshotProfile
 from moe_ft.engine.regions import Region, Role
+from moe_ft.engine.restored_memory import keep_restored, replica_to_send
 from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter
 from moe_ft.engine.storage_schedule import StorageSchedule
 from moe_ft.errors import DegradedError
@@ -121,7 +122,12 @@ class CheckpointEngine:
         if self._is_on_gpu:
             self._memory.pin()
         if restored is not None:
-            self._keep(restored)
+            self._retained = keep_restored(self._memory, restored)
+            self._versions.retain(
+                decode(region.index_path.read_bytes(), Index, str(region.index_path))
+                for region in self._retained
+            )
+            self._versions.adopt(restored.rotating)
         self._start_iteration = self._last_snapshot_iteration = iteration
         self._is_start_safe = restored is None or restored.is_on_storage
         self._complete_iteration = iteration if restored else None
@@ -132,26 +138,11 @@ class CheckpointEngine:
             self._make_layouts.place(unit, 0)
         context.server.keep(self._memory.replicas)
         self._writer.start()
+        if restored is not None and (replica := replica_to_send(self._retained, restored)):
+            self._writer.send(replica)
         self._storage.start(restored.persisted_index if restored else "")
         if self._supervisor is not None:
             self._supervisor.start()
-
-    def _keep(self, restored: RestoredState) -> None:
-        """Keep what was recovered until a newer snapshot is complete."""
-        wanted = [region for region in self._regions if region.iteration is not None]
-        wanted += [
-            region
-            for region in self._regions
-            if region.index_path in restored.indexes and region not in wanted
-        ]
-        self._retained = wanted[: len(self._regions) - 1]  # one must be free to be filled
-        for region in self._retained:
-            region.advance(Role.RECOVERY)
-        self._versions.retain(
-            decode(region.index_path.read_bytes(), Index, str(region.index_path))
-            for region in self._retained
-        )
-        self._versions.adopt(restored.rotating)
 
     def before_step(self, tokens_per_expert: torch.Tensor | None = None) -> None:
         """The fence: wait until nothing reads weights and moments any more.
@@ -333,15 +324,22 @@ class CheckpointEngine:
         stall_s = self._profile.expected_stall_s(most)
         self._reports.add("window", iteration, **facts, expected_stall_s=stall_s)
         is_new, self._told_length = self._told_length != length, length
-        if is_new and stall_s > _NOTABLE_STALL * self._profile.iteration_s:
+        most, profile = facts["largest_bytes"], self._profile
+        stall_s = profile.expected_stall_s(most)
+        if is_new and self._is_first_of_stage and stall_s > _NOTABLE_STALL * profile.iteration_s:
             print(
                 f"moe_ft: rank {self._context.rank}: windows of {length} snapshots with up to "
                 f"{most / 2**20:.1f} MiB each hold up every iteration by about {stall_s:.3f} s of "
-                f"{self._profile.iteration_s:.3f} s. A longer --moe-ft-window or --moe-ft-max-window, or "
+                f"{profile.iteration_s:.3f} s. A longer --moe-ft-window or --moe-ft-max-window, or "
                 "more ranks, make them smaller.",
                 file=sys.stderr,
                 flush=True,
             )
+
+    @property
+    def _is_first_of_stage(self) -> bool:
+        rank, ranks = self._context.rank, self._context.topology.ranks
+        return rank == min(each.rank for each in ranks if each.stage == ranks[rank].stage)
 
     def _begin_window(self, iteration: int, *, is_last: bool = False) -> None:
         region = self._free_region()

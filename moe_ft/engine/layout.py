@@ -14,8 +14,8 @@ from itertools import chain
 import msgspec
 
 from moe_ft.errors import SnapshotError
-from moe_ft.formats import TensorEntry, tensor_bytes
-from moe_ft.units import Level, UnitId
+from moe_ft.formats import Index, TensorEntry, checksum, tensor_bytes
+from moe_ft.units import Level, UnitId, parse_unit
 
 UNIT_ALIGNMENT_BYTES = 64
 HEADER_ALIGNMENT_BYTES = 4096
@@ -118,6 +118,33 @@ def lay_out_window(snapshots: Iterable[Contents], num_bytes: int | None = None) 
         header=len(padded).to_bytes(_LENGTH_BYTES, "little") + padded,
         num_bytes=data_start + end,
     )
+
+
+def lay_out_again(index: Index) -> FileLayout:
+    """Return the layout of the region that an index describes.
+
+    Raises:
+        SnapshotError: if it is another one, because another version of this file made it.
+    """
+    first = index.iteration - index.num_snapshots + 1
+    snapshots = [
+        sorted(
+            [unit for unit in index.units.items() if unit[1].iteration == first + position]
+            + list(weights.items()),
+            key=lambda item: item[1].offset,
+        )
+        for position, weights in enumerate(index.compute or ({},))
+    ]
+    layout = lay_out_window(
+        [
+            [(parse_unit(name), Level(unit.level), unit.tensors) for name, unit in units]
+            for units in snapshots
+        ],
+        index.file_bytes,
+    )
+    if checksum(layout.header) != index.header_checksum:
+        raise SnapshotError(f"iteration {index.iteration} of rank {index.rank} lies otherwise")
+    return layout
 
 
 def _place(

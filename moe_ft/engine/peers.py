@@ -43,6 +43,7 @@ class Replica:
         start_byte, end_byte: what the snapshot adds to the region.
         keep_iteration: the last iteration of the newest complete window, which peers keep until they have
             all of this one.
+        peers: ranks that are to have it; None for all that keep replicas.
     """
 
     region: Region
@@ -51,6 +52,7 @@ class Replica:
     start_byte: int
     end_byte: int
     keep_iteration: int | None
+    peers: frozenset[int] | None = None
 
 
 class PeerConnection:
@@ -149,13 +151,17 @@ class PeerReplicator:
         self._is_lacking_address = len(self._pairs) < len(peers)
 
     def replicate(self, replica: Replica) -> bool:
-        """Send a snapshot to all peers; return whether all of them have it.
+        """Send a snapshot to its peers; return whether all of them have it.
 
         Of the window and the pool a peer gets what it does not have yet.
         A pair that fails is tried again with the next snapshot, then less and less often.
         """
         start, index = time.perf_counter(), replica.index
-        sent = {rank: self._send(rank, pair, replica) for rank, pair in self._pairs.items()}
+        sent = {
+            rank: self._send(rank, pair, replica)
+            for rank, pair in self._pairs.items()
+            if replica.peers is None or rank in replica.peers
+        }
         reached = [rank for rank, num_bytes in sent.items() if num_bytes is not None]
         if reached:
             self._reports.add(
@@ -166,7 +172,7 @@ class PeerReplicator:
                 num_units=sum(1 for _ in index.entries()),
                 peers=reached,
             )
-        return len(reached) == len(self._pairs) and not self._is_lacking_address
+        return len(reached) == len(sent) and not self._is_lacking_address
 
     def _send(self, rank: int, pair: "_Pair", replica: Replica) -> int | None:
         """Send what a peer lacks; return how much of the region that was, None if it failed."""

@@ -142,7 +142,7 @@ class SnapshotWriter:
         self._entries: dict[str, ParameterEntry] = {each.name: each.entry for each in parameters}
         self._identity, self._rank, self._node = identity, rank, node
         self._reports, self._phase_hook = reports, phase_hook
-        self._sender = ReplicaSender(replicator, pool, reports) if replicator is not None else None
+        self._sender = ReplicaSender(replicator, reports) if replicator is not None else None
         self._window: Index | None = None  # of the snapshots before, in the window under way
         self._jobs: queue.SimpleQueue[SnapshotJob | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -164,6 +164,11 @@ class SnapshotWriter:
             job.ready = torch.cuda.Event()
             job.ready.record()
         self._jobs.put(job)
+
+    def send(self, replica: Replica) -> None:
+        """Send a window that was not taken by this writer, beside everything else."""
+        if self._sender is not None:
+            self._sender.submit(replica)
 
     def close(self, timeout_s: float) -> None:
         """End the threads after what is under way, or leave them after some seconds."""
@@ -211,7 +216,16 @@ class SnapshotWriter:
             level=dict(Counter(place.level.value for place in job.places)),
         )
         if self._sender is not None and job.is_sent_to_peers:
-            self._sender.submit(job, index)
+            start_byte, end_byte = job.stretch
+            replica = Replica(
+                region=job.region,
+                pool=self._pool,
+                index=index,
+                start_byte=start_byte,
+                end_byte=end_byte,
+                keep_iteration=job.keep_iteration,
+            )
+            self._sender.submit(replica, job)
         else:
             job.state = SnapshotState.COMPLETE
 
@@ -338,9 +352,10 @@ class SnapshotWriter:
 class ReplicaSender:
     """The thread that sends committed snapshots to peers, while the next one is copied."""
 
-    def __init__(self, replicator: Replicator, pool: Pool | None, reports: Reports) -> None:
-        self._replicator, self._pool, self._reports = replicator, pool, reports
-        self._jobs: queue.SimpleQueue[tuple[SnapshotJob, Index] | None] = queue.SimpleQueue()
+    def __init__(self, replicator: Replicator, reports: Reports) -> None:
+        self._replicator, self._reports = replicator, reports
+        self._jobs: queue.SimpleQueue[tuple[Replica, SnapshotJob | None] | None]
+        self._jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -348,9 +363,9 @@ class ReplicaSender:
         self._thread = threading.Thread(target=self._run, name="moe_ft-replicate", daemon=True)
         self._thread.start()
 
-    def submit(self, job: SnapshotJob, index: Index) -> None:
-        """Send a snapshot after those that were submitted before; then it is complete."""
-        self._jobs.put((job, index))
+    def submit(self, replica: Replica, job: SnapshotJob | None = None) -> None:
+        """Send a replica after those that were submitted before; its job, if it has one, is complete then."""
+        self._jobs.put((replica, job))
 
     def close(self, timeout_s: float) -> None:
         """End the thread after what is under way, or leave it after some seconds."""
@@ -360,26 +375,19 @@ class ReplicaSender:
 
     def _run(self) -> None:
         while (next_ := self._jobs.get()) is not None:
-            job, index = next_
+            replica, job = next_
             start = time.perf_counter()
-            start_byte, end_byte = job.stretch
-            replica = Replica(
-                region=job.region,
-                pool=self._pool,
-                index=index,
-                start_byte=start_byte,
-                end_byte=end_byte,
-                keep_iteration=job.keep_iteration,
-            )
             try:
-                job.is_protected = self._replicator.replicate(replica)
+                is_protected = self._replicator.replicate(replica)
             except Exception as error:  # a peer's failure is reported there: this is one of ours
                 reason = f"{type(error).__name__}: {error}"
-                self._reports.degraded("replicate", job.iteration, reason)
-                job.is_protected = False
-            job.replicate_s = time.perf_counter() - start
-            job.complete_s += job.replicate_s
-            job.state = SnapshotState.COMPLETE
+                self._reports.degraded("replicate", replica.index.iteration, reason)
+                is_protected = False
+            if job is not None:
+                job.is_protected = is_protected
+                job.replicate_s = time.perf_counter() - start
+                job.complete_s += job.replicate_s
+                job.state = SnapshotState.COMPLETE
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

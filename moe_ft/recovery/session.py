@@ -19,13 +19,12 @@ import torch.distributed as dist
 from moe_ft.config import MoeFtConfig
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
-from moe_ft.engine.context import EngineContext, EngineSettings, RestoredState
+from moe_ft.engine.context import EngineContext, EngineSettings
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.peers import own_host
 from moe_ft.engine.persist import writer_command
-from moe_ft.engine.pool import RestoredVersion
 from moe_ft.engine.regions import node_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.engine.unit_layouts import UnitLayouts
@@ -49,6 +48,7 @@ from moe_ft.recovery.assembly import (
     slice_assignment,
 )
 from moe_ft.recovery.conversion import Conversion
+from moe_ft.recovery.handover import hand_over
 from moe_ft.recovery.job_loss import JobLoss, add_up
 from moe_ft.recovery.preflight import (
     Site,
@@ -394,7 +394,8 @@ class Session:
             try:
                 kept = None if plan is None else (identity.lineage, iteration)
                 make_room(self._site, peers, kept)
-                self.engine.start(iteration, self._restored(recovered))
+                restored = hand_over(recovered, self._strategy, self._node_dir, rank, context.peers)
+                self.engine.start(iteration, restored)
             except (OSError, SnapshotError) as error:
                 raise ConfigError(
                     f"--moe-ft-memory-dir={config.memory.memory_dir} cannot hold the regions of rank "
@@ -421,31 +422,6 @@ class Session:
             division=division_of(self._config),
             replay_settings=self._facts.replay_settings if self._replays else {},
             start=self._new_lineage,
-        )
-
-    def _restored(self, recovered: Recovered) -> RestoredState | None:
-        if recovered.plan is None:
-            return None
-        rotating = {str(unit) for unit in self._strategy.rotating}
-        return RestoredState(
-            indexes=frozenset(
-                self._node_dir / fetched.source.version.path
-                for name, fetched in recovered.fetched.units.items()
-                if name in rotating and fetched.tier is Tier.MEMORY
-            ),
-            rotating={
-                name: RestoredVersion(
-                    entry=fetched.entry, content=fetched.content, is_in_pool=fetched.stays
-                )
-                for name, fetched in recovered.fetched.units.items()
-                if name in rotating
-            },
-            persisted_index=recovered.previous[0],
-            is_on_storage=any(
-                source.tier is Tier.STORAGE and source.version.window == 1
-                for source in recovered.plan.sources[self._facts.rank]
-            )
-            and self._strategy.saves_all,
         )
 
     def capture(self, facts: records.IterationFacts) -> records.CapturedRecord:

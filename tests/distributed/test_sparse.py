@@ -71,6 +71,24 @@ def test_peer_that_missed_a_snapshot_gets_the_whole_window(
     assert job.digests() == expected
 
 
+def test_second_node_may_be_lost_before_the_first_new_window_is_complete(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    # The newest window is 1 to 2. After the first loss both nodes' state is on one of them, and is brought
+    # to the new one while training runs from 2 to 3.
+    job.run_with_faults(
+        "lose-node:1@3:forward",
+        "lose-node:0@3:backward",
+        flags=[*SPARSE, "2"],
+        storage=False,
+        nodes=lambda start: TWO_NODES,
+    )
+    assert recoveries(job)[-1] == (1, 2)
+    for rank, sources in ((0, {"peer"}), (1, {"memory"})):
+        assert set(job.events("recovery", rank=rank)[-1]["sources"]) == sources
+    assert job.digests() == expected
+
+
 def spoil_window(memory_dir: Path, node: str, pattern: str) -> None:
     """Flip a byte in the weights of a unit that is not FULL in the first snapshot of a complete window."""
     for path in (memory_dir / "test" / node).glob(f"{pattern}/region_*.json"):

@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors
@@ -17,11 +18,13 @@ from moe_ft.engine.layout import (
     LazyLayout,
     UnitPlace,
     lay_out,
+    lay_out_again,
     lay_out_window,
 )
 from moe_ft.errors import SnapshotError
 from moe_ft.formats import DTYPE_BYTES, TensorEntry, tensor_bytes
 from moe_ft.units import Level, UnitId, UnitKind
+from tests.unit.moe_ft.builders import make_window
 
 Units = list[tuple[UnitId, Level, list[TensorEntry]]]
 
@@ -371,3 +374,16 @@ def test_layout_that_does_not_fit_is_refused_each_time_it_is_asked_for() -> None
     for _ in range(2):
         with pytest.raises(SnapshotError, match="its region has 10"):
             lazy.get()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_index_tells_how_its_region_was_laid_out(length: int) -> None:
+    window = make_window(length=length)
+    assert lay_out_again(window.index) == window.layout
+
+
+def test_region_that_is_laid_out_otherwise_is_not_taken_for_the_one_of_an_index() -> None:
+    index = make_window().index
+    other = msgspec.structs.replace(index, file_bytes=index.file_bytes + 4096)
+    with pytest.raises(SnapshotError, match="iteration 7 of rank 0"):
+        lay_out_again(other)

@@ -5,6 +5,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -101,6 +102,16 @@ def test_replica_that_arrived_is_reported_with_its_peers(
     report = only(reports)
     assert (report.event, report.iteration) == ("replicate", 5)
     assert (report.fields["peers"], report.fields["bytes"]) == ([HOLDER], index.file_bytes)
+
+
+def test_replica_goes_to_those_peers_only_that_it_is_for(
+    tmp_path: Path, peer: Peer, replicator: PeerReplicator, reports: Reports
+) -> None:
+    replica = replica_of(*own_state(tmp_path, 5), None)
+    assert replicator.replicate(replace(replica, peers=frozenset({HOLDER + 1})))
+    assert not peer.committed() and not list(reports.drain())
+    assert replicator.replicate(replace(replica, peers=frozenset({HOLDER})))
+    assert set(peer.committed()) == {5}
 
 
 def test_replica_of_the_complete_snapshot_is_never_overwritten(

@@ -1,0 +1,78 @@
+"""What the checkpoint engine is told of a recovery: which memory to keep, what to bring back to peers."""
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path, PurePosixPath
+
+from moe_ft.engine.context import RestoredState, RestoredWindow
+from moe_ft.engine.pool import RestoredVersion
+from moe_ft.engine.regions import rank_and_holder
+from moe_ft.planning.recovery import Source, Tier
+from moe_ft.planning.strategies import Strategy
+from moe_ft.recovery.recover import Recovered
+from moe_ft.recovery.restore import FetchedState
+from moe_ft.topology import RankInfo
+
+
+def hand_over(
+    recovered: Recovered, strategy: Strategy, node_dir: Path, rank: int, peers: Sequence[RankInfo]
+) -> RestoredState | None:
+    """Return what the engine of a rank must know of what was recovered, None if nothing was.
+
+    Args:
+        recovered: on this rank.
+        strategy: of this start.
+        node_dir: the memory directory of the rank's node.
+        rank: this one.
+        peers: that keep its replicas.
+    """
+    if recovered.plan is None:
+        return None
+    rotating = {str(unit) for unit in strategy.rotating}
+    fetched, sources = recovered.fetched, recovered.plan.sources[rank]
+    is_stored = any(source.tier is Tier.STORAGE for source in sources)
+    # With a pool a state is in more than its region: strategy partial takes the next one at once.
+    is_at_risk = strategy.saves_all and not is_stored
+    return RestoredState(
+        indexes=frozenset(
+            node_dir / each.source.version.path
+            for name, each in fetched.units.items()
+            if name in rotating and each.tier is Tier.MEMORY
+        ),
+        rotating={
+            name: RestoredVersion(entry=each.entry, content=each.content, is_in_pool=each.stays)
+            for name, each in fetched.units.items()
+            if name in rotating
+        },
+        persisted_index=recovered.previous[0],
+        is_on_storage=strategy.saves_all
+        and any(source.tier is Tier.STORAGE and source.version.window == 1 for source in sources),
+        window=_window_of(fetched) if is_at_risk else None,
+        peers_without=_peers_without(sources, peers) if is_at_risk else frozenset(),
+    )
+
+
+def _window_of(fetched: FetchedState) -> RestoredWindow | None:
+    """Return all that was read, None if it is not all in one region."""
+    index = fetched.index
+    if index is None or any(unit.file for unit in index.units.values()):
+        return None
+    units = chain(
+        fetched.units.values(), chain.from_iterable(each.values() for each in fetched.compute)
+    )
+    read = {each.entry.offset: each for each in units}
+    checksums = {offset: each.entry.checksum for offset, each in read.items()}
+    if checksums != {unit.offset: unit.checksum for _, unit in index.entries()}:
+        return None  # sources differ
+    contents = {offset: each.content for offset, each in read.items()}
+    return RestoredWindow(index=index, contents=contents)
+
+
+def _peers_without(sources: Sequence[Source], peers: Sequence[RankInfo]) -> frozenset[int]:
+    """Return the peers of a rank that do not keep what was recovered."""
+    holders = {
+        (source.version.node, rank_and_holder(PurePosixPath(source.version.path).parent.name)[1])
+        for source in sources
+        if source.version.is_replica
+    }
+    return frozenset(peer.rank for peer in peers if (peer.node, peer.rank) not in holders)

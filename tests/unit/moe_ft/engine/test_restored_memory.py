@@ -1,0 +1,150 @@
+"""What was recovered stays in memory until it is replaced, also where it was read from a peer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moe_ft.engine.checks import check_units
+from moe_ft.engine.context import RestoredState, RestoredWindow
+from moe_ft.engine.memory import RankMemory, holds
+from moe_ft.engine.regions import Role, own_directory
+from moe_ft.engine.restored_memory import keep_restored, replica_to_send
+from moe_ft.formats import Index, decode, encode
+from moe_ft.topology import RankInfo, Topology
+from tests.unit.moe_ft.builders import fill_region, fill_window, make_state, make_window
+
+State = tuple[Index, bytes]
+
+
+def sparse_state() -> State:
+    """Return the index and the bytes of a window that ends at iteration 7."""
+    window = make_window()
+    return window.index, window.content
+
+
+def dense_state() -> State:
+    return make_state(iteration=7)
+
+
+STATES = pytest.mark.parametrize("make", [sparse_state, dense_state])
+
+
+def memory_for(node_dir: Path, file_bytes: int) -> RankMemory:
+    """Return the memory of rank 0, open."""
+    info = RankInfo(
+        rank=0,
+        node="a",
+        stage=0,
+        pid=1,
+        address=None,
+        region_bytes=file_bytes,
+        slot_bytes=0,
+        num_slots=0,
+    )
+    memory = RankMemory(node_dir, 0, Topology(ranks=(info,)), [], persists=False)
+    memory.open(("run-a", 7))
+    return memory
+
+
+def restored(
+    index: Index | None = None, content: bytes = b"", peers: frozenset[int] = frozenset()
+) -> RestoredState:
+    """Return that a state was read from a peer, or from this rank's own memory."""
+    window = None
+    if index is not None:
+        contents = {
+            unit.offset: memoryview(content)[unit.offset : unit.offset + unit.num_bytes]
+            for _, unit in index.entries()
+        }
+        window = RestoredWindow(index=index, contents=contents)
+    return RestoredState(
+        indexes=frozenset(),
+        rotating={},
+        persisted_index="",
+        window=window,
+        peers_without=peers,
+    )
+
+
+@STATES
+def test_state_that_was_read_from_a_peer_is_a_region_of_this_rank_again(
+    make: Callable[[], State], tmp_path: Path
+) -> None:
+    index, content = make()
+    memory = memory_for(tmp_path, index.file_bytes)
+    (region,) = keep_restored(memory, restored(index, content))
+    assert holds(region.index_path, "run-a", 7)
+    assert (region.role, region.iteration) == (Role.RECOVERY, 7)
+    found = decode(region.index_path.read_bytes(), Index, "")
+    assert found == msgspec.structs.replace(index, file=region.data_path.name)
+    assert region.mapping[: index.header_bytes] == content[: index.header_bytes]
+    check_units(found, {"": memoryview(region.mapping)}, "region")
+    assert [other.iteration for other in memory.regions if other is not region] == [None]
+
+
+def test_state_that_is_in_own_memory_is_kept_where_it_is(tmp_path: Path) -> None:
+    _, window = fill_window(own_directory(tmp_path, 0), 1)
+    memory = memory_for(tmp_path, window.index.file_bytes)
+    (region,) = keep_restored(memory, restored(window.index, window.content))
+    assert region.number == 1
+    assert memory.regions[0].iteration is None
+    assert not memory.regions[0].index_path.exists()
+
+
+@STATES
+def test_state_of_regions_of_another_size_is_not_brought_back(
+    make: Callable[[], State], tmp_path: Path
+) -> None:
+    index, content = make()
+    memory = memory_for(tmp_path, index.file_bytes + 4096)
+    assert keep_restored(memory, restored(index, content)) == []
+
+
+@STATES
+def test_state_that_lies_as_this_version_would_not_lay_it_is_not_brought_back(
+    make: Callable[[], State], tmp_path: Path
+) -> None:
+    index, content = make()
+    other = msgspec.structs.replace(index, header_checksum="0" * 16)
+    memory = memory_for(tmp_path, index.file_bytes)
+    assert keep_restored(memory, restored(other, content)) == []
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_one_region_stays_free_to_be_filled(tmp_path: Path) -> None:
+    for number in range(2):
+        fill_window(own_directory(tmp_path, 0), number)
+    memory = memory_for(tmp_path, make_window().index.file_bytes)
+    assert len(keep_restored(memory, restored())) == 1
+
+
+def test_peers_that_lack_the_state_get_all_of_it(tmp_path: Path) -> None:
+    window = make_window()
+    memory = memory_for(tmp_path, window.index.file_bytes)
+    state = restored(window.index, window.content, frozenset({3}))
+    (region,) = kept = keep_restored(memory, state)
+    replica = replica_to_send(kept, state)
+    assert replica is not None
+    assert (replica.region, replica.peers, replica.start_byte) == (region, frozenset({3}), 0)
+    assert replica.end_byte == window.layout.ends[-1]
+    assert replica.index.iteration == 7
+    assert replica.keep_iteration is None
+
+
+def test_nothing_is_sent_where_no_peer_lacks_it_or_this_rank_does(tmp_path: Path) -> None:
+    window = make_window()
+    memory = memory_for(tmp_path, window.index.file_bytes)
+    assert replica_to_send([], restored(peers=frozenset({3}))) is None
+    state = restored(window.index, window.content)
+    assert replica_to_send(keep_restored(memory, state), state) is None
+
+
+def test_state_that_is_in_more_than_its_region_is_not_sent(tmp_path: Path) -> None:
+    region, index = fill_region(own_directory(tmp_path, 0), iteration=7)
+    name, unit = next(iter(index.units.items()))
+    pooled = msgspec.structs.replace(unit, file="pool_1x64.safetensors")
+    index = msgspec.structs.replace(index, units={**index.units, name: pooled})
+    region.commit(encode(index), 7)
+    assert replica_to_send([region], restored(peers=frozenset({3}))) is None

@@ -1,0 +1,154 @@
+"""What the engine is told of a recovery: what only peers have, and which of them do not."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from moe_ft.formats import Index, UnitEntry
+from moe_ft.planning.recovery import RecoveryPlan, Source, Tier, Version
+from moe_ft.planning.strategies import DenseStrategy
+from moe_ft.recovery.handover import hand_over
+from moe_ft.recovery.recover import Recovered
+from moe_ft.recovery.restore import FetchedState, FetchedUnit
+from moe_ft.topology import RankInfo
+from moe_ft.units import parse_unit
+from tests.unit.moe_ft.builders import make_window
+
+PEERS = [
+    RankInfo(
+        rank=rank,
+        node=node,
+        stage=0,
+        pid=1,
+        address=None,
+        region_bytes=1,
+        slot_bytes=0,
+        num_slots=0,
+    )
+    for rank, node in ((2, "b"), (5, "c"))
+]
+WINDOW = make_window()
+Contents = dict[int, bytes]
+
+
+def source(tier: Tier, node: str | None, path: str, window: int = 3) -> Source:
+    return Source(
+        tier=tier,
+        version=Version(
+            rank=0,
+            iteration=7,
+            lineage="run-a",
+            history=((0, 0),),
+            node=node,
+            path=path,
+            is_replica=path.startswith("replica"),
+            window=window,
+        ),
+    )
+
+
+AT_2 = source(Tier.PEER, "b", "replica_00000_at_00002/region_0.json")
+AT_5 = source(Tier.PEER, "c", "replica_00000_at_00005/region_1.json")
+OWN = source(Tier.MEMORY, "a", "rank_00000/region_0.json")
+STORED = source(Tier.STORAGE, None, "iter_0000007/rank_00000.json")
+
+
+def content_of(unit: UnitEntry) -> bytes:
+    return WINDOW.content[unit.offset : unit.offset + unit.num_bytes]
+
+
+def fetched(index: Index = WINDOW.index, origin: Source = AT_2) -> FetchedState:
+    """Return a window that was read from one source."""
+
+    def read(units: dict[str, UnitEntry]) -> dict[str, FetchedUnit]:
+        return {
+            name: FetchedUnit(
+                unit=parse_unit(name),
+                source=origin,
+                entry=unit,
+                content=memoryview(content_of(unit)),
+                stays=False,
+            )
+            for name, unit in units.items()
+        }
+
+    return FetchedState(
+        index=index, units=read(index.units), compute=[read(each) for each in index.compute]
+    )
+
+
+def hand(sources: list[Source], state: FetchedState | None = None, **strategy: Any) -> Any:
+    """Return what the engine of rank 0 is told."""
+    plan = RecoveryPlan(
+        iteration=7, lineage="run-a", history=((0, 0),), sources={0: tuple(sources)}
+    )
+    recovered = Recovered(plan=plan, fetched=state or fetched())
+    used = SimpleNamespace(rotating=frozenset(), saves_all=True, **strategy)
+    return hand_over(recovered, used, Path("/memory/a"), 0, PEERS)  # type: ignore[arg-type]
+
+
+def test_nothing_is_told_where_nothing_was_recovered() -> None:
+    assert hand_over(Recovered(), DenseStrategy([]), Path(), 0, PEERS) is None
+
+
+def test_window_of_a_peer_is_handed_over_with_all_of_its_versions() -> None:
+    window = hand([AT_2]).window
+    assert window.index == WINDOW.index
+    assert {offset: bytes(content) for offset, content in window.contents.items()} == {
+        unit.offset: content_of(unit) for _, unit in WINDOW.index.entries()
+    }
+
+
+@pytest.mark.parametrize(
+    ("sources", "lacking"),
+    [
+        ([OWN], {2, 5}),
+        ([AT_2], {5}),
+        ([OWN, AT_5], {2}),
+        ([OWN, AT_2, AT_5], set()),
+        # A replica that another rank keeps, or that this one kept on a node that is now another's.
+        ([OWN, source(Tier.PEER, "b", "replica_00000_at_00003/region_0.json")], {2, 5}),
+        ([OWN, source(Tier.PEER, "d", "replica_00000_at_00002/region_0.json")], {2, 5}),
+        # What is on storage is safe.
+        ([AT_2, STORED], set()),
+    ],
+)
+def test_peers_without_the_state_are_named(sources: list[Source], lacking: set[int]) -> None:
+    assert hand(sources).peers_without == lacking
+
+
+def test_state_on_storage_needs_no_place_in_memory() -> None:
+    assert hand([AT_2, STORED]).window is None
+
+
+def test_only_one_snapshot_of_everything_on_storage_need_not_be_written_again() -> None:
+    whole = source(Tier.STORAGE, None, "iter_0000007/rank_00000.json", window=1)
+    assert not hand([AT_2, STORED]).is_on_storage
+    assert not hand([AT_2]).is_on_storage
+    assert hand([AT_2, whole]).is_on_storage
+
+
+def test_window_of_several_sources_that_differ_is_not_handed_over() -> None:
+    state = fetched()
+    name, unit = next(iter(state.units.items()))
+    other = msgspec.structs.replace(unit.entry, checksum="0" * 16)
+    state.units[name] = FetchedUnit(
+        unit=unit.unit, source=AT_5, entry=other, content=unit.content, stays=False
+    )
+    assert hand([AT_2, AT_5], state).window is None
+
+
+def test_window_of_which_this_rank_read_a_part_only_is_not_handed_over() -> None:
+    state = fetched()
+    state.units.popitem()
+    assert hand([AT_2], state).window is None
+
+
+def test_state_that_is_partly_in_a_pool_is_not_handed_over() -> None:
+    units = WINDOW.index.units.items()
+    pooled = {name: msgspec.structs.replace(unit, file="pool_1x64") for name, unit in units}
+    index = msgspec.structs.replace(WINDOW.index, units=pooled)
+    assert hand([AT_2], fetched(index)).window is None
