@@ -26,8 +26,9 @@ from moe_ft.engine.background import Report
 from moe_ft.events import EventLog, last_incarnation
 from moe_ft.faults import Phase
 from moe_ft.formats import IterationRecord
+from moe_ft.recovery.job import Recovery
 from moe_ft.recovery.job_loss import JobLoss
-from moe_ft.recovery.session import Recovery, Session
+from moe_ft.recovery.session import Session
 from moe_ft.state.digest import StateDigest, digest_state
 from moe_ft.state.record import IterationFacts, apply_rng
 from moe_ft.state.router_load import RouterLoad, table

@@ -8,18 +8,17 @@ Whether a window of snapshots begins, is complete or goes to storage is decided 
 sent it to the peers that take it, so there always is one that all ranks have.
 """
 
-import sys
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
 
 import torch
 
 from moe_ft.engine.agreement import Agreement
-from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.background import Report
 from moe_ft.engine.context import EngineContext, EngineSettings, Layouts, RestoredState
 from moe_ft.engine.layout import LazyLayout
+from moe_ft.engine.messages import Messages
 from moe_ft.engine.open_window import OpenWindow
 from moe_ft.engine.peers import PeerReplicator
 from moe_ft.engine.persist import PersistClient, WriterSupervisor, persist_deadline_s
@@ -29,7 +28,6 @@ from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.restored_memory import keep_restored, replica_to_send
 from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter
 from moe_ft.engine.storage_schedule import StorageSchedule
-from moe_ft.errors import DegradedError
 from moe_ft.formats import Index, decode
 from moe_ft.planning.strategies import Strategy, WindowPlan
 from moe_ft.state.record import CapturedRecord
@@ -38,8 +36,6 @@ FENCE_DEADLINE_S = 120.0
 _CLOSE_DEADLINE_S = 5.0
 _MOST_FAILURES_AT_END = 3
 _POLL_S = 0.01
-_PRINT_INTERVAL_S = 30.0
-_NOTABLE_STALL = 0.01  # of an iteration
 
 
 class CheckpointEngine:
@@ -59,7 +55,14 @@ class CheckpointEngine:
         self._layouts: dict[Hashable, LazyLayout] = {}
         self._num_lasting = 0  # layouts that are never forgotten
         self._versions = PoolVersions(context.memory.pool)
-        self._reports = Reports()
+        ranks = context.topology.ranks
+        same_stage = [each for each in ranks if each.stage == ranks[context.rank].stage]
+        self._messages = Messages(
+            context.rank,
+            is_first_of_stage=same_stage[0].rank == context.rank,
+            raises=settings.raises,
+        )
+        self._reports = self._messages.reports
         self._memory, self._regions = context.memory, context.memory.regions
         self._window: OpenWindow | None = None
         self._complete: Region | None = None
@@ -71,8 +74,6 @@ class CheckpointEngine:
         self._start_iteration = self._last_snapshot_iteration = 0
         self._is_start_safe = True  # fresh, or on storage as a whole
         self._has_tried_last = False
-        self._told_length = 0
-        self._printed_s: dict[str, float] = {}
         self._stall_s = 0.0
         self._tuner = IntervalTuner(settings.overhead_limit) if settings.interval is None else None
         self._replicator = (
@@ -310,36 +311,13 @@ class CheckpointEngine:
         for job in window.jobs:
             self._profile.note(job.num_bytes, job.copy_s, job.commit_s, job.replicate_s)
         if facts := window.facts():
-            self._report_window(last.iteration, facts)
+            self._messages.tell_window(last.iteration, facts, self._profile)
         if is_protected and not self._has_removed_left_overs:
             self._has_removed_left_overs = True
             self._memory.remove_left_overs()
         self._storage.note_complete()
         if self._tuner is not None and not self._storage.is_due:
             self._tuner.end_checkpoint(last.complete_s)
-
-    def _report_window(self, iteration: int, facts: dict[str, Any]) -> None:
-        """Say what a window was like, and once for each length if training has to wait for it."""
-        length, most = facts["length"], max(facts["bytes"], default=0)
-        stall_s = self._profile.expected_stall_s(most)
-        self._reports.add("window", iteration, **facts, expected_stall_s=stall_s)
-        is_new, self._told_length = self._told_length != length, length
-        most, profile = facts["largest_bytes"], self._profile
-        stall_s = profile.expected_stall_s(most)
-        if is_new and self._is_first_of_stage and stall_s > _NOTABLE_STALL * profile.iteration_s:
-            print(
-                f"moe_ft: rank {self._context.rank}: windows of {length} snapshots with up to "
-                f"{most / 2**20:.1f} MiB each hold up every iteration by about {stall_s:.3f} s of "
-                f"{profile.iteration_s:.3f} s. A longer --moe-ft-window or --moe-ft-max-window, or "
-                "more ranks, make them smaller.",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    @property
-    def _is_first_of_stage(self) -> bool:
-        rank, ranks = self._context.rank, self._context.topology.ranks
-        return rank == min(each.rank for each in ranks if each.stage == ranks[rank].stage)
 
     def _begin_window(self, iteration: int, *, is_last: bool = False) -> None:
         region = self._free_region()
@@ -399,29 +377,8 @@ class CheckpointEngine:
         return any(each.parameter.is_cuda for each in self._context.parameters)
 
     def drain(self, log: Callable[[Report], None]) -> None:
-        """Hand over the events since the last call, and print those that say that something failed.
-
-        Args:
-            log: called for each event.
-
-        Raises:
-            DegradedError: with --moe-ft-on-error=raise, if a part has failed.
-        """
-        failure = ""
-        for report in self._reports.drain():
-            log(report)
-            if report.event == "degraded":
-                failure = f"iteration {report.iteration}: {report.fields['part']}: {report.fields['reason']}"
-                self._print(report.fields["part"], failure)
-        if failure and self._settings.raises:
-            raise DegradedError(f"{failure} (--moe-ft-on-error=raise)")
-
-    def _print(self, part: str, failure: str) -> None:
-        """Print a failure, at most one of a part in a while: the event log has all of them."""
-        now = time.monotonic()
-        if now - self._printed_s.get(part, -_PRINT_INTERVAL_S) >= _PRINT_INTERVAL_S:
-            self._printed_s[part] = now
-            print(f"moe_ft: rank {self._context.rank}, {failure}", file=sys.stderr, flush=True)
+        """Hand over the events since the last call; see `Messages.drain`."""
+        self._messages.drain(log)
 
     def finish(self, iteration: int, capture: Callable[[], CapturedRecord]) -> None:
         """Training has ended: bring the last state to storage, if there is one, within a deadline.

@@ -8,7 +8,6 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,26 +28,24 @@ from moe_ft.engine.regions import node_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError, PlanError, SnapshotError
-from moe_ft.formats import Identity, IterationRecord, checksum
+from moe_ft.formats import Identity, checksum
 from moe_ft.planning.partial import PartialStrategy
 from moe_ft.planning.placement import (
     default_replication_factor,
     place_replicas,
     sources_of,
 )
-from moe_ft.planning.recovery import Tier
 from moe_ft.planning.sparse import SparseStrategy
 from moe_ft.planning.strategies import Strategy
 from moe_ft.recovery.assembly import (
-    ExpertFacts,
     build_strategy,
     division_of,
     ep_ranks_by_dp,
     measure_sizes,
     slice_assignment,
 )
-from moe_ft.recovery.conversion import Conversion
 from moe_ft.recovery.handover import hand_over
+from moe_ft.recovery.job import JobFacts, Recovery
 from moe_ft.recovery.job_loss import JobLoss, add_up
 from moe_ft.recovery.preflight import (
     Site,
@@ -62,63 +59,11 @@ from moe_ft.recovery.recover import Recovered, Recoverer
 from moe_ft.recovery.rotating import by_expert, versions_in
 from moe_ft.state import record as records
 from moe_ft.state.catalog import UnitCatalog
-from moe_ft.state.parameters import LocalParameter, StatePlaces, local_parameters
+from moe_ft.state.parameters import LocalParameter, local_parameters
 from moe_ft.topology import RankInfo, Topology
 
 # What else decides which slice of which parameter a rank has, such as the sizes of gradient buckets.
 _CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobFacts:
-    """What the training loop tells about the job and this rank.
-
-    Attributes:
-        stage: this rank's pipeline rank.
-        places, groups: this rank's places, and Megatron's ProcessGroupCollection.
-        fingerprint: the settings that state depends on, by flag.
-        replay_settings: those that what an iteration computes depends on, besides.
-        experts: of the model, and how many tokens they get.
-        iteration: where training goes on if nothing is recovered (--load may have set it).
-        is_deterministic: whether a replay computes the same bits.
-        timeout_s: of the job's process groups.
-    """
-
-    rank: int
-    world_size: int
-    stage: int
-    places: StatePlaces
-    groups: Any
-    fingerprint: dict[str, Any]
-    replay_settings: dict[str, Any]
-    experts: ExpertFacts
-    iteration: int
-    is_deterministic: bool
-    timeout_s: float
-
-
-@dataclass(kw_only=True, slots=True)
-class Recovery:
-    """What a start recovered, for the training loop and the event log.
-
-    Attributes:
-        iteration: where training goes on.
-        record: the record of that state; None if nothing was recovered.
-        conversion: what must be run again before; None if nothing.
-        sources: number of units by tier.
-        phases_s: seconds by phase.
-        problems: what was looked at and rejected, and why.
-        loss: what it cost; None where every snapshot holds every unit.
-    """
-
-    iteration: int
-    record: IterationRecord | None = None
-    conversion: Conversion | None = None
-    sources: Mapping[Tier, int] = field(default_factory=dict)
-    phases_s: dict[str, float] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    is_deterministic: bool = True
-    loss: JobLoss | None = None
 
 
 class Session:
@@ -187,6 +132,27 @@ class Session:
         self._stage.start(self._agreement.gather(self._facts.stage), self._facts.rank)
         server = self._meet()
         peers = self._place()
+        self._prepare(peers)
+        rotating = sorted(self._strategy.rotating)
+        origins = {} if self._strategy.saves_all else self._catalog.origins(rotating)
+        recovered = self._recover(origins)
+        recovery = Recovery(
+            iteration=self._facts.iteration,
+            is_deterministic=self._facts.is_deterministic,
+            phases_s=recovered.phases_s,
+            problems=recovered.problems,
+        )
+        if recovered.plan is not None:
+            recovery.iteration, recovery.record = recovered.plan.iteration, recovered.record
+            recovery.sources = dict(recovered.fetched.sources)
+            conversion = recovered.conversion
+            recovery.conversion = conversion if conversion and conversion.num_replays else None
+            recovery.loss = self._resume_strategy(recovered)
+        self._start_engine(recovered, origins, peers, server)
+        return recovery
+
+    def _prepare(self, peers: Sequence[tuple[int, ...]]) -> None:
+        """Check this machine's directories, claim them, and open what the flags name."""
         self._site = Site(
             config=self._config,
             job_id=self._job_id,
@@ -210,8 +176,8 @@ class Session:
             sources_of(peers, self._facts.rank),
             persists=self._config.storage.persists,
         )
-        rotating = sorted(self._strategy.rotating)
-        origins = {} if self._strategy.saves_all else self._catalog.origins(rotating)
+
+    def _recover(self, origins: Mapping[str, str]) -> Recovered:
         recoverer = Recoverer(
             self._config.recovery,
             self._site,
@@ -223,7 +189,7 @@ class Session:
             self._facts.replay_settings,
             self._token,
         )
-        recovered = recoverer.recover(
+        return recoverer.recover(
             self._catalog,
             self._strategy,
             origins,
@@ -231,20 +197,6 @@ class Session:
             self._facts.groups,
             self._phase_hook,
         )
-        recovery = Recovery(
-            iteration=self._facts.iteration,
-            is_deterministic=self._facts.is_deterministic,
-            phases_s=recovered.phases_s,
-            problems=recovered.problems,
-        )
-        if recovered.plan is not None:
-            recovery.iteration, recovery.record = recovered.plan.iteration, recovered.record
-            recovery.sources = dict(recovered.fetched.sources)
-            conversion = recovered.conversion
-            recovery.conversion = conversion if conversion and conversion.num_replays else None
-            recovery.loss = self._resume_strategy(recovered)
-        self._start_engine(recovered, origins, peers, server)
-        return recovery
 
     def _resume_strategy(self, recovered: Recovered) -> JobLoss | None:
         """Tell the strategy what was recovered; return what that cost. Called by all ranks."""
@@ -348,32 +300,8 @@ class Session:
         server: PeerServer,
     ) -> None:
         config, rank, plan = self._config, self._facts.rank, recovered.plan
-        identity = self._identity(recovered)
-        command = None
-        if self._site.is_lowest_on_node and config.storage.persists:
-            command = writer_command(
-                self._node_dir / "persist",
-                config.storage.persist_dir or "",
-                config.storage.keep,
-                os.getpid(),
-                self._job_id,
-                identity.lineage,
-                renew_lock=rank == 0,
-            )
-        context = EngineContext(
-            rank=rank,
-            topology=self._topology,
-            identity=identity,
-            parameters=self._parameters,
-            memory=self._memory,
-            origins=origins,
-            stage_load=self._stage if self._strategy.counted_layers else None,
-            peers=tuple(self._topology.ranks[peer] for peer in peers[rank]),
-            server=server,
-            token=self._token,
-            writer_command=command,
-            phase_hook=self._phase_hook,
-        )
+        own_peers = tuple(self._topology.ranks[peer] for peer in peers[rank])
+        context = self._context(recovered, origins, own_peers, server)
         settings = EngineSettings(
             interval=config.strategy.interval_iterations,
             overhead_limit=config.strategy.overhead_limit,
@@ -392,9 +320,9 @@ class Session:
 
         def start() -> None:
             try:
-                kept = None if plan is None else (identity.lineage, iteration)
+                kept = None if plan is None else (plan.lineage, iteration)
                 make_room(self._site, peers, kept)
-                restored = hand_over(recovered, self._strategy, self._node_dir, rank, context.peers)
+                restored = hand_over(recovered, self._strategy, self._node_dir, rank, own_peers)
                 self.engine.start(iteration, restored)
             except (OSError, SnapshotError) as error:
                 raise ConfigError(
@@ -405,6 +333,41 @@ class Session:
                 ) from error
 
         self._check_together(start)
+
+    def _context(
+        self,
+        recovered: Recovered,
+        origins: Mapping[str, str],
+        peers: tuple[RankInfo, ...],
+        server: PeerServer,
+    ) -> EngineContext:
+        """Return what the engine is given about this rank and the job."""
+        config, rank, identity = self._config, self._facts.rank, self._identity(recovered)
+        command = None
+        if self._site.is_lowest_on_node and config.storage.persists:
+            command = writer_command(
+                self._node_dir / "persist",
+                config.storage.persist_dir or "",
+                config.storage.keep,
+                os.getpid(),
+                self._job_id,
+                identity.lineage,
+                renew_lock=rank == 0,
+            )
+        return EngineContext(
+            rank=rank,
+            topology=self._topology,
+            identity=identity,
+            parameters=self._parameters,
+            memory=self._memory,
+            origins=origins,
+            stage_load=self._stage if self._strategy.counted_layers else None,
+            peers=peers,
+            server=server,
+            token=self._token,
+            writer_command=command,
+            phase_hook=self._phase_hook,
+        )
 
     def _identity(self, recovered: Recovered) -> Identity:
         plan = recovered.plan

@@ -1,0 +1,64 @@
+"""What a start is told of the job, and what it tells of its recovery."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_ft.formats import IterationRecord
+from moe_ft.planning.recovery import Tier
+from moe_ft.recovery.assembly import ExpertFacts
+from moe_ft.recovery.conversion import Conversion
+from moe_ft.recovery.job_loss import JobLoss
+from moe_ft.state.parameters import StatePlaces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFacts:
+    """What the training loop tells about the job and this rank.
+
+    Attributes:
+        stage: this rank's pipeline rank.
+        places, groups: this rank's places, and Megatron's ProcessGroupCollection.
+        fingerprint: the settings that state depends on, by flag.
+        replay_settings: those that what an iteration computes depends on, besides.
+        experts: of the model, and how many tokens they get.
+        iteration: where training goes on if nothing is recovered (--load may have set it).
+        is_deterministic: whether a replay computes the same bits.
+        timeout_s: of the job's process groups.
+    """
+
+    rank: int
+    world_size: int
+    stage: int
+    places: StatePlaces
+    groups: Any
+    fingerprint: dict[str, Any]
+    replay_settings: dict[str, Any]
+    experts: ExpertFacts
+    iteration: int
+    is_deterministic: bool
+    timeout_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class Recovery:
+    """What a start recovered, for the training loop and the event log.
+
+    Attributes:
+        iteration: where training goes on.
+        record: the record of that state; None if nothing was recovered.
+        conversion: what must be run again before; None if nothing.
+        sources: number of units by tier.
+        phases_s: seconds by phase.
+        problems: what was looked at and rejected, and why.
+        loss: what it cost; None where every snapshot holds every unit.
+    """
+
+    iteration: int
+    record: IterationRecord | None = None
+    conversion: Conversion | None = None
+    sources: Mapping[Tier, int] = field(default_factory=dict)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    is_deterministic: bool = True
+    loss: JobLoss | None = None

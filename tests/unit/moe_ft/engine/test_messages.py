@@ -1,0 +1,106 @@
+"""What is logged of background parts, what is printed, how often, and by whom."""
+
+from typing import Any
+
+import pytest
+
+from moe_ft.engine import messages
+from moe_ft.engine.background import Report
+from moe_ft.engine.messages import Messages
+from moe_ft.engine.profile import SnapshotProfile
+from moe_ft.errors import DegradedError
+
+MIB = 2**20
+
+
+def of_rank(rank: int = 0, *, is_first_of_stage: bool = True, raises: bool = False) -> Messages:
+    return Messages(rank, is_first_of_stage=is_first_of_stage, raises=raises)
+
+
+def drained(told: Messages) -> list[Report]:
+    found: list[Report] = []
+    told.drain(found.append)
+    return found
+
+
+def slow_profile() -> SnapshotProfile:
+    """Return that a MiB takes a second, in iterations of two seconds with one of forward and backward."""
+    profile = SnapshotProfile()
+    for _ in range(3):
+        profile.note_iteration(2.0)
+        profile.note_forward_backward(1.0)
+    profile.note(MIB, 1.0, 1.0, 0.0)
+    return profile
+
+
+def facts(length: int = 2, largest: int = 3 * MIB, **own: Any) -> dict[str, Any]:
+    return {"length": length, "bytes": [MIB, 2 * MIB], "largest_bytes": largest, **own}
+
+
+def test_failure_is_logged_each_time_and_printed_once_in_a_while(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(messages.time, "monotonic", lambda: now)
+    told = of_rank(3)
+    for iteration in (1, 2):
+        told.reports.degraded("persist", iteration, "no room")
+        assert [report.iteration for report in drained(told)] == [iteration]
+    now = 60.0
+    told.reports.degraded("persist", 3, "no room")
+    drained(told)
+    assert capsys.readouterr().err.splitlines() == [
+        "moe_ft: rank 3, iteration 1: persist: no room",
+        "moe_ft: rank 3, iteration 3: persist: no room",
+    ]
+
+
+def test_failures_of_different_parts_are_all_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    told = of_rank()
+    told.reports.degraded("persist", 1, "no room")
+    told.reports.degraded("replicate", 1, "no answer")
+    drained(told)
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_failure_ends_training_if_that_is_asked_for_and_is_logged_before() -> None:
+    told, found = of_rank(raises=True), list[Report]()
+    told.reports.add("snapshot", 1)
+    told.drain(found.append)
+    told.reports.degraded("persist", 2, "no room")
+    with pytest.raises(DegradedError, match="iteration 2: persist: no room"):
+        told.drain(found.append)
+    assert [report.event for report in found] == ["snapshot", "degraded"]
+
+
+def test_window_is_logged_with_the_stall_of_this_ranks_largest_snapshot() -> None:
+    told = of_rank()
+    told.tell_window(7, facts(reordered=True), slow_profile())
+    (report,) = drained(told)
+    assert (report.event, report.iteration) == ("window", 7)
+    assert report.fields == facts(reordered=True) | {"expected_stall_s": pytest.approx(1.0)}
+
+
+def test_stall_of_the_stages_largest_snapshot_is_printed_once_for_each_length(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = of_rank(4)
+    for length in (2, 2, 3):
+        told.tell_window(7, facts(length), slow_profile())
+    first, second = capsys.readouterr().err.splitlines()
+    assert "rank 4: windows of 2 snapshots with up to 3.0 MiB" in first
+    assert "about 2.000 s of 2.000 s" in first
+    assert "--moe-ft-max-window" in first
+    assert "windows of 3 snapshots" in second
+
+
+def test_other_ranks_of_the_stage_print_no_stall(capsys: pytest.CaptureFixture[str]) -> None:
+    told = of_rank(is_first_of_stage=False)
+    told.tell_window(7, facts(), slow_profile())
+    assert capsys.readouterr().err == ""
+    assert len(drained(told)) == 1
+
+
+def test_stall_that_hardly_matters_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    of_rank().tell_window(7, facts(largest=MIB), slow_profile())
+    assert capsys.readouterr().err == ""
