@@ -20,7 +20,7 @@ from moe_ft.engine.context import EngineContext, EngineSettings, Layouts, Restor
 from moe_ft.engine.layout import LazyLayout
 from moe_ft.engine.messages import Messages
 from moe_ft.engine.open_window import OpenWindow
-from moe_ft.engine.peers import PeerReplicator
+from moe_ft.engine.peers import PeerReplicator, Replica
 from moe_ft.engine.persist import PersistClient, WriterSupervisor, persist_deadline_s
 from moe_ft.engine.pool import PoolVersions
 from moe_ft.engine.profile import IntervalTuner, SnapshotProfile
@@ -69,6 +69,7 @@ class CheckpointEngine:
         self._complete_iteration: int | None = None  # known also where a peer alone has it
         self._has_removed_left_overs = False
         self._retained: list[Region] = []  # what was recovered rests on them
+        self._restored_replica: Replica | None = None
         self._forward_start_s: float | None = None
         self._profile = SnapshotProfile()
         self._start_iteration = self._last_snapshot_iteration = 0
@@ -139,11 +140,15 @@ class CheckpointEngine:
             self._make_layouts.place(unit, 0)
         context.server.keep(self._memory.replicas)
         self._writer.start()
-        if restored is not None and (replica := replica_to_send(self._retained, restored)):
-            self._writer.send(replica)
+        self._restored_replica = replica_to_send(self._retained, restored) if restored else None
         self._storage.start(restored.persisted_index if restored else "")
         if self._supervisor is not None:
             self._supervisor.start()
+
+    def protect(self) -> None:
+        """Bring what was recovered to peers that lack it; all ranks have started, and accept replicas."""
+        if self._restored_replica is not None:
+            self._writer.send(self._restored_replica)
 
     def before_step(self, tokens_per_expert: torch.Tensor | None = None) -> None:
         """The fence: wait until nothing reads weights and moments any more.

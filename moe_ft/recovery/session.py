@@ -333,6 +333,7 @@ class Session:
                 ) from error
 
         self._check_together(start)
+        self.engine.protect()
 
     def _context(
         self,
