@@ -3,6 +3,9 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
+from typing import Any
+
+import pytest
 
 Factors = Mapping[str, tuple[str, ...]]
 Pair = tuple[tuple[str, str], tuple[str, str]]
@@ -62,3 +65,8 @@ def coverage(runs: Sequence[Mapping[str, str]], factors: Factors) -> float:
     """Return the fraction of all pairs that the runs hold."""
     covered = set().union(*(pairs_of(values) for values in runs))
     return len(covered) / len(all_pairs(factors))
+
+
+def parameters[Case](cases: Sequence[Case], some: Sequence[Case]) -> list[Any]:
+    """Return cases for pytest, of which those that are not among some run in `make test-matrix` only."""
+    return [pytest.param(each, marks=() if each in some else pytest.mark.matrix) for each in cases]

@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_ft.faults import FAULT_PHASES, Phase
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import digests, events, run_training, run_with_restarts
+from tests.harness import events, run_with_restarts
 
 NUM_ITERATIONS = 7
 FAULT_ITERATION = 3
@@ -59,11 +59,6 @@ class Case:
         """Number of ranks."""
         return _WORLD_SIZE.get(self.layout, 4)
 
-    @property
-    def job(self) -> tuple[str, str, str]:
-        """What the run without faults depends on."""
-        return (self.layout, self.optimizer, self.precision)
-
 
 def job_flags(case: Case, dataset_flags: list[str]) -> list[str]:
     """Return the flags that the run has with and without faults."""
@@ -76,13 +71,6 @@ def job_flags(case: Case, dataset_flags: list[str]) -> list[str]:
     if "tp" in layout:
         changes["sequence_parallel"] = True
     return [*model_flags(**changes), *layout_flags(layout), *dataset_flags]
-
-
-def reference_digests(case: Case, dataset_flags: list[str], folder: Path) -> list[tuple[str, str]]:
-    """Train without checkpoints and faults; return every rank's digest."""
-    flags = [*job_flags(case, dataset_flags), *event_flags(folder)]
-    run_training(flags, case.world_size, log_dir=folder).check()
-    return digests(folder, case.world_size)
 
 
 def nodes_of(world_size: int) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import digests, events, run_training, run_with_restarts
+from tests.harness import events, run_with_restarts
 
 NUM_ITERATIONS = 11
 _BATCH = 16
@@ -110,11 +110,6 @@ class SparseCase:
         """Number of ranks."""
         return LAYOUTS[self.layout][0]
 
-    @property
-    def job(self) -> tuple[str, ...]:
-        """What the run without faults depends on."""
-        return self.layout, self.feature, self.precision, self.optimizer
-
 
 def job_flags(case: SparseCase, dataset_flags: Sequence[str]) -> list[str]:
     """Return the flags that the run has with and without checkpoints."""
@@ -137,15 +132,6 @@ def job_flags(case: SparseCase, dataset_flags: Sequence[str]) -> list[str]:
     if case.feature == "no-experts":
         layout = {name: size for name, size in layout.items() if name not in ("ep", "etp")}
     return [*model_flags(**changes), *layout_flags(layout), *dataset_flags]
-
-
-def reference_digests(
-    case: SparseCase, dataset_flags: Sequence[str], folder: Path
-) -> list[tuple[str, str]]:
-    """Train without checkpoints and faults; return every rank's digest."""
-    flags = [*job_flags(case, dataset_flags), *event_flags(folder)]
-    run_training(flags, case.world_size, log_dir=folder).check()
-    return digests(folder, case.world_size)
 
 
 def checkpoint_flags(case: SparseCase, memory_dir: Path, storage: Path) -> list[str]:

@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_job import CheckpointJob
+from tests.demo_model import event_flags
+from tests.harness import digests, run_training
+
+Digests = list[tuple[str, str]]
+Reference = Callable[[list[str], int], Digests]
 
 
 @pytest.fixture
@@ -17,12 +22,26 @@ def job(dataset_flags: list[str], tmp_path: Path, memory_dir: Path) -> Checkpoin
 
 
 @pytest.fixture(scope="session")
-def expected(
-    dataset_flags: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[str, str]]:
+def expected(dataset_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Digests:
     """Return the digests of the job's ranks when it takes no checkpoints and nothing fails."""
     folder = tmp_path_factory.mktemp("reference_job")
     return CheckpointJob(dataset_flags, folder, folder).reference()
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Return what trains without checkpoints and faults; runs with the same flags share the result."""
+    known: dict[tuple[str, ...], Digests] = {}
+
+    def train(flags: list[str], world_size: int) -> Digests:
+        """Return every rank's digest."""
+        if (key := (str(world_size), *flags)) not in known:
+            folder = tmp_path_factory.mktemp("reference")
+            run_training([*flags, *event_flags(folder)], world_size, log_dir=folder).check()
+            known[key] = digests(folder, world_size)
+        return known[key]
+
+    return train
 
 
 @pytest.fixture

@@ -1,47 +1,27 @@
 """After faults of every kind in every phase, on many layouts, the state is that of a run without them."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.covering import coverage, covering_array, first_runs
-from tests.fault_matrix import FACTORS, Case, describe, reference_digests, run_case
+from tests.covering import coverage, covering_array, first_runs, parameters
+from tests.distributed.conftest import Reference
+from tests.fault_matrix import FACTORS, Case, describe, job_flags, run_case
 from tests.harness import digests
 
 ALL_CASES = [Case(**values) for values in covering_array(FACTORS)]
 SOME_CASES = first_runs(ALL_CASES, 12, lambda case: case.values, lambda case: case.world_size)
-Reference = Callable[[Case], list[tuple[str, str]]]
 
 
-@pytest.fixture(scope="session")
-def reference(dataset_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Return the digests of the run without faults; cases of the same job share it."""
-    known: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
-
-    def get(case: Case) -> list[tuple[str, str]]:
-        if case.job not in known:
-            folder = tmp_path_factory.mktemp("reference")
-            known[case.job] = reference_digests(case, dataset_flags, folder)
-        return known[case.job]
-
-    return get
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case in SOME_CASES else pytest.mark.matrix)
-        for case in ALL_CASES
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", parameters(ALL_CASES, SOME_CASES), ids=str)
 def test_run_with_faults_ends_in_the_state_of_a_run_without(
     case: Case, reference: Reference, dataset_flags: list[str], tmp_path: Path, memory_dir: Path
 ) -> None:
     recoveries = run_case(case, dataset_flags, tmp_path, memory_dir)
     print(describe(case, recoveries))
-    assert digests(tmp_path / "events", case.world_size) == reference(case)
+    assert digests(tmp_path / "events", case.world_size) == reference(
+        job_flags(case, dataset_flags), case.world_size
+    )
 
 
 def test_covering_array_holds_every_pair_in_at_most_60_runs() -> None:
