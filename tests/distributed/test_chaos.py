@@ -15,10 +15,12 @@ from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import digests, events, run_training, run_with_restarts
 
 NUM_RANKS = 4
-NUM_ITERATIONS = 150
+NUM_ITERATIONS = 120
 KILLS_PER_RUN = 10
-_LAST_KILL_S = 5.0  # after the ranks have started; an iteration takes some tenths of a second
-_POLL_S = 0.02
+_MOST_ITERATIONS = 16  # that a start gets done, so that also windows of 5 are recovered
+_EARLY = 0.3  # of the kills come before the first iteration is done, in recovery and replay
+_LAST_KILL_S = 1.5  # after that; an iteration takes some tenths of a second
+_POLL_S = 0.1
 
 
 class Killer:
@@ -27,7 +29,7 @@ class Killer:
     def __init__(self, log: Path, seed: int) -> None:
         self._log, self._random = log, random.Random(seed)
         self._should_end = threading.Event()
-        self.kills: list[tuple[int, float]] = []
+        self.kills: list[tuple[int, int]] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> "Killer":
@@ -44,12 +46,21 @@ class Killer:
             if pids is None:
                 self._should_end.wait(_POLL_S)
                 continue
-            delay_s = self._random.uniform(0, _LAST_KILL_S)
-            self._should_end.wait(delay_s)
+            is_early = self._random.random() < _EARLY
+            num_iterations = 0 if is_early else self._random.randint(1, _MOST_ITERATIONS)
+            self._await_iterations(num_iterations)
+            self._should_end.wait(self._random.uniform(0, _LAST_KILL_S))
             victim = self._random.randrange(NUM_RANKS)
             with suppress(ProcessLookupError):
                 os.kill(pids[victim], signal.SIGKILL)
-            self.kills.append((victim, delay_s))
+            self.kills.append((victim, num_iterations))
+
+    def _await_iterations(self, count: int) -> None:
+        """Wait until this start has trained so many iterations, as rank 0 logs them."""
+        before = len(events(self._log, 0, "iteration"))
+        while len(events(self._log, 0, "iteration")) < before + count:
+            if self._should_end.wait(_POLL_S):
+                return
 
     def _pids_of_next_start(self) -> list[int] | None:
         """Return the process ids of all ranks, once all of the next incarnation have started."""
