@@ -86,14 +86,16 @@ class RestoredState:
         persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
             persist directory; empty if there is none.
         is_on_storage: whether storage has this state as one snapshot of everything.
-        window: what was read, where no region of this rank holds it and only its peers do.
-        peers_without: those of its peers that do not have it; none if storage has.
+        family: of the versions that were put back, as planning/recovery.py has it.
+        window: what was read, unless all of it lies in a region of this rank, or storage has it too.
+        peers_without: those of this rank's peers that do not have it; none if storage has.
     """
 
     indexes: frozenset[Path]
     rotating: Mapping[str, RestoredVersion]
     persisted_index: str
     is_on_storage: bool = False
+    family: tuple[int, int, int] = (0, 0, 0)
     window: RestoredWindow | None = None
     peers_without: frozenset[int] = frozenset()
 

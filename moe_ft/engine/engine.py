@@ -140,7 +140,13 @@ class CheckpointEngine:
             self._make_layouts.place(unit, 0)
         context.server.keep(self._memory.replicas)
         self._writer.start()
-        self._restored_replica = replica_to_send(self._retained, restored) if restored else None
+        if restored is not None and restored.peers_without:
+            self._restored_replica = replica_to_send(self._retained, restored)
+            if self._restored_replica is None:
+                reason = (
+                    "what was recovered does not fit this start's regions; peers get the next state"
+                )
+                self._reports.add("skipped", iteration, part="replicate", reason=reason)
         self._storage.start(restored.persisted_index if restored else "")
         if self._supervisor is not None:
             self._supervisor.start()
@@ -149,6 +155,7 @@ class CheckpointEngine:
         """Bring what was recovered to peers that lack it; all ranks have started, and accept replicas."""
         if self._restored_replica is not None:
             self._writer.send(self._restored_replica)
+            self._restored_replica = None
 
     def before_step(self, tokens_per_expert: torch.Tensor | None = None) -> None:
         """The fence: wait until nothing reads weights and moments any more.

@@ -28,6 +28,7 @@ from moe_ft.engine.peer_messages import (
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.formats import Index, IndexHead, UnitEntry, check_path, decode, encode
+from moe_ft.planning.recovery import family_of
 
 PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received
 _MAX_INDEX_BYTES = 1 << 30
@@ -198,12 +199,26 @@ def _region_for(request: Put, index: Index, memory: ReplicaMemory) -> Region:
                 return region
         raise CorruptStateError(f"there is no window that iteration {index.iteration} continues")
     free = [each for each in memory.regions if _may_go(each, request.keep_iteration)]
-    if not free:
+    if not free and len(memory.regions) == 1:
         raise CorruptStateError(
             f"all regions hold iteration {request.keep_iteration}, which must be kept"
         )
-    free[0].invalidate()
-    return free[0]
+    # The least valuable goes. Several may hold the iteration to keep, by different families of snapshots: a
+    # recovery prefers the best.
+    region = min(free or memory.regions, key=_worth)
+    region.invalidate()
+    return region
+
+
+def _worth(region: Region) -> tuple[int, int, int]:
+    """Return how much a recovery would prefer what a region holds to what others do."""
+    try:
+        index = decode(region.index_path.read_bytes(), IndexHead, str(region.index_path))
+    except (OSError, CorruptStateError):
+        return -1, 0, 1
+    if not index.is_whole:
+        return -1, 0, 0  # it would go on to look like the beginning of something
+    return family_of(index.iteration, index.window, index.identity.history)
 
 
 def _goes_on(region: Region, index: Index) -> bool:

@@ -15,59 +15,69 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peers import Replica
 from moe_ft.engine.regions import Region, Role
 from moe_ft.errors import SnapshotError
-from moe_ft.formats import Index, decode, encode
+from moe_ft.formats import Index, IndexHead, decode, encode
+from moe_ft.planning.recovery import family_of
 
 
 def keep_restored(memory: RankMemory, restored: RestoredState) -> list[Region]:
-    """Return the regions that the recovered state rests on, so that they are kept.
+    """Return the regions that the recovered state rests on, which must be kept; first the state itself.
 
     Args:
         memory: of this rank, open.
         restored: what a recovery put back.
-
-    Raises:
-        OSError: if the memory directory is full.
     """
     regions = memory.regions
-    if restored.window is not None and all(region.iteration is None for region in regions):
-        _fill(regions[0], restored.window)
-    wanted = [region for region in regions if region.iteration is not None]
-    wanted += [
+    found = [region for region in regions if region.iteration is not None]
+    found.sort(key=lambda region: _family_of(region) != restored.family)  # stable
+    if restored.window is not None:
+        # Also where a region has the state, but not intact.
+        is_here = bool(found) and _family_of(found[0]) == restored.family
+        others = [region for region in regions if region not in found]
+        region = found.pop(0) if is_here or not others else others[0]
+        if _fill(region, restored.window):
+            found.insert(0, region)
+    found += [
         region
         for region in regions
-        if region.index_path in restored.indexes and region not in wanted
+        if region.index_path in restored.indexes and region not in found
     ]
-    kept = wanted[: len(regions) - 1]  # one must be free to be filled
+    kept = found[: len(regions) - 1]  # one must be free to be filled
     for region in kept:
         region.advance(Role.RECOVERY)
     return kept
 
 
-def _fill(region: Region, window: RestoredWindow) -> None:
-    """Make a region what the one was that a window was read from, if regions are still laid out alike."""
+def _family_of(region: Region) -> tuple[int, int, int]:
+    index = decode(region.index_path.read_bytes(), IndexHead, str(region.index_path))
+    return family_of(index.iteration, index.window, index.identity.history)
+
+
+def _fill(region: Region, window: RestoredWindow) -> bool:
+    """Make a region what the one was that a window was read from; return False if that cannot be done."""
     index = window.index
     if index.file_bytes != region.num_bytes:
-        return
+        return False
     try:
         header = lay_out_again(index).header
-    except SnapshotError:
-        return
-    region.invalidate()
-    region.mapping[: len(header)] = header
-    for offset, content in window.contents.items():
-        region.mapping[offset : offset + len(content)] = content
-    named = msgspec.structs.replace(index, file=region.data_path.name)
-    region.commit(encode(named), index.iteration)
+        region.invalidate()
+        region.mapping[: len(header)] = header
+        for offset, content in window.contents.items():
+            region.mapping[offset : offset + len(content)] = content
+        named = msgspec.structs.replace(index, file=region.data_path.name)
+        region.commit(encode(named), index.iteration)
+    except (SnapshotError, OSError):  # laid out by another version, or no room for the index
+        return False
+    return True
 
 
 def replica_to_send(kept: Sequence[Region], restored: RestoredState) -> Replica | None:
-    """Return what peers must get that lack what was recovered, None if there is nothing.
+    """Return what peers must get that lack what was recovered, None if this rank has no such region.
 
     Args:
         kept: of `keep_restored`.
         restored: what a recovery put back.
     """
-    if not restored.peers_without or not kept:
+    if not kept or _family_of(kept[0]) != restored.family:
         return None
     region = kept[0]
     index = decode(region.index_path.read_bytes(), Index, str(region.index_path))

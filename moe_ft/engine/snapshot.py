@@ -42,6 +42,7 @@ from moe_ft.state.slices import DTYPES, own_slice, whole_tensor
 from moe_ft.units import Level
 
 _BATCH = 256
+_RETRY_S = 10.0  # for what was recovered
 
 
 class SnapshotState(IntEnum):
@@ -166,7 +167,10 @@ class SnapshotWriter:
         self._jobs.put(job)
 
     def send(self, replica: Replica) -> None:
-        """Send a window that was not taken by this writer, beside everything else."""
+        """Send a window that was recovered, before the snapshots that follow.
+
+        Its region is not overwritten before one of them is complete, so not while it is being sent.
+        """
         if self._sender is not None:
             self._sender.submit(replica)
 
@@ -374,7 +378,14 @@ class ReplicaSender:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (next_ := self._jobs.get()) is not None:
+        again: Replica | None = None
+        while True:
+            try:
+                next_ = self._jobs.get(timeout=_RETRY_S if again else None)
+            except queue.Empty:
+                next_ = (again, None) if again else None
+            if next_ is None:
+                return
             replica, job = next_
             start = time.perf_counter()
             try:
@@ -383,6 +394,8 @@ class ReplicaSender:
                 reason = f"{type(error).__name__}: {error}"
                 self._reports.degraded("replicate", replica.index.iteration, reason)
                 is_protected = False
+            # What was recovered is tried again until there is something newer to send.
+            again = replica if job is None and not is_protected else None
             if job is not None:
                 job.is_protected = is_protected
                 job.replicate_s = time.perf_counter() - start

@@ -146,7 +146,7 @@ def spread_over_ranks(full: Bytes) -> list[int]:
         out=(np.arange(num_units) + 0.5) / max(1, num_units),
         where=shares > 0,
     )
-    # Ranks must agree, so what differs by rounding only is the same place.
+    # What only rounding tells apart stays in the order that is wanted.
     found: list[int] = np.argsort(places.round(9), kind="stable").tolist()
     return found
 

@@ -53,12 +53,22 @@ class Version:
 
     @property
     def family(self) -> tuple[int, int, int]:
-        """What versions of several ranks must have in common to be used together, the best last.
+        """What versions of several ranks must have in common to be used together; see `family_of`."""
+        return family_of(self.iteration, self.window, self.history)
 
-        The units that a snapshot of a window has at FULL must be the same on all ranks, and incarnations may
-        have grouped them differently.
-        """
-        return self.iteration, -self.window, self.incarnation if self.window > 1 else 0
+
+def family_of(iteration: int, window: int, history: History) -> tuple[int, int, int]:
+    """Return what versions of several ranks must have in common to be used together, the best last.
+
+    The units that a snapshot of a window has at FULL must be the same on all ranks, and incarnations may
+    have grouped them differently.
+
+    Args:
+        iteration: of the state.
+        window: number of snapshots.
+        history: of the run up to the incarnation that wrote it.
+    """
+    return iteration, -window, history[-1][0] if window > 1 else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -97,7 +97,8 @@ class SparseStrategy:
         # Until something is counted any order will do.
         self._order = self._units.order(np.random.default_rng(0).random((len(layers), num_experts)))
         self._version = 0
-        self._frequencies: Any = None
+        self._frequencies: Any = None  # that the order was made for
+        self._refused: Any = None  # those of the last order that was not taken
         self._limits = self._limit()
         self.window = settings.window or self._longest
         self._budget: int | None = None
@@ -190,18 +191,22 @@ class SparseStrategy:
         if not self._popularity.has_counts:
             return _Reorder.NONE
         now, settings = self._popularity.frequencies(), self._settings
-        if self._frequencies is not None and not has_moved(
-            self._frequencies, now, change=settings.change, fraction=settings.fraction
-        ):
+
+        def has_moved_from(before: Any) -> bool:
+            return before is None or has_moved(
+                before, now, change=settings.change, fraction=settings.fraction
+            )
+
+        if not has_moved_from(self._frequencies):
             return _Reorder.NONE
+        if self._refused is not None and not has_moved_from(self._refused):
+            return _Reorder.REFUSED
         order = self._units.order(self._popularity.scores())
-        lengths = {self.window, self._lengths()[-1]}
-        if any(np.any(self._window_bytes(order.sizes, each) > self._limits) for each in lengths):
-            return (
-                _Reorder.REFUSED
-            )  # memory was made for another one; counts go on for the next try
         is_same = order.columns == self._order.columns
-        self._frequencies = now
+        if not is_same and not self._fits(order.sizes):
+            self._refused = now  # memory was made for another order; counts go on for the next try
+            return _Reorder.REFUSED
+        self._frequencies, self._refused = now, None
         self._popularity.restart()
         if is_same:
             return _Reorder.NONE
@@ -209,6 +214,11 @@ class SparseStrategy:
         self._version += 1
         self._cuts.clear()
         return _Reorder.DONE
+
+    def _fits(self, sizes: PositionSizes) -> bool:
+        """Return whether windows of an order fit into memory, now and when they get longer."""
+        lengths = {self.window, self._lengths()[-1]}
+        return all(np.all(self._window_bytes(sizes, each) <= self._limits) for each in lengths)
 
     def is_whole(self, iteration: int) -> bool:
         """Return whether a snapshot of this iteration holds everything."""

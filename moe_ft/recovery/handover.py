@@ -1,7 +1,6 @@
 """What the checkpoint engine is told of a recovery: which memory to keep, what to bring back to peers."""
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from moe_ft.engine.context import RestoredState, RestoredWindow
@@ -10,7 +9,7 @@ from moe_ft.engine.regions import rank_and_holder
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.planning.strategies import Strategy
 from moe_ft.recovery.recover import Recovered
-from moe_ft.recovery.restore import FetchedState
+from moe_ft.recovery.restore import FetchedState, FetchedUnit
 from moe_ft.topology import RankInfo
 
 
@@ -29,10 +28,13 @@ def hand_over(
     if recovered.plan is None:
         return None
     rotating = {str(unit) for unit in strategy.rotating}
+    iteration = recovered.plan.iteration
     fetched, sources = recovered.fetched, recovered.plan.sources[rank]
     is_stored = any(source.tier is Tier.STORAGE for source in sources)
     # With a pool a state is in more than its region: strategy partial takes the next one at once.
     is_at_risk = strategy.saves_all and not is_stored
+    is_in_place = is_at_risk and _is_in_place(fetched)
+    window = _window_of(fetched) if is_at_risk and not is_in_place else None
     return RestoredState(
         indexes=frozenset(
             node_dir / each.source.version.path
@@ -47,9 +49,26 @@ def hand_over(
         persisted_index=recovered.previous[0],
         is_on_storage=strategy.saves_all
         and any(source.tier is Tier.STORAGE and source.version.window == 1 for source in sources),
-        window=_window_of(fetched) if is_at_risk else None,
-        peers_without=_peers_without(sources, peers) if is_at_risk else frozenset(),
+        family=sources[0].version.family if sources else (iteration, 0, 0),
+        window=window,
+        peers_without=_peers_without(sources, peers)
+        if is_in_place or window is not None
+        else frozenset(),
     )
+
+
+def _is_in_place(fetched: FetchedState) -> bool:
+    """Return whether all that was read lies in one region of this rank itself."""
+    sources = {each.source for each in _units_of(fetched)}
+    return len(sources) <= 1 and all(
+        source.tier is Tier.MEMORY and not source.version.is_replica for source in sources
+    )
+
+
+def _units_of(fetched: FetchedState) -> Iterator[FetchedUnit]:
+    yield from fetched.units.values()
+    for weights in fetched.compute:
+        yield from weights.values()
 
 
 def _window_of(fetched: FetchedState) -> RestoredWindow | None:
@@ -57,10 +76,7 @@ def _window_of(fetched: FetchedState) -> RestoredWindow | None:
     index = fetched.index
     if index is None or any(unit.file for unit in index.units.values()):
         return None
-    units = chain(
-        fetched.units.values(), chain.from_iterable(each.values() for each in fetched.compute)
-    )
-    read = {each.entry.offset: each for each in units}
+    read = {each.entry.offset: each for each in _units_of(fetched)}
     checksums = {offset: each.entry.checksum for offset, each in read.items()}
     if checksums != {unit.offset: unit.checksum for _, unit in index.entries()}:
         return None  # sources differ

@@ -271,6 +271,28 @@ def test_peer_that_was_opened_again_does_not_go_on_with_what_it_finds(sender: Se
     assert sender.found() == {7: LENGTH}
 
 
+def test_older_window_goes_before_a_newer_one_where_nothing_must_be_kept(sender: Sender) -> None:
+    # What was recovered is sent again to peers that had not got it, and nothing else must be lost for it.
+    sender.send_all(OLD)
+    sender.send(NEW, 0, keep=4, region=1)
+    newest = window_at(8)
+    sender.send_all(newest, region=1)  # in place of what was begun
+    assert sender.found() == {4: LENGTH, 10: LENGTH}
+    sender.send_all(window_at(11), region=0)
+    assert sender.found() == {10: LENGTH, 13: LENGTH}
+
+
+def test_of_two_states_of_the_iteration_to_keep_the_one_stays_that_a_recovery_prefers(
+    sender: Sender,
+) -> None:
+    # A training that ended leaves a window and, at the same iteration, one snapshot of everything.
+    sender.send_all(NEW)
+    sender.send_all(window_at(7, 1), keep=7, region=1)
+    assert len(list(sender.peer.regions[0].directory.glob("region_*.json"))) == 2
+    sender.send_all(window_at(8), keep=7)
+    assert sender.found() == {7: 1, 10: LENGTH}
+
+
 # Stretches that do not continue what is there
 
 

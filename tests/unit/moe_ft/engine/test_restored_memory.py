@@ -9,7 +9,7 @@ import pytest
 from moe_ft.engine.checks import check_units
 from moe_ft.engine.context import RestoredState, RestoredWindow
 from moe_ft.engine.memory import RankMemory, holds
-from moe_ft.engine.regions import Role, own_directory
+from moe_ft.engine.regions import Region, Role, own_directory
 from moe_ft.engine.restored_memory import keep_restored, replica_to_send
 from moe_ft.formats import Index, decode, encode
 from moe_ft.topology import RankInfo, Topology
@@ -63,6 +63,7 @@ def restored(
         indexes=frozenset(),
         rotating={},
         persisted_index="",
+        family=(7, -3 if index is None else -index.window, 0),
         window=window,
         peers_without=peers,
     )
@@ -87,10 +88,49 @@ def test_state_that_was_read_from_a_peer_is_a_region_of_this_rank_again(
 def test_state_that_is_in_own_memory_is_kept_where_it_is(tmp_path: Path) -> None:
     _, window = fill_window(own_directory(tmp_path, 0), 1)
     memory = memory_for(tmp_path, window.index.file_bytes)
-    (region,) = keep_restored(memory, restored(window.index, window.content))
+    (region,) = keep_restored(memory, restored())
     assert region.number == 1
     assert memory.regions[0].iteration is None
     assert not memory.regions[0].index_path.exists()
+
+
+def test_state_that_is_damaged_in_own_memory_is_repaired_in_its_place(tmp_path: Path) -> None:
+    damaged, window = fill_window(own_directory(tmp_path, 0), 1)
+    unit = next(iter(window.index.compute[0].values()))
+    damaged.mapping[unit.offset] ^= 1
+    memory = memory_for(tmp_path, window.index.file_bytes)
+    (region,) = keep_restored(memory, restored(window.index, window.content))
+    assert (region.number, region.iteration) == (1, 7)
+    assert not memory.regions[0].index_path.exists()
+    found = decode(region.index_path.read_bytes(), Index, "")
+    check_units(found, {"": memoryview(region.mapping)}, "region")
+
+
+def test_of_two_states_of_one_iteration_the_one_that_was_put_back_is_kept_and_sent(
+    tmp_path: Path,
+) -> None:
+    for number, length in ((0, 2), (1, 3)):
+        directory = own_directory(tmp_path, 0)
+        fill_window(directory, number, first_iteration=8 - length, length=length)
+    memory = memory_for(tmp_path, make_window().index.file_bytes)
+    state = restored(peers=frozenset({3}))
+    kept = keep_restored(memory, state)
+    assert [region.number for region in kept] == [1]
+    replica = replica_to_send(kept, state)
+    assert replica is not None and replica.index.window == 3
+
+
+def test_state_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, content = sparse_state()
+    memory = memory_for(tmp_path, index.file_bytes)
+
+    def commit(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Region, "commit", commit)
+    assert keep_restored(memory, restored(index, content)) == []
 
 
 @STATES
@@ -133,12 +173,10 @@ def test_peers_that_lack_the_state_get_all_of_it(tmp_path: Path) -> None:
     assert replica.keep_iteration is None
 
 
-def test_nothing_is_sent_where_no_peer_lacks_it_or_this_rank_does(tmp_path: Path) -> None:
-    window = make_window()
-    memory = memory_for(tmp_path, window.index.file_bytes)
+def test_rank_that_has_no_region_with_the_state_sends_nothing(tmp_path: Path) -> None:
     assert replica_to_send([], restored(peers=frozenset({3}))) is None
-    state = restored(window.index, window.content)
-    assert replica_to_send(keep_restored(memory, state), state) is None
+    region, _ = fill_window(own_directory(tmp_path, 0), first_iteration=4)
+    assert replica_to_send([region], restored(peers=frozenset({3}))) is None
 
 
 def test_state_that_is_in_more_than_its_region_is_not_sent(tmp_path: Path) -> None:

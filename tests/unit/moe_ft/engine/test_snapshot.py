@@ -31,6 +31,7 @@ from tests.unit.moe_ft.builders import (
     make_optimizer,
     make_parameter,
     make_record,
+    make_window,
     window_position,
 )
 from tests.waiting import wait_for
@@ -623,6 +624,72 @@ def test_time_of_sending_is_added_to_that_of_the_snapshot(
     job = sending.job(0)
     sending.run(job)
     assert job.complete_s == pytest.approx(job.commit_s + job.replicate_s)
+
+
+def recovered(sending: Trainer) -> Replica:
+    """Return what peers are to get that a recovery has left."""
+    window = make_window(first_iteration=FIRST_ITERATION - LENGTH)
+    return Replica(
+        region=sending.regions[1],
+        pool=None,
+        index=window.index,
+        start_byte=0,
+        end_byte=window.layout.ends[-1],
+        keep_iteration=None,
+    )
+
+
+def test_what_was_recovered_is_sent_before_the_snapshots_that_follow(
+    sending: Trainer, recorder: Recorder
+) -> None:
+    recorder.may_go_on.clear()
+    replica = recovered(sending)
+    sending.writer.send(replica)
+    job = sending.job(0)
+    sending.writer.submit(job)
+    wait_for(lambda: job.commit_s, "the snapshot to be committed")
+    assert recorder.replicas == [replica]
+    assert job.state is RUNNING
+    recorder.may_go_on.set()
+    wait_for(lambda: job.state is COMPLETE, "the snapshot to be complete")
+    assert [each.index.iteration for each in recorder.replicas] == [4, FIRST_ITERATION]
+
+
+@pytest.mark.parametrize("failure", [False, ValueError("a mistake of ours")], ids=str)
+def test_what_was_recovered_is_tried_again_until_peers_have_it(
+    failure: bool | Exception,
+    sending: Trainer,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moe_ft.engine.snapshot._RETRY_S", 0.01)
+    recorder.answer = failure
+    replica = recovered(sending)
+    sending.writer.send(replica)
+    wait_for(lambda: len(recorder.replicas) > 2, "it to be tried again")
+    recorder.answer = True
+    number = len(recorder.replicas)
+    wait_for(lambda: len(recorder.replicas) > number, "peers to have it")
+    assert sending.take(0) is COMPLETE
+    assert recorder.replicas.count(replica) <= number + 1  # never again after that
+    assert recorder.replicas[-1].index.iteration == FIRST_ITERATION
+
+
+def test_what_was_recovered_is_not_tried_again_after_something_newer(
+    sending: Trainer, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_ft.engine.snapshot._RETRY_S", 0.01)
+    recorder.answer = False
+    sending.writer.send(recovered(sending))
+    wait_for(lambda: len(recorder.replicas) > 1, "it to be tried again")
+    for position in range(LENGTH):
+        sending.take(position)
+    assert [each.index.iteration for each in recorder.replicas][-LENGTH:] == [5, 6, 7]
+
+
+def test_writer_without_peers_sends_nothing(trainer: Trainer) -> None:
+    trainer.writer.send(recovered(trainer))
+    assert trainer.take(0) is COMPLETE
 
 
 def test_writer_that_is_closed_sends_what_was_committed_before(

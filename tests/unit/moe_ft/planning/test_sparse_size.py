@@ -442,7 +442,7 @@ def test_work_of_a_position_is_what_a_token_passes_through() -> None:
     assert sorted(work[:4]) == [10.0] * 4
     assert sorted(work[4:]) == [0, 1, 4, 4, 6, 6]
     owned = position_sizes(units, SavingLayout(dp=4, ep=2), ByteModel()).full[:, 4:].sum(axis=0)
-    assert [size // 12 or 0 for size in owned] == [max(1, size) for size in work[4:]]
+    assert [size // 12 for size in owned] == [max(1, size) for size in work[4:]]
 
 
 def test_ettr_is_the_product_of_overhead_and_recovery() -> None:

@@ -1,5 +1,6 @@
 """What the engine is told of a recovery: what only peers have, and which of them do not."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,13 +81,15 @@ def fetched(index: Index = WINDOW.index, origin: Source = AT_2) -> FetchedState:
     )
 
 
-def hand(sources: list[Source], state: FetchedState | None = None, **strategy: Any) -> Any:
+def hand(
+    sources: list[Source], state: FetchedState | None = None, *, saves_all: bool = True
+) -> Any:
     """Return what the engine of rank 0 is told."""
     plan = RecoveryPlan(
         iteration=7, lineage="run-a", history=((0, 0),), sources={0: tuple(sources)}
     )
     recovered = Recovered(plan=plan, fetched=state or fetched())
-    used = SimpleNamespace(rotating=frozenset(), saves_all=True, **strategy)
+    used = SimpleNamespace(rotating=frozenset(), saves_all=saves_all)
     return hand_over(recovered, used, Path("/memory/a"), 0, PEERS)  # type: ignore[arg-type]
 
 
@@ -105,7 +108,6 @@ def test_window_of_a_peer_is_handed_over_with_all_of_its_versions() -> None:
 @pytest.mark.parametrize(
     ("sources", "lacking"),
     [
-        ([OWN], {2, 5}),
         ([AT_2], {5}),
         ([OWN, AT_5], {2}),
         ([OWN, AT_2, AT_5], set()),
@@ -118,6 +120,33 @@ def test_window_of_a_peer_is_handed_over_with_all_of_its_versions() -> None:
 )
 def test_peers_without_the_state_are_named(sources: list[Source], lacking: set[int]) -> None:
     assert hand(sources).peers_without == lacking
+
+
+def test_family_is_that_of_the_versions_that_were_put_back() -> None:
+    assert hand([AT_2, OWN]).family == (7, -3, 0)
+
+
+def test_window_that_is_intact_in_own_memory_is_not_handed_over_and_goes_to_peers() -> None:
+    told = hand([OWN, AT_2], fetched(origin=OWN))
+    assert (told.window, told.peers_without) == (None, {5})
+
+
+def test_window_of_which_a_part_came_from_elsewhere_is_handed_over() -> None:
+    state = fetched(origin=OWN)
+    weights = state.compute[0]
+    name = next(iter(weights))
+    weights[name] = replace(weights[name], source=AT_2)
+    assert hand([OWN, AT_2], state).window is not None
+
+
+def test_replica_on_the_own_node_is_not_the_ranks_own_memory() -> None:
+    here = source(Tier.MEMORY, "a", "replica_00000_at_00001/region_0.json")
+    assert hand([here], fetched(origin=here)).window is not None
+
+
+def test_nothing_is_brought_back_where_a_state_is_in_more_than_a_region() -> None:
+    told = hand([AT_2], saves_all=False)
+    assert (told.window, told.peers_without) == (None, frozenset())
 
 
 def test_state_on_storage_needs_no_place_in_memory() -> None:
@@ -138,7 +167,8 @@ def test_window_of_several_sources_that_differ_is_not_handed_over() -> None:
     state.units[name] = FetchedUnit(
         unit=unit.unit, source=AT_5, entry=other, content=unit.content, stays=False
     )
-    assert hand([AT_2, AT_5], state).window is None
+    told = hand([AT_2, AT_5], state)
+    assert (told.window, told.peers_without) == (None, frozenset())
 
 
 def test_window_of_which_this_rank_read_a_part_only_is_not_handed_over() -> None:
