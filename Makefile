@@ -35,7 +35,7 @@ chaos: .venv/installed
 check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy moe_ft megatron/fault_tolerance
+	$(BIN)/mypy moe_ft megatron/fault_tolerance kernels
 	$(BIN)/python -m pytest tests/unit --quiet
 
 bench: .venv/installed

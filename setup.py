@@ -4,7 +4,10 @@ from setuptools import find_namespace_packages, setup
 
 setup(
     packages=find_namespace_packages(
-        include=["moe_ft", "moe_ft.*", "megatron.fault_tolerance", "megatron.fault_tolerance.*"]
+        include=[
+            *("moe_ft", "moe_ft.*", "kernels"),
+            *("megatron.fault_tolerance", "megatron.fault_tolerance.*"),
+        ]
     ),
     py_modules=["pretrain_gpt_moe"],
 )

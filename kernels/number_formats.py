@@ -1,0 +1,87 @@
+"""The floating-point formats that state can be packed in, and what rounding to them means.
+
+From fp32, to nearest, ties to even. A finite number never becomes an infinity: beyond the largest it is that
+one. An infinity stays one where the format has them and is NaN otherwise (e4m3). Every NaN becomes the
+format's canonical quiet one, of the same sign.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumberFormat:
+    """Layout of a binary floating-point format: sign, exponent, mantissa, from the highest bit on.
+
+    Attributes:
+        name: as in --moe-ft-state-dtype.
+        dtype: torch's.
+        code_dtype: integers of the same width.
+        exponent_bits, mantissa_bits: widths.
+        max_code: of the largest finite number; codes are without the sign.
+        infinity_code: of infinity; where there is none, that of NaN.
+        nan_code: of the canonical NaN.
+    """
+
+    name: str
+    dtype: torch.dtype
+    code_dtype: torch.dtype
+    exponent_bits: int
+    mantissa_bits: int
+    max_code: int
+    infinity_code: int
+    nan_code: int
+
+    @property
+    def bias(self) -> int:
+        """What is added to an exponent."""
+        return (1 << (self.exponent_bits - 1)) - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a number."""
+        return (1 + self.exponent_bits + self.mantissa_bits) // 8
+
+
+BF16 = NumberFormat(
+    name="bf16",
+    dtype=torch.bfloat16,
+    code_dtype=torch.int16,
+    exponent_bits=8,
+    mantissa_bits=7,
+    max_code=0x7F7F,
+    infinity_code=0x7F80,
+    nan_code=0x7FC0,
+)
+FP16 = NumberFormat(
+    name="fp16",
+    dtype=torch.float16,
+    code_dtype=torch.int16,
+    exponent_bits=5,
+    mantissa_bits=10,
+    max_code=0x7BFF,
+    infinity_code=0x7C00,
+    nan_code=0x7E00,
+)
+E4M3 = NumberFormat(  # torch.float8_e4m3fn: no infinities, one NaN, up to 448
+    name="fp8-e4m3",
+    dtype=torch.float8_e4m3fn,
+    code_dtype=torch.uint8,
+    exponent_bits=4,
+    mantissa_bits=3,
+    max_code=0x7E,
+    infinity_code=0x7F,
+    nan_code=0x7F,
+)
+E5M2 = NumberFormat(
+    name="fp8-e5m2",
+    dtype=torch.float8_e5m2,
+    code_dtype=torch.uint8,
+    exponent_bits=5,
+    mantissa_bits=2,
+    max_code=0x7B,
+    infinity_code=0x7C,
+    nan_code=0x7E,
+)
+FORMATS = {each.name: each for each in (BF16, FP16, E4M3, E5M2)}

@@ -1,0 +1,109 @@
+"""Blocks are scaled to the range of the format; what is lost is bounded, whatever the numbers' size."""
+
+import pytest
+import torch
+
+from kernels.block_scaling import BLOCK, ScaleKind, num_blocks, round_to_blocks, widen_blocks
+from kernels.number_formats import E4M3, E5M2, NumberFormat
+from kernels.rounding import widen
+
+EACH = pytest.mark.parametrize("of", [E4M3, E5M2], ids=lambda of: of.name)
+KINDS = pytest.mark.parametrize("kind", list(ScaleKind))
+
+
+def numbers(count: int, size: float = 1.0, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * size
+
+
+def largest(of: NumberFormat) -> float:
+    return float(torch.finfo(of.dtype).max)
+
+
+@EACH
+@KINDS
+@pytest.mark.parametrize("count", [1, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
+@pytest.mark.parametrize("size", [1e-30, 1e-8, 1.0, 1e20])
+def test_error_is_at_most_half_a_step_of_the_format_in_its_block(
+    of: NumberFormat, kind: ScaleKind, count: int, size: float
+) -> None:
+    values = numbers(count, size)
+    rounded, scales = round_to_blocks(values, of, kind)
+    assert (rounded.dtype, rounded.shape, scales.shape) == (
+        of.dtype,
+        (count,),
+        (num_blocks(count),),
+    )
+    found = widen_blocks(rounded, scales, of).double()
+    of_block = scales.double().repeat_interleave(BLOCK)[:count]
+    # Normal numbers of the format: half of the last place; below, half of its smallest step.
+    step = 2.0 ** (1 - of.bias - of.mantissa_bits) * of_block
+    allowed = torch.maximum(values.double().abs() * 2.0 ** -(of.mantissa_bits + 1), step / 2)
+    assert ((found - values.double()).abs() <= allowed * (1 + 1e-6)).all()
+
+
+@EACH
+def test_largest_of_a_block_is_the_largest_of_the_format(of: NumberFormat) -> None:
+    values = numbers(1000)
+    rounded, _ = round_to_blocks(values, of, ScaleKind.FP32)
+    wide = widen(rounded, of).abs()
+    for start in range(0, 1000, BLOCK):
+        assert float(wide[start : start + BLOCK].max()) == largest(of)
+
+
+@EACH
+def test_powers_of_two_are_used_as_far_as_they_go(of: NumberFormat) -> None:
+    values = numbers(1000)
+    rounded, scales = round_to_blocks(values, of, ScaleKind.POWER_OF_TWO)
+    mantissas, _ = torch.frexp(scales)
+    assert set(mantissas.tolist()) == {0.5}
+    wide = widen(rounded, of).abs()
+    for start in range(0, 1000, BLOCK):
+        assert largest(of) / 2 * 0.9 <= float(wide[start : start + BLOCK].max()) <= largest(of)
+
+
+@EACH
+@KINDS
+def test_block_of_zeros_stays_one(of: NumberFormat, kind: ScaleKind) -> None:
+    rounded, scales = round_to_blocks(torch.zeros(200), of, kind)
+    assert scales.tolist() == [1.0, 1.0]
+    assert not widen_blocks(rounded, scales, of).any()
+
+
+@KINDS
+def test_what_is_not_finite_stays_so_and_spoils_no_other_number(kind: ScaleKind) -> None:
+    values = numbers(BLOCK)
+    spoiled = values.clone()
+    spoiled[3], spoiled[5], spoiled[7] = torch.nan, torch.inf, -torch.inf
+    for of in (E4M3, E5M2):
+        found = widen_blocks(*round_to_blocks(spoiled, of, kind), of)
+        assert torch.isnan(found[3])
+        for place, sign in ((5, 1), (7, -1)):
+            expected = torch.isnan(found[place]) if of is E4M3 else found[place] == sign * torch.inf
+            assert expected
+        others = torch.isfinite(spoiled)
+        assert torch.isfinite(found[others]).all()
+
+
+@KINDS
+def test_smallest_and_largest_numbers_of_fp32_have_a_scale(kind: ScaleKind) -> None:
+    info = torch.finfo(torch.float32)
+    for value in (info.smallest_normal, 2.0**-149, info.max):
+        values = torch.full((BLOCK,), value)
+        rounded, scales = round_to_blocks(values, E4M3, kind)
+        assert torch.isfinite(scales).all() and (scales > 0).all()
+        assert torch.isfinite(widen_blocks(rounded, scales, E4M3)).all()
+
+
+@EACH
+@KINDS
+def test_rounding_again_changes_nothing(of: NumberFormat, kind: ScaleKind) -> None:
+    values = numbers(1000)
+    once = widen_blocks(*round_to_blocks(values, of, ScaleKind.POWER_OF_TWO), of)
+    twice = widen_blocks(*round_to_blocks(once, of, ScaleKind.POWER_OF_TWO), of)
+    assert torch.equal(once, twice)
+
+
+def test_no_numbers_have_no_blocks() -> None:
+    rounded, scales = round_to_blocks(torch.zeros(0), E4M3, ScaleKind.FP32)
+    assert (rounded.numel(), scales.numel()) == (0, 0)
+    assert widen_blocks(rounded, scales, E4M3).numel() == 0
