@@ -28,7 +28,6 @@ def hand_over(
     if recovered.plan is None:
         return None
     rotating = {str(unit) for unit in strategy.rotating}
-    iteration = recovered.plan.iteration
     fetched, sources = recovered.fetched, recovered.plan.sources[rank]
     is_stored = any(source.tier is Tier.STORAGE for source in sources)
     # With a pool a state is in more than its region: strategy partial takes the next one at once.
@@ -49,7 +48,7 @@ def hand_over(
         persisted_index=recovered.previous[0],
         is_on_storage=strategy.saves_all
         and any(source.tier is Tier.STORAGE and source.version.window == 1 for source in sources),
-        family=sources[0].version.family if sources else (iteration, 0, 0),
+        family=sources[0].version.family,  # a plan has some for every rank
         window=window,
         peers_without=_peers_without(sources, peers)
         if is_in_place or window is not None
