@@ -2,6 +2,9 @@
 
 A block's scale maps its largest finite magnitude to the largest number of the format. It is an fp32 number,
 or the next power of two, by which multiplying and dividing is exact.
+
+No step makes or needs a subnormal fp32 number, which some machines take for zero: what is computed here is what
+the kernels compute.
 """
 
 from enum import StrEnum
@@ -12,7 +15,8 @@ from kernels.number_formats import NumberFormat
 from kernels.rounding import round_to, widen
 
 BLOCK = 128
-_SMALLEST_SCALE = 2.0**-126  # normal, so that dividing by it is the same on every machine
+# The smallest number of a format times it is a normal one; a subnormal number divided by it is rounded to 0.
+SMALLEST_SCALE = 2.0**-108
 _EXPONENT = 0x7F800000
 
 
@@ -31,7 +35,7 @@ def num_blocks(count: int) -> int:
 def round_to_blocks(
     values: torch.Tensor, to: NumberFormat, kind: ScaleKind
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide each block by its scale and round it.
+    """Multiply each block by the reciprocal of its scale and round it.
 
     Args:
         values: ``[n]`` fp32. NaN and infinities do not count for the scale, and become what the format
@@ -49,8 +53,10 @@ def round_to_blocks(
     if kind is ScaleKind.POWER_OF_TWO:
         bits = scales.view(torch.int32)
         scales = ((bits + 0x7FFFFF) & _EXPONENT).view(torch.float32)
-    scales = torch.where(largest > 0, scales.clamp(min=_SMALLEST_SCALE), 1.0)
-    rounded = round_to(blocks / scales[:, None], to)
+    scales = torch.where(largest > 0, scales.clamp(min=SMALLEST_SCALE), 1.0)
+    # Products of NaN differ among machines.
+    scaled = torch.where(is_finite, blocks * (1.0 / scales)[:, None], blocks)
+    rounded = round_to(scaled, to)
     return rounded.reshape(-1)[: values.numel()], scales
 
 
@@ -63,10 +69,10 @@ def widen_blocks(rounded: torch.Tensor, scales: torch.Tensor, of: NumberFormat) 
         of: the format.
     """
     blocks = _in_blocks(widen(rounded, of))
-    wide = blocks * scales[:, None]
     # Rounded up, the largest numbers of fp32 would be beyond it.
     most = torch.finfo(torch.float32).max
-    wide = torch.where(torch.isfinite(blocks), wide.clamp(-most, most), wide)
+    wide = (blocks * scales[:, None]).clamp(-most, most)
+    wide = torch.where(torch.isfinite(blocks), wide, blocks)
     return wide.reshape(-1)[: rounded.numel()]
 
 

@@ -1,6 +1,6 @@
 """The floating-point formats that state can be packed in, and what rounding to them means.
 
-From fp32, to nearest, ties to even. A finite number never becomes an infinity: beyond the largest it is that
+From fp32 to shorter ones, to nearest, ties to even. A finite number never becomes an infinity: beyond the largest it is that
 one. An infinity stays one where the format has them and is NaN otherwise (e4m3). Every NaN becomes the
 format's canonical quiet one, of the same sign.
 """
@@ -44,6 +44,16 @@ class NumberFormat:
         return (1 + self.exponent_bits + self.mantissa_bits) // 8
 
 
+FP32 = NumberFormat(
+    name="fp32",
+    dtype=torch.float32,
+    code_dtype=torch.int32,
+    exponent_bits=8,
+    mantissa_bits=23,
+    max_code=0x7F7FFFFF,
+    infinity_code=0x7F800000,
+    nan_code=0x7FC00000,
+)
 BF16 = NumberFormat(
     name="bf16",
     dtype=torch.bfloat16,
@@ -84,4 +94,5 @@ E5M2 = NumberFormat(
     infinity_code=0x7C,
     nan_code=0x7E,
 )
-FORMATS = {each.name: each for each in (BF16, FP16, E4M3, E5M2)}
+FORMATS = {each.name: each for each in (BF16, FP16, E4M3, E5M2)}  # shorter than fp32
+FORMAT_OF = {each.dtype: each for each in (FP32, *FORMATS.values())}

@@ -6,11 +6,25 @@ is computed here in torch is what the kernels compute too, step by step.
 
 import torch
 
-from kernels.number_formats import NumberFormat
+from kernels.number_formats import FORMAT_OF, FP32, NumberFormat
 
 _MANTISSA_BITS, _BIAS = 23, 127  # of fp32
 _MAGNITUDE, _INFINITY, _MANTISSA = 0x7FFFFFFF, 0x7F800000, 0x7FFFFF
 _MOST_SHIFT = 25  # behind it nothing is left of 24 bits, whatever is rounded
+
+
+def convert(values: torch.Tensor, to: NumberFormat) -> torch.Tensor:
+    """Return numbers of one format in another one; in their own bit for bit.
+
+    Args:
+        values: of the dtype of a format, of any shape.
+        to: the other format.
+    """
+    of = FORMAT_OF[values.dtype]
+    if of is to:
+        return values
+    wide = values if of is FP32 else widen(values, of)
+    return wide if to is FP32 else round_to(wide, to)
 
 
 def round_to(values: torch.Tensor, to: NumberFormat) -> torch.Tensor:
@@ -18,7 +32,7 @@ def round_to(values: torch.Tensor, to: NumberFormat) -> torch.Tensor:
 
     Args:
         values: fp32, of any shape.
-        to: the format.
+        to: the format, shorter than fp32.
 
     Returns:
         Numbers of the format's dtype, of the same shape.

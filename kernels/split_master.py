@@ -1,18 +1,22 @@
 """An fp32 master weight as the BF16 weight that forward uses, and what that leaves out.
 
-Where a snapshot holds the BF16 weights anyway, masters cost 2 bytes more each and not 4. The remainder is the
-lower half of the master's bits; it tells whether the upper half was rounded up: beyond one half. At one half
-exactly, rounding to nearest even depends on the upper half, and 16 bits cannot say which it was, because
-an even weight has 65,537 masters. So masters that the rule does not give back are listed: half of those at
-one half, one in 131,072 of arbitrary numbers, more where masters came from a shorter format; and whatever
-does not follow the rule at all, such as NaN. What comes back is the master, bit for bit, in any case.
+Where the BF16 weights are kept too, masters cost 2 bytes and 1 bit more each, and not 4 bytes. The 16-bit
+remainder is the lower half of the master's bits. The bit tells whether the upper half was rounded up: the
+remainder alone cannot, because at one half rounding to nearest even depends on the upper half (an even weight
+has 65,537 masters). So it does not matter in which direction a weight was rounded.
+
+Masters come back bit for bit, but for a NaN with bits set in its lower half: of a NaN the upper half is kept.
+A weight that was not rounded from its master cannot be split; such places are counted.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-_LOWER, _HALF = 0xFFFF, 0x8000
+from kernels.bit_packing import pack_bits, unpack_bits
+
+_LOWER, _INFINITY, _QUIET = 0xFFFF, 0x7F80, 0x40
+_MAGNITUDE = 0x7FFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +24,14 @@ class SplitMasters:
     """Masters without their weights.
 
     Attributes:
-        remainders: ``[n]`` int16, the lower halves of the bits.
-        places: ``[k]`` int64, ascending: where the rule is wrong.
-        uppers: ``[k]`` int16, the upper halves of the bits there.
+        remainders: ``[n]`` int16, the lower halves of the bits; of a NaN the upper half.
+        carries: ``[ceil(n / 8)]`` uint8, a bit for each, the lowest first: whether it was rounded up.
+        num_wrong: how many weights were not rounded from their masters; these do not come back.
     """
 
     remainders: torch.Tensor
-    places: torch.Tensor
-    uppers: torch.Tensor
+    carries: torch.Tensor
+    num_wrong: int
 
 
 def split_masters(masters: torch.Tensor, weights: torch.Tensor) -> SplitMasters:
@@ -35,25 +39,34 @@ def split_masters(masters: torch.Tensor, weights: torch.Tensor) -> SplitMasters:
 
     Args:
         masters: ``[n]`` fp32.
-        weights: ``[n]`` BF16, what was rounded from them, in whatever way.
+        weights: ``[n]`` BF16, what was rounded from them, in whatever direction.
     """
     bits = masters.contiguous().view(torch.int32)
     lower, upper = bits & _LOWER, (bits >> 16) & _LOWER
-    places = (_upper_by_rule(lower, weights) != upper).nonzero().squeeze(1)
+    codes = weights.contiguous().view(torch.int16).to(torch.int32) & _LOWER
+    are_both_nan = _is_nan(codes) & torch.isnan(masters)
+    carries = (codes != upper) & ~are_both_nan
+    is_wrong = carries & ((codes - 1 != upper) | _is_nan(codes))
+    # A NaN whose bits are all in the lower half would come back as an infinity.
+    of_nan = torch.where(upper & _MAGNITUDE == _INFINITY, upper | _QUIET, upper)
+    remainders = torch.where(are_both_nan, of_nan, lower)
     return SplitMasters(
-        remainders=lower.to(torch.int16), places=places, uppers=upper[places].to(torch.int16)
+        remainders=remainders.to(torch.int16),
+        carries=pack_bits(carries),
+        num_wrong=int(is_wrong.sum()),
     )
 
 
-def join_masters(parts: SplitMasters, weights: torch.Tensor) -> torch.Tensor:
+def join_masters(
+    remainders: torch.Tensor, carries: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """Return the ``[n]`` fp32 masters that `split_masters` was given with these weights."""
-    lower = parts.remainders.to(torch.int32) & _LOWER
-    upper = _upper_by_rule(lower, weights)
-    upper[parts.places] = parts.uppers.to(torch.int32) & _LOWER
-    return ((upper << 16) | lower).view(torch.float32)
+    lower = remainders.to(torch.int32) & _LOWER
+    codes = weights.contiguous().view(torch.int16).to(torch.int32) & _LOWER
+    upper = codes - unpack_bits(carries, len(lower)).to(torch.int32)
+    bits = torch.where(_is_nan(codes), lower << 16, (upper << 16) | lower)
+    return bits.view(torch.float32)
 
 
-def _upper_by_rule(lower: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the upper halves, one less than the weight's bits where more than one half was rounded up."""
-    codes = weights.contiguous().view(torch.int16).to(torch.int32)
-    return (codes - (lower > _HALF).to(torch.int32)) & _LOWER
+def _is_nan(codes: torch.Tensor) -> torch.Tensor:
+    return codes & _MAGNITUDE > _INFINITY

@@ -1,36 +1,90 @@
-"""What kernels/rounding.py defines, for use inside of Triton kernels: the same steps on the same integers."""
+"""What kernels/rounding.py and block_scaling.py define, for use inside of Triton kernels.
+
+The same steps on the same integers. A format comes as five numbers that a kernel knows only when it runs, so
+that one launch can pack in several: exponent bits, mantissa bits, largest code, codes of infinity and NaN.
+"""
 
 import triton
 import triton.language as tl
 
+SMALLEST_SCALE = tl.constexpr(2.0**-108)
+_INFINITY = tl.constexpr(0x7F800000)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+
 
 @triton.jit
 def _round_off(numbers, shift):
-    half = tl.full(numbers.shape, 1, tl.int32) << (shift - 1)
+    half = 1 << (shift - 1)
     return (numbers + half - 1 + ((numbers >> shift) & 1)) >> shift
 
 
 @triton.jit
-def round_bits(
-    bits,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    MAX_CODE: tl.constexpr,
-    INFINITY_CODE: tl.constexpr,
-    NAN_CODE: tl.constexpr,
-):
+def round_bits(bits, exponent_bits, mantissa_bits, max_code, infinity_code, nan_code):
     """Return int32 codes of a format from the int32 bits of fp32 numbers; see `rounding.round_to`."""
-    SHIFT: tl.constexpr = 23 - MANTISSA_BITS
-    REBIAS: tl.constexpr = 127 - ((1 << (EXPONENT_BITS - 1)) - 1)
+    shift = 23 - mantissa_bits
+    rebias = 128 - (1 << (exponent_bits - 1))
     magnitude = bits & 0x7FFFFFFF
     exponent = magnitude >> 23
-    normal = _round_off(magnitude, tl.full(bits.shape, SHIFT, tl.int32)) - (REBIAS << MANTISSA_BITS)
+    normal = _round_off(magnitude, shift) - (rebias << mantissa_bits)
     mantissa = (magnitude & 0x7FFFFF) | ((exponent > 0).to(tl.int32) << 23)
-    lost = SHIFT + REBIAS + 1 - tl.maximum(exponent, 1)
+    lost = shift + rebias + 1 - tl.maximum(exponent, 1)
     lost = tl.minimum(tl.maximum(lost, 1), 25)
     subnormal = _round_off(mantissa, lost)
-    codes = tl.minimum(tl.where(exponent > REBIAS, normal, subnormal), MAX_CODE)
-    codes = tl.where(magnitude == 0x7F800000, INFINITY_CODE, codes)
-    codes = tl.where(magnitude > 0x7F800000, NAN_CODE, codes)
-    sign = (bits < 0).to(tl.int32) << (EXPONENT_BITS + MANTISSA_BITS)
-    return codes | sign
+    codes = tl.minimum(tl.where(exponent > rebias, normal, subnormal), max_code)
+    codes = tl.where(magnitude == _INFINITY, infinity_code, codes)
+    codes = tl.where(magnitude > _INFINITY, nan_code, codes)
+    return codes | ((bits < 0).to(tl.int32) << (exponent_bits + mantissa_bits))
+
+
+@triton.jit
+def widen_codes(codes, exponent_bits, mantissa_bits, max_code, infinity_code, nan_code):
+    """Return the int32 bits of fp32 numbers from int32 codes of a format; see `rounding.widen`."""
+    magnitude_bits = exponent_bits + mantissa_bits
+    magnitude = codes & ((1 << magnitude_bits) - 1)
+    rebias = 128 - (1 << (exponent_bits - 1))
+    normal = (magnitude << (23 - mantissa_bits)) + (rebias << 23)
+    # The exponent of the smallest step; BF16, whose is none of fp32, has no use for it.
+    step = tl.maximum(rebias + 1 - mantissa_bits, 1) << 23
+    subnormal = magnitude.to(tl.float32) * step.to(tl.float32, bitcast=True)
+    is_normal = ((magnitude >> mantissa_bits) > 0) | (rebias == 0)
+    bits = tl.where(is_normal, normal, subnormal.to(tl.int32, bitcast=True))
+    bits = tl.where(magnitude > max_code, 0x7FC00000, bits)
+    is_infinite = (magnitude == infinity_code) & (infinity_code != nan_code)
+    bits = tl.where(is_infinite, _INFINITY, bits)
+    return bits | (((codes >> magnitude_bits) & 1) << 31)
+
+
+@triton.jit
+def scales_of(bits, largest, is_power_of_two):
+    """Return ``[block]`` fp32 scales of ``[block, 128]`` int32 bits of fp32 numbers.
+
+    Args:
+        bits: of the numbers.
+        largest: number of the format, fp32.
+        is_power_of_two: whether scales must be one.
+    """
+    magnitudes = bits & 0x7FFFFFFF
+    most = tl.max(tl.where(magnitudes < _INFINITY, magnitudes, 0), axis=1)
+    scales = tl.div_rn(most.to(tl.float32, bitcast=True), tl.zeros_like(most).to(tl.float32) + largest)
+    if is_power_of_two:
+        scale_bits = scales.to(tl.int32, bitcast=True)
+        scales = ((scale_bits + 0x7FFFFF) & _INFINITY).to(tl.float32, bitcast=True)
+    return tl.where(most > 0, tl.maximum(scales, SMALLEST_SCALE), 1.0)
+
+
+@triton.jit
+def divide_blocks(bits, scales):
+    """Return the bits of ``[block, 128]`` fp32 numbers over their scales; NaN and infinities stay."""
+    reciprocals = tl.div_rn(tl.zeros_like(scales) + 1.0, scales)
+    scaled = bits.to(tl.float32, bitcast=True) * reciprocals[:, None]
+    is_finite = (bits & 0x7FFFFFFF) < _INFINITY
+    return tl.where(is_finite, scaled.to(tl.int32, bitcast=True), bits)
+
+
+@triton.jit
+def multiply_blocks(bits, scales):
+    """Return the bits of ``[block, 128]`` fp32 numbers times their scales; see `widen_blocks`."""
+    wide = bits.to(tl.float32, bitcast=True) * scales[:, None]
+    wide = tl.minimum(tl.maximum(wide, -_LARGEST), _LARGEST)
+    is_finite = (bits & 0x7FFFFFFF) < _INFINITY
+    return tl.where(is_finite, wide.to(tl.int32, bitcast=True), bits)

@@ -1,0 +1,242 @@
+"""Packs many tensors into one buffer and unpacks them again, each in a format of its own, with checksums.
+
+What comes out is defined here, in torch and numpy; on a GPU kernels/triton_packing.py computes the same bits in
+one launch. Where tensors lie in a buffer is the caller's business.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.block_scaling import BLOCK, ScaleKind, num_blocks, round_to_blocks, widen_blocks
+from kernels.checksum import CHUNK_BYTES, WORD_BYTES, finish, packed_checksum, sum_chunks
+from kernels.number_formats import FORMAT_OF, FP32, NumberFormat
+from kernels.rounding import convert, round_to
+from kernels.split_master import join_masters, split_masters
+
+ALIGNMENT = WORD_BYTES
+Content = npt.NDArray[np.uint8]
+
+
+class Way(IntEnum):
+    """How a tensor is packed; kernels know the numbers."""
+
+    AS_IT_IS = 0
+    CONVERTED = 1
+    FP32_SCALES = 2
+    POWER_OF_TWO_SCALES = 3
+    SPLIT = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Segment:
+    """One tensor and its place in a buffer.
+
+    Attributes:
+        tensor: ``[n]``, contiguous, on the buffer's device: what is packed, or unpacked into.
+        offset: of its numbers in the buffer, in bytes, a multiple of ALIGNMENT. They, and what is at
+            side_offset, take whole words: the buffer has room for the last one.
+        to: the format in the buffer; None for the bits as they are, of any dtype.
+        scales: with an 8-bit format, the kind of scale that blocks of 128 numbers have.
+        weights: ``[n]`` BF16, of which the tensor is the fp32 masters: what they leave out is packed.
+        side_offset: of the scales (fp32, one per block), or of split masters' carries (one bit each).
+    """
+
+    tensor: torch.Tensor
+    offset: int
+    to: NumberFormat | None = None
+    scales: ScaleKind | None = None
+    weights: torch.Tensor | None = None
+    side_offset: int = 0
+
+    @property
+    def way(self) -> Way:
+        """How it is packed."""
+        if self.weights is not None:
+            return Way.SPLIT
+        if self.scales is not None:
+            is_fp32 = self.scales is ScaleKind.FP32
+            return Way.FP32_SCALES if is_fp32 else Way.POWER_OF_TWO_SCALES
+        is_same = self.to is None or self.to.dtype is self.tensor.dtype
+        return Way.AS_IT_IS if is_same else Way.CONVERTED
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of a number in the buffer."""
+        if self.weights is not None:
+            return 2
+        return self.tensor.element_size() if self.to is None else self.to.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its numbers in the buffer."""
+        return self.tensor.numel() * self.number_bytes
+
+    @property
+    def side_bytes(self) -> int:
+        """Bytes of its scales or carries in the buffer."""
+        if self.weights is not None:
+            return -(-self.tensor.numel() // 8)
+        return 0 if self.scales is None else 4 * num_blocks(self.tensor.numel())
+
+    @property
+    def side_words(self) -> int:
+        """Words of its scales or carries that belong to one chunk of the checksum."""
+        if self.weights is not None:
+            return CHUNK_BYTES // 2 // 8 // WORD_BYTES
+        return 0 if self.scales is None else CHUNK_BYTES // BLOCK * 4 // WORD_BYTES
+
+    def check(self) -> None:
+        """Raise ValueError if it cannot be packed."""
+        if not self.tensor.is_contiguous() or self.tensor.dim() != 1:
+            raise ValueError("a segment's tensor must be flat and contiguous")
+        if self.offset % ALIGNMENT or self.side_offset % ALIGNMENT:
+            raise ValueError(f"offsets in a buffer must be multiples of {ALIGNMENT}")
+        if self.scales is not None and (self.to is None or self.to.num_bytes != 1):
+            raise ValueError("only 8-bit formats have scales")
+        if self.to is not None and self.tensor.dtype not in FORMAT_OF:
+            raise ValueError(f"{self.tensor.dtype} cannot be converted")
+        if self.weights is None:
+            return
+        pair = self.tensor.dtype, self.weights.dtype
+        if pair != (torch.float32, torch.bfloat16) or self.to is not None:
+            raise ValueError("only fp32 masters are split, and only from BF16 weights")
+        if self.weights.shape != self.tensor.shape or not self.weights.is_contiguous():
+            raise ValueError("split masters and their weights must have one shape")
+
+
+def pack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> torch.Tensor:
+    """Pack tensors; see `PackTable.pack`."""
+    return _as_sums([_pack(segment, buffer) for segment in segments])
+
+
+def unpack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> torch.Tensor:
+    """Unpack tensors; see `PackTable.unpack`."""
+    for segment in segments:
+        segment.tensor.copy_(_unpacked(segment, buffer))
+    return _as_sums([(sum_segment(segment, buffer.numpy()), 0) for segment in segments])
+
+
+def sum_segment(segment: Segment, content: Content) -> int:
+    """Return what the chunks of a segment add up to, 0 to 2**64 - 1; see kernels/checksum.py.
+
+    Args:
+        segment: which one; its tensor is not looked at.
+        content: ``[n]`` uint8, the buffer on the host.
+    """
+    return sum_chunks(
+        content[segment.offset : segment.offset + segment.num_bytes],
+        content[segment.side_offset : segment.side_offset + segment.side_bytes],
+        segment.side_words,
+    )
+
+
+def buffer_checksum(segments: Sequence[Segment], sums: torch.Tensor) -> int:
+    """Return the checksum of a packed buffer, 0 to 2**64 - 1.
+
+    Args:
+        segments: what it holds.
+        sums: ``[segment, 2]`` that packing or unpacking returned.
+    """
+    totals = sums[:, 0].cpu().view(torch.uint64).tolist()
+    each = [
+        finish(total, segment.num_bytes)
+        for total, segment in zip(totals, segments, strict=True)
+    ]
+    return packed_checksum(np.array(each, dtype=np.uint64).view(np.uint8))
+
+
+def _as_sums(found: list[tuple[int, int]]) -> torch.Tensor:
+    return torch.tensor(found, dtype=torch.uint64).view(torch.int64).view(-1, 2)
+
+
+def _pack(segment: Segment, buffer: torch.Tensor) -> tuple[int, int]:
+    """Pack one tensor; return its sum, and how many of its masters cannot be split."""
+    tensor, num_wrong = segment.tensor, 0
+    if segment.weights is not None:
+        parts = split_masters(tensor, segment.weights)
+        numbers, side, num_wrong = parts.remainders, parts.carries, parts.num_wrong
+        _put(side, buffer, segment.side_offset)
+    elif segment.scales is not None:
+        assert segment.to is not None
+        numbers, side = round_to_blocks(convert(tensor, FP32), segment.to, segment.scales)
+        _put(side, buffer, segment.side_offset)
+    else:
+        numbers = tensor if segment.to is None else convert(tensor, segment.to)
+    _put(numbers, buffer, segment.offset)
+    return sum_segment(segment, buffer.numpy()), num_wrong
+
+
+def _put(numbers: torch.Tensor, buffer: torch.Tensor, offset: int) -> None:
+    """Write numbers, and zeros to the end of their last word."""
+    data = numbers.view(torch.uint8)
+    end = offset + len(data)
+    buffer[offset:end] = data
+    buffer[end : end + -len(data) % WORD_BYTES] = 0
+
+
+def _unpacked(segment: Segment, buffer: torch.Tensor) -> torch.Tensor:
+    of = FORMAT_OF.get(segment.tensor.dtype)
+    numbers = buffer[segment.offset : segment.offset + segment.num_bytes]
+    side = buffer[segment.side_offset : segment.side_offset + segment.side_bytes]
+    if segment.weights is not None:
+        return join_masters(numbers.view(torch.int16), side, segment.weights)
+    if segment.to is None:
+        return numbers.view(segment.tensor.dtype)
+    assert of is not None
+    typed = numbers.view(segment.to.dtype)
+    if segment.scales is None:
+        return convert(typed, of)
+    wide = widen_blocks(typed, side.view(torch.float32), segment.to)
+    return wide if of is FP32 else round_to(wide, of)
+
+
+class PackTable:
+    """Segments that are packed and unpacked together, again and again.
+
+    It keeps the tensors; whoever replaces one makes another table.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        """Take segments, all on one device.
+
+        Raises:
+            ValueError: if one of them cannot be packed.
+        """
+        for segment in segments:
+            segment.check()
+        self.segments = tuple(segments)
+        self._is_on_gpu = bool(segments) and segments[0].tensor.is_cuda
+        self._on_device: KernelTable | None = None
+
+    def pack(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Pack all tensors.
+
+        Args:
+            buffer: ``[n]`` uint8, on the tensors' device; on a GPU aligned to 16 bytes.
+
+        Returns:
+            ``[segment, 2]`` int64, on the same device: the bits of what `sum_segment` returns for each
+            segment, and how many of its weights were not rounded from their masters, which then do not come
+            back. On a GPU packing goes on after the return.
+        """
+        if not self._is_on_gpu:
+            return pack_by_reference(self.segments, buffer)
+        return self._kernel_table().pack(buffer)
+
+    def unpack(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Unpack all tensors; return as `pack` does the sums of what was in the buffer."""
+        if not self._is_on_gpu:
+            return unpack_by_reference(self.segments, buffer)
+        return self._kernel_table().unpack(buffer)
+
+    def _kernel_table(self) -> "KernelTable":
+        if self._on_device is None:
+            from kernels.triton_packing import KernelTable  # noqa: PLC0415 - Triton needs a GPU
+
+            self._on_device = KernelTable(self.segments)
+        return self._on_device

@@ -1,0 +1,364 @@
+"""What kernels/packing.py defines as Triton kernels: all segments in one launch, checksums in the same pass.
+
+A program packs or unpacks one tile, which is a chunk of the checksum: 8 KiB in the buffer, whatever that is in
+numbers. Tables say which tile is of which segment, and everything about segments.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checksum import CHUNK_BYTES, CHUNK_WORDS, KEYS, series
+from kernels.number_formats import FORMAT_OF, FP32, NumberFormat
+from kernels.packing import Segment, Way
+from kernels.triton_rounding import (
+    divide_blocks,
+    multiply_blocks,
+    round_bits,
+    scales_of,
+    widen_codes,
+)
+
+_NUM_WARPS = 8
+_WORDS = tl.constexpr(CHUNK_WORDS)
+_AS_IT_IS = tl.constexpr(int(Way.AS_IT_IS))
+_FP32_SCALES = tl.constexpr(int(Way.FP32_SCALES))
+_POWER_OF_TWO_SCALES = tl.constexpr(int(Way.POWER_OF_TWO_SCALES))
+_SPLIT = tl.constexpr(int(Way.SPLIT))
+_FP32_MANTISSA = tl.constexpr(FP32.mantissa_bits)
+
+# Fields of a segment's row.
+_ADDRESS = tl.constexpr(0)
+_COUNT = tl.constexpr(1)
+_OFFSET = tl.constexpr(2)
+_SIDE_OFFSET = tl.constexpr(3)
+_WEIGHTS = tl.constexpr(4)
+_TENSOR_BYTES = tl.constexpr(5)  # of a number
+_PACKED_BYTES = tl.constexpr(6)
+_WAY = tl.constexpr(7)
+_TENSOR_FORMAT = tl.constexpr(8)  # five numbers each
+_PACKED_FORMAT = tl.constexpr(13)
+_LARGEST = tl.constexpr(18)  # of the packed format, as bits of fp32
+_FIELDS = tl.constexpr(19)
+
+
+@triton.jit
+def _load(address, first, count, num_bytes, TILE: tl.constexpr):
+    """Return ``[TILE]`` int32: numbers of 1, 2 or 4 bytes from one on, zeros behind the last."""
+    places = first + tl.arange(0, TILE)
+    inside = places < count
+    if num_bytes == 4:
+        if address % 16 == 0:  # four at a time
+            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int32))
+            numbers = tl.load(start + places, mask=inside, other=0)
+        else:
+            numbers = tl.load(address.to(tl.pointer_type(tl.int32)) + places, mask=inside, other=0)
+    elif num_bytes == 2:
+        if address % 16 == 0:
+            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int16))
+            short = tl.load(start + places, mask=inside, other=0)
+        else:
+            short = tl.load(address.to(tl.pointer_type(tl.int16)) + places, mask=inside, other=0)
+        numbers = short.to(tl.int32) & 0xFFFF
+    else:
+        if address % 16 == 0:
+            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.uint8))
+            small = tl.load(start + places, mask=inside, other=0)
+        else:
+            small = tl.load(address.to(tl.pointer_type(tl.uint8)) + places, mask=inside, other=0)
+        numbers = small.to(tl.int32)
+    return numbers
+
+
+@triton.jit
+def _store(address, first, count, num_bytes, numbers, TILE: tl.constexpr):
+    """Write the lowest 1, 2 or 4 bytes of ``[TILE]`` int32 from one number on, none behind the last."""
+    places = first + tl.arange(0, TILE)
+    inside = places < count
+    if num_bytes == 4:
+        if address % 16 == 0:
+            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int32))
+            tl.store(start + places, numbers, mask=inside)
+        else:
+            tl.store(address.to(tl.pointer_type(tl.int32)) + places, numbers, mask=inside)
+    elif num_bytes == 2:
+        short = numbers.to(tl.int16)
+        if address % 16 == 0:
+            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int16))
+            tl.store(start + places, short, mask=inside)
+        else:
+            tl.store(address.to(tl.pointer_type(tl.int16)) + places, short, mask=inside)
+    else:
+        small = numbers.to(tl.uint8)
+        if address % 16 == 0:
+            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.uint8))
+            tl.store(start + places, small, mask=inside)
+        else:
+            tl.store(address.to(tl.pointer_type(tl.uint8)) + places, small, mask=inside)
+
+
+@triton.jit
+def _round_to(bits, fields):
+    """Return codes of the format that five fields describe."""
+    mantissa_bits = tl.load(fields + 1).to(tl.int32)
+    if mantissa_bits == _FP32_MANTISSA:
+        codes = bits
+    else:
+        codes = round_bits(
+            bits,
+            tl.load(fields).to(tl.int32),
+            mantissa_bits,
+            tl.load(fields + 2).to(tl.int32),
+            tl.load(fields + 3).to(tl.int32),
+            tl.load(fields + 4).to(tl.int32),
+        )
+    return codes
+
+
+@triton.jit
+def _widen(codes, fields):
+    """Return the bits of fp32 numbers from codes of the format that five fields describe."""
+    mantissa_bits = tl.load(fields + 1).to(tl.int32)
+    if mantissa_bits == _FP32_MANTISSA:
+        bits = codes
+    else:
+        bits = widen_codes(
+            codes,
+            tl.load(fields).to(tl.int32),
+            mantissa_bits,
+            tl.load(fields + 2).to(tl.int32),
+            tl.load(fields + 3).to(tl.int32),
+            tl.load(fields + 4).to(tl.int32),
+        )
+    return bits
+
+
+@triton.jit
+def _weigh(halves, keys, COUNT: tl.constexpr):
+    """Return what ``[COUNT, 2]`` halves of words add to the sum of their chunk, given their first key."""
+    shifts = (tl.arange(0, 2) * 32)[None, :].to(tl.uint64)
+    words = tl.sum(halves.to(tl.uint32, bitcast=True).to(tl.uint64) << shifts, axis=1)
+    keyed = (words ^ (words >> 32)) * tl.load(keys + tl.arange(0, COUNT)).to(tl.uint64, bitcast=True)
+    return tl.sum(keyed, axis=0)
+
+
+@triton.jit
+def _finish_chunk(total, of_place):
+    mixed = total + of_place
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    return (mixed ^ (mixed >> 31)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _pack_tile(row, number, buffer, keys, wrong, TILE: tl.constexpr, BYTES: tl.constexpr):
+    """Pack one tile of a segment; return the sum of its words."""
+    count, way = tl.load(row + _COUNT), tl.load(row + _WAY)
+    first = number * TILE
+    numbers = _load(
+        tl.load(row + _ADDRESS), first, count, tl.load(row + _TENSOR_BYTES).to(tl.int32), TILE
+    )
+    side = buffer + tl.load(row + _SIDE_OFFSET)
+    side_sum = tl.full((), 0, tl.uint64)
+    if way == _AS_IT_IS:
+        codes = numbers
+    elif (TILE == 4096) & (way == _SPLIT):
+        weights = _load(tl.load(row + _WEIGHTS), first, count, 2, TILE)
+        codes, carries, num_wrong = _split(numbers, weights)
+        tl.atomic_add(wrong, num_wrong.to(tl.int64))
+        if TILE == 4096:
+            places = tl.arange(0, 32)[None, :]
+            packed = tl.sum(tl.reshape(carries, [128, 32]) << places, axis=1)
+            halves = number * 128 + tl.arange(0, 128)
+            ends = tl.cdiv(count, 64) * 2
+            tl.store(side.to(tl.pointer_type(tl.int32)) + halves, packed, mask=halves < ends)
+            side_sum = _weigh(tl.reshape(packed, [64, 2]), keys + _WORDS, 64)
+    elif (TILE == 8192) & ((way == _FP32_SCALES) | (way == _POWER_OF_TWO_SCALES)):
+        codes = numbers
+        if TILE == 8192:
+            bits = tl.reshape(_widen(numbers, row + _TENSOR_FORMAT), [64, 128])
+            largest = tl.load(row + _LARGEST).to(tl.int32).to(tl.float32, bitcast=True)
+            scales = scales_of(bits, largest, way == _POWER_OF_TWO_SCALES)
+            codes = _round_to(
+                tl.reshape(divide_blocks(bits, scales), [TILE]), row + _PACKED_FORMAT
+            )
+            scale_bits = scales.to(tl.int32, bitcast=True)
+            blocks = number * 64 + tl.arange(0, 64)
+            used = tl.cdiv(count, 128)
+            scale_bits = tl.where(blocks < used, scale_bits, 0)
+            target = side.to(tl.pointer_type(tl.int32)) + blocks
+            tl.store(target, scale_bits, mask=blocks < tl.cdiv(used, 2) * 2)
+            side_sum = _weigh(tl.reshape(scale_bits, [32, 2]), keys + _WORDS, 32)
+    else:
+        codes = _round_to(_widen(numbers, row + _TENSOR_FORMAT), row + _PACKED_FORMAT)
+    if BYTES == 4:
+        halves = tl.reshape(codes, [_WORDS, 2])
+    elif BYTES == 2:
+        shifts = (tl.arange(0, 2) * 16)[None, None, :]
+        halves = tl.sum(tl.reshape(codes & 0xFFFF, [_WORDS, 2, 2]) << shifts, axis=2)
+    else:
+        shifts = (tl.arange(0, 4) * 8)[None, None, :]
+        halves = tl.sum(tl.reshape(codes & 0xFF, [_WORDS, 2, 4]) << shifts, axis=2)
+    places = number * (2 * _WORDS) + tl.arange(0, _WORDS)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    ends = tl.cdiv(count * BYTES, 8) * 2
+    target = (buffer + tl.load(row + _OFFSET)).to(tl.pointer_type(tl.int32))
+    tl.store(target + places, halves, mask=places < ends)
+    return _weigh(halves, keys, _WORDS) + side_sum
+
+
+@triton.jit
+def _split(bits, weights):
+    """Return ``[TILE]`` remainders, carries and how many weights are wrong; see split_master.py."""
+    lower, upper = bits & 0xFFFF, (bits >> 16) & 0xFFFF
+    is_nan = (weights & 0x7FFF) > 0x7F80
+    both_nan = is_nan & ((bits & 0x7FFFFFFF) > 0x7F800000)
+    carries = (weights != upper) & (both_nan == 0)
+    wrong = carries & (((weights - 1) != upper) | is_nan)
+    of_nan = tl.where((upper & 0x7FFF) == 0x7F80, upper | 0x40, upper)
+    remainders = tl.where(both_nan, of_nan, lower)
+    return remainders, carries.to(tl.int32), tl.sum(wrong.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _unpack_tile(row, number, buffer, keys, TILE: tl.constexpr, BYTES: tl.constexpr):
+    """Unpack one tile of a segment; return the sum of its words."""
+    count, way = tl.load(row + _COUNT), tl.load(row + _WAY)
+    first = number * TILE
+    places = number * (2 * _WORDS) + tl.arange(0, _WORDS)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    source = (buffer + tl.load(row + _OFFSET)).to(tl.pointer_type(tl.int32))
+    halves = tl.load(source + places, mask=places < tl.cdiv(count * BYTES, 8) * 2, other=0)
+    if BYTES == 4:
+        codes = tl.reshape(halves, [TILE])
+    elif BYTES == 2:
+        shifts = (tl.arange(0, 2) * 16)[None, None, :]
+        codes = tl.reshape((halves[:, :, None] >> shifts) & 0xFFFF, [TILE])
+    else:
+        shifts = (tl.arange(0, 4) * 8)[None, None, :]
+        codes = tl.reshape((halves[:, :, None] >> shifts) & 0xFF, [TILE])
+    side = (buffer + tl.load(row + _SIDE_OFFSET)).to(tl.pointer_type(tl.int32))
+    side_sum = tl.full((), 0, tl.uint64)
+    if way == _AS_IT_IS:
+        numbers = codes
+    elif (TILE == 4096) & (way == _SPLIT):
+        numbers = codes
+        if TILE == 4096:
+            parts = number * 128 + tl.arange(0, 128)
+            packed = tl.load(side + parts, mask=parts < tl.cdiv(count, 64) * 2, other=0)
+            side_sum = _weigh(tl.reshape(packed, [64, 2]), keys + _WORDS, 64)
+            carries = tl.reshape((packed[:, None] >> tl.arange(0, 32)[None, :]) & 1, [TILE])
+            weights = _load(tl.load(row + _WEIGHTS), first, count, 2, TILE)
+            is_nan = (weights & 0x7FFF) > 0x7F80
+            numbers = tl.where(is_nan, codes << 16, ((weights - carries) << 16) | codes)
+    elif (TILE == 8192) & ((way == _FP32_SCALES) | (way == _POWER_OF_TWO_SCALES)):
+        numbers = codes
+        if TILE == 8192:
+            blocks = number * 64 + tl.arange(0, 64)
+            used = tl.cdiv(count, 128)
+            scale_bits = tl.load(side + blocks, mask=blocks < tl.cdiv(used, 2) * 2, other=0)
+            side_sum = _weigh(tl.reshape(scale_bits, [32, 2]), keys + _WORDS, 32)
+            bits = tl.reshape(_widen(codes, row + _PACKED_FORMAT), [64, 128])
+            wide = multiply_blocks(bits, scale_bits.to(tl.float32, bitcast=True))
+            numbers = _round_to(tl.reshape(wide, [TILE]), row + _TENSOR_FORMAT)
+    else:
+        numbers = _round_to(_widen(codes, row + _PACKED_FORMAT), row + _TENSOR_FORMAT)
+    width = tl.load(row + _TENSOR_BYTES).to(tl.int32)
+    _store(tl.load(row + _ADDRESS), first, count, width, numbers, TILE)
+    return _weigh(halves, keys, _WORDS) + side_sum
+
+
+@triton.jit
+def _work(rows, tiles, buffer, keys, sums, IS_PACKING: tl.constexpr):
+    """Pack or unpack one tile."""
+    tile = tiles + tl.program_id(0).to(tl.int64) * 3
+    segment, number = tl.load(tile), tl.load(tile + 1)
+    of_place = tl.load(tile + 2).to(tl.uint64, bitcast=True)
+    row = rows + segment * _FIELDS
+    packed_bytes = tl.load(row + _PACKED_BYTES)
+    result = sums + 2 * segment
+    if packed_bytes == 4:
+        if IS_PACKING:
+            total = _pack_tile(row, number, buffer, keys, result + 1, 2048, 4)
+        else:
+            total = _unpack_tile(row, number, buffer, keys, 2048, 4)
+    elif packed_bytes == 2:
+        if IS_PACKING:
+            total = _pack_tile(row, number, buffer, keys, result + 1, 4096, 2)
+        else:
+            total = _unpack_tile(row, number, buffer, keys, 4096, 2)
+    else:
+        if IS_PACKING:
+            total = _pack_tile(row, number, buffer, keys, result + 1, 8192, 1)
+        else:
+            total = _unpack_tile(row, number, buffer, keys, 8192, 1)
+    tl.atomic_add(result, _finish_chunk(total, of_place))
+
+
+class KernelTable:
+    """Segments as the kernels read them, on the device."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        """Write the tables for segments, which were checked."""
+        device = segments[0].tensor.device
+        rows = np.array([_row(segment) for segment in segments], dtype=np.int64)
+        counts = [-(-segment.num_bytes // CHUNK_BYTES) for segment in segments]
+        numbers = np.concatenate([np.arange(count) for count in counts])
+        of_places = np.concatenate([series(count).view(np.int64) for count in counts])
+        tiles = np.stack([np.repeat(np.arange(len(counts)), counts), numbers, of_places], axis=1)
+        self._num_segments, self._num_tiles = len(segments), len(tiles)
+        self._rows = torch.from_numpy(rows).to(device)
+        self._tiles = torch.from_numpy(tiles).to(device)
+        self._keys = torch.from_numpy(KEYS.view(np.int64)).to(device)
+
+    def pack(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Launch the kernel that packs; see `PackTable.pack`."""
+        return self._launch(buffer, is_packing=True)
+
+    def unpack(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Launch the kernel that unpacks; see `PackTable.unpack`."""
+        return self._launch(buffer, is_packing=False)
+
+    def _launch(self, buffer: torch.Tensor, *, is_packing: bool) -> torch.Tensor:
+        sums = torch.zeros((self._num_segments, 2), dtype=torch.int64, device=buffer.device)
+        if self._num_tiles:
+            _work[(self._num_tiles,)](
+                self._rows,
+                self._tiles,
+                buffer,
+                self._keys,
+                sums,
+                is_packing,
+                num_warps=_NUM_WARPS,
+            )
+        return sums
+
+
+def _row(segment: Segment) -> list[int]:
+    """Return the fields of a segment; numbers of 8 bytes count as two of 4."""
+    tensor, weights = segment.tensor, segment.weights
+    width = tensor.element_size()
+    in_words = 2 if width == 8 else 1
+    packed = segment.to or FORMAT_OF.get(tensor.dtype, FP32)
+    largest = packed.max_code
+    if packed is not FP32:
+        code = torch.tensor([packed.max_code], dtype=packed.code_dtype)
+        largest = int(code.view(packed.dtype).float().view(torch.int32))
+    return [
+        tensor.data_ptr(),
+        tensor.numel() * in_words,
+        segment.offset,
+        segment.side_offset,
+        weights.data_ptr() if weights is not None else 0,
+        width // in_words,
+        segment.number_bytes // in_words,
+        int(segment.way),
+        *_fields(FORMAT_OF.get(tensor.dtype, FP32)),
+        *_fields(packed),
+        largest,
+    ]
+
+
+def _fields(of: NumberFormat) -> tuple[int, ...]:
+    return (of.exponent_bits, of.mantissa_bits, of.max_code, of.infinity_code, of.nan_code)
