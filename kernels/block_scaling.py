@@ -3,8 +3,8 @@
 A block's scale maps its largest finite magnitude to the largest number of the format. It is an fp32 number,
 or the next power of two, by which multiplying and dividing is exact.
 
-No step makes or needs a subnormal fp32 number, which some machines take for zero: what is computed here is what
-the kernels compute.
+No step makes or needs a subnormal fp32 number, which some machines take for zero: what is computed here is
+what the kernels compute.
 """
 
 from enum import StrEnum

@@ -1,8 +1,8 @@
 """The floating-point formats that state can be packed in, and what rounding to them means.
 
-From fp32 to shorter ones, to nearest, ties to even. A finite number never becomes an infinity: beyond the largest it is that
-one. An infinity stays one where the format has them and is NaN otherwise (e4m3). Every NaN becomes the
-format's canonical quiet one, of the same sign.
+From fp32 to shorter ones, to nearest, ties to even. A finite number never becomes an infinity: beyond the
+largest it is that one. An infinity stays one where the format has them and is NaN otherwise (e4m3). Every NaN
+becomes the format's canonical quiet one, of the same sign.
 """
 
 from dataclasses import dataclass

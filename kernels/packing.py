@@ -1,7 +1,7 @@
-"""Packs many tensors into one buffer and unpacks them again, each in a format of its own, with checksums.
+"""Packing many tensors into one buffer and unpacking them, each in a format of its own, with checksums.
 
-What comes out is defined here, in torch and numpy; on a GPU kernels/triton_packing.py computes the same bits in
-one launch. Where tensors lie in a buffer is the caller's business.
+What comes out is defined here, in torch and numpy; on a GPU kernels/triton_packing.py computes the same bits
+in one launch, and kernels/pack_table.py chooses. Where tensors lie in a buffer is the caller's business.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Segment:
     """
 
     tensor: torch.Tensor
-    offset: int
+    offset: int = 0
     to: NumberFormat | None = None
     scales: ScaleKind | None = None
     weights: torch.Tensor | None = None
@@ -110,12 +110,12 @@ class Segment:
 
 
 def pack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> torch.Tensor:
-    """Pack tensors; see `PackTable.pack`."""
+    """Pack tensors; see `pack_table.PackTable.pack`."""
     return _as_sums([_pack(segment, buffer) for segment in segments])
 
 
 def unpack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> torch.Tensor:
-    """Unpack tensors; see `PackTable.unpack`."""
+    """Unpack tensors; see `pack_table.PackTable.unpack`."""
     for segment in segments:
         segment.tensor.copy_(_unpacked(segment, buffer))
     return _as_sums([(sum_segment(segment, buffer.numpy()), 0) for segment in segments])
@@ -144,8 +144,7 @@ def buffer_checksum(segments: Sequence[Segment], sums: torch.Tensor) -> int:
     """
     totals = sums[:, 0].cpu().view(torch.uint64).tolist()
     each = [
-        finish(total, segment.num_bytes)
-        for total, segment in zip(totals, segments, strict=True)
+        finish(total, segment.num_bytes) for total, segment in zip(totals, segments, strict=True)
     ]
     return packed_checksum(np.array(each, dtype=np.uint64).view(np.uint8))
 
@@ -193,50 +192,3 @@ def _unpacked(segment: Segment, buffer: torch.Tensor) -> torch.Tensor:
         return convert(typed, of)
     wide = widen_blocks(typed, side.view(torch.float32), segment.to)
     return wide if of is FP32 else round_to(wide, of)
-
-
-class PackTable:
-    """Segments that are packed and unpacked together, again and again.
-
-    It keeps the tensors; whoever replaces one makes another table.
-    """
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        """Take segments, all on one device.
-
-        Raises:
-            ValueError: if one of them cannot be packed.
-        """
-        for segment in segments:
-            segment.check()
-        self.segments = tuple(segments)
-        self._is_on_gpu = bool(segments) and segments[0].tensor.is_cuda
-        self._on_device: KernelTable | None = None
-
-    def pack(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Pack all tensors.
-
-        Args:
-            buffer: ``[n]`` uint8, on the tensors' device; on a GPU aligned to 16 bytes.
-
-        Returns:
-            ``[segment, 2]`` int64, on the same device: the bits of what `sum_segment` returns for each
-            segment, and how many of its weights were not rounded from their masters, which then do not come
-            back. On a GPU packing goes on after the return.
-        """
-        if not self._is_on_gpu:
-            return pack_by_reference(self.segments, buffer)
-        return self._kernel_table().pack(buffer)
-
-    def unpack(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Unpack all tensors; return as `pack` does the sums of what was in the buffer."""
-        if not self._is_on_gpu:
-            return unpack_by_reference(self.segments, buffer)
-        return self._kernel_table().unpack(buffer)
-
-    def _kernel_table(self) -> "KernelTable":
-        if self._on_device is None:
-            from kernels.triton_packing import KernelTable  # noqa: PLC0415 - Triton needs a GPU
-
-            self._on_device = KernelTable(self.segments)
-        return self._on_device

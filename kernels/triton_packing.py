@@ -1,7 +1,7 @@
-"""What kernels/packing.py defines as Triton kernels: all segments in one launch, checksums in the same pass.
+"""What kernels/packing.py defines, as Triton kernels: all segments in one launch, checksums in the same pass.
 
-A program packs or unpacks one tile, which is a chunk of the checksum: 8 KiB in the buffer, whatever that is in
-numbers. Tables say which tile is of which segment, and everything about segments.
+A program packs or unpacks one tile, which is a chunk of the checksum: 8 KiB in the buffer, whatever that is
+in numbers. Tables say which tile is of which segment, and everything about segments.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from kernels.triton_rounding import (
 
 _NUM_WARPS = 8
 _WORDS = tl.constexpr(CHUNK_WORDS)
+_HALVES = tl.constexpr(2 * CHUNK_WORDS)
 _AS_IT_IS = tl.constexpr(int(Way.AS_IT_IS))
 _FP32_SCALES = tl.constexpr(int(Way.FP32_SCALES))
 _POWER_OF_TWO_SCALES = tl.constexpr(int(Way.POWER_OF_TWO_SCALES))
@@ -46,58 +47,51 @@ _FIELDS = tl.constexpr(19)
 
 
 @triton.jit
+def _load_as(address, first, count, DTYPE: tl.constexpr, TILE: tl.constexpr):
+    """Return ``[TILE]`` numbers from one on, zeros behind the last."""
+    places = first + tl.arange(0, TILE)
+    if (address % 16 == 0) & (first + TILE <= count):  # several at a time
+        start = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+        numbers = tl.load(start + places)
+    else:
+        start = address.to(tl.pointer_type(DTYPE))
+        numbers = tl.load(start + places, mask=places < count, other=0)
+    return numbers
+
+
+@triton.jit
 def _load(address, first, count, num_bytes, TILE: tl.constexpr):
     """Return ``[TILE]`` int32: numbers of 1, 2 or 4 bytes from one on, zeros behind the last."""
-    places = first + tl.arange(0, TILE)
-    inside = places < count
     if num_bytes == 4:
-        if address % 16 == 0:  # four at a time
-            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int32))
-            numbers = tl.load(start + places, mask=inside, other=0)
-        else:
-            numbers = tl.load(address.to(tl.pointer_type(tl.int32)) + places, mask=inside, other=0)
+        numbers = _load_as(address, first, count, tl.int32, TILE)
     elif num_bytes == 2:
-        if address % 16 == 0:
-            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int16))
-            short = tl.load(start + places, mask=inside, other=0)
-        else:
-            short = tl.load(address.to(tl.pointer_type(tl.int16)) + places, mask=inside, other=0)
-        numbers = short.to(tl.int32) & 0xFFFF
+        numbers = _load_as(address, first, count, tl.int16, TILE).to(tl.int32) & 0xFFFF
     else:
-        if address % 16 == 0:
-            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.uint8))
-            small = tl.load(start + places, mask=inside, other=0)
-        else:
-            small = tl.load(address.to(tl.pointer_type(tl.uint8)) + places, mask=inside, other=0)
-        numbers = small.to(tl.int32)
+        numbers = _load_as(address, first, count, tl.uint8, TILE).to(tl.int32)
     return numbers
+
+
+@triton.jit
+def _store_as(address, first, count, numbers, DTYPE: tl.constexpr, TILE: tl.constexpr):
+    """Write ``[TILE]`` numbers from one on, none behind the last."""
+    places = first + tl.arange(0, TILE)
+    if (address % 16 == 0) & (first + TILE <= count):
+        start = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+        tl.store(start + places, numbers)
+    else:
+        start = address.to(tl.pointer_type(DTYPE))
+        tl.store(start + places, numbers, mask=places < count)
 
 
 @triton.jit
 def _store(address, first, count, num_bytes, numbers, TILE: tl.constexpr):
     """Write the lowest 1, 2 or 4 bytes of ``[TILE]`` int32 from one number on, none behind the last."""
-    places = first + tl.arange(0, TILE)
-    inside = places < count
     if num_bytes == 4:
-        if address % 16 == 0:
-            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int32))
-            tl.store(start + places, numbers, mask=inside)
-        else:
-            tl.store(address.to(tl.pointer_type(tl.int32)) + places, numbers, mask=inside)
+        _store_as(address, first, count, numbers, tl.int32, TILE)
     elif num_bytes == 2:
-        short = numbers.to(tl.int16)
-        if address % 16 == 0:
-            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int16))
-            tl.store(start + places, short, mask=inside)
-        else:
-            tl.store(address.to(tl.pointer_type(tl.int16)) + places, short, mask=inside)
+        _store_as(address, first, count, numbers.to(tl.int16), tl.int16, TILE)
     else:
-        small = numbers.to(tl.uint8)
-        if address % 16 == 0:
-            start = tl.multiple_of(address, 16).to(tl.pointer_type(tl.uint8))
-            tl.store(start + places, small, mask=inside)
-        else:
-            tl.store(address.to(tl.pointer_type(tl.uint8)) + places, small, mask=inside)
+        _store_as(address, first, count, numbers.to(tl.uint8), tl.uint8, TILE)
 
 
 @triton.jit
@@ -141,7 +135,9 @@ def _weigh(halves, keys, COUNT: tl.constexpr):
     """Return what ``[COUNT, 2]`` halves of words add to the sum of their chunk, given their first key."""
     shifts = (tl.arange(0, 2) * 32)[None, :].to(tl.uint64)
     words = tl.sum(halves.to(tl.uint32, bitcast=True).to(tl.uint64) << shifts, axis=1)
-    keyed = (words ^ (words >> 32)) * tl.load(keys + tl.arange(0, COUNT)).to(tl.uint64, bitcast=True)
+    keyed = (words ^ (words >> 32)) * tl.load(keys + tl.arange(0, COUNT)).to(
+        tl.uint64, bitcast=True
+    )
     return tl.sum(keyed, axis=0)
 
 
@@ -182,9 +178,7 @@ def _pack_tile(row, number, buffer, keys, wrong, TILE: tl.constexpr, BYTES: tl.c
             bits = tl.reshape(_widen(numbers, row + _TENSOR_FORMAT), [64, 128])
             largest = tl.load(row + _LARGEST).to(tl.int32).to(tl.float32, bitcast=True)
             scales = scales_of(bits, largest, way == _POWER_OF_TWO_SCALES)
-            codes = _round_to(
-                tl.reshape(divide_blocks(bits, scales), [TILE]), row + _PACKED_FORMAT
-            )
+            codes = _round_to(tl.reshape(divide_blocks(bits, scales), [TILE]), row + _PACKED_FORMAT)
             scale_bits = scales.to(tl.int32, bitcast=True)
             blocks = number * 64 + tl.arange(0, 64)
             used = tl.cdiv(count, 128)
@@ -202,10 +196,10 @@ def _pack_tile(row, number, buffer, keys, wrong, TILE: tl.constexpr, BYTES: tl.c
     else:
         shifts = (tl.arange(0, 4) * 8)[None, None, :]
         halves = tl.sum(tl.reshape(codes & 0xFF, [_WORDS, 2, 4]) << shifts, axis=2)
-    places = number * (2 * _WORDS) + tl.arange(0, _WORDS)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    target = (buffer + tl.load(row + _OFFSET)).to(tl.int64)
     ends = tl.cdiv(count * BYTES, 8) * 2
-    target = (buffer + tl.load(row + _OFFSET)).to(tl.pointer_type(tl.int32))
-    tl.store(target + places, halves, mask=places < ends)
+    flat = tl.reshape(halves, [_HALVES])
+    _store_as(target, number * _HALVES, ends, flat, tl.int32, _HALVES)
     return _weigh(halves, keys, _WORDS) + side_sum
 
 
@@ -227,9 +221,10 @@ def _unpack_tile(row, number, buffer, keys, TILE: tl.constexpr, BYTES: tl.conste
     """Unpack one tile of a segment; return the sum of its words."""
     count, way = tl.load(row + _COUNT), tl.load(row + _WAY)
     first = number * TILE
-    places = number * (2 * _WORDS) + tl.arange(0, _WORDS)[:, None] * 2 + tl.arange(0, 2)[None, :]
-    source = (buffer + tl.load(row + _OFFSET)).to(tl.pointer_type(tl.int32))
-    halves = tl.load(source + places, mask=places < tl.cdiv(count * BYTES, 8) * 2, other=0)
+    source = (buffer + tl.load(row + _OFFSET)).to(tl.int64)
+    ends = tl.cdiv(count * BYTES, 8) * 2
+    flat = _load_as(source, number * _HALVES, ends, tl.int32, _HALVES)
+    halves = tl.reshape(flat, [_WORDS, 2])
     if BYTES == 4:
         codes = tl.reshape(halves, [TILE])
     elif BYTES == 2:
@@ -313,11 +308,11 @@ class KernelTable:
         self._keys = torch.from_numpy(KEYS.view(np.int64)).to(device)
 
     def pack(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Launch the kernel that packs; see `PackTable.pack`."""
+        """Launch the kernel that packs; see `pack_table.PackTable.pack`."""
         return self._launch(buffer, is_packing=True)
 
     def unpack(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Launch the kernel that unpacks; see `PackTable.unpack`."""
+        """Launch the kernel that unpacks; see `pack_table.PackTable.unpack`."""
         return self._launch(buffer, is_packing=False)
 
     def _launch(self, buffer: torch.Tensor, *, is_packing: bool) -> torch.Tensor:

@@ -65,7 +65,9 @@ def scales_of(bits, largest, is_power_of_two):
     """
     magnitudes = bits & 0x7FFFFFFF
     most = tl.max(tl.where(magnitudes < _INFINITY, magnitudes, 0), axis=1)
-    scales = tl.div_rn(most.to(tl.float32, bitcast=True), tl.zeros_like(most).to(tl.float32) + largest)
+    scales = tl.div_rn(
+        most.to(tl.float32, bitcast=True), tl.zeros_like(most).to(tl.float32) + largest
+    )
     if is_power_of_two:
         scale_bits = scales.to(tl.int32, bitcast=True)
         scales = ((scale_bits + 0x7FFFFF) & _INFINITY).to(tl.float32, bitcast=True)

@@ -12,6 +12,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from pathlib import Path
 
 import pytest
+import torch
+
+# Without a GPU kernels run in Triton's interpreter. Triton is imported by Megatron, and asks then.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from megatron.fault_tolerance.text_dataset import TextSource, write_dataset
 

@@ -8,48 +8,58 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.number_formats import FORMATS, NumberFormat
-from kernels.rounding import round_to
-from kernels.triton_rounding import round_bits
+from kernels.rounding import round_to, widen
+from kernels.triton_rounding import round_bits, widen_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EACH = pytest.mark.parametrize("of", FORMATS.values(), ids=FORMATS)
 
 
 @triton.jit
-def round_all(
+def work_all(
     numbers,
-    codes,
+    results,
     count,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    MAX_CODE: tl.constexpr,
-    INFINITY_CODE: tl.constexpr,
-    NAN_CODE: tl.constexpr,
+    exponent_bits,
+    mantissa_bits,
+    max_code,
+    infinity_code,
+    nan_code,
+    IS_ROUNDING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Round int32 bits of fp32 numbers, a tile in each program."""
+    """Round int32 bits of fp32 numbers, or widen int32 codes, a tile in each program."""
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    bits = tl.load(numbers + places, mask=places < count, other=0)
-    rounded = round_bits(bits, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, INFINITY_CODE, NAN_CODE)
-    tl.store(codes + places, rounded, mask=places < count)
+    given = tl.load(numbers + places, mask=places < count, other=0)
+    if IS_ROUNDING:
+        found = round_bits(given, exponent_bits, mantissa_bits, max_code, infinity_code, nan_code)
+    else:
+        found = widen_codes(given, exponent_bits, mantissa_bits, max_code, infinity_code, nan_code)
+    tl.store(results + places, found, mask=places < count)
 
 
-def rounded_by_kernel(bits: torch.Tensor, of: NumberFormat) -> torch.Tensor:
-    """Return int32 codes of a format."""
-    bits = bits.to(DEVICE)
-    codes, tile = torch.empty_like(bits), 4096
-    round_all[(triton.cdiv(len(bits), tile),)](
-        bits,
-        codes,
-        len(bits),
+def by_kernel(given: torch.Tensor, of: NumberFormat, *, is_rounding: bool) -> torch.Tensor:
+    """Return int32 codes of a format, or bits of fp32 numbers."""
+    given = given.to(DEVICE)
+    results, tile = torch.empty_like(given), 4096
+    work_all[(triton.cdiv(len(given), tile),)](
+        given,
+        results,
+        len(given),
         of.exponent_bits,
         of.mantissa_bits,
         of.max_code,
         of.infinity_code,
         of.nan_code,
+        is_rounding,
         tile,
     )
-    return codes.cpu()
+    return results.cpu()
+
+
+def rounded_by_kernel(bits: torch.Tensor, of: NumberFormat) -> torch.Tensor:
+    """Return int32 codes of a format."""
+    return by_kernel(bits, of, is_rounding=True)
 
 
 def rounded_by_reference(bits: torch.Tensor, of: NumberFormat) -> torch.Tensor:
@@ -80,3 +90,10 @@ def test_neighbours_of_all_ties_are_rounded_alike(of: NumberFormat) -> None:
         for beside in (-1, 0, 1):
             numbers = uppers + ((1 << shift) + beside)
             assert torch.equal(rounded_by_kernel(numbers, of), rounded_by_reference(numbers, of))
+
+
+@EACH
+def test_all_codes_are_widened_alike(of: NumberFormat) -> None:
+    codes = torch.arange(2 ** (8 * of.num_bytes), dtype=torch.int32)
+    expected = widen(codes.to(of.code_dtype).view(of.dtype), of).view(torch.int32)
+    assert torch.equal(by_kernel(codes, of, is_rounding=False), expected)

@@ -1,0 +1,104 @@
+"""The kernels pack and unpack to the same bits as their reference, and compile for the GPUs they are for."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.packing import Segment, pack_by_reference, unpack_by_reference
+from kernels.triton_packing import KernelTable
+from tests.unit.kernels.packs import empty_buffer, in_a_row, of_all_kinds, same_bits
+
+
+def on_host(segments: list[Segment]) -> list[Segment]:
+    return [
+        replace(
+            each,
+            tensor=each.tensor.cpu().clone(),
+            weights=None if each.weights is None else each.weights.cpu(),
+        )
+        for each in segments
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 127, 129, 2048, 4097, 8192, 20_001])
+def test_kernel_packs_and_unpacks_what_the_reference_does(count: int) -> None:
+    segments, num_bytes = in_a_row(of_all_kinds(count, seed=count))
+    expected, found = empty_buffer(num_bytes).cpu(), empty_buffer(num_bytes)
+    of_reference = on_host(segments)
+    sums = pack_by_reference(of_reference, expected)
+    table = KernelTable(segments)
+    assert torch.equal(table.pack(found).cpu(), sums)
+    assert same_bits(found, expected)
+    # One tensor is a part of several segments: unpacked, the last of them is what is there.
+    for segment in segments:
+        segment.tensor.zero_()
+    _ = [KernelTable([segment]).unpack(found) for segment in segments]
+    again = table.unpack(found).cpu()
+    assert torch.equal(again[:, 0], sums[:, 0])
+
+
+@pytest.mark.parametrize("count", [1, 127, 4097, 8193])
+def test_each_kind_is_unpacked_as_the_reference_does(count: int) -> None:
+    segments, num_bytes = in_a_row(of_all_kinds(count, seed=count))
+    buffer = empty_buffer(num_bytes)
+    KernelTable(segments).pack(buffer)
+    for segment in segments:
+        (reference,) = on_host([segment])
+        unpack_by_reference([reference], buffer.cpu())
+        segment.tensor.zero_()
+        KernelTable([segment]).unpack(buffer)
+        assert same_bits(segment.tensor, reference.tensor)
+
+
+def test_thousands_of_tensors_go_in_one_launch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 60, (3000,), generator=generator).tolist()
+    device = empty_buffer(0).device
+    flat = torch.randn(sum(sizes), generator=generator).to(device)
+    segments, num_bytes = in_a_row([Segment(tensor=each) for each in flat.split(sizes)])
+    buffer = empty_buffer(num_bytes)
+    KernelTable(segments).pack(buffer)
+    for segment, numbers in zip(segments, flat.split(sizes), strict=True):
+        assert same_bits(buffer[segment.offset : segment.offset + segment.num_bytes], numbers)
+
+
+def test_weights_that_are_not_of_their_masters_are_counted() -> None:
+    masters = torch.randn(9000).to(empty_buffer(0).device)
+    weights = masters.to(torch.bfloat16)
+    weights[[3, 5000, 8999]] += 1
+    segments, num_bytes = in_a_row([Segment(tensor=masters, weights=weights)])
+    assert KernelTable(segments).pack(empty_buffer(num_bytes))[0, 1] == 3
+
+
+_COMPILE = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kernels.triton_packing import _work
+names = ["rows", "tiles", "buffer", "keys", "sums"]
+for is_packing in (True, False):
+    source = ASTSource(
+        fn=_work,
+        signature={**dict.fromkeys(names, "*i64"), "buffer": "*u8", "IS_PACKING": "constexpr"},
+        constexprs={(5,): is_packing},
+        attrs={(place,): [["tt.divisibility", 16]] for place in range(5)},
+    )
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    print(len(re.findall(r"(?:ld|st)[.]global[.]v4", built.asm["ptx"])))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has its compiler for Linux")
+def test_kernels_compile_for_hopper_and_move_16_bytes_at_a_time() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    packing, unpacking = map(int, done.stdout.split())
+    assert packing > 0
+    assert unpacking > 0
