@@ -44,10 +44,13 @@ class PackTable:
             return pack_by_reference(self.segments, buffer)
         return self._kernel_table().pack(buffer)
 
-    def unpack(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Unpack all tensors; return as `pack` does the sums of what was in the buffer."""
+    def unpack(self, buffer: torch.Tensor, *, with_sums: bool = True) -> torch.Tensor:
+        """Unpack all tensors; return as `pack` does the sums of what was in the buffer.
+
+        Without sums, for content that is known to be intact, they may be 0.
+        """
         if not self._is_on_gpu:
-            return unpack_by_reference(self.segments, buffer)
+            return unpack_by_reference(self.segments, buffer, with_sums=with_sums)
         return self._kernel_table().unpack(buffer)
 
     def _kernel_table(self) -> "KernelTable":

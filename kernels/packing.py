@@ -18,7 +18,7 @@ from kernels.number_formats import FORMAT_OF, FP32, NumberFormat
 from kernels.rounding import convert, round_to
 from kernels.split_master import join_masters, split_masters
 
-ALIGNMENT = WORD_BYTES
+ALIGNMENT = 64
 Content = npt.NDArray[np.uint8]
 
 
@@ -39,7 +39,8 @@ class Segment:
     Attributes:
         tensor: ``[n]``, contiguous, on the buffer's device: what is packed, or unpacked into.
         offset: of its numbers in the buffer, in bytes, a multiple of ALIGNMENT. They, and what is at
-            side_offset, take whole words: the buffer has room for the last one.
+            side_offset, take whole lines of so many bytes, filled up with zeros; the buffer has room for
+            the last one.
         to: the format in the buffer; None for the bits as they are, of any dtype.
         scales: with an 8-bit format, the kind of scale that blocks of 128 numbers have.
         weights: ``[n]`` BF16, of which the tensor is the fp32 masters: what they leave out is packed.
@@ -114,11 +115,14 @@ def pack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> torc
     return _as_sums([_pack(segment, buffer) for segment in segments])
 
 
-def unpack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> torch.Tensor:
+def unpack_by_reference(
+    segments: Sequence[Segment], buffer: torch.Tensor, *, with_sums: bool = True
+) -> torch.Tensor:
     """Unpack tensors; see `pack_table.PackTable.unpack`."""
     for segment in segments:
         segment.tensor.copy_(_unpacked(segment, buffer))
-    return _as_sums([(sum_segment(segment, buffer.numpy()), 0) for segment in segments])
+    content = buffer.numpy()
+    return _as_sums([(sum_segment(each, content) if with_sums else 0, 0) for each in segments])
 
 
 def sum_segment(segment: Segment, content: Content) -> int:
@@ -171,11 +175,11 @@ def _pack(segment: Segment, buffer: torch.Tensor) -> tuple[int, int]:
 
 
 def _put(numbers: torch.Tensor, buffer: torch.Tensor, offset: int) -> None:
-    """Write numbers, and zeros to the end of their last word."""
+    """Write numbers, and zeros to the end of their last line."""
     data = numbers.view(torch.uint8)
     end = offset + len(data)
     buffer[offset:end] = data
-    buffer[end : end + -len(data) % WORD_BYTES] = 0
+    buffer[end : end + -len(data) % ALIGNMENT] = 0
 
 
 def _unpacked(segment: Segment, buffer: torch.Tensor) -> torch.Tensor:

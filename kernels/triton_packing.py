@@ -169,7 +169,7 @@ def _pack_tile(row, number, buffer, keys, wrong, TILE: tl.constexpr, BYTES: tl.c
             places = tl.arange(0, 32)[None, :]
             packed = tl.sum(tl.reshape(carries, [128, 32]) << places, axis=1)
             halves = number * 128 + tl.arange(0, 128)
-            ends = tl.cdiv(count, 64) * 2
+            ends = tl.cdiv(count, 512) * 16
             tl.store(side.to(tl.pointer_type(tl.int32)) + halves, packed, mask=halves < ends)
             side_sum = _weigh(tl.reshape(packed, [64, 2]), keys + _WORDS, 64)
     elif (TILE == 8192) & ((way == _FP32_SCALES) | (way == _POWER_OF_TWO_SCALES)):
@@ -184,7 +184,7 @@ def _pack_tile(row, number, buffer, keys, wrong, TILE: tl.constexpr, BYTES: tl.c
             used = tl.cdiv(count, 128)
             scale_bits = tl.where(blocks < used, scale_bits, 0)
             target = side.to(tl.pointer_type(tl.int32)) + blocks
-            tl.store(target, scale_bits, mask=blocks < tl.cdiv(used, 2) * 2)
+            tl.store(target, scale_bits, mask=blocks < tl.cdiv(used, 16) * 16)
             side_sum = _weigh(tl.reshape(scale_bits, [32, 2]), keys + _WORDS, 32)
     else:
         codes = _round_to(_widen(numbers, row + _TENSOR_FORMAT), row + _PACKED_FORMAT)
@@ -197,7 +197,7 @@ def _pack_tile(row, number, buffer, keys, wrong, TILE: tl.constexpr, BYTES: tl.c
         shifts = (tl.arange(0, 4) * 8)[None, None, :]
         halves = tl.sum(tl.reshape(codes & 0xFF, [_WORDS, 2, 4]) << shifts, axis=2)
     target = (buffer + tl.load(row + _OFFSET)).to(tl.int64)
-    ends = tl.cdiv(count * BYTES, 8) * 2
+    ends = tl.cdiv(count * BYTES, 64) * 16  # whole lines
     flat = tl.reshape(halves, [_HALVES])
     _store_as(target, number * _HALVES, ends, flat, tl.int32, _HALVES)
     return _weigh(halves, keys, _WORDS) + side_sum
@@ -222,7 +222,7 @@ def _unpack_tile(row, number, buffer, keys, TILE: tl.constexpr, BYTES: tl.conste
     count, way = tl.load(row + _COUNT), tl.load(row + _WAY)
     first = number * TILE
     source = (buffer + tl.load(row + _OFFSET)).to(tl.int64)
-    ends = tl.cdiv(count * BYTES, 8) * 2
+    ends = tl.cdiv(count * BYTES, 64) * 16  # whole lines
     flat = _load_as(source, number * _HALVES, ends, tl.int32, _HALVES)
     halves = tl.reshape(flat, [_WORDS, 2])
     if BYTES == 4:
@@ -241,7 +241,7 @@ def _unpack_tile(row, number, buffer, keys, TILE: tl.constexpr, BYTES: tl.conste
         numbers = codes
         if TILE == 4096:
             parts = number * 128 + tl.arange(0, 128)
-            packed = tl.load(side + parts, mask=parts < tl.cdiv(count, 64) * 2, other=0)
+            packed = tl.load(side + parts, mask=parts < tl.cdiv(count, 512) * 16, other=0)
             side_sum = _weigh(tl.reshape(packed, [64, 2]), keys + _WORDS, 64)
             carries = tl.reshape((packed[:, None] >> tl.arange(0, 32)[None, :]) & 1, [TILE])
             weights = _load(tl.load(row + _WEIGHTS), first, count, 2, TILE)
@@ -252,7 +252,7 @@ def _unpack_tile(row, number, buffer, keys, TILE: tl.constexpr, BYTES: tl.conste
         if TILE == 8192:
             blocks = number * 64 + tl.arange(0, 64)
             used = tl.cdiv(count, 128)
-            scale_bits = tl.load(side + blocks, mask=blocks < tl.cdiv(used, 2) * 2, other=0)
+            scale_bits = tl.load(side + blocks, mask=blocks < tl.cdiv(used, 16) * 16, other=0)
             side_sum = _weigh(tl.reshape(scale_bits, [32, 2]), keys + _WORDS, 32)
             bits = tl.reshape(_widen(codes, row + _PACKED_FORMAT), [64, 128])
             wide = multiply_blocks(bits, scale_bits.to(tl.float32, bitcast=True))

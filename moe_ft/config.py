@@ -16,6 +16,7 @@ from moe_ft.config_fields import (
 )
 from moe_ft.errors import ConfigError
 from moe_ft.faults import ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
+from moe_ft.precision_config import PrecisionConfig
 from moe_ft.strategy_config import PartialConfig, SparseConfig, StrategyConfig
 
 DEFAULT_MEMORY_DIR = "/dev/shm/moe_ft"
@@ -54,7 +55,11 @@ class MemoryConfig:
     @property
     def host_memory_limit_bytes(self) -> int | None:
         """The limit in bytes, None for no limit; raises ConfigError if it cannot be read."""
-        return None if self.host_memory_limit is None else parse_size(self.host_memory_limit)
+        return (
+            None
+            if self.host_memory_limit is None
+            else parse_size("host_memory_limit", self.host_memory_limit)
+        )
 
     @property
     def num_replicas(self) -> int | None:
@@ -237,6 +242,7 @@ class MoeFtConfig:
     strategy: StrategyConfig = StrategyConfig()
     partial: PartialConfig = PartialConfig()
     sparse: SparseConfig = SparseConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
     storage: StorageConfig = StorageConfig()
     recovery: RecoveryConfig = RecoveryConfig()
@@ -268,6 +274,8 @@ class MoeFtConfig:
                 "sequential: only there it is known beforehand which rank has how many experts. Use "
                 "equal."
             )
+        if self.strategy.is_exact:
+            self.precision.check_is_exact(self.strategy.strategy)
         if self.strategy.strategy == "sparse" and self.strategy.interval != "1":
             raise ConfigError(
                 f"--moe-ft-interval={self.strategy.interval} must be 1 with --moe-ft-strategy sparse: a "

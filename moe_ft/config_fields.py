@@ -15,7 +15,7 @@ def flag_of(field_name: str) -> str:
     return FLAG_PREFIX + field_name.replace("_", "-")
 
 
-def parse_size(text: str) -> int:
+def parse_size(field_name: str, text: str) -> int:
     """Return the bytes that a size such as 1.5GiB, 200GB or 4096 means.
 
     Raises:
@@ -24,7 +24,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKMGT]i?B|B)?", text.strip())
     if match is None:
         raise ConfigError(
-            f"--moe-ft-host-memory-limit={text} must be a size in bytes. Write it like 512GiB."
+            f"{flag_of(field_name)}={text} must be a size in bytes. Write it like 512GiB."
         )
     unit = match["unit"] or "B"
     power = "BKMGT".index(unit[0].upper())

@@ -13,30 +13,17 @@ import msgspec
 import xxhash
 
 from moe_ft.errors import CorruptStateError
+from moe_ft.packings import DTYPE_BYTES, Packing, Piece, pieces
 
 FORMAT = "moe_ft/1"
 MANIFEST_NAME = "manifest.json"
 FROZEN = "frozen"  # among the origins: all parameters that are not trained
 
-DTYPE_BYTES = {
-    "F64": 8,
-    "I64": 8,
-    "F32": 4,
-    "I32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
-
 _Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Level = Annotated[str, msgspec.Meta(pattern="^(full|compute)$")]
 _DType = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(DTYPE_BYTES)})$")]
+_Packing = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(Packing)})$")]
 _Gaps = tuple[tuple[_Count, _Count], ...]
 # JSON has no number for these; a clipped gradient norm may be one of them.
 _Float = float | Literal["inf", "-inf", "nan"]
@@ -50,9 +37,10 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
         parameter: global name of the parameter.
         key: "param" (fp32 master), "weight" (what forward uses) or the optimizer's own name.
         start, end: flat range in the parameter as this rank holds it, in elements.
-        dtype: safetensors' name of the type.
+        dtype: safetensors' name of the type that the live tensor has.
         offset: in bytes, from the start of the unit.
         is_absent: the tensor did not exist yet; its bytes mean nothing.
+        packing: how its numbers are kept here.
     """
 
     parameter: str
@@ -62,6 +50,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     dtype: _DType
     offset: _Count
     is_absent: bool = False
+    packing: _Packing = Packing.EXACT.value
 
 
 class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -336,9 +325,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
+def tensor_pieces(tensor: TensorEntry) -> tuple[Piece, ...]:
+    """Return the parts that a tensor has in its file; their offsets are from its own."""
+    return pieces(tensor.dtype, tensor.end - tensor.start, Packing(tensor.packing))
+
+
 def tensor_bytes(tensor: TensorEntry) -> int:
-    """Return the size of one tensor in bytes."""
-    return (tensor.end - tensor.start) * DTYPE_BYTES[tensor.dtype]
+    """Return the size of one tensor in its file, in bytes."""
+    last = tensor_pieces(tensor)[-1]
+    return last.offset + last.num_bytes
 
 
 def checksum(data: bytes | memoryview) -> str:

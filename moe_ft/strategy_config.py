@@ -48,6 +48,11 @@ class StrategyConfig:
         return self.strategy != "none"
 
     @property
+    def is_exact(self) -> bool:
+        """Whether what is recovered is the state as it was."""
+        return self.strategy in ("dense", "sparse")
+
+    @property
     def interval_iterations(self) -> int | None:
         """The interval, None for automatic; raises ConfigError if it is neither."""
         return None if self.interval == "auto" else count("interval", self.interval, least=1)

@@ -26,12 +26,14 @@ class EngineSettings:
         interval: iterations between snapshots, None for automatic.
         persist_interval: complete snapshots between those that go to storage, 0 for never.
         raises: end training when a background part fails.
+        staging_bytes: device memory in which snapshots are packed, 0 if nothing is.
     """
 
     interval: int | None
     overhead_limit: float
     persist_interval: int
     raises: bool
+    staging_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,8 @@ from moe_ft.engine.pool import PoolVersions
 from moe_ft.engine.profile import IntervalTuner, SnapshotProfile
 from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.restored_memory import keep_restored, replica_to_send
-from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter
+from moe_ft.engine.snapshot import SnapshotWriter
+from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.engine.storage_schedule import StorageSchedule
 from moe_ft.formats import Index, decode
 from moe_ft.planning.strategies import Strategy, WindowPlan
@@ -93,6 +94,7 @@ class CheckpointEngine:
             complete_record,
             context.memory.pool,
             context.origins,
+            settings.staging_bytes,
         )
         persist_dir = context.memory.node_dir / "persist"
         self._storage = StorageSchedule(

@@ -14,10 +14,10 @@ from itertools import chain
 import msgspec
 
 from moe_ft.errors import SnapshotError
-from moe_ft.formats import Index, TensorEntry, checksum, tensor_bytes
+from moe_ft.formats import Index, TensorEntry, checksum, tensor_pieces
+from moe_ft.packings import ALIGNMENT_BYTES
 from moe_ft.units import Level, UnitId, parse_unit
 
-UNIT_ALIGNMENT_BYTES = 64
 HEADER_ALIGNMENT_BYTES = 4096
 _LENGTH_BYTES = 8
 
@@ -160,15 +160,16 @@ def _place(
     version = f"{level}.{number}" if level is Level.COMPUTE else level.value
     inside, end = [], start
     for tensor in tensors:
-        end = _align(end, header)
-        size = tensor_bytes(tensor)
-        inside.append(msgspec.structs.replace(tensor, offset=end - start))
-        header[f"{unit}/{version}/{tensor.parameter}[{tensor.start}:{tensor.end}]/{tensor.key}"] = {
-            "dtype": tensor.dtype,
-            "shape": [tensor.end - tensor.start],
-            "data_offsets": [end, end + size],
-        }
-        end += size
+        first = end = _align(end, header)
+        inside.append(msgspec.structs.replace(tensor, offset=first - start))
+        name = f"{unit}/{version}/{tensor.parameter}[{tensor.start}:{tensor.end}]/{tensor.key}"
+        for piece in tensor_pieces(tensor):
+            begin, end = _align(end, header), first + piece.offset + piece.num_bytes
+            header[f"{name}.{piece.name}" if piece.name else name] = {
+                "dtype": piece.dtype,
+                "shape": [piece.count],
+                "data_offsets": [begin, end],
+            }
     return UnitPlace(
         unit=unit, level=level, offset=start, num_bytes=end - start, tensors=tuple(inside)
     )
@@ -176,7 +177,7 @@ def _place(
 
 def _align(end: int, header: dict[str, dict[str, object]]) -> int:
     """Return the next aligned offset, declaring the gap before it."""
-    aligned = -(-end // UNIT_ALIGNMENT_BYTES) * UNIT_ALIGNMENT_BYTES
+    aligned = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if aligned > end:
         _declare_unused(header, end, aligned)
     return aligned

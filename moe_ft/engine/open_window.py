@@ -5,7 +5,7 @@ from typing import Any
 
 from moe_ft.engine.layout import LazyLayout
 from moe_ft.engine.regions import Region
-from moe_ft.engine.snapshot import SnapshotJob, SnapshotState
+from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.planning.strategies import WindowPlan
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.layout import UNIT_ALIGNMENT_BYTES
 from moe_ft.engine.regions import MappedFile, Region, Role
 from moe_ft.errors import SnapshotError
 from moe_ft.formats import Index, UnitEntry
+from moe_ft.packings import ALIGNMENT_BYTES
 
 _LENGTH_BYTES = 8
 _HEADER_ALIGNMENT_BYTES = 4096
@@ -45,7 +45,7 @@ class Pool(MappedFile):
     """
 
     def __init__(self, directory: Path, slot_bytes: int, num_slots: int) -> None:
-        self._slot_bytes = _aligned(slot_bytes, UNIT_ALIGNMENT_BYTES)
+        self._slot_bytes = _aligned(slot_bytes, ALIGNMENT_BYTES)
         self.num_slots = num_slots
         self._header = _header(self._slot_bytes, num_slots)
         name = f"pool_{num_slots}x{self._slot_bytes}.safetensors"

@@ -340,7 +340,7 @@ def read_bandwidth(options: argparse.Namespace, name: str) -> float | None:
         value = float(text)
     except ValueError:
         try:
-            value = float(parse_size(text))
+            value = float(parse_size(name, text))
         except ConfigError:
             value = 0.0
     if not 0 < value < math.inf:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.config import MoeFtConfig
-from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES, UNIT_ALIGNMENT_BYTES
+from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES
 from moe_ft.engine.memory import num_slots
 from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.packings import ALIGNMENT_BYTES
 from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare, divide_units
 from moe_ft.planning.positions import RankUnits
 from moe_ft.planning.selection import ExpertLayout
@@ -122,8 +123,8 @@ def _build_sparse(
 ) -> SparseStrategy:
     sizes = {
         unit: (
-            catalog.num_bytes(unit, alignment=UNIT_ALIGNMENT_BYTES),
-            catalog.num_bytes(unit, Level.COMPUTE, alignment=UNIT_ALIGNMENT_BYTES),
+            catalog.num_bytes(unit, alignment=ALIGNMENT_BYTES),
+            catalog.num_bytes(unit, Level.COMPUTE, alignment=ALIGNMENT_BYTES),
         )
         for unit in catalog.units
     }

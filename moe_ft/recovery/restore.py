@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from moe_ft.engine.background import PhaseHook
+from moe_ft.engine.packed import unpack_into
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.formats import Index, TensorEntry, UnitEntry, tensor_bytes
+from moe_ft.formats import Index, TensorEntry, UnitEntry
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery.sources import StateReader, read_unit
 from moe_ft.state.catalog import Slices, UnitCatalog
@@ -330,12 +331,10 @@ def _write(local: LocalParameter, tensor: TensorEntry, content: memoryview) -> N
     if tensor.is_absent:
         drop_state(local)
         return
-    dtype = DTYPES[tensor.dtype]
     if tensor.key not in ("param", "weight"):
-        make_state(local, tensor.key, dtype)
+        make_state(local, tensor.key, DTYPES[tensor.dtype])
     if not local.is_sharded:
         local = replace(local, start=tensor.start, end=tensor.end)
     target = live_tensor(local, tensor.key)
     assert target is not None
-    part = content[tensor.offset : tensor.offset + tensor_bytes(tensor)]
-    target.copy_(torch.frombuffer(part, dtype=dtype))
+    unpack_into(target, tensor, content)

@@ -87,7 +87,11 @@ class Session:
             model, optimizer, facts.places, slice_assignment(config.strategy.sharding)
         )
         is_partial = config.strategy.strategy == "partial"
-        self._catalog = UnitCatalog(self._parameters, leaves_out_frozen=is_partial)
+        self._catalog = UnitCatalog(
+            self._parameters,
+            leaves_out_frozen=is_partial,
+            packings=config.precision.packings,
+        )
         self._layouts = UnitLayouts(self._catalog, facts.places.dp.rank)
         self._record_taker = records.RecordTaker(model, optimizer, scheduler, self._parameters)
         self._replays = config.strategy.strategy == "sparse"
@@ -307,6 +311,7 @@ class Session:
             overhead_limit=config.strategy.overhead_limit,
             persist_interval=config.storage.persist_interval if config.storage.persists else 0,
             raises=config.strategy.on_error == "raise",
+            staging_bytes=config.precision.staging,
         )
         self._engine = CheckpointEngine(
             settings,

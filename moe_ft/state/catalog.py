@@ -5,12 +5,15 @@ Which parameter belongs to which unit is state/parameters.py; how units lie in f
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
+import msgspec
 import torch
 
 from moe_ft.formats import FROZEN, TensorEntry, checksum, tensor_bytes
+from moe_ft.packings import Packing
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.slices import describe, live_tensor
+from moe_ft.state.slices import MASTER_KEYS, describe, live_tensor
 from moe_ft.units import Level, Part, UnitId
 
 Slices = Mapping[str, tuple[int, int]]  # flat ranges by parameter name
@@ -19,14 +22,22 @@ Slices = Mapping[str, tuple[int, int]]  # flat ranges by parameter name
 class UnitCatalog:
     """All units of a rank, those included of which other ranks save everything."""
 
-    def __init__(self, parameters: Sequence[LocalParameter], *, leaves_out_frozen: bool) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[LocalParameter],
+        *,
+        leaves_out_frozen: bool,
+        packings: Mapping[str, Packing] = MappingProxyType({}),
+    ) -> None:
         """Sort parameters into units.
 
         Args:
             parameters: of the rank.
             leaves_out_frozen: whether parameters that are not trained are in no unit: they stay what they
                 were when the run began.
+            packings: by part of the state ("master", "exp_avg", "exp_avg_sq"), how fp32 tensors are kept.
         """
+        self._packings = packings
         self.parameters = tuple(parameters)
         self._frozen = [each for each in parameters if leaves_out_frozen and not each.optimizer]
         self._by_unit: dict[UnitId, list[LocalParameter]] = {}
@@ -68,8 +79,18 @@ class UnitCatalog:
             if slices is not None and local.name in slices:
                 start, end = slices[local.name]
                 local = replace(local, start=start, end=end)
-            found += describe(local, level, unit.part)
+            found += [self._packed(local, each) for each in describe(local, level, unit.part)]
         return found
+
+    def _packed(self, local: LocalParameter, tensor: TensorEntry) -> TensorEntry:
+        """Return a tensor as files keep it; only what is fp32 may be kept otherwise than it is."""
+        part = "master" if tensor.key in MASTER_KEYS else tensor.key
+        packing = self._packings.get(part, Packing.EXACT)
+        if packing is Packing.SPLIT and local.parameter.dtype is not torch.bfloat16:
+            packing = Packing.EXACT
+        if tensor.dtype != "F32" or packing is Packing.EXACT:
+            return tensor
+        return msgspec.structs.replace(tensor, packing=packing.value)
 
     def owns(self, unit: UnitId) -> bool:
         """Return whether this rank saves something of a unit."""

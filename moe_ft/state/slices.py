@@ -14,7 +14,8 @@ from moe_ft.formats import TensorEntry
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level, Part
 
-WEIGHT_KEYS = ("param", "weight", "master_param")
+MASTER_KEYS = ("param", "master_param")
+WEIGHT_KEYS = (*MASTER_KEYS, "weight")
 _STATE_KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum_buffer",)}
 _SAFETENSORS_NAMES = {
     torch.float64: "F64",

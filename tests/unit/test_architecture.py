@@ -18,6 +18,8 @@ BASE = (
     "events",
     "faults",
     "formats",
+    "packings",
+    "precision_config",
     "report",
 )
 

@@ -26,11 +26,11 @@ def random(count: int, seed: int = 0) -> torch.Tensor:
 @CPU_ONLY
 def test_numbers_lie_at_their_offsets_and_nothing_else_is_written() -> None:
     numbers = random(5)
-    buffer = empty_buffer(64)
-    PackTable([Segment(tensor=numbers, offset=16, to=FP16)]).pack(buffer)
-    assert same_bits(buffer[16:26], round_to(numbers, FP16))
-    assert buffer[26:32].tolist() == [0] * 6  # the rest of the last word
-    assert set(buffer[:16].tolist() + buffer[32:].tolist()) == {0xA5}
+    buffer = empty_buffer(192)
+    PackTable([Segment(tensor=numbers, offset=64, to=FP16)]).pack(buffer)
+    assert same_bits(buffer[64:74], round_to(numbers, FP16))
+    assert buffer[74:128].tolist() == [0] * 54  # the rest of the line
+    assert set(buffer[:64].tolist() + buffer[128:].tolist()) == {0xA5}
 
 
 @CPU_ONLY
@@ -133,7 +133,7 @@ def test_checksum_of_a_buffer_is_of_all_segments_in_their_order() -> None:
     [
         (Segment(tensor=torch.ones(4, 4).T), "flat"),
         (Segment(tensor=torch.ones(8)[::2]), "contiguous"),
-        (Segment(tensor=torch.ones(4), offset=4), "multiples of 8"),
+        (Segment(tensor=torch.ones(4), offset=4), "multiples of 64"),
         (Segment(tensor=torch.ones(4), to=BF16, scales=ScaleKind.FP32), "8-bit"),
         (Segment(tensor=torch.ones(4, dtype=torch.int64), to=BF16), "int64 cannot be converted"),
         (Segment(tensor=torch.ones(4), weights=torch.ones(4)), "BF16 weights"),

@@ -214,13 +214,13 @@ def test_experts_in_a_snapshot_are_a_number_or_automatic(text: str, k: int | Non
     ],
 )
 def test_size_is_read_in_powers_of_ten_or_two(text: str, num_bytes: int) -> None:
-    assert parse_size(text) == num_bytes
+    assert parse_size("staging_bytes", text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1.GiB", "1e9", "1 2", "0x10", "1PiB", "1iB"])
 def test_text_that_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="must be a size in bytes"):
-        parse_size(text)
+    with pytest.raises(ConfigError, match="--moe-ft-staging-bytes=.* must be a size in bytes"):
+        parse_size("staging_bytes", text)
 
 
 def test_flag_of_a_field_has_dashes() -> None:

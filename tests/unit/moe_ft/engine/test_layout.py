@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from moe_ft.engine.layout import (
     HEADER_ALIGNMENT_BYTES,
-    UNIT_ALIGNMENT_BYTES,
     FileLayout,
     LazyLayout,
     UnitPlace,
@@ -23,6 +22,7 @@ from moe_ft.engine.layout import (
 )
 from moe_ft.errors import SnapshotError
 from moe_ft.formats import DTYPE_BYTES, TensorEntry, tensor_bytes
+from moe_ft.packings import ALIGNMENT_BYTES
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_window
 
@@ -102,8 +102,8 @@ def test_units_with_tensors_are_placed_in_order_and_the_others_left_out(units: U
 @given(units_of_a_snapshot())
 def test_units_and_tensors_are_aligned(units: Units) -> None:
     for place in lay_out(units).units:
-        assert place.offset % UNIT_ALIGNMENT_BYTES == 0
-        assert all(tensor.offset % UNIT_ALIGNMENT_BYTES == 0 for tensor in place.tensors)
+        assert place.offset % ALIGNMENT_BYTES == 0
+        assert all(tensor.offset % ALIGNMENT_BYTES == 0 for tensor in place.tensors)
 
 
 @given(units_of_a_snapshot())
@@ -266,7 +266,7 @@ def test_every_snapshot_of_a_window_lies_between_the_end_of_the_one_before_and_i
         assert start <= end <= layout.num_bytes
         for place in places:
             assert start <= place.offset
-            assert place.offset % UNIT_ALIGNMENT_BYTES == 0
+            assert place.offset % ALIGNMENT_BYTES == 0
             start = place.offset + place.num_bytes
         assert start <= end
         start = end

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moe_ft.engine.layout import LazyLayout
 from moe_ft.engine.open_window import OpenWindow
 from moe_ft.engine.regions import Region
-from moe_ft.engine.snapshot import SnapshotJob, SnapshotState
+from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.planning.strategies import SnapshotPlan, WindowPlan
 from tests.unit.moe_ft.builders import make_window
 

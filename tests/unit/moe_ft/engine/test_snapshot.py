@@ -17,7 +17,8 @@ from moe_ft.engine.checks import check_units
 from moe_ft.engine.layout import FileLayout, LazyLayout
 from moe_ft.engine.peers import Replica
 from moe_ft.engine.regions import Region
-from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter
+from moe_ft.engine.snapshot import SnapshotWriter
+from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.faults import Phase
 from moe_ft.formats import Index, UnitEntry, decode
@@ -662,7 +663,7 @@ def test_what_was_recovered_is_tried_again_until_peers_have_it(
     recorder: Recorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moe_ft.engine.snapshot._RETRY_S", 0.01)
+    monkeypatch.setattr("moe_ft.engine.replica_sender._RETRY_S", 0.01)
     recorder.answer = failure
     replica = recovered(sending)
     sending.writer.send(replica)
@@ -678,7 +679,7 @@ def test_what_was_recovered_is_tried_again_until_peers_have_it(
 def test_what_was_recovered_is_not_tried_again_after_something_newer(
     sending: Trainer, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ft.engine.snapshot._RETRY_S", 0.01)
+    monkeypatch.setattr("moe_ft.engine.replica_sender._RETRY_S", 0.01)
     recorder.answer = False
     sending.writer.send(recovered(sending))
     wait_for(lambda: len(recorder.replicas) > 1, "it to be tried again")

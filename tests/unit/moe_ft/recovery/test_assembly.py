@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from moe_ft.config import MoeFtConfig, PartialConfig, SparseConfig, StrategyConfig
-from moe_ft.engine.layout import UNIT_ALIGNMENT_BYTES, lay_out
+from moe_ft.engine.layout import lay_out
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.formats import ParameterEntry
+from moe_ft.packings import ALIGNMENT_BYTES
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.planning.strategies import DenseStrategy, Strategy
 from moe_ft.recovery.assembly import (
@@ -218,7 +219,7 @@ def test_sizes_of_units_are_those_that_they_take_in_a_file() -> None:
     catalog = catalog_of(0)
     for unit in catalog.units:
         for level in (Level.FULL, Level.COMPUTE):
-            planned = catalog.num_bytes(unit, level, alignment=UNIT_ALIGNMENT_BYTES)
+            planned = catalog.num_bytes(unit, level, alignment=ALIGNMENT_BYTES)
             layout = lay_out([(unit, level, catalog.tensors(unit, level))])
             taken = layout.ends[0] - len(layout.header)
-            assert taken <= planned < taken + UNIT_ALIGNMENT_BYTES
+            assert taken <= planned < taken + ALIGNMENT_BYTES
