@@ -5,7 +5,7 @@ validates types, names and paths, and a checksum over the body finds every flipp
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -334,6 +334,19 @@ def tensor_bytes(tensor: TensorEntry) -> int:
     """Return the size of one tensor in its file, in bytes."""
     last = tensor_pieces(tensor)[-1]
     return last.offset + last.num_bytes
+
+
+def lossy_packings(units: Iterable[UnitEntry]) -> dict[str, str]:
+    """Return how tensors are kept that do not come back as they were, by key ("param", "exp_avg", ...).
+
+    Where units have them in different formats, each is named.
+    """
+    found: dict[str, set[str]] = {}
+    for unit in units:
+        for tensor in unit.tensors:
+            if Packing(tensor.packing).is_lossy and not tensor.is_absent:
+                found.setdefault(tensor.key, set()).add(tensor.packing)
+    return {key: " or ".join(sorted(names)) for key, names in sorted(found.items())}
 
 
 def checksum(data: bytes | memoryview) -> str:

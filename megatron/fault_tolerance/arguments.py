@@ -19,7 +19,7 @@ from megatron.training import arguments as megatron_arguments
 from megatron.fault_tolerance import cpu_device
 from megatron.fault_tolerance.data import check_splits
 from megatron.fault_tolerance.text_dataset import BYTE_VOCABULARY, TextSource, prepare_cached
-from megatron.fault_tolerance.validation import check_arguments
+from megatron.fault_tolerance.validation import check_arguments, check_state_dtype
 from moe_ft.config import MoeFtConfig
 from moe_ft.config_fields import flag_of
 from moe_ft.errors import ConfigError
@@ -68,6 +68,7 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     if config.strategy.strategy == "partial":
         config.partial.check_experts(args.num_experts or 0)
     if config.strategy.is_on:  # known only here, and needed only then
+        check_state_dtype(args, config.precision)
         config.memory.resolve_job_id(os.environ)
         config.memory.resolve_node_id(os.environ, socket.gethostname())
     if args.text_dir is not None:

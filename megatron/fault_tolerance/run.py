@@ -169,6 +169,7 @@ class TrainingRun:
             sources={tier.value: count for tier, count in recovery.sources.items()},
             phases_s=recovery.phases_s,
             deterministic=recovery.is_deterministic,
+            lossy=dict(recovery.lossy),
             problems=recovery.problems,
         )
         if recovery.loss is not None:
@@ -198,6 +199,8 @@ class TrainingRun:
             seq_length=args.seq_length,
             num_experts=args.num_experts,
             train_iterations=args.train_iters,
+            state_dtype=dict(self.config.precision.packings),
+            lossy=dict(self.config.precision.lossy_parts),
         )
 
     def enter(self, phase: Phase) -> None:

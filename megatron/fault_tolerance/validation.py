@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_ft.errors import ConfigError
+from moe_ft.packings import Packing
+from moe_ft.precision_config import PrecisionConfig
 
 TESTED_MEGATRON_VERSIONS = ("0.19.2",)
 
@@ -68,6 +70,9 @@ _UNUSED: tuple[tuple[str, str], ...] = (
 )
 
 
+# The parts of the state that --moe-ft-state-dtype can name.
+_PARTS_OF_OPTIMIZERS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "lion": ("master", "exp_avg")}
+
 # Refused with a strategy only: what they keep in the optimizer or the model is not captured yet.
 _REFUSED_WITH_CHECKPOINTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
@@ -87,6 +92,39 @@ def check_arguments(args: argparse.Namespace) -> None:
     _check_transformer_engine(args)
     _check_data(args)
     _check_event_log(args.moe_ft_event_log)
+
+
+def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> None:
+    """Raise ConfigError if a part of the state cannot be kept in the format that was named for it."""
+    kept = {
+        "master": args.main_params_dtype,
+        "exp_avg": args.exp_avg_dtype,
+        "exp_avg_sq": args.exp_avg_sq_dtype,
+    }
+    for part, packing in precision.packings.items():
+        if packing is Packing.EXACT:
+            continue
+        given = f"--moe-ft-state-dtype={precision.state_dtype}"
+        if part not in _PARTS_OF_OPTIMIZERS.get(args.optimizer, ("master",)):
+            raise ConfigError(
+                f"{given}: --optimizer {args.optimizer} keeps no {part}. Leave it out of the list."
+            )
+        if kept[part] != "fp32":
+            flag = "main-params" if part == "master" else part.replace("_", "-")
+            raise ConfigError(
+                f"{given}: the optimizer itself keeps {part} in {kept[part]} (--{flag}-dtype), and "
+                "snapshots hold that as it is. Leave it out of the list."
+            )
+        if part == "master" and args.use_precision_aware_optimizer:
+            raise ConfigError(
+                f"{given}: with --use-precision-aware-optimizer masters are the optimizer's own, and "
+                "snapshots hold them as they are. Leave master out of the list."
+            )
+        if packing is Packing.SPLIT and not args.bf16:
+            raise ConfigError(
+                f"{given}: masters can be split only where forward uses BF16 weights. Add --bf16, or use "
+                "master=exact."
+            )
 
 
 def _check_megatron_version(allow_untested: bool) -> None:

@@ -17,7 +17,8 @@ from moe_ft.engine.checks import check_places, check_units
 from moe_ft.engine.regions import INDEX_NAME
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.formats import Identity, Index, UnitEntry, checksum, decode
+from moe_ft.formats import Identity, Index, UnitEntry, checksum, decode, lossy_packings
+from moe_ft.packings import Packing
 from moe_ft.recovery.expert_summary import render_experts, summarize_experts
 from moe_ft.units import parse_unit
 
@@ -234,11 +235,24 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
             f"iteration {newest.iteration}, {newest.tier}: job {identity.job_id}, strategy "
             f"{identity.strategy}, {identity.world_size} ranks, incarnations {history}",
             *([_describe_window(newest)] if newest.window > 1 else []),
+            *_describe_packings(parts),
             contents,
             *([render_experts(experts)] if experts else []),
             tabulate(settings, headers=("setting", "value"), disable_numparse=True),
         )
     )
+
+
+def _describe_packings(parts: list[Holding]) -> list[str]:
+    """Say which state is kept otherwise than it is; nothing where all of it is exact."""
+    entries = [entry for part in parts for index in part.indexes for _, entry in index.entries()]
+    lossy = lossy_packings(entries)
+    if lossy:
+        kept = ", ".join(f"{key} as {packing}" for key, packing in lossy.items())
+        return [f"LOSSY: it keeps {kept}: a recovery from it is not exact"]
+    if any(tensor.packing == Packing.SPLIT for entry in entries for tensor in entry.tensors):
+        return ["masters are kept as BF16 weights and what these leave out: nothing is lost"]
+    return []
 
 
 def _describe_window(holding: Holding) -> str:

@@ -52,6 +52,7 @@ class Recovery:
         phases_s: seconds by phase.
         problems: what was looked at and rejected, and why.
         loss: what it cost; None where every snapshot holds every unit.
+        lossy: by key of this rank's tensors that were kept in fewer bits than they have: how.
     """
 
     iteration: int
@@ -62,3 +63,4 @@ class Recovery:
     problems: list[str] = field(default_factory=list)
     is_deterministic: bool = True
     loss: JobLoss | None = None
+    lossy: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.packed import unpack_into
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.formats import Index, TensorEntry, UnitEntry
+from moe_ft.formats import Index, TensorEntry, UnitEntry, lossy_packings
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery.sources import StateReader, read_unit
 from moe_ft.state.catalog import Slices, UnitCatalog
@@ -115,6 +115,11 @@ class FetchedState:
     def sources(self) -> Counter[Tier]:
         """Number of units that came from each tier."""
         return Counter(fetched.tier for fetched in self.units.values())
+
+    @property
+    def lossy(self) -> dict[str, str]:
+        """By key of the tensors that were kept in fewer bits than they have: how."""
+        return lossy_packings(fetched.entry for fetched in self.units.values())
 
     @property
     def first_iteration(self) -> int:

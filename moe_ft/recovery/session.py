@@ -149,6 +149,7 @@ class Session:
         if recovered.plan is not None:
             recovery.iteration, recovery.record = recovered.plan.iteration, recovered.record
             recovery.sources = dict(recovered.fetched.sources)
+            recovery.lossy = recovered.fetched.lossy
             conversion = recovered.conversion
             recovery.conversion = conversion if conversion and conversion.num_replays else None
             recovery.loss = self._resume_strategy(recovered)

@@ -1,0 +1,99 @@
+"""State that is packed on its way, and kept in other formats, is recovered as far as these keep it."""
+
+import shutil
+from collections.abc import Sequence
+
+import pytest
+
+from moe_ft.recovery.inspection import find_holdings, render_holdings
+from tests.checkpoint_job import NUM_ITERATIONS, TWO_NODES, CheckpointJob
+from tests.distributed.test_checkpoint_bad_input import refusal
+
+Digests = list[tuple[str, str]]
+KILL = "kill:1@4:backward"
+STATE_DTYPE = "--moe-ft-state-dtype"
+SMALL_STAGING = ("--moe-ft-staging-bytes", "1MiB")
+SPLIT = (STATE_DTYPE, "master=split", *SMALL_STAGING)
+LOSSY = (STATE_DTYPE, "master=fp16,exp_avg=bf16,exp_avg_sq=fp8-e4m3-block")
+ALLOWED = "--moe-ft-allow-lossy"
+KEPT = {"exp_avg": "bf16", "exp_avg_sq": "fp8-e4m3-block", "param": "fp16"}
+
+
+def shown(job: CheckpointJob) -> str:
+    """Return what `inspect` says of the storage."""
+    return render_holdings(find_holdings(str(job.storage)), lists_units=False)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        SMALL_STAGING,
+        SPLIT,
+        (*SPLIT, "--moe-ft-strategy", "sparse", "--moe-ft-window", "2"),
+    ],
+    ids=["exact-dense", "split-dense", "split-sparse"],
+)
+def test_packed_state_is_recovered_bitwise(
+    job: CheckpointJob, expected: Digests, flags: Sequence[str]
+) -> None:
+    job.run_with_faults(KILL, flags=flags)
+    (recovery,) = job.events("recovery")
+    assert recovery["lossy"] == {}
+    assert job.events("degraded") == []
+    assert job.digests() == expected
+
+
+def test_split_masters_are_recovered_bitwise_from_a_peer_and_from_storage(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    job.run_with_faults(
+        "lose-node:1@4:backward",
+        "kill:0@5:backward",
+        flags=SPLIT,
+        storage=True,
+        nodes=lambda start: TWO_NODES,
+        between=lambda start: shutil.rmtree(job.memory_dir / "test") if start == 1 else None,
+    )
+    tiers = [set(line["sources"]) for line in job.events("recovery", rank=1)]
+    assert tiers == [{"peer"}, {"storage"}]
+    assert job.digests() == expected
+    assert "nothing is lost" in shown(job)
+
+
+def test_lossy_formats_are_stated_by_the_event_log_and_inspect(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    job.run_with_faults(KILL, flags=[*LOSSY, ALLOWED], storage=True)
+    start = job.events("start")[0]
+    assert start["lossy"] == {"master": "fp16", "exp_avg": "bf16", "exp_avg_sq": "fp8-e4m3-block"}
+    (recovery,) = job.events("recovery")
+    assert recovery["lossy"] == KEPT
+    assert "LOSSY: it keeps exp_avg as bf16, exp_avg_sq as fp8-e4m3-block, param as fp16" in shown(job)
+    assert job.events("iteration")[-1]["iteration"] == NUM_ITERATIONS
+    assert job.digests() != expected
+
+
+@pytest.mark.parametrize("strategy", ["dense", "sparse"])
+def test_exact_strategy_refuses_lossy_formats(job: CheckpointJob, strategy: str) -> None:
+    line = refusal(job, *LOSSY, "--moe-ft-strategy", strategy)
+    assert f"{STATE_DTYPE}={LOSSY[1]} loses precision" in line
+    assert "Add --moe-ft-allow-lossy" in line
+
+
+def test_partial_strategy_keeps_lossy_formats_without_further_ado(job: CheckpointJob) -> None:
+    job.run_with_faults(
+        KILL, flags=[*LOSSY, "--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "2"]
+    )
+    assert job.events("recovery")[0]["lossy"] == KEPT
+
+
+def test_formats_may_change_between_starts(job: CheckpointJob, expected: Digests) -> None:
+    job.run(*SPLIT, "--exit-interval", "2", storage=True).check()
+    job.run("--exit-interval", "4", storage=True).check()
+    job.run(*SPLIT, storage=True).check()
+    recovered = [line["restored_iteration"] for line in job.events("recovery")]
+    assert recovered == [2, 4]
+    assert job.digests() == expected
+    job.run(*LOSSY, ALLOWED, "--train-iters", "8", "--exit-interval", "7", storage=True).check()
+    job.run("--train-iters", "8", storage=True).check()
+    assert [line["lossy"] for line in job.events("recovery")] == [{}, {}, {}, KEPT]
