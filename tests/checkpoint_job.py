@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import JobResult, digests, events, run_training, run_with_restarts
+from tests.harness import (
+    JobResult,
+    Train,
+    digests,
+    events,
+    run_training,
+    run_with_restarts,
+)
 
 NUM_RANKS = 2
 NUM_ITERATIONS = 6
@@ -19,16 +26,19 @@ class CheckpointJob:
         self.folder, self.memory_dir = folder, memory_dir
         self.storage = folder / "storage"
         self.events_dir = folder / "events"
+        self.train: Train | None = None  # in place of pretrain_gpt_moe.py itself
         self.base = [
             *model_flags(train_iters=NUM_ITERATIONS, hidden_dropout=0.1),
             *layout_flags({"ep": 2}),
             *dataset_flags,
         ]
 
-    def reference(self) -> list[tuple[str, str]]:
+    def reference(self, *flags: str) -> list[tuple[str, str]]:
         """Train without checkpoints; return the digests."""
         log = self.folder / "reference"
-        run_training([*self.base, *event_flags(log)], NUM_RANKS, log_dir=log).check()
+        run_training(
+            [*self.base, *event_flags(log), *flags], NUM_RANKS, log_dir=log, train=self.train
+        ).check()
         return digests(log, NUM_RANKS)
 
     def flags(self, *flags: str, storage: bool = False) -> list[str]:
@@ -50,7 +60,11 @@ class CheckpointJob:
         """Start the job once."""
         log = self.folder / f"run_{len(list(self.folder.glob('run_*')))}"
         return run_training(
-            self.flags(*flags, storage=storage), NUM_RANKS, log_dir=log, nodes=nodes
+            self.flags(*flags, storage=storage),
+            NUM_RANKS,
+            log_dir=log,
+            nodes=nodes,
+            train=self.train,
         )
 
     def run_with_faults(
@@ -70,6 +84,7 @@ class CheckpointJob:
             max_restarts=4,
             nodes=nodes,
             between=between,
+            train=self.train,
         )
         results[-1].check()
         return results

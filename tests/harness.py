@@ -47,6 +47,9 @@ class JobResult:
         return self
 
 
+Train = Callable[[list[str]], None]
+
+
 def run_ranks(
     target: Callable[..., Any],
     world_size: int,
@@ -108,10 +111,11 @@ def run_training(
     deadline_s: float = 120,
     env: Mapping[str, str] | None = None,
     nodes: Sequence[str] | None = None,
+    train: Train | None = None,
 ) -> JobResult:
-    """Run pretrain_gpt_moe.py on every rank of a new job."""
+    """Run pretrain_gpt_moe.py on every rank of a new job, or what does so after it has changed something."""
     return run_ranks(
-        _train,
+        train or _train,
         world_size,
         list(flags),
         log_dir=log_dir,
@@ -131,6 +135,7 @@ def run_with_restarts(
     env: Mapping[str, str] | None = None,
     nodes: Callable[[int], Sequence[str]] | None = None,
     between: Callable[[int], None] | None = None,
+    train: Train | None = None,
 ) -> list[JobResult]:
     """Run a job and start all its ranks again while a rank fails, as torchrun does.
 
@@ -151,6 +156,7 @@ def run_with_restarts(
                 deadline_s=deadline_s,
                 env=variables,
                 nodes=None if nodes is None else nodes(count),
+                train=train,
             )
         )
         if not any(results[-1].exit_codes):

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from moe_ft.formats import IterationRecord, OptimizerRecord, PackedTensor
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, dtype_name
-from moe_ft.state.tensors import inner_optimizers
+from moe_ft.state.tensors import inner_optimizers, state_scales
 
 # Of a parameter group: from the command line, where they may change from start to start.
 _SETTINGS = ("max_lr", "min_lr")
@@ -164,7 +164,6 @@ def _capture_scalars(inner: Any) -> dict[str, Any]:
 def _capture_per_parameter(inner: Any, owned: Sequence[LocalParameter]) -> dict[str, Any]:
     torch_optimizer = inner.optimizer
     states = ((each.name, torch_optimizer.state.get(each.master)) for each in owned)
-    scales = getattr(torch_optimizer, "_scales", {})
     return {
         "steps": {
             name: float(state["step"])
@@ -174,7 +173,8 @@ def _capture_per_parameter(inner: Any, owned: Sequence[LocalParameter]) -> dict[
         "scales": {
             f"{each.name}/{key}": scale.detach().clone()
             for each in owned
-            for key, scale in scales.get(each.master, {}).items()
+            if each.master is not None
+            for key, scale in state_scales(torch_optimizer, each.master).items()
         },
     }
 
@@ -376,7 +376,13 @@ def _apply_optimizer(
             state["step"] = torch.tensor(step, dtype=torch.float32)
     for name, packed in saved.scales.items():
         parameter, key = name.rsplit("/", 1)
-        torch_optimizer._scales[by_name[parameter].master][key].copy_(unpack(packed))
+        master = by_name[parameter].master
+        assert master is not None
+        live = state_scales(torch_optimizer, master).get(key)
+        if (
+            live is not None
+        ):  # of a unit that only a later snapshot has at FULL there may be none yet
+            live.copy_(unpack(packed))
 
 
 def apply_rng(record: IterationRecord) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from moe_ft.formats import TensorEntry
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.tensors import raw_tensor
 from moe_ft.units import Level, Part
 
 MASTER_KEYS = ("param", "master_param")
@@ -75,7 +76,8 @@ def _keys(local: LocalParameter, level: Level) -> Iterator[tuple[str, torch.dtyp
         yield "weight", model_dtype
         if model_dtype is not torch.float32:
             remainders = getattr(local.optimizer.optimizer, "store_param_remainders", False)
-            yield "master_param", torch.int16 if remainders else config.main_params_dtype
+            is_split = remainders and model_dtype is torch.bfloat16
+            yield "master_param", torch.int16 if is_split else config.main_params_dtype
         yield "exp_avg", config.exp_avg_dtype
         yield "exp_avg_sq", config.exp_avg_sq_dtype
         return
@@ -83,7 +85,9 @@ def _keys(local: LocalParameter, level: Level) -> Iterator[tuple[str, torch.dtyp
     if config.optimizer == "sgd" and not config.sgd_momentum:
         return
     for key in _STATE_KEYS[config.optimizer]:
-        yield key, torch.float32
+        # With some FP8 recipes masters are Megatron's own, and moments in few bits all the same.
+        is_native = getattr(config, "use_precision_aware_optimizer", False)
+        yield key, getattr(config, f"{key}_dtype") if is_native else torch.float32
 
 
 def live_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
@@ -103,7 +107,7 @@ def whole_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
     if key == "param":
         return local.master
     found: torch.Tensor | None = local.optimizer.optimizer.state.get(local.master, {}).get(key)
-    return found
+    return None if found is None else raw_tensor(found)
 
 
 def own_slice(local: LocalParameter, key: str, whole: torch.Tensor) -> torch.Tensor:
@@ -124,7 +128,10 @@ def make_state(local: LocalParameter, key: str, dtype: torch.dtype) -> None:
         and hasattr(torch_optimizer, "initialize_state")
         and is_precision_aware(local.optimizer)
     ):
-        torch_optimizer.initialize_state(master, False)
+        # Remainders belong to BF16 weights; other masters are whole.
+        has_remainders = getattr(torch_optimizer, "store_param_remainders", False)
+        is_short = local.parameter.dtype is torch.bfloat16
+        torch_optimizer.initialize_state(master, has_remainders and is_short)
     elif key not in state:
         state[key] = torch.zeros_like(master, dtype=dtype)
 

@@ -25,6 +25,33 @@ def named_buffers(model: Sequence[torch.nn.Module]) -> NamedTensors:
             yield f"chunk{chunk_index}.{name}", buffer
 
 
+def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a tensor as they lie in memory.
+
+    Transformer Engine's FP8 tensors pretend to be fp32; their bytes and their scale are attributes.
+    """
+    raw: torch.Tensor = getattr(tensor, "_data", tensor)
+    return raw
+
+
+def inverse_scale(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return what the numbers of one of Transformer Engine's FP8 tensors are multiplied by, ``[1]``."""
+    found: torch.Tensor | None = getattr(tensor, "_scale_inv", None)
+    return found
+
+
+def state_scales(torch_optimizer: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the live scales of a parameter's optimizer tensors that are kept in few bits, by name.
+
+    Transformer Engine's FusedAdam has one by key of the state, and those of FP8 tensors have another one.
+    """
+    found = dict(getattr(torch_optimizer, "_scales", {}).get(master, {}))
+    for key, value in torch_optimizer.state.get(master, {}).items():
+        if isinstance(value, torch.Tensor) and (scale := inverse_scale(value)) is not None:
+            found[f"{key}._scale_inv"] = scale
+    return found
+
+
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers chained in Megatron's outermost one that hold parameters."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -45,7 +72,9 @@ def named_optimizer_tensors(model: Sequence[torch.nn.Module], optimizer: Any) ->
                 yield f"{names[parameter]}/param", master
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    yield f"{names[parameter]}/{key}", value
+                    yield f"{names[parameter]}/{key}", raw_tensor(value)
+            for key, value in state_scales(inner.optimizer, master).items():
+                yield f"{names[parameter]}/{key}.scale", value
 
 
 def _states(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:

@@ -68,7 +68,9 @@ def test_lossy_formats_are_stated_by_the_event_log_and_inspect(
     assert start["lossy"] == {"master": "fp16", "exp_avg": "bf16", "exp_avg_sq": "fp8-e4m3-block"}
     (recovery,) = job.events("recovery")
     assert recovery["lossy"] == KEPT
-    assert "LOSSY: it keeps exp_avg as bf16, exp_avg_sq as fp8-e4m3-block, param as fp16" in shown(job)
+    assert "LOSSY: it keeps exp_avg as bf16, exp_avg_sq as fp8-e4m3-block, param as fp16" in shown(
+        job
+    )
     assert job.events("iteration")[-1]["iteration"] == NUM_ITERATIONS
     assert job.digests() != expected
 
