@@ -14,7 +14,8 @@ import torch
 from moe_ft.engine.background import Reports
 from moe_ft.engine.layout import FileLayout, LazyLayout
 from moe_ft.engine.regions import Region, Role
-from moe_ft.engine.snapshot import SnapshotJob, SnapshotState, SnapshotWriter
+from moe_ft.engine.snapshot import SnapshotWriter
+from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
