@@ -4,8 +4,8 @@ What comes out is defined here, in torch and numpy; on a GPU kernels/triton_pack
 in one launch, and kernels/pack_table.py chooses. Where tensors lie in a buffer is the caller's business.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -19,6 +19,7 @@ from kernels.rounding import convert, round_to
 from kernels.split_master import join_masters, split_masters
 
 ALIGNMENT = 64
+_AT_ONCE = 1 << 18  # numbers, of which some dozens of results are computed
 Content = npt.NDArray[np.uint8]
 
 
@@ -120,7 +121,8 @@ def unpack_by_reference(
 ) -> torch.Tensor:
     """Unpack tensors; see `pack_table.PackTable.unpack`."""
     for segment in segments:
-        segment.tensor.copy_(_unpacked(segment, buffer))
+        for part in _parts(segment):
+            part.tensor.copy_(_unpacked(part, buffer))
     content = buffer.numpy()
     return _as_sums([(sum_segment(each, content) if with_sums else 0, 0) for each in segments])
 
@@ -159,6 +161,30 @@ def _as_sums(found: list[tuple[int, int]]) -> torch.Tensor:
 
 def _pack(segment: Segment, buffer: torch.Tensor) -> tuple[int, int]:
     """Pack one tensor; return its sum, and how many of its masters cannot be split."""
+    num_wrong = sum(_pack_numbers(part, buffer) for part in _parts(segment))
+    return sum_segment(segment, buffer.numpy()), num_wrong
+
+
+def _parts(segment: Segment) -> Iterator[Segment]:
+    """Yield a segment cut into pieces, so that what is computed from one takes little memory."""
+    count = segment.tensor.numel()
+    if count <= _AT_ONCE:
+        yield segment
+        return
+    side_of = 8 if segment.weights is not None else BLOCK / 4  # numbers that a byte of it is for
+    for first in range(0, count, _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        yield replace(
+            segment,
+            tensor=segment.tensor[part],
+            weights=None if segment.weights is None else segment.weights[part],
+            offset=segment.offset + first * segment.number_bytes,
+            side_offset=segment.side_offset + int(first / side_of),
+        )
+
+
+def _pack_numbers(segment: Segment, buffer: torch.Tensor) -> int:
+    """Pack numbers; return how many of them are masters that cannot be split."""
     tensor, num_wrong = segment.tensor, 0
     if segment.weights is not None:
         parts = split_masters(tensor, segment.weights)
@@ -171,7 +197,7 @@ def _pack(segment: Segment, buffer: torch.Tensor) -> tuple[int, int]:
     else:
         numbers = tensor if segment.to is None else convert(tensor, segment.to)
     _put(numbers, buffer, segment.offset)
-    return sum_segment(segment, buffer.numpy()), num_wrong
+    return num_wrong
 
 
 def _put(numbers: torch.Tensor, buffer: torch.Tensor, offset: int) -> None:

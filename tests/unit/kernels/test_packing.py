@@ -13,7 +13,7 @@ from kernels.packing import Segment, buffer_checksum, sum_segment
 from kernels.rounding import convert, round_to, widen
 from tests.unit.kernels.packs import any_numbers, empty_buffer, in_a_row, of_all_kinds, same_bits
 
-SIZES = (0, 1, 7, 8, 127, 128, 129, 4095, 8192, 8193)
+SIZES = (0, 1, 7, 8, 127, 128, 129, 4095, 8192, 8193, (1 << 18) + 131)  # cut by the reference
 CPU_ONLY = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the reference is what is tested here; the GPU has its own"
 )
