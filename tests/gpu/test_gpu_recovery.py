@@ -17,8 +17,15 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     "strategy",
-    [("dense",), ("partial", "--moe-ft-k-snapshot", "4"), ("sparse", "--moe-ft-window", "2")],
-    ids=lambda flags: flags[0],
+    [
+        ("dense",),
+        ("partial", "--moe-ft-k-snapshot", "4"),
+        ("sparse", "--moe-ft-window", "2"),
+        # Packed by kernels, in more chunks than are in flight at once.
+        ("dense", "--moe-ft-staging-bytes", "1MiB"),
+        ("sparse", "--moe-ft-window", "2", "--moe-ft-state-dtype", "master=split"),
+    ],
+    ids=["dense", "partial", "sparse", "packed-dense", "split-sparse"],
 )
 def test_run_that_is_killed_on_a_gpu_ends_in_the_state_of_one_that_was_not(
     dataset_flags: list[str], tmp_path: Path, memory_dir: Path, strategy: tuple[str, ...]

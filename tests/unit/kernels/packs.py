@@ -60,6 +60,18 @@ def of_all_kinds(count: int, seed: int = 0) -> list[Segment]:
     return found
 
 
+def on_host(segments: list[Segment]) -> list[Segment]:
+    """Return segments with copies of their tensors in host memory."""
+    return [
+        replace(
+            each,
+            tensor=each.tensor.cpu().clone(),
+            weights=None if each.weights is None else each.weights.cpu(),
+        )
+        for each in segments
+    ]
+
+
 def empty_buffer(num_bytes: int) -> torch.Tensor:
     """Return a buffer whose bytes are none that packing would write."""
     return torch.full((num_bytes,), 0xA5, dtype=torch.uint8, device=DEVICE)

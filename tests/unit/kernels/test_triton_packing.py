@@ -3,28 +3,16 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels.packing import Segment, pack_by_reference, unpack_by_reference
 from kernels.triton_packing import KernelTable
-from tests.unit.kernels.packs import empty_buffer, in_a_row, of_all_kinds, same_bits
+from tests.unit.kernels.packs import empty_buffer, in_a_row, of_all_kinds, on_host, same_bits
 
 
-def on_host(segments: list[Segment]) -> list[Segment]:
-    return [
-        replace(
-            each,
-            tensor=each.tensor.cpu().clone(),
-            weights=None if each.weights is None else each.weights.cpu(),
-        )
-        for each in segments
-    ]
-
-
-@pytest.mark.parametrize("count", [1, 7, 8, 127, 129, 2048, 4097, 8192, 20_001])
+@pytest.mark.parametrize("count", [1, 7, 8, 127, 129, 2048, 4097, 8192, 12_001])
 def test_kernel_packs_and_unpacks_what_the_reference_does(count: int) -> None:
     segments, num_bytes = in_a_row(of_all_kinds(count, seed=count))
     expected, found = empty_buffer(num_bytes).cpu(), empty_buffer(num_bytes)
@@ -56,7 +44,7 @@ def test_each_kind_is_unpacked_as_the_reference_does(count: int) -> None:
 
 def test_thousands_of_tensors_go_in_one_launch() -> None:
     generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(1, 60, (3000,), generator=generator).tolist()
+    sizes = torch.randint(1, 60, (1500,), generator=generator).tolist()
     device = empty_buffer(0).device
     flat = torch.randn(sum(sizes), generator=generator).to(device)
     segments, num_bytes = in_a_row([Segment(tensor=each) for each in flat.split(sizes)])
