@@ -1,9 +1,10 @@
 """What kernels/packing.py defines, as Triton kernels: all segments in one launch, checksums in the same pass.
 
 A program packs or unpacks one tile, which is a chunk of the checksum: 8 KiB in the buffer, whatever that is
-in numbers. Tables say which tile is of which segment, and everything about segments.
+in numbers. A table says which tile is of which segment, another one everything about segments.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checksum import CHUNK_BYTES, CHUNK_WORDS, KEYS, series
+from kernels.checksum import CHUNK_BYTES, CHUNK_WORDS, KEYS
 from kernels.number_formats import FORMAT_OF, FP32, NumberFormat
 from kernels.packing import Segment, Way
 from kernels.triton_rounding import (
@@ -43,7 +44,8 @@ _WAY = tl.constexpr(7)
 _TENSOR_FORMAT = tl.constexpr(8)  # five numbers each
 _PACKED_FORMAT = tl.constexpr(13)
 _LARGEST = tl.constexpr(18)  # of the packed format, as bits of fp32
-_FIELDS = tl.constexpr(19)
+_FIRST_TILE = tl.constexpr(19)
+_FIELDS = tl.constexpr(20)
 
 
 @triton.jit
@@ -142,11 +144,17 @@ def _weigh(halves, keys, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _finish_chunk(total, of_place):
-    mixed = total + of_place
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+def _mix(number):
+    mixed = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
-    return (mixed ^ (mixed >> 31)).to(tl.int64, bitcast=True)
+    return mixed ^ (mixed >> 31)
+
+
+@triton.jit
+def _finish_chunk(total, number):
+    """Return what a chunk adds to the sum of its segment; see checksum.py."""
+    of_place = _mix((number + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15)
+    return _mix(total + of_place).to(tl.int64, bitcast=True)
 
 
 @triton.jit
@@ -265,12 +273,12 @@ def _unpack_tile(row, number, buffer, keys, TILE: tl.constexpr, BYTES: tl.conste
 
 
 @triton.jit
-def _work(rows, tiles, buffer, keys, sums, IS_PACKING: tl.constexpr):
+def _work(rows, segments, buffer, keys, sums, IS_PACKING: tl.constexpr):
     """Pack or unpack one tile."""
-    tile = tiles + tl.program_id(0).to(tl.int64) * 3
-    segment, number = tl.load(tile), tl.load(tile + 1)
-    of_place = tl.load(tile + 2).to(tl.uint64, bitcast=True)
+    tile = tl.program_id(0).to(tl.int64)
+    segment = tl.load(segments + tile).to(tl.int64)
     row = rows + segment * _FIELDS
+    number = tile - tl.load(row + _FIRST_TILE)
     packed_bytes = tl.load(row + _PACKED_BYTES)
     result = sums + 2 * segment
     if packed_bytes == 4:
@@ -288,24 +296,24 @@ def _work(rows, tiles, buffer, keys, sums, IS_PACKING: tl.constexpr):
             total = _pack_tile(row, number, buffer, keys, result + 1, 8192, 1)
         else:
             total = _unpack_tile(row, number, buffer, keys, 8192, 1)
-    tl.atomic_add(result, _finish_chunk(total, of_place))
+    tl.atomic_add(result, _finish_chunk(total, number))
+
+
+@functools.cache
+def _keys_on(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(KEYS.view(np.int64)).to(device)
 
 
 class KernelTable:
-    """Segments as the kernels read them, on the device."""
+    """Segments as the kernels read them. On the device only while they run: tables of all chunks add up."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         """Write the tables for segments, which were checked."""
-        device = segments[0].tensor.device
-        rows = np.array([_row(segment) for segment in segments], dtype=np.int64)
         counts = [-(-segment.num_bytes // CHUNK_BYTES) for segment in segments]
-        numbers = np.concatenate([np.arange(count) for count in counts])
-        of_places = np.concatenate([series(count).view(np.int64) for count in counts])
-        tiles = np.stack([np.repeat(np.arange(len(counts)), counts), numbers, of_places], axis=1)
-        self._num_segments, self._num_tiles = len(segments), len(tiles)
-        self._rows = torch.from_numpy(rows).to(device)
-        self._tiles = torch.from_numpy(tiles).to(device)
-        self._keys = torch.from_numpy(KEYS.view(np.int64)).to(device)
+        firsts = np.cumsum([0, *counts])
+        rows = [_row(each, int(first)) for each, first in zip(segments, firsts, strict=False)]
+        self._rows = torch.tensor(rows, dtype=torch.int64)
+        self._segments = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
 
     def pack(self, buffer: torch.Tensor) -> torch.Tensor:
         """Launch the kernel that packs; see `pack_table.PackTable.pack`."""
@@ -316,13 +324,14 @@ class KernelTable:
         return self._launch(buffer, is_packing=False)
 
     def _launch(self, buffer: torch.Tensor, *, is_packing: bool) -> torch.Tensor:
-        sums = torch.zeros((self._num_segments, 2), dtype=torch.int64, device=buffer.device)
-        if self._num_tiles:
-            _work[(self._num_tiles,)](
-                self._rows,
-                self._tiles,
+        device = buffer.device
+        sums = torch.zeros((len(self._rows), 2), dtype=torch.int64, device=device)
+        if len(self._segments):
+            _work[(len(self._segments),)](
+                self._rows.to(device),
+                self._segments.to(device),
                 buffer,
-                self._keys,
+                _keys_on(device),
                 sums,
                 is_packing,
                 num_warps=_NUM_WARPS,
@@ -330,7 +339,7 @@ class KernelTable:
         return sums
 
 
-def _row(segment: Segment) -> list[int]:
+def _row(segment: Segment, first_tile: int) -> list[int]:
     """Return the fields of a segment; numbers of 8 bytes count as two of 4."""
     tensor, weights = segment.tensor, segment.weights
     width = tensor.element_size()
@@ -352,6 +361,7 @@ def _row(segment: Segment) -> list[int]:
         *_fields(FORMAT_OF.get(tensor.dtype, FP32)),
         *_fields(packed),
         largest,
+        first_tile,
     ]
 
 

@@ -67,11 +67,14 @@ import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kernels.triton_packing import _work
-names = ["rows", "tiles", "buffer", "keys", "sums"]
+names = ["rows", "segments", "buffer", "keys", "sums"]
 for is_packing in (True, False):
     source = ASTSource(
         fn=_work,
-        signature={**dict.fromkeys(names, "*i64"), "buffer": "*u8", "IS_PACKING": "constexpr"},
+        signature={
+            **dict.fromkeys(names, "*i64"),
+            **{"segments": "*i32", "buffer": "*u8", "IS_PACKING": "constexpr"},
+        },
         constexprs={(5,): is_packing},
         attrs={(place,): [["tt.divisibility", 16]] for place in range(5)},
     )
