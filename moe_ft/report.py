@@ -42,6 +42,7 @@ class RecoverySummary:
     Attributes:
         target_iteration: where training went on.
         num_replayed: iterations that were run again to get there.
+        kept: "exact", or the formats of what was put back from fewer bits than it has.
         lost_tokens, plt: by this recovery; total_plt: by all so far.
         loss_before: median over the last iterations that were kept; loss_after: over the first that follow.
         highest_loss: of the first that follow.
@@ -51,6 +52,7 @@ class RecoverySummary:
     target_iteration: int
     num_replayed: int
     sources: str
+    kept: str
     lost_tokens: int
     plt: float
     total_plt: float
@@ -147,6 +149,8 @@ def _summarize_recoveries(events: list[dict[str, Any]]) -> Iterator[RecoverySumm
             target_iteration=target,
             num_replayed=event["replayed_iterations"],
             sources=", ".join(f"{tier} {count}" for tier, count in event["sources"].items()),
+            kept=", ".join(f"{key} {as_}" for key, as_ in event.get("lossy", {}).items())
+            or "exact",
             lost_tokens=event["lost_tokens"],
             plt=event["plt"],
             total_plt=event.get("total_plt", 0.0),
@@ -206,6 +210,7 @@ def render(summary: RunSummary, directory: Path) -> str:
                 each.target_iteration,
                 each.num_replayed,
                 each.sources,
+                each.kept,
                 each.lost_tokens,
                 f"{100 * each.plt:.3f}",
                 f"{100 * each.total_plt:.3f}",
@@ -220,6 +225,7 @@ def render(summary: RunSummary, directory: Path) -> str:
             "went on from",
             "replayed",
             "units from",
+            "kept",
             "lost tokens",
             "PLT %",
             "in all %",

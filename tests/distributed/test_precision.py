@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from moe_ft.recovery.inspection import find_holdings, render_holdings
+from moe_ft.report import render, summarize
 from tests.checkpoint_job import NUM_ITERATIONS, TWO_NODES, CheckpointJob
 from tests.distributed.test_checkpoint_bad_input import refusal
 
@@ -60,7 +61,7 @@ def test_split_masters_are_recovered_bitwise_from_a_peer_and_from_storage(
     assert "nothing is lost" in shown(job)
 
 
-def test_lossy_formats_are_stated_by_the_event_log_and_inspect(
+def test_lossy_formats_are_stated_by_the_event_log_report_and_inspect(
     job: CheckpointJob, expected: Digests
 ) -> None:
     job.run_with_faults(KILL, flags=[*LOSSY, ALLOWED], storage=True)
@@ -71,6 +72,8 @@ def test_lossy_formats_are_stated_by_the_event_log_and_inspect(
     assert "LOSSY: it keeps exp_avg as bf16, exp_avg_sq as fp8-e4m3-block, param as fp16" in shown(
         job
     )
+    report = render(summarize(job.events_dir), job.events_dir)
+    assert "exp_avg bf16, exp_avg_sq fp8-e4m3-block, param fp16" in report
     assert job.events("iteration")[-1]["iteration"] == NUM_ITERATIONS
     assert job.digests() != expected
 
