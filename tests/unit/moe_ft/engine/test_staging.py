@@ -250,7 +250,7 @@ def test_tensors_one_behind_the_other_are_copied_at_once(
 
 
 def test_thousands_of_tiny_tensors_are_copied_at_once() -> None:
-    state = place([(1 + each % 40, KINDS[each % len(KINDS)], 0) for each in range(3000)], 0)
+    state = place([(1 + each % 40, KINDS[each % len(KINDS)], 0) for each in range(2000)], 0)
     chunks = copy(state)
     assert len(chunks) > 1
     assert [len(chunk.copies) for chunk in chunks] == [1] * len(chunks)
@@ -323,9 +323,9 @@ def test_check_names_the_tensor_of_which_a_bit_was_flipped(
 def test_every_piece_of_a_tensor_that_is_cut_is_checked_to_its_ends(
     packing: Packing, piece: int, place_of: Callable[[int, int], int]
 ) -> None:
-    state = place([(5, KINDS[0], 0), (100_001, ("F32", packing), 0)], 0)
+    state = place([(5, KINDS[0], 0), (150_001, ("F32", packing), 0)], 0)
     chunks = copy(state)
-    assert len(chunks) > 1 or packing.value.startswith("fp8")
+    assert len(chunks) > 1
     state.file[place_of(*places_of(state.parts[1])[piece])] ^= 1
     with pytest.raises(SnapshotError, match="^tensor 1 was changed on its way"):
         for chunk in chunks:
