@@ -171,6 +171,10 @@ class Session:
                 "warning: without --deterministic-mode a recovery of --moe-ft-strategy sparse is consistent, "
                 "but not bit for bit the run without the failure"
             )
+        lossy = self._config.precision.lossy_parts
+        if lossy and self._site.rank == 0:
+            kept = ", ".join(f"{part} as {each}" for part, each in lossy.items())
+            say(f"warning: snapshots keep {kept}: recoveries are not exact")
         self._alive = self._check_together(lambda: claim_memory(self._site))
         self._storage = self._check_together(lambda: open_storage(self._site))
         self._check_together(lambda: check_memory(self._site, peers))

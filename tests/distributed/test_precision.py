@@ -64,7 +64,8 @@ def test_split_masters_are_recovered_bitwise_from_a_peer_and_from_storage(
 def test_lossy_formats_are_stated_by_the_event_log_report_and_inspect(
     job: CheckpointJob, expected: Digests
 ) -> None:
-    job.run_with_faults(KILL, flags=[*LOSSY, ALLOWED], storage=True)
+    first, *_ = job.run_with_faults(KILL, flags=[*LOSSY, ALLOWED], storage=True)
+    assert "warning: snapshots keep master as fp16, exp_avg as bf16" in first.output(0)
     start = job.events("start")[0]
     assert start["lossy"] == {"master": "fp16", "exp_avg": "bf16", "exp_avg_sq": "fp8-e4m3-block"}
     (recovery,) = job.events("recovery")
