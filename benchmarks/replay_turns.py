@@ -21,7 +21,7 @@ from megatron.fault_tolerance.patching import Patches
 from megatron.fault_tolerance.replay import LoopParts, Replay
 from megatron.fault_tolerance.run import TrainingRun
 from moe_ft.engine.engine import CheckpointEngine
-from moe_ft.formats import IterationRecord
+from moe_ft.record_formats import IterationRecord
 from moe_ft.recovery.session import Session
 from moe_ft.state.record import CapturedRecord, IterationFacts, encode
 from moe_ft.units import UnitId

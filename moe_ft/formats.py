@@ -7,26 +7,23 @@ validates types, names and paths, and a checksum over the body finds every flipp
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
 
 from moe_ft.errors import CorruptStateError
 from moe_ft.packings import DTYPE_BYTES, Packing, Piece, pieces
+from moe_ft.record_formats import Count, ExpertProgress, Gaps, IterationRecord
 
 FORMAT = "moe_ft/1"
 MANIFEST_NAME = "manifest.json"
 FROZEN = "frozen"  # among the origins: all parameters that are not trained
 
 _Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-_Count = Annotated[int, msgspec.Meta(ge=0)]
 _Level = Annotated[str, msgspec.Meta(pattern="^(full|compute)$")]
 _DType = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(DTYPE_BYTES)})$")]
 _Packing = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(Packing)})$")]
-_Gaps = tuple[tuple[_Count, _Count], ...]
-# JSON has no number for these; a clipped gradient norm may be one of them.
-_Float = float | Literal["inf", "-inf", "nan"]
 _ENVELOPE = re.compile(rb'\{"xxh3_64":"([0-9a-f]{16})","body":')
 
 
@@ -45,10 +42,10 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
     parameter: str
     key: str
-    start: _Count
-    end: _Count
+    start: Count
+    end: Count
     dtype: _DType
-    offset: _Count
+    offset: Count
     is_absent: bool = False
     packing: _Packing = Packing.EXACT.value
 
@@ -66,16 +63,16 @@ class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         gaps: of an expert, the ranges of them whose updates recoveries have dropped.
     """
 
-    offset: _Count
-    num_bytes: _Count
-    iteration: _Count
+    offset: Count
+    num_bytes: Count
+    iteration: Count
     level: _Level
     checksum: _Checksum
     tensors: tuple[TensorEntry, ...]
-    incarnation: _Count = 0
+    incarnation: Count = 0
     file: str = ""
-    routed_tokens: _Count = 0
-    gaps: _Gaps = ()
+    routed_tokens: Count = 0
+    gaps: Gaps = ()
 
     @property
     def version(self) -> tuple[int, int]:
@@ -93,91 +90,11 @@ class ParameterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_halves: 2 where two matrices are stacked (SwiGLU's gate and up), each cut on its own.
     """
 
-    shape: tuple[_Count, ...]
+    shape: tuple[Count, ...]
     tp_dim: int = -1
     tp_size: int = 1
     tp_rank: int = 0
     num_halves: int = 1
-
-
-class PackedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A small tensor inside of a record: base64 in JSON."""
-
-    dtype: str
-    shape: tuple[_Count, ...]
-    data: bytes
-
-
-class OptimizerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Scalars of one inner optimizer.
-
-    Attributes:
-        groups: per parameter group its scalars (lr, wd, step where it lives in the group, ...).
-        steps: per parameter its step, for optimizers that keep one (torch's Adam); one number under
-            the name "*" where all are equal.
-        scaler: loss scale and counters, None without one.
-        found_inf: whether the gradients held an infinity, None where nobody looked.
-        scales: per parameter and key the scale of a low-precision state tensor (Transformer Engine).
-    """
-
-    groups: tuple[dict[str, Any], ...]
-    steps: dict[str, float]
-    scaler: dict[str, Any] | None = None
-    found_inf: bool | None = None
-    scales: dict[str, PackedTensor] = {}
-
-
-class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What else the state at the end of one iteration consists of, and what a replay needs of it.
-
-    Attributes:
-        iteration: the state's, one more than that of the iteration that made it.
-        grad_norm, grad_norms_by_group: what clipping used; None after a skipped step.
-        num_tokens: with --calculate-per-token-loss, over the whole batch.
-        consumed_valid_samples: after the evaluation that follows the iteration, if one does.
-        rng: states of python, numpy, torch, the device and Megatron's tracker.
-        buffers: all buffers of the model chunks by name.
-        extra_state: of modules that have one (Transformer Engine) by name.
-        tokens_per_expert: ``[expert]`` by MoE layer name, counted on this rank.
-    """
-
-    iteration: _Count
-    grad_norm: _Float | None
-    grad_norms_by_group: dict[str, _Float]
-    num_tokens: int | None
-    optimizers: tuple[OptimizerRecord, ...]
-    scheduler: dict[str, Any]
-    consumed_train_samples: _Count
-    consumed_valid_samples: _Count
-    skipped_train_samples: _Count
-    num_floating_point_operations: float
-    num_microbatches: _Count
-    rng: dict[str, Any]
-    buffers: dict[str, PackedTensor]
-    extra_state: dict[str, PackedTensor]
-    tokens_per_expert: dict[str, tuple[int, ...]]
-
-
-class ExpertProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far the experts of a stage are trained, and what recoveries have cost them.
-
-    Attributes:
-        cursor, k_snapshot, k_persist: where the selection goes on.
-        least_k: below which k_snapshot does not go any more (Dynamic-K).
-        interval: iterations between snapshots.
-        routed_tokens: ``[expert]`` by MoE layer, tokens that the experts got so far.
-        gaps: ``[expert]`` by MoE layer, the ranges of them whose updates recoveries have dropped.
-        planned_tokens: tokens times top-k that a layer processes in the whole planned run.
-    """
-
-    cursor: _Count
-    k_snapshot: _Count
-    k_persist: _Count
-    least_k: _Count
-    interval: _Count
-    routed_tokens: dict[str, tuple[_Count, ...]]
-    gaps: dict[str, tuple[_Gaps, ...]]
-    planned_tokens: _Count
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,11 +129,11 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's files of a checkpoint on storage; paths are relative to the persist directory."""
 
-    rank: _Count
+    rank: Count
     index: str
     index_checksum: _Checksum
     data: str
-    num_bytes: _Count
+    num_bytes: Count
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -243,12 +160,12 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: str
     identity: Identity
-    rank: _Count
+    rank: Count
     node: str
-    iteration: _Count
+    iteration: Count
     file: str
-    file_bytes: _Count
-    header_bytes: _Count
+    file_bytes: Count
+    header_bytes: Count
     header_checksum: _Checksum
     units: dict[str, UnitEntry]
     parameters: dict[str, ParameterEntry]
@@ -277,10 +194,10 @@ class IndexHead(msgspec.Struct, frozen=True):
 
     format: str
     identity: Identity
-    rank: _Count
-    iteration: _Count
+    rank: Count
+    iteration: Count
     file: str
-    file_bytes: _Count
+    file_bytes: Count
     header_checksum: _Checksum
     window: int = 1
     num_snapshots: int = 1
@@ -299,9 +216,9 @@ class UnitSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         files: positions in the manifest's files followed by its older ones.
     """
 
-    iteration: _Count
+    iteration: Count
     level: _Level
-    files: tuple[_Count, ...]
+    files: tuple[Count, ...]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -317,7 +234,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: str
     identity: Identity
-    iteration: _Count
+    iteration: Count
     created_s: float
     files: tuple[FileEntry, ...]
     units: dict[str, UnitSource]

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron.fault_tolerance import cpu_device
-from moe_ft.formats import IterationRecord
+from moe_ft.record_formats import IterationRecord
 from moe_ft.recovery.assembly import ExpertFacts
 from moe_ft.recovery.job import JobFacts
 from moe_ft.state.parameters import GroupPlace, StatePlaces

@@ -17,7 +17,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron.fault_tolerance.patching import Patches
 from moe_ft.errors import ConfigError
-from moe_ft.formats import IterationRecord
+from moe_ft.record_formats import IterationRecord
 from moe_ft.recovery.conversion import Conversion
 from moe_ft.state.freezing import Freezing
 from moe_ft.state.parameters import LocalParameter

@@ -25,7 +25,7 @@ from moe_ft.config import MoeFtConfig
 from moe_ft.engine.background import Report
 from moe_ft.events import EventLog, last_incarnation
 from moe_ft.faults import Phase
-from moe_ft.formats import IterationRecord
+from moe_ft.record_formats import IterationRecord
 from moe_ft.recovery.job import Recovery
 from moe_ft.recovery.job_loss import JobLoss
 from moe_ft.recovery.session import Session

@@ -10,7 +10,6 @@ from functools import partial as bind
 
 import numpy as np
 
-from moe_ft.formats import ExpertProgress
 from moe_ft.planning.lost_tokens import Gaps, expected_plt, next_k
 from moe_ft.planning.selection import (
     Counts,
@@ -29,6 +28,7 @@ from moe_ft.planning.selection import (
 from moe_ft.planning.sharding import adaptive_shares
 from moe_ft.planning.strategies import SingleSnapshots, SnapshotPlan
 from moe_ft.planning.token_ledger import NEVER, Loss, TokenLedger, UnitVersion
+from moe_ft.record_formats import ExpertProgress
 from moe_ft.units import Level, Part, UnitId, UnitKind
 
 _SNAPSHOTS_BETWEEN_CHANGES = 10

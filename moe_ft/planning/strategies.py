@@ -5,9 +5,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from moe_ft.formats import ExpertProgress
 from moe_ft.planning.lost_tokens import Gaps
 from moe_ft.planning.selection import Counts
+from moe_ft.record_formats import ExpertProgress
 from moe_ft.units import Level, UnitId
 
 

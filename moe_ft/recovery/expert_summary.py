@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from moe_ft.formats import FROZEN, ExpertProgress, Index
+from moe_ft.formats import FROZEN, Index
 from moe_ft.planning.lost_tokens import num_lost
+from moe_ft.record_formats import ExpertProgress
 from moe_ft.units import UnitKind, parse_unit
 
 

@@ -19,9 +19,10 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peers import PeerConnection
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import ConfigError, UnrecoverableError
-from moe_ft.formats import FROZEN, Index, IterationRecord, differing_settings
+from moe_ft.formats import FROZEN, Index, differing_settings
 from moe_ft.planning.recovery import RecoveryPlan, Source, Tier, plan_recovery
 from moe_ft.planning.strategies import Strategy
+from moe_ft.record_formats import IterationRecord
 from moe_ft.recovery.assembly import division_of
 from moe_ft.recovery.conversion import Conversion, Target
 from moe_ft.recovery.gather import RestoredSlices, find_gaps

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from moe_ft.formats import IterationRecord, OptimizerRecord, PackedTensor
+from moe_ft.record_formats import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, dtype_name
 from moe_ft.state.tensors import inner_optimizers, state_scales
@@ -300,21 +300,21 @@ def _from_json(value: Any) -> Any:
     if set(value) == {"tensor"}:
         packed = value["tensor"]
         return unpack(
-            PackedTensor(packed["dtype"], tuple(packed["shape"]), bytes.fromhex(packed["data"]))
+            RecordTensor(packed["dtype"], tuple(packed["shape"]), bytes.fromhex(packed["data"]))
         )
     if set(value) == {"float"}:
         return float(value["float"])
     return {key: _from_json(item) for key, item in value.items()}
 
 
-def pack(tensor: torch.Tensor) -> PackedTensor:
+def pack(tensor: torch.Tensor) -> RecordTensor:
     """Return a small tensor's bytes with its type and shape."""
     data = tensor.detach().to("cpu").contiguous()
     raw = data.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return PackedTensor(dtype_name(data.dtype), tuple(data.shape), raw)
+    return RecordTensor(dtype_name(data.dtype), tuple(data.shape), raw)
 
 
-def unpack(packed: PackedTensor) -> torch.Tensor:
+def unpack(packed: RecordTensor) -> torch.Tensor:
     """Return the tensor that `pack` was given, on the CPU."""
     if not packed.data:
         return torch.empty(packed.shape, dtype=DTYPES[packed.dtype])

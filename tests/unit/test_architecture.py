@@ -18,6 +18,7 @@ BASE = (
     "events",
     "faults",
     "formats",
+    "record_formats",
     "packings",
     "precision_config",
     "report",

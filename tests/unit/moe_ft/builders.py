@@ -21,16 +21,14 @@ from moe_ft.formats import (
     FORMAT,
     Identity,
     Index,
-    IterationRecord,
     Manifest,
-    OptimizerRecord,
-    PackedTensor,
     ParameterEntry,
     TensorEntry,
     UnitEntry,
     checksum,
     encode,
 )
+from moe_ft.record_formats import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level, UnitId, UnitKind
 
@@ -55,7 +53,7 @@ def make_identity(
 
 def make_record(iteration: int) -> IterationRecord:
     """Return a record with something in every field."""
-    packed = PackedTensor(dtype="F32", shape=(2,), data=b"\x00\x01\x02\x03\x04\x05\x06\xff")
+    packed = RecordTensor(dtype="F32", shape=(2,), data=b"\x00\x01\x02\x03\x04\x05\x06\xff")
     return IterationRecord(
         iteration=iteration,
         grad_norm=1.5,

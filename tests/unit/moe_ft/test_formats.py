@@ -12,15 +12,11 @@ from hypothesis import strategies as st
 from moe_ft.errors import CorruptStateError
 from moe_ft.formats import (
     FORMAT,
-    ExpertProgress,
     FileEntry,
     Identity,
     Index,
     IndexHead,
-    IterationRecord,
     Manifest,
-    OptimizerRecord,
-    PackedTensor,
     ParameterEntry,
     TensorEntry,
     UnitEntry,
@@ -31,6 +27,7 @@ from moe_ft.formats import (
     differing_settings,
     encode,
 )
+from moe_ft.record_formats import ExpertProgress, IterationRecord, OptimizerRecord, RecordTensor
 from tests.unit.moe_ft.builders import make_identity, make_state, make_window
 
 ESCAPES = ["../x", "/x", "a/../../b", "..", "a/..", "", ".", "a\\..\\b", "a\0b", "//x"]
@@ -79,7 +76,7 @@ PROGRESS = st.builds(
     planned_tokens=COUNTS,
 )
 PACKED = st.builds(
-    PackedTensor,
+    RecordTensor,
     dtype=DTYPES,
     shape=st.lists(COUNTS, max_size=3).map(tuple),
     data=st.binary(max_size=20),

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.formats import ExpertProgress
 from moe_ft.planning.lost_tokens import Gaps
 from moe_ft.planning.partial import (
     PartialSettings,
@@ -17,6 +16,7 @@ from moe_ft.planning.partial import (
 )
 from moe_ft.planning.selection import Counts, ExpertLayout
 from moe_ft.planning.token_ledger import UnitVersion, job_plt
+from moe_ft.record_formats import ExpertProgress
 from moe_ft.units import Level, Part, UnitId, UnitKind
 
 DENSE = UnitId(kind=UnitKind.EMBEDDING)
