@@ -47,6 +47,8 @@ class PackTable:
     def unpack(self, buffer: torch.Tensor, *, with_sums: bool = True) -> torch.Tensor:
         """Unpack all tensors; return as `pack` does the sums of what was in the buffer.
 
+        Lines must be filled up with zeros, as `pack` does.
+
         Without sums, for content that is known to be intact, they may be 0.
         """
         if not self._is_on_gpu:

@@ -314,6 +314,8 @@ class KernelTable:
         rows = [_row(each, int(first)) for each, first in zip(segments, firsts, strict=False)]
         self._rows = torch.tensor(rows, dtype=torch.int64)
         self._segments = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+        if segments[0].tensor.is_cuda:  # from where the device reads them while the host goes on
+            self._rows, self._segments = self._rows.pin_memory(), self._segments.pin_memory()
 
     def pack(self, buffer: torch.Tensor) -> torch.Tensor:
         """Launch the kernel that packs; see `pack_table.PackTable.pack`."""
@@ -328,8 +330,8 @@ class KernelTable:
         sums = torch.zeros((len(self._rows), 2), dtype=torch.int64, device=device)
         if len(self._segments):
             _work[(len(self._segments),)](
-                self._rows.to(device),
-                self._segments.to(device),
+                self._rows.to(device, non_blocking=True),
+                self._segments.to(device, non_blocking=True),
                 buffer,
                 _keys_on(device),
                 sums,

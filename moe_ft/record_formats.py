@@ -30,7 +30,8 @@ class OptimizerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             the name "*" where all are equal.
         scaler: loss scale and counters, None without one.
         found_inf: whether the gradients held an infinity, None where nobody looked.
-        scales: per parameter and key the scale of a low-precision state tensor (Transformer Engine).
+        scales: per parameter and key the scale of a low-precision state tensor (Transformer Engine); those of
+            FP8 tensors also KEY._scale_inv.
     """
 
     groups: tuple[dict[str, Any], ...]

@@ -53,6 +53,7 @@ class StateCopier:
             self._stream = torch.cuda.Stream()
         if self._staging_bytes and devices:
             self._staging = Staging(self._staging_bytes, devices.pop())
+            self._staging.warm_up()
 
     def copy(
         self, job: SnapshotJob, at_half: Callable[[], None], at_end: Callable[[], None]
@@ -139,7 +140,7 @@ class StateCopier:
 
 
 class _Copies:
-    """What a snapshot copies into one file; the tables for packing it stay until a tensor is replaced."""
+    """What a snapshot copies into one file; tables for packing it serve until a tensor is replaced."""
 
     def __init__(self, copies: Sequence["_Copy"]) -> None:
         self.copies = copies

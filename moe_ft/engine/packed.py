@@ -12,7 +12,7 @@ from kernels.number_formats import BF16, E4M3, E5M2, FP16, NumberFormat
 from kernels.pack_table import PackTable
 from kernels.packing import Segment
 from moe_ft.formats import TensorEntry, tensor_bytes, tensor_pieces
-from moe_ft.packings import Packing, Piece
+from moe_ft.packings import ALIGNMENT_BYTES, Packing, Piece
 from moe_ft.state.slices import DTYPES
 
 _FORMATS: dict[Packing, tuple[NumberFormat, ScaleKind | None]] = {
@@ -72,7 +72,7 @@ def unpack_into(target: torch.Tensor, entry: TensorEntry, content: memoryview) -
         return
     parts = tensor_pieces(entry)
     # The last line of a buffer is a whole one.
-    buffer = torch.zeros(-(-len(part) // 64) * 64, dtype=torch.uint8)
+    buffer = torch.zeros(-(-len(part) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, dtype=torch.uint8)
     buffer[: len(part)] = torch.frombuffer(part, dtype=torch.uint8)
     buffer = buffer.to(target.device)
     weights = None

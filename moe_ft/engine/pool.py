@@ -45,11 +45,11 @@ class Pool(MappedFile):
     """
 
     def __init__(self, directory: Path, slot_bytes: int, num_slots: int) -> None:
-        self._slot_bytes = _aligned(slot_bytes, ALIGNMENT_BYTES)
+        self.slot_bytes = _aligned(slot_bytes, ALIGNMENT_BYTES)
         self.num_slots = num_slots
-        self._header = _header(self._slot_bytes, num_slots)
-        name = f"pool_{num_slots}x{self._slot_bytes}.safetensors"
-        super().__init__(directory / name, len(self._header) + num_slots * self._slot_bytes)
+        self._header = _header(self.slot_bytes, num_slots)
+        name = f"pool_{num_slots}x{self.slot_bytes}.safetensors"
+        super().__init__(directory / name, len(self._header) + num_slots * self.slot_bytes)
 
     @property
     def name(self) -> str:
@@ -63,11 +63,11 @@ class Pool(MappedFile):
 
     def offset_of(self, slot: int) -> int:
         """Return where a slot begins, in bytes from the start of the file."""
-        return len(self._header) + slot * self._slot_bytes
+        return len(self._header) + slot * self.slot_bytes
 
     def slot_at(self, offset: int) -> int:
         """Return the slot that begins at an offset."""
-        return (offset - len(self._header)) // self._slot_bytes
+        return (offset - len(self._header)) // self.slot_bytes
 
     def has_place(self, unit: UnitEntry) -> bool:
         """Return whether a unit version is said to be in one of the slots."""
@@ -76,7 +76,7 @@ class Pool(MappedFile):
             unit.file == self.name
             and 0 <= slot < self.num_slots
             and unit.offset == self.offset_of(slot)
-            and unit.num_bytes <= self._slot_bytes
+            and unit.num_bytes <= self.slot_bytes
         )
 
     def find_free(self, count: int, used: Collection[int]) -> list[int]:
@@ -235,6 +235,10 @@ class PoolVersions:
             )
 
     def _copy_in(self, pool: Pool, entry: UnitEntry, content: memoryview) -> UnitEntry:
+        if entry.num_bytes > pool.slot_bytes:
+            raise SnapshotError(
+                f"a version of {entry.num_bytes} bytes does not fit a slot of {pool.slot_bytes}"
+            )
         used = self._newest_slots | self._retained
         is_free = pool.has_place(entry) and pool.slot_at(entry.offset) not in used
         slot = pool.slot_at(entry.offset) if is_free else self.find_free(1)[0]

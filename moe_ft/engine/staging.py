@@ -207,6 +207,13 @@ class Staging:
         self._copy_stream = torch.cuda.Stream() if self._is_on_gpu else None
         self._copied: list[torch.cuda.Event | None] = [None, None]
 
+    def warm_up(self) -> None:
+        """Have the kernel compiled: the first snapshot, which training waits for, is no time for that."""
+        buffer = self._buffers[0]
+        PackTable([Segment(tensor=torch.zeros(1, device=buffer.device))]).pack(buffer)
+        if self._is_on_gpu:
+            torch.cuda.synchronize()
+
     def copy(self, chunks: Sequence[Chunk]) -> None:
         """Pack chunks and copy them into their files; on a GPU, that goes on after the return.
 

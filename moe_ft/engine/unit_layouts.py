@@ -48,6 +48,10 @@ class UnitLayouts:
         own = assigned[self._dp_rank]
         return {local.name: slice_ for local, slice_ in zip(shared, own, strict=True)}
 
+    def most_bytes(self, unit: UnitId) -> int:
+        """Return the bytes that a slot must have for a unit, also as another start may have kept it."""
+        return self._catalog.most_bytes(unit)
+
     def place(self, unit: UnitId, offset: int) -> UnitPlace:
         """Return how a unit lies in a slot.
 

@@ -8,6 +8,7 @@ from moe_ft.config import MoeFtConfig
 from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES
 from moe_ft.engine.memory import num_slots
 from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.formats import tensor_bytes
 from moe_ft.packings import ALIGNMENT_BYTES
 from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare, divide_units
 from moe_ft.planning.positions import RankUnits
@@ -161,14 +162,14 @@ def _experts_of_stage(
 
 
 def _replicated_bytes(catalog: UnitCatalog) -> int:
-    """Return the elements of non-expert parameters that data-parallel ranks hold alike, as bytes.
-
-    Each takes 12 bytes, of fp32 master weights and moments.
-    """
+    """Return the bytes of non-expert parameters that data-parallel ranks hold alike, undivided."""
+    shared = [each for each in catalog.parameters if not each.is_sharded and not each.is_expert]
+    whole = {local.name: (0, local.parameter.numel()) for local in shared}
     return sum(
-        12 * local.parameter.numel()
-        for local in catalog.parameters
-        if not local.is_sharded and not local.is_expert
+        tensor_bytes(tensor)
+        for unit in catalog.units
+        for tensor in catalog.tensors(unit, Level.FULL, whole)
+        if tensor.parameter in whole
     )
 
 
@@ -181,7 +182,7 @@ def measure_sizes(strategy: Strategy, layouts: UnitLayouts) -> RankSizes:
     units = strategy.rotating
     return RankSizes(
         region_bytes=max(sizes) + room,
-        slot_bytes=max((layouts.place(unit, 0).num_bytes for unit in units), default=0),
+        slot_bytes=max(map(layouts.most_bytes, units), default=0),
         num_slots=num_slots(len(units), strategy.most_rotating),
     )
 

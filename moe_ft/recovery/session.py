@@ -150,6 +150,9 @@ class Session:
             recovery.iteration, recovery.record = recovered.plan.iteration, recovered.record
             recovery.sources = dict(recovered.fetched.sources)
             recovery.lossy = recovered.fetched.lossy
+            if recovery.lossy and self._site.is_lowest_on_node:
+                kept = ", ".join(f"{key} as {each}" for key, each in recovery.lossy.items())
+                say(f"warning: what is recovered had been kept with {kept}: it is not exact")
             conversion = recovered.conversion
             recovery.conversion = conversion if conversion and conversion.num_replays else None
             recovery.loss = self._resume_strategy(recovered)

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from moe_ft.formats import FROZEN, TensorEntry, checksum, tensor_bytes
-from moe_ft.packings import Packing
+from moe_ft.packings import ALIGNMENT_BYTES, Packing
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import MASTER_KEYS, describe, live_tensor
 from moe_ft.units import Level, Part, UnitId
@@ -100,6 +100,17 @@ class UnitCatalog:
         """Return the bytes that this rank saves of a unit, each tensor rounded up to an alignment."""
         sizes = map(tensor_bytes, self.tensors(unit, level))
         return sum(-(-size // alignment) * alignment for size in sizes)
+
+    def most_bytes(self, unit: UnitId) -> int:
+        """Return the bytes that a version of a unit may take, however another start has kept it."""
+        return sum(
+            max(
+                -(-tensor_bytes(msgspec.structs.replace(tensor, packing=each)) // ALIGNMENT_BYTES)
+                for each in (Packing if tensor.dtype == "F32" else (Packing.EXACT,))
+            )
+            * ALIGNMENT_BYTES
+            for tensor in self.tensors(unit, Level.FULL)
+        )
 
     def origins(self, units: Sequence[UnitId]) -> dict[str, str]:
         """Return checksums of the weights of units as they are now, and of all that is frozen.

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from moe_ft.errors import SnapshotError
 from moe_ft.record_formats import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, dtype_name
@@ -374,15 +375,22 @@ def _apply_optimizer(
             state["step"].fill_(step)
         else:
             state["step"] = torch.tensor(step, dtype=torch.float32)
+    _apply_scales(torch_optimizer, saved, by_name)
+
+
+def _apply_scales(
+    torch_optimizer: Any, saved: OptimizerRecord, by_name: Mapping[str, LocalParameter]
+) -> None:
     for name, packed in saved.scales.items():
         parameter, key = name.rsplit("/", 1)
         master = by_name[parameter].master
         assert master is not None
         live = state_scales(torch_optimizer, master).get(key)
-        if (
-            live is not None
-        ):  # of a unit that only a later snapshot has at FULL there may be none yet
+        if live is not None:
             live.copy_(unpack(packed))
+        elif key.partition(".")[0] in torch_optimizer.state.get(master, {}):
+            # Not of a unit that only a later snapshot has at FULL: that has no state yet.
+            raise SnapshotError(f"the optimizer has no place for the scale of {name}")
 
 
 def apply_rng(record: IterationRecord) -> None:

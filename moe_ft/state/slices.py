@@ -123,15 +123,11 @@ def make_state(local: LocalParameter, key: str, dtype: torch.dtype) -> None:
     assert master is not None
     torch_optimizer = local.optimizer.optimizer
     state = torch_optimizer.state[master]
-    if (
-        key not in state
-        and hasattr(torch_optimizer, "initialize_state")
-        and is_precision_aware(local.optimizer)
-    ):
-        # Remainders belong to BF16 weights; other masters are whole.
+    keeps_few_bits = getattr(local.optimizer.config, "use_precision_aware_optimizer", False)
+    if key not in state and keeps_few_bits and hasattr(torch_optimizer, "initialize_state"):
+        # With all of its scales. Remainders belong to BF16 weights; other masters are whole.
         has_remainders = getattr(torch_optimizer, "store_param_remainders", False)
-        is_short = local.parameter.dtype is torch.bfloat16
-        torch_optimizer.initialize_state(master, has_remainders and is_short)
+        torch_optimizer.initialize_state(master, has_remainders and master.dtype is torch.bfloat16)
     elif key not in state:
         state[key] = torch.zeros_like(master, dtype=dtype)
 

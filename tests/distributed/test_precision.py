@@ -103,3 +103,16 @@ def test_formats_may_change_between_starts(job: CheckpointJob, expected: Digests
     job.run(*LOSSY, ALLOWED, "--train-iters", "8", "--exit-interval", "7", storage=True).check()
     job.run("--train-iters", "8", storage=True).check()
     assert [line["lossy"] for line in job.events("recovery")] == [{}, {}, {}, KEPT]
+
+
+def test_versions_of_other_formats_have_room_in_the_slots_of_a_start(job: CheckpointJob) -> None:
+    partial = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "1")
+    fault = "--moe-ft-inject-fault"
+    formats = [SPLIT, (*LOSSY, ALLOWED), ()]
+    for flags, kill in zip(formats, ("kill:1@3:backward", "kill:0@4:backward", ""), strict=True):
+        job.run(*partial, *flags, *((fault, kill) if kill else ()))
+    recoveries = job.events("recovery")
+    assert [line["problems"] for line in recoveries] == [[], []]
+    assert [line["lossy"] for line in recoveries] == [{}, KEPT]
+    assert job.events("degraded") == []
+    assert job.events("end")[-1]["iteration"] == NUM_ITERATIONS

@@ -404,6 +404,13 @@ def test_second_snapshot_of_a_window_writes_nothing_outside_of_its_stretch(rank:
     check_units(rank.index(), {"": memoryview(after)}, "the region")
 
 
+def test_window_that_lies_otherwise_may_follow_in_the_same_region(rank: Rank) -> None:
+    rank.take(5)
+    rank.window([SnapshotPlan(levels=dict.fromkeys(reversed(SIZES), Level.FULL))])
+    assert rank.take(6) is COMPLETE
+    assert rank.odd_tensors() == []
+
+
 def job_with_slot(rank: Rank, slot: int) -> SnapshotJob:
     """Return a job that has an expert in the pool."""
     levels = {unit: Level.FULL for unit in SIZES if unit != EXPERTS[1]}
@@ -420,6 +427,20 @@ def test_unit_in_a_slot_is_packed_as_in_a_region(rank: Rank, slot: int) -> None:
     assert (entry.file, rank.pool.slot_at(entry.offset)) == (rank.pool.name, slot)
     assert [each.packing for each in entry.tensors] == ["split", "bf16", "fp8-e4m3-block"]
     assert rank.odd_tensors() == []
+
+
+def test_moments_that_are_absent_in_a_region_are_marked_although_slots_lack_none(
+    rank: Rank,
+) -> None:
+    rank.parameters[0].optimizer.optimizer.state.clear()
+    assert rank.run(job_with_slot(rank, 0)) is COMPLETE
+    absent = {
+        name
+        for name, entry in rank.index().units.items()
+        for each in entry.tensors
+        if each.is_absent
+    }
+    assert absent == {str(EMBEDDING)}
 
 
 # What is found out on the way

@@ -215,6 +215,25 @@ def test_live_tensors_are_of_the_types_and_sizes_that_are_described(
         assert (names[live.dtype], live.shape) == (name, (SIZE,))
 
 
+@pytest.mark.parametrize(("exp_avg", "exp_avg_sq"), [(FP8, FP16), (BF16, FP8)])
+def test_moments_in_few_bits_beside_masters_of_megatron_are_made_with_their_scales(
+    exp_avg: torch.dtype, exp_avg_sq: torch.dtype
+) -> None:
+    optimizer, master = native_optimizer(exp_avg, exp_avg_sq), torch.zeros(SIZE)
+    optimizer.optimizer = FewBitsAdam([master], exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
+    local = make_parameter(
+        UNIT, parameter=torch.zeros(SIZE, dtype=BF16), optimizer=optimizer, master=master
+    )
+    scales = set()
+    for key, dtype in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        make_state(local, key, dtype)
+        live = live_tensor(local, key)
+        assert live is not None
+        assert live.dtype is dtype
+        scales |= {key, f"{key}._scale_inv"} if dtype is FP8 else {key}
+    assert set(state_scales(optimizer.optimizer, master)) == scales
+
+
 def test_state_that_does_not_exist_yet_is_not_made_by_looking() -> None:
     local = few_bits_parameter()
     assert [live_tensor(local, key) for key in ("master_param", "exp_avg")] == [None, None]
