@@ -202,7 +202,7 @@ def snapshot_peers(tensors: Sequence[torch.Tensor]) -> Peers:
                 offset=offset,
             )
             parts.append(part)
-            offset += part.num_bytes(tensor.numel())
+            offset += part.buffer_bytes(tensor.numel())
         chunks = list(cut_into_chunks(parts, staging.chunk_bytes))
         for chunk in chunks:
             chunk.finish()

@@ -209,6 +209,8 @@ class _Copy:
     @property
     def target(self) -> torch.Tensor:
         """Where it goes, if it is copied as it is."""
+        if self.entry.packing != Packing.EXACT:
+            raise SnapshotError(f"{self.local.name}/{self.entry.key} can only be packed")
         if self.target_ is None:
             self.target_ = torch.frombuffer(
                 self.file.mapping,

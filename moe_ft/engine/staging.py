@@ -47,8 +47,8 @@ class PackedPart:
         """Return the pieces that so many of its numbers would have."""
         return pieces(self.dtype, count, self.packing)
 
-    def num_bytes(self, count: int) -> int:
-        """Return the bytes that so many of its numbers take in a buffer."""
+    def buffer_bytes(self, count: int) -> int:
+        """Return the bytes that so many of its numbers take in a buffer, in whole lines."""
         return sum(_whole_lines(piece.num_bytes) for piece in self.pieces(count))
 
 
@@ -172,6 +172,7 @@ def cut_into_chunks(parts: Iterable[PackedPart], num_bytes: int) -> Iterator[Chu
                 chunk.add(part, first, count)
                 first += count
             else:
+                assert chunk.segments, "a chunk must hold CUT numbers"
                 yield chunk
                 chunk = Chunk()
     if chunk.segments:
@@ -181,11 +182,11 @@ def cut_into_chunks(parts: Iterable[PackedPart], num_bytes: int) -> Iterator[Chu
 def _fitting(part: PackedPart, first: int, room: int, num_bytes: int) -> int:
     """Return how many numbers go into the rest of a chunk; none where that would be a small piece."""
     left = len(part.source) - first
-    if part.num_bytes(left) <= room:
+    if part.buffer_bytes(left) <= room:
         return left
     if room < num_bytes // 4:
         return 0
-    return min(left, room // part.num_bytes(CUT) * CUT)
+    return min(left, room // part.buffer_bytes(CUT) * CUT)
 
 
 class Staging:

@@ -58,7 +58,7 @@ def test_staging_brings_what_was_packed_into_pinned_memory(staging_bytes: int) -
                 offset=end,
             )
         )
-        end += parts[-1].num_bytes(len(source))
+        end += parts[-1].buffer_bytes(len(source))
     staging = Staging(staging_bytes, torch.device("cuda"))
     chunks = list(cut_into_chunks(parts, staging.chunk_bytes))
     for chunk in chunks:

@@ -535,3 +535,8 @@ def test_weights_that_were_not_rounded_from_their_masters_fail_the_snapshot(rank
         "BF16, so these cannot be split: use master=exact"
     ]
     assert not rank.regions[0].index_path.exists()
+
+
+def test_state_that_must_be_packed_is_never_copied_as_it_is(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, {"exp_avg": Packing.BF16}, staging_bytes=0)
+    assert rank.take() is SnapshotState.FAILED
