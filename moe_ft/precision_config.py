@@ -58,6 +58,15 @@ class PrecisionConfig:
         return {part: each.value for part, each in self.packings.items() if each.is_lossy}
 
     @property
+    def is_ruinous(self) -> bool:
+        """Whether second moments are kept in a format that takes most of them for 0.
+
+        They are squares of gradients. Where one is 0 and the first moment is not, a weight is moved by their
+        quotient: training diverged behind every such recovery (docs/benchmarks/lossy_state.md).
+        """
+        return self.packings["exp_avg_sq"] in (Packing.FP16, Packing.E4M3, Packing.E5M2)
+
+    @property
     def staging(self) -> int:
         """Bytes in which snapshots are packed; 0 if nothing is; raises ConfigError if it is no size."""
         if self.staging_bytes is not None:

@@ -178,6 +178,11 @@ class Session:
         if lossy and self._site.rank == 0:
             kept = ", ".join(f"{part} as {each}" for part, each in lossy.items())
             say(f"warning: snapshots keep {kept}: recoveries are not exact")
+            if self._config.precision.is_ruinous:
+                say(
+                    "warning: without scales second moments in so few bits are mostly 0, and training "
+                    "diverges behind a recovery: use bf16 or a block format for exp_avg_sq"
+                )
         self._alive = self._check_together(lambda: claim_memory(self._site))
         self._storage = self._check_together(lambda: open_storage(self._site))
         self._check_together(lambda: check_memory(self._site, peers))

@@ -214,3 +214,11 @@ def test_rules_on_precision_are_among_those_on_all_settings(precision: Precision
     (flag,) = re.findall(rf"{FLAG_PREFIX}[a-z-]+", refusal(precision))
     with pytest.raises(ConfigError, match=f"^{flag}="):
         MoeFtConfig(precision=precision).validate(world_size=4)
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_second_moments_without_range_or_scales_are_called_ruinous(packing: Packing) -> None:
+    config = PrecisionConfig(state_dtype=f"exp_avg_sq={packing}")
+    few = (Packing.FP16, Packing.E4M3, Packing.E5M2)
+    assert config.is_ruinous == (packing in few)
+    assert not PrecisionConfig(state_dtype=f"exp_avg={packing}").is_ruinous
