@@ -24,6 +24,7 @@ from kernels.triton_rounding import (
 )
 
 _NUM_WARPS = 8
+_MOST_REGISTERS = 128  # of a thread: two programs at a time on a multiprocessor, and hardly a spill
 _WORDS = tl.constexpr(CHUNK_WORDS)
 _HALVES = tl.constexpr(2 * CHUNK_WORDS)
 _AS_IT_IS = tl.constexpr(int(Way.AS_IT_IS))
@@ -337,6 +338,7 @@ class KernelTable:
                 sums,
                 is_packing,
                 num_warps=_NUM_WARPS,
+                maxnreg=_MOST_REGISTERS,
             )
         return sums
 

@@ -78,7 +78,7 @@ for is_packing in (True, False):
         constexprs={(5,): is_packing},
         attrs={(place,): [["tt.divisibility", 16]] for place in range(5)},
     )
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "maxnreg": 128})
     print(len(re.findall(r"(?:ld|st)[.]global[.]v4", built.asm["ptx"])))
 """
 
