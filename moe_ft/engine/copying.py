@@ -204,21 +204,21 @@ class _Copy:
     whole: torch.Tensor | None = None
     address: int = 0
     source: torch.Tensor | None = None
-    target_: torch.Tensor | None = None
+    _target: torch.Tensor | None = None
 
     @property
     def target(self) -> torch.Tensor:
         """Where it goes, if it is copied as it is."""
         if self.entry.packing != Packing.EXACT:
             raise SnapshotError(f"{self.local.name}/{self.entry.key} can only be packed")
-        if self.target_ is None:
-            self.target_ = torch.frombuffer(
+        if self._target is None:
+            self._target = torch.frombuffer(
                 self.file.mapping,
                 dtype=DTYPES[self.entry.dtype],
                 count=self.entry.end - self.entry.start,
                 offset=self.offset,
             )
-        return self.target_
+        return self._target
 
     def find_source(self) -> torch.Tensor | None:
         """Return what to copy now, None if it does not exist yet."""
