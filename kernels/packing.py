@@ -15,7 +15,7 @@ import torch
 from kernels.block_scaling import BLOCK, ScaleKind, num_blocks, round_to_blocks, widen_blocks
 from kernels.checksum import CHUNK_BYTES, WORD_BYTES, finish, packed_checksum, sum_chunks
 from kernels.number_formats import FORMAT_OF, FP32, NumberFormat
-from kernels.rounding import convert, round_to
+from kernels.rounding import convert
 from kernels.split_master import join_masters, split_masters
 
 ALIGNMENT = 64
@@ -221,4 +221,4 @@ def _unpacked(segment: Segment, buffer: torch.Tensor) -> torch.Tensor:
     if segment.scales is None:
         return convert(typed, of)
     wide = widen_blocks(typed, side.view(torch.float32), segment.to)
-    return wide if of is FP32 else round_to(wide, of)
+    return convert(wide, of)

@@ -40,7 +40,7 @@ class PrecisionConfig:
         """The format of every part of the state; raises ConfigError if one cannot be read."""
         found = dict.fromkeys(PARTS, Packing.EXACT)
         named: set[str] = set()
-        for choice in (self.state_dtype or "").split(",") if self.state_dtype is not None else ():
+        for choice in self.state_dtype.split(",") if self.state_dtype is not None else ():
             part, _, name = choice.strip().partition("=")
             if part not in PARTS or name not in list(Packing) or part in named:
                 raise ConfigError(

@@ -32,18 +32,16 @@ def segments_of(
     parts: tuple[Piece, ...],
     tensor: torch.Tensor,
     weights: torch.Tensor | None,
-    start: int,
 ) -> Iterator[Segment]:
     """Yield the segments of one tensor.
 
     Args:
         packing: how it is kept.
-        parts: its pieces.
+        parts: its pieces; their offsets are those in the buffer.
         tensor: ``[n]``, live.
         weights: ``[n]`` BF16, of which it is the masters, where these are split.
-        start: of the first piece in the buffer, in bytes.
     """
-    first, *others = (start + piece.offset for piece in parts)
+    first, *others = (piece.offset for piece in parts)
     if packing is Packing.EXACT:
         yield Segment(tensor=tensor, offset=first)
     elif packing is Packing.SPLIT:
@@ -81,7 +79,7 @@ def unpack_into(target: torch.Tensor, entry: TensorEntry, content: memoryview) -
     # Of a split master the weights lie in the buffer already.
     segments = [
         segment
-        for segment in segments_of(packing, parts, target, weights, 0)
+        for segment in segments_of(packing, parts, target, weights)
         if segment.tensor is target
     ]
     PackTable(segments).unpack(buffer, with_sums=False)

@@ -101,7 +101,7 @@ class Chunk:
             starts.append(start)
         source = part.source[first : first + count]
         weights = None if part.weights is None else part.weights[first : first + count]
-        for segment in segments_of(part.packing, tuple(images), source, weights, 0):
+        for segment in segments_of(part.packing, tuple(images), source, weights):
             at = [image.offset for image in images]
             start = starts[at.index(segment.offset)]
             side = starts[at.index(segment.side_offset)] if segment.side_words else 0
