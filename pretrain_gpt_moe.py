@@ -22,12 +22,19 @@ from megatron.fault_tolerance.model import build_config
 from megatron.fault_tolerance.run import TrainingRun
 from moe_ft.errors import ConfigError, MoeFtError, UnrecoverableError
 
+EXIT_REFUSED = 2
+EXIT_NOT_SAVED = 3
 REFUSAL_GRACE_S = 10.0
+END_GRACE_S = 2.0
 
 
 @record
 def main(command_line: list[str] | None = None) -> None:
-    """Train; exit with code 2 if the command line cannot work."""
+    """Train.
+
+    Exits with EXIT_REFUSED if the command line cannot work, and with EXIT_NOT_SAVED if the last state should
+    be on storage and is not: a launcher that starts the job again has it recovered from memory and written.
+    """
     try:
         prepare_environment()
         args, config = parse_arguments(sys.argv[1:] if command_line is None else command_line)
@@ -44,15 +51,21 @@ def main(command_line: list[str] | None = None) -> None:
         UnrecoverableError,
     ) as error:  # what only the built model or the disks tell
         refuse(error)
+    except SystemExit as end:  # one of Megatron's --exit-* flags, or a failed validation of results
+        if end.code:
+            raise
+    if not run.is_saved:
+        time.sleep(END_GRACE_S)  # the first rank to end has the launcher end all others
+        raise SystemExit(EXIT_NOT_SAVED)
 
 
 def refuse(error: MoeFtError) -> NoReturn:
-    """Print one line a node, since what is wrong may be wrong on one node only, and exit with code 2."""
+    """Print one line a node, since what is wrong may be wrong on one node only, and exit refused."""
     if os.environ["LOCAL_RANK"] == "0":
         print(f"pretrain_gpt_moe.py: error: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(REFUSAL_GRACE_S)  # the first rank to end has the launcher end all others
-    raise SystemExit(2) from None
+    raise SystemExit(EXIT_REFUSED) from None
 
 
 if __name__ == "__main__":

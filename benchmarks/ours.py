@@ -22,7 +22,7 @@ from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.peers import PeerConnection
-from moe_ft.engine.persist import writer_command
+from moe_ft.engine.persist_worker import WriterSettings
 from moe_ft.engine.regions import node_directory, own_directory, replica_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.planning.placement import place_replicas, sources_of
@@ -113,10 +113,11 @@ class MoeFtMemory(Candidate):
         server.admit(self._token)
         peers = place_replicas(self._topology, self.replication_factor)
         identity = self._stand_ins.identity(self.site.num_ranks)
-        command = None
+        writer = None
         if self.persists and self._topology.lowest_on_node(self._node).rank == rank:
-            places = (node_dir / "persist", str(self._persist_dir), _KEEP, os.getpid())
-            command = writer_command(*places, identity.job_id, identity.lineage, renew_lock=True)
+            writer = WriterSettings(
+                url=str(self._persist_dir), keep=_KEEP, parent=os.getpid(), lock_owner=""
+            )
         return EngineContext(
             rank=rank,
             topology=self._topology,
@@ -134,7 +135,7 @@ class MoeFtMemory(Candidate):
             peers=tuple(self._topology.ranks[peer] for peer in peers[rank]),
             server=server,
             token=self._token,
-            writer_command=command,
+            writer=writer,
             phase_hook=self._stand_ins.no_fault,
         )
 

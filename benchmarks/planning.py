@@ -34,7 +34,7 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.regions import own_directory
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.formats import Index, decode, encode
+from moe_ft.formats import Index, Start, decode, encode
 from moe_ft.planning.recovery import Source, Tier, Version, plan_recovery
 from moe_ft.planning.strategies import DenseStrategy, WindowPlan
 from moe_ft.recovery.inventory import look_at_memory
@@ -129,7 +129,7 @@ class EngineRank:
             peers=(),
             server=PeerServer(self.node_dir, "127.0.0.1"),
             token="",
-            writer_command=None,
+            writer=None,
             phase_hook=stand_ins.no_fault,
         )
         settings = EngineSettings(interval=1, overhead_limit=0.05, persist_interval=0, raises=True)
@@ -296,7 +296,7 @@ def many_versions(num_ranks: int, num_iterations: int) -> tuple[list[Version], l
                     rank=rank,
                     iteration=iteration,
                     lineage="lineage",
-                    history=((0, 0),),
+                    history=(Start(number=0, resumed_at=0, name="start"),),
                     node=None if place == "iter" else node_of[holder],
                     path=f"{place}_{rank:05d}_at_{holder:05d}/region_{iteration % 2}.json",
                     is_replica=place == "replica",

@@ -19,7 +19,7 @@ from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
-from moe_ft.formats import Identity, ParameterEntry
+from moe_ft.formats import Identity, ParameterEntry, Start
 from moe_ft.planning.strategies import WindowPlan
 from moe_ft.recovery.restore import FetchedUnit
 from moe_ft.state import record as records
@@ -120,7 +120,7 @@ def identity(world_size: int) -> Identity:
     return Identity(
         job_id=JOB_ID,
         lineage=JOB_ID,
-        history=((0, 0),),
+        history=(Start(number=0, resumed_at=0, name="start"),),
         fingerprint={},
         world_size=world_size,
         strategy="dense",

@@ -35,10 +35,10 @@ from moe_ft.engine.storage import Storage, file_tag
 from moe_ft.formats import Index, decode
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.planning.strategies import DenseStrategy
-from moe_ft.recovery.inspection import verify
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
 from moe_ft.recovery.sources import MemoryReader
+from moe_ft.recovery.verification import verify
 from moe_ft.state.parameters import LocalParameter
 
 NUM_PARAMETERS = 40
@@ -121,7 +121,7 @@ def measure_persist(region: Region, disk: Path, repetitions: int) -> Samples:
         previous="",
         tag=file_tag(index.identity),
         writes_manifest=True,
-        deadline_s=time.time() + 3600,
+        deadline_s=3600.0,
     )
 
     def prepare() -> None:

@@ -1,21 +1,30 @@
 """Command line of moe_ft: ``python -m moe_ft {inspect,verify,clean,report,plan}``."""
 
 import argparse
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from moe_ft.config import DEFAULT_MEMORY_DIR
-from moe_ft.errors import MoeFtError
+from moe_ft.engine.storage import hide_password
+from moe_ft.errors import ConfigError, MoeFtError
 from moe_ft.plan_command.command import add_plan_command
 from moe_ft.recovery.cleaning import clean
-from moe_ft.recovery.inspection import find_holdings, render_holdings, verify
+from moe_ft.recovery.inspection import find_holdings, render_holdings
+from moe_ft.recovery.verification import verify
 from moe_ft.report import render, summarize
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code: 0, 1 if verify found damage, 2 for bad input."""
+    """Run one command; return the exit code.
+
+    It is 1 if verify found damage, or the job that clean was told to remove is still there; 2 for bad input.
+    """
     options = _parser().parse_args(command_line)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths may be no text
     try:
         return int(options.run(options))
     except MoeFtError as error:
@@ -42,9 +51,15 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("directory", metavar="DIR", help=directory_help)
     check.set_defaults(run=_verify)
     cleaning = commands.add_parser(
-        "clean", help="remove the host memory of dead jobs on this machine"
+        "clean",
+        help="show the host memory of your dead jobs on this machine; --remove removes it",
     )
-    cleaning.add_argument("--memory-dir", default=DEFAULT_MEMORY_DIR, metavar="DIR")
+    cleaning.add_argument(
+        "--memory-dir",
+        default=DEFAULT_MEMORY_DIR,
+        metavar="DIR",
+        help=f"--moe-ft-memory-dir of the jobs (default {DEFAULT_MEMORY_DIR})",
+    )
     cleaning.add_argument("--job-id", metavar="NAME", help="only this job's, whatever its age")
     cleaning.add_argument(
         "--older-than",
@@ -52,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         default=60.0,
         metavar="MINUTES",
         help="without --job-id: leave what changed more recently (default 60)",
+    )
+    cleaning.add_argument(
+        "--remove", action="store_true", help="remove it; without, only say what would be removed"
     )
     cleaning.set_defaults(run=_clean)
     report = commands.add_parser("report", help="summarize the event log of a run")
@@ -61,13 +79,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextmanager
+def _reading(directory: str) -> Iterator[None]:
+    """Turn what goes wrong in reading a directory or fsspec URL into a ConfigError."""
+    if not directory.strip():
+        raise ConfigError(
+            f"DIR='{directory}' is empty: an unset variable? Name a directory or fsspec URL; the current "
+            "directory is a dot."
+        )
+    # Packages that implement a protocol raise errors of their own, such as botocore's.
+    kinds = (Exception,) if "://" in directory else (OSError, ValueError, ImportError)
+    try:
+        yield
+    except MoeFtError:
+        raise
+    except kinds as error:
+        raise ConfigError(
+            f"DIR={hide_password(directory)} cannot be read: {type(error).__name__}: {error}. Name a "
+            "directory that you may read, or an fsspec URL whose package is installed."
+        ) from error
+
+
 def _inspect(options: argparse.Namespace) -> int:
-    print(render_holdings(find_holdings(options.directory), lists_units=options.units))
+    with _reading(options.directory):
+        text = render_holdings(find_holdings(options.directory), lists_units=options.units)
+    print(text)
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    right, wrong = verify(options.directory)
+    with _reading(options.directory):
+        right, wrong = verify(options.directory)
     for line in right:
         print(f"ok     {line}")
     for line in wrong:
@@ -76,14 +118,18 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _clean(options: argparse.Namespace) -> int:
-    removed, left = clean(options.memory_dir, options.job_id, options.older_than * 60)
+    removed, left = clean(
+        options.memory_dir, options.job_id, options.older_than * 60, removes=options.remove
+    )
     for line in removed:
-        print(f"removed {line}")
+        print(f"{'removed' if options.remove else 'would remove'} {line}")
     for line in left:
-        print(f"left    {line}")
+        print(f"left {line}")
     if not removed and not left:
         print(f"no memory of jobs under {options.memory_dir}")
-    return 0
+    if removed and not options.remove:
+        print("nothing was removed: add --remove to do that")
+    return 1 if options.remove and options.job_id is not None and left else 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -4,22 +4,27 @@ Field `event_log` becomes `--moe-ft-event-log`. The strategies' part is moe_ft/s
 fields into argparse flags is megatron/fault_tolerance/arguments.py.
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from moe_ft.config_fields import (
     checked_name,
     count,
+    flag_of,
     one_of,
     parse_size,
     setting,
 )
+from moe_ft.directories import check_directories
 from moe_ft.errors import ConfigError
-from moe_ft.faults import ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
+from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
 from moe_ft.precision_config import PrecisionConfig
 from moe_ft.strategy_config import PartialConfig, SparseConfig, StrategyConfig
 
-DEFAULT_MEMORY_DIR = "/dev/shm/moe_ft"
+# Each user's own, so that none can touch another's. Fixed at import: a process does not change its user.
+DEFAULT_MEMORY_DIR = f"/dev/shm/moe_ft_{os.geteuid()}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +32,9 @@ class MemoryConfig:
     """Host memory: a job's own regions, and replicas at peers."""
 
     memory_dir: str = setting(
-        DEFAULT_MEMORY_DIR, "directory on tmpfs for snapshots in host memory", metavar="DIR"
+        DEFAULT_MEMORY_DIR,
+        "directory on tmpfs for snapshots in host memory; default: /dev/shm/moe_ft_UID",
+        metavar="DIR",
     )
     host_memory_limit: str | None = setting(
         None,
@@ -74,19 +81,30 @@ class MemoryConfig:
             ConfigError: if nothing names the job, or the name cannot be a directory's.
         """
         from_torchrun = environment.get("TORCHELASTIC_RUN_ID", "none")
-        job_id = self.job_id or environment.get("SLURM_JOB_ID")
-        job_id = job_id or (from_torchrun if from_torchrun != "none" else None)
-        if job_id is None:
-            raise ConfigError(
-                "--moe-ft-job-id is missing: a restarted job finds its memory by name, and neither "
-                "SLURM_JOB_ID nor torchrun's --rdzv-id gives one. Add --moe-ft-job-id NAME."
-            )
-        return checked_name("job_id", job_id)
+        names = {
+            "--moe-ft-job-id": self.job_id,
+            "SLURM_JOB_ID": environment.get("SLURM_JOB_ID"),
+            "torchrun's --rdzv-id": None if from_torchrun == "none" else from_torchrun,
+        }
+        for source, name in names.items():
+            if name:
+                return checked_name("job_id", source, name)
+        raise ConfigError(
+            "--moe-ft-job-id is missing: a restarted job finds its memory by name, and neither "
+            "SLURM_JOB_ID nor torchrun's --rdzv-id gives one. Add --moe-ft-job-id NAME."
+        )
 
     def resolve_node_id(self, environment: Mapping[str, str], host: str) -> str:
         """Return this node's name; raises ConfigError if it cannot be a directory's."""
-        node = self.node_id or environment.get("MOE_FT_NODE_ID")
-        return checked_name("node_id", node or environment.get("SLURMD_NODENAME") or host)
+        names = {
+            "--moe-ft-node-id": self.node_id,
+            "MOE_FT_NODE_ID": environment.get("MOE_FT_NODE_ID"),
+            "SLURMD_NODENAME": environment.get("SLURMD_NODENAME"),
+        }
+        for source, name in names.items():
+            if name:
+                return checked_name("node_id", source, name)
+        return checked_name("node_id", "the host name", host)
 
     def validate(self, world_size: int) -> None:
         """Raise ConfigError if a size or a count cannot be read."""
@@ -130,13 +148,15 @@ class RecoveryConfig:
 
     recover_from: str = setting(
         "auto",
-        "auto = the newest valid state of this job, load = ignore it and use --load or start afresh, "
-        "iter_N = that iteration",
+        "auto = the newest usable state of this job, or --load where that is newer; load = ignore it and use "
+        "--load or start afresh; iter_N = that iteration. Restarts by the same launcher continue what this "
+        "began",
         metavar="auto|load|iter_N",
     )
     on_missing: str = setting(
         "start",
-        "when there is nothing to recover from: start (from --load, or afresh) or fail",
+        "when there is nothing to recover from: start (from --load, or afresh) or fail; state that is there "
+        "and cannot be used always fails",
         choices=("start", "fail"),
     )
 
@@ -258,8 +278,10 @@ class MoeFtConfig:
         Raises:
             ConfigError: names the flag, its value, the rule and the remedy.
         """
+        self._check_given()
         for part in fields(self):
             getattr(self, part.name).validate(world_size)
+        check_directories(self.memory.memory_dir, self.storage.persist_dir)
         if self.fault.inject_fault and self.observability.event_log is None:
             raise ConfigError(
                 f"--moe-ft-inject-fault {self.fault.inject_fault[0]} needs the event log, where a "
@@ -289,3 +311,44 @@ class MoeFtConfig:
                         f"--moe-ft-inject-fault {fault} needs a strategy: with --moe-ft-strategy=none "
                         "nothing is checkpointed. Add --moe-ft-strategy dense."
                     )
+
+    def _check_given(self) -> None:
+        """Raise ConfigError if a flag was given without a value: most would look like left out."""
+        for name, value, _ in self._settings():
+            if isinstance(value, str) and not value.strip():
+                raise ConfigError(
+                    f"{flag_of(name)}={value} is empty: an unset variable? Give a value, or leave the flag "
+                    "out."
+                )
+
+    def _settings(self, *parts: str) -> Iterator[tuple[str, Any, Any]]:
+        """Yield name, value and default of the settings of some parts, or of all."""
+        for part in fields(self):
+            values = getattr(self, part.name)
+            for each in fields(values) if not parts or part.name in parts else ():
+                yield each.name, getattr(values, each.name), each.default
+
+    def warnings(self, train_iterations: int | None) -> list[str]:
+        """Describe settings that change nothing.
+
+        Args:
+            train_iterations: at which training ends; None if that is not known.
+        """
+        strategy, users = self.strategy.strategy, {}
+        if not self.strategy.is_on:
+            users = dict.fromkeys(("precision", "memory", "storage", "recovery"), "a strategy")
+        users |= {each: each for each in ("partial", "sparse") if each != strategy}
+        found = [
+            f"{flag_of(name)} changes nothing with --moe-ft-strategy={strategy}: it is for {user}"
+            for part, user in users.items()
+            for name, value, default in self._settings(part)
+            if value != default
+        ]
+        for fault in self.fault.faults:
+            num_iterations = fault.iteration + (fault.phase not in BACKGROUND_PHASES)
+            if train_iterations is not None and num_iterations > train_iterations:
+                found.append(
+                    f"--moe-ft-inject-fault {fault} never happens: training ends at iteration "
+                    f"{train_iterations}"
+                )
+        return found

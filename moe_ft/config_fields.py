@@ -31,6 +31,12 @@ def parse_size(field_name: str, text: str) -> int:
     return int(float(match["number"]) * (1024 if "i" in unit else 1000) ** power)
 
 
+def size_text(num_bytes: int) -> str:
+    """Return a size for people, in the unit that fits it."""
+    power = min(max(0, num_bytes.bit_length() - 1) // 10, 4)
+    return f"{num_bytes / 1024**power:.{2 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 def count(field_name: str, text: str, *, least: int) -> int:
     """Return a count that may also be automatic, which the caller has looked for.
 
@@ -53,13 +59,22 @@ def one_of(field_name: str, value: str, choices: Sequence[str]) -> None:
         )
 
 
-def checked_name(field_name: str, name: str) -> str:
-    """Return a name that becomes a directory's; raises ConfigError if it cannot."""
+def checked_name(field_name: str, source: str, name: str) -> str:
+    """Return a name that becomes a directory's.
+
+    Args:
+        field_name: of the setting that is named.
+        source: the flag or environment variable that gave the name.
+        name: to check.
+
+    Raises:
+        ConfigError: if it cannot be a directory's.
+    """
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,100}", name):
         raise ConfigError(
-            f"{flag_of(field_name)}={name} becomes a directory's name: it must consist of letters, "
-            "digits, '.', '_' and '-', at most 101 of them, and not begin with '.' or '-'. Give "
-            "another one."
+            f"{source}={name} becomes a directory's name: it must consist of letters, digits, '.', '_' and "
+            "'-', at most 101 of them, and not begin with '.' or '-'. Give another one: "
+            f"{flag_of(field_name)} NAME."
         )
     return name
 

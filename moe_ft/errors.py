@@ -6,6 +6,9 @@ MoeFtError
 +-- PlanError               no valid plan exists for this topology and state (also a ValueError)
 +-- SnapshotError           a copy to host memory failed, or a region was used out of turn
 +-- CorruptStateError       a checksum, size, index or manifest does not match (also an OSError)
+|   +-- FormatVersionError  the file is of another version of moe_ft: intact, and not readable here
++-- UnsafePathError         another user owns a file or directory, or could replace it (also an OSError)
++-- LockLostError           another job has taken the persist directory over (also an OSError)
 +-- UnrecoverableError      nothing usable to recover from; the message says what was looked at
 +-- DegradedError           a background part failed under --moe-ft-on-error=raise
 +-- InjectedFaultError      raised by --moe-ft-inject-fault exception:..., never by a real failure
@@ -30,6 +33,18 @@ class SnapshotError(MoeFtError):
 
 class CorruptStateError(MoeFtError, OSError):
     """Bytes that were read are not the bytes that were written."""
+
+
+class FormatVersionError(CorruptStateError):
+    """A file has a format that this version does not read."""
+
+
+class UnsafePathError(MoeFtError, OSError):
+    """A file or directory that must be ours belongs to another user, or others can change it."""
+
+
+class LockLostError(MoeFtError, OSError):
+    """The persist directory is another job's now: nothing more may be written to it."""
 
 
 class UnrecoverableError(MoeFtError):

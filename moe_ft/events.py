@@ -1,27 +1,35 @@
 """The event log: one file of JSON lines per rank, appended over incarnations.
 
-`EventLog` writes, `read_events` reads. Beside each rank's events lies its progress, one small record
+`EventLog` writes, `read_events` reads. Next to each rank's events lies its progress, one small record
 that is overwritten in place and survives the death of the process, so that a post-mortem knows how
-far a rank came that had no time to say so. Standard library only. What events mean to a reader is
-moe_ft/report.py.
+far a rank came that had no time to say so. A log may hold anything: killed ranks leave torn lines, and
+people edit files. Lines that are not events never stop a reader. Standard library only. What events
+mean is moe_ft/report.py.
 """
 
+import errno
 import json
 import math
 import os
 import re
+import stat
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from moe_ft.faults import Phase
 
 _RANK_FILE = re.compile(r"rank_(\d{5,})\.jsonl")
 _PROGRESS_BYTES = 64
-TAIL_BYTES = 65536  # holds the last events of a rank
+_FIRST_BLOCK_BYTES = 1 << 16
+_MAX_TAIL_BYTES = 64 << 20  # hundreds of the longest lines, which hold the loads of all experts
+_MAX_LINE_BYTES = 16 << 20
+_MAX_COUNT = 2**31 - 1
+
+Event = dict[str, Any]
 
 
 def event_path(directory: Path, rank: int) -> Path:
@@ -47,11 +55,19 @@ class EventLog:
         self._progress_fd: int | None = None
 
     def start(self) -> None:
-        """Open the rank's files, creating the directory; raises OSError if that cannot be done."""
+        """Open the rank's files, creating the directory; if that fails, say so and train without a log."""
+        try:
+            self._open()
+        except OSError as error:
+            self._give_up(error)
+
+    def _open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        flags = os.O_CREAT | os.O_CLOEXEC
+        # Without O_NONBLOCK a pipe of that name would be waited for.
+        flags = os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         path = event_path(self.directory, self.rank)
         self._events_fd = os.open(path, flags | os.O_APPEND | os.O_RDWR, 0o644)
+        _check_is_file(os.fstat(self._events_fd), path)
         size = os.fstat(self._events_fd).st_size
         if size and os.pread(self._events_fd, 1, size - 1) != b"\n":
             os.write(self._events_fd, b"\n")  # the last incarnation died while it wrote
@@ -102,11 +118,11 @@ class EventLog:
     def _give_up(self, error: OSError) -> None:
         """Say once that the log cannot be written, and train on without it."""
         self.close()
-        print(
-            f"moe_ft: rank {self.rank} writes no more events: {error} ({self.directory})",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"rank {self.rank} writes no more events: {error} ({self.directory})")
+
+
+def _say(line: str) -> None:
+    print(f"moe_ft: {line}", file=sys.stderr, flush=True)
 
 
 def _as_json(value: Any) -> Any:
@@ -126,31 +142,79 @@ class Progress:
 def read_progress(directory: Path, rank: int) -> Progress | None:
     """Return a rank's last progress, or None if it never wrote one."""
     try:
-        words = progress_path(directory, rank).read_text().split()
+        with _open(progress_path(directory, rank)) as file:
+            words = file.read(_PROGRESS_BYTES).decode().split()
         return Progress(incarnation=int(words[0]), iteration=int(words[1]), phase=Phase(words[2]))
     except (OSError, ValueError, IndexError):
         return None
 
 
-def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the events of one rank's file.
+def read_lines(path: Path) -> Iterator[Event | None]:
+    """Yield the events of one rank's file, and None for each line that is none.
 
-    A torn line, left by a killed process, is passed over.
-
-    Args:
-        path: the file.
-        last_bytes: read the end of the file only; None for all of it.
+    Raises:
+        OSError: if the file cannot be read.
     """
-    with path.open("rb") as lines:
-        size = lines.seek(0, os.SEEK_END)
-        lines.seek(0 if last_bytes is None else max(0, size - last_bytes))
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and "event" in event:
-                yield event
+    with _open(path) as file:
+        # A longer line comes in pieces, which are no events.
+        for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
+            if line.strip():
+                yield _parse(line)
+
+
+def read_lines_backwards(path: Path) -> Iterator[Event | None]:
+    """Yield what `read_lines` does, the last line first, from the last 64 MiB of the file.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    with _open(path) as file:
+        position = file.seek(0, os.SEEK_END)
+        first = max(0, position - _MAX_TAIL_BYTES)
+        block_bytes, rest = _FIRST_BLOCK_BYTES, b""
+        while position > first:
+            size = min(block_bytes, position - first)
+            position -= size
+            file.seek(position)
+            # The first line of what was read may begin before it.
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            yield from (_parse(line) for line in reversed(lines) if line.strip())
+            block_bytes *= 2  # so that a long line is not put together from many pieces
+        if position == 0 and rest.strip():
+            yield _parse(rest)
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Yield the events of one rank's file; lines that are none are passed over.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    return (event for event in read_lines(path) if event is not None)
+
+
+def _open(path: Path) -> BinaryIO:
+    _check_is_file(path.stat(), path)
+    return path.open("rb")
+
+
+def _check_is_file(status: os.stat_result, path: Path) -> None:
+    """Raise OSError for a pipe, which would be waited for, and a directory."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def _parse(line: bytes) -> Event | None:
+    """Return the event that a line holds, None if it is not one that `EventLog` has written whole."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    counts = (event.get("incarnation"), event.get("iteration"))
+    is_whole = all(type(count) is int and 0 <= count <= _MAX_COUNT for count in counts)
+    return event if is_whole else None
 
 
 def ranks_with_events(directory: Path) -> tuple[int, ...]:
@@ -160,10 +224,13 @@ def ranks_with_events(directory: Path) -> tuple[int, ...]:
 
 
 def last_incarnation(directory: Path, rank: int) -> int:
-    """Return the incarnation of a rank's last event, or -1 if there is none."""
+    """Return the incarnation of a rank's last event, or -1 if there is none that can be read."""
     path = event_path(directory, rank)
-    if not path.exists():
+    try:
+        events = read_lines_backwards(path)
+        last = next((event for event in events if event is not None), None)
+        if last is None and path.stat().st_size:
+            _say(f"{path} holds no events that can be read: rank {rank} counts its starts from 0")
+    except OSError:  # no log yet, or one of which `EventLog.start` says what is wrong
         return -1
-    return max(
-        (event["incarnation"] for event in read_events(path, last_bytes=TAIL_BYTES)), default=-1
-    )
+    return -1 if last is None else int(last["incarnation"])

@@ -7,12 +7,12 @@ validates types, names and paths, and a checksum over the body finds every flipp
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import xxhash
 
-from moe_ft.errors import CorruptStateError
+from moe_ft.errors import CorruptStateError, FormatVersionError
 from moe_ft.packings import DTYPE_BYTES, Packing, Piece, pieces
 from moe_ft.record_formats import Count, ExpertProgress, Gaps, IterationRecord
 
@@ -97,13 +97,33 @@ class ParameterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_halves: int = 1
 
 
+class Start(NamedTuple):
+    """One start of the processes of a run, in the histories of it and of those that continue it.
+
+    Attributes:
+        number: greater than that of every start that this one found something of. Starts that could not see
+            each other may have the same.
+        resumed_at: the iteration that it continued from.
+        name: random; tells starts of one number apart.
+        is_chosen: whether --moe-ft-recover-from iter_N named that iteration.
+    """
+
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    resumed_at: Annotated[int, msgspec.Meta(ge=0)]
+    name: str = ""
+    is_chosen: bool = False
+
+
+History = tuple[Start, ...]
+
+
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which run wrote something.
 
     Attributes:
         job_id: --moe-ft-job-id.
         lineage: the fresh start that the run goes back to.
-        history: (incarnation, iteration it went on from) of all incarnations up to the writer's.
+        history: the starts of the run up to the writer's own, which is the last.
         fingerprint: the settings that state depends on, by flag.
         world_size: number of ranks.
         strategy: --moe-ft-strategy.
@@ -111,19 +131,25 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             otherwise do not fit together. Empty where they are saved whole.
         replay_settings: the settings, by flag, that an iteration which is run again must have; empty
             where a recovery runs none.
-        start: random name of the start of the processes; incarnations of one number may be several, where
-            nothing was left of the first.
+        superseded: names of the starts that the last one has found something of and does not continue.
+        began_with: what begins the run from the weights of another, as flags; empty without.
     """
 
     job_id: str
     lineage: str
-    history: tuple[tuple[int, int], ...]
+    history: History
     fingerprint: dict[str, Any]
     world_size: Annotated[int, msgspec.Meta(ge=1)]
     strategy: str
     division: str = ""
     replay_settings: dict[str, Any] = {}
-    start: str = ""
+    superseded: tuple[str, ...] = ()
+    began_with: str = ""
+
+    @property
+    def start(self) -> Start:
+        """The start that wrote it."""
+        return self.history[-1]
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -156,6 +182,8 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_snapshots: how many of them the file holds so far.
         compute: ``[snapshot]`` by unit name, the weights that forward uses, of units that only a later
             snapshot of the window holds at FULL.
+        complete_iteration: the newest that all ranks were known to have when this was taken, None if there
+            was none: without one nothing is lost where other ranks' state is missing.
     """
 
     format: str
@@ -176,6 +204,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: Annotated[int, msgspec.Meta(ge=1)] = 1
     num_snapshots: Annotated[int, msgspec.Meta(ge=1)] = 1
     compute: tuple[dict[str, UnitEntry], ...] = ()
+    complete_iteration: Count | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -201,6 +230,7 @@ class IndexHead(msgspec.Struct, frozen=True):
     header_checksum: _Checksum
     window: int = 1
     num_snapshots: int = 1
+    complete_iteration: Count | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -296,18 +326,29 @@ def decode[Body: (Index, IndexHead, Manifest)](
     body = memoryview(content)[match.end() : -2]
     if checksum(body) != match[1].decode():
         raise CorruptStateError(f"{where} is corrupt: its checksum does not match its content")
+    _check_format(body, where)
     try:
         decoded = msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # of lists in lists in lists
         raise CorruptStateError(
             f"{where} does not have the form of {kind.__name__}: {error}"
         ) from error
-    if decoded.format != FORMAT:
-        raise CorruptStateError(
-            f"{where} has format '{decoded.format}', this version reads {FORMAT}"
-        )
     _check(decoded, where)
     return decoded
+
+
+class _AnyFormat(msgspec.Struct):
+    format: str = ""
+
+
+def _check_format(body: memoryview, where: str) -> None:
+    """Raise FormatVersionError for a file of another format, whose schema is not known here."""
+    try:
+        found = msgspec.json.decode(body, type=_AnyFormat).format
+    except (msgspec.MsgspecError, RecursionError):
+        return  # the schema says what is wrong
+    if found and found != FORMAT:
+        raise FormatVersionError(f"{where} has format '{found}', this version reads {FORMAT}")
 
 
 def _check(decoded: Index | IndexHead | Manifest, where: str) -> None:

@@ -1,21 +1,116 @@
-"""What an event log says about a run: how far it came, how fast, and how each rank ended.
+"""The report on a run from its event log: how far it came, how fast, and how each rank ended.
 
-Reads files written by moe_ft/events.py; standard library and tabulate only, no torch.
+Reads files written by moe_ft/events.py. What cannot be read is left out, and the report says so. No torch.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Literal
 
+import msgspec
 from tabulate import tabulate
 
 from moe_ft.errors import ConfigError
-from moe_ft.events import TAIL_BYTES, event_path, ranks_with_events, read_events, read_progress
+from moe_ft.events import (
+    Event,
+    event_path,
+    ranks_with_events,
+    read_lines,
+    read_lines_backwards,
+    read_progress,
+)
 
 _NUM_AROUND_RECOVERY = 5
+_MAX_FILES_NAMED = 8
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True):
+    """Any event; the fields of each kind are in docs/events.md."""
+
+    incarnation: int
+    iteration: int
+
+
+class _Start(_Line, frozen=True):
+    pass
+
+
+class _Iteration(_Line, frozen=True, kw_only=True):
+    iteration_s: float
+    num_tokens: float
+    loss: float | Literal["nan", "inf", "-inf"] | None = None
+
+
+class _Recovery(_Line, frozen=True, kw_only=True):
+    target_iteration: int
+    replayed_iterations: int
+    sources: dict[str, int]
+    lost_tokens: int
+    plt: float
+    total_plt: float = 0.0
+    lossy: dict[str, str] = {}
+
+
+class _Fault(_Line, frozen=True, kw_only=True):
+    kind: str
+
+
+class _Stopped(_Line, frozen=True, kw_only=True):
+    reason: str
+    silent_ranks: tuple[int, ...] | None = None
+
+
+class _End(_Line, frozen=True, kw_only=True):
+    reason: str
+
+
+_KINDS: dict[str, type[_Line]] = {
+    "start": _Start,
+    "iteration": _Iteration,
+    "recovery": _Recovery,
+    "fault_injected": _Fault,
+    "stopped": _Stopped,
+    "end": _End,
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class _LeftOut:
+    """What could not be read of an event log.
+
+    Attributes:
+        files: whole files and why.
+        num_lines: by rank, lines that are no events.
+    """
+
+    files: list[str] = field(default_factory=list)
+    num_lines: dict[int, int] = field(default_factory=dict)
+
+    def typed(self, rank: int, lines: Iterable[Event | None]) -> Iterator[_Line]:
+        """Yield a rank's events with the fields that their kind has, and count the lines that are none."""
+        self.num_lines[rank] = 0
+        for event in lines:
+            try:
+                yield msgspec.convert(event, _KINDS.get(event["event"] if event else "", _Line))
+            except msgspec.ValidationError:
+                self.num_lines[rank] += 1
+
+    def add_file(self, path: Path, error: OSError) -> None:
+        """Note a file that cannot be read."""
+        self.files.append(f"{path.name}: {error.strerror}")
+
+    def describe(self) -> tuple[str, ...]:
+        """Return what was left out, a line each."""
+        lines = self.files[:_MAX_FILES_NAMED]
+        if len(self.files) > len(lines):
+            lines.append(f"{len(self.files) - len(lines)} more files")
+        if num_lines := sum(self.num_lines.values()):
+            what = "line that is no event" if num_lines == 1 else "lines that are no events"
+            lines.append(f"{num_lines} {what}, such as a killed rank leaves")
+        return tuple(lines)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +158,11 @@ class RecoverySummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """What a run did, over all its incarnations; None where the log does not say."""
+    """What a run did, over all its incarnations; None where the log does not say.
+
+    Attributes:
+        left_out: what the log holds besides and could not be read, for people.
+    """
 
     num_iterations: int
     num_incarnations: int
@@ -73,48 +172,39 @@ class RunSummary:
     tokens_per_s: float | None
     ranks: tuple[RankSummary, ...]
     recoveries: tuple[RecoverySummary, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def summarize(directory: Path) -> RunSummary:
     """Read all event files of a directory.
 
     Raises:
-        ConfigError: if the directory holds no event log.
+        ConfigError: if the directory holds no event log, or none that can be read.
     """
-    if not directory.is_dir() or not (ranks := ranks_with_events(directory)):
-        raise ConfigError(
-            f"{directory} holds no event log (rank_00000.jsonl, ...). "
-            "Give the directory that --moe-ft-event-log named."
-        )
-    ends = {
-        rank: list(read_events(event_path(directory, rank), last_bytes=TAIL_BYTES))
-        for rank in ranks
-    }
-    summaries = tuple(_summarize_rank(directory, rank, ends[rank]) for rank in ranks if ends[rank])
+    left_out = _LeftOut()
+    found = (_summarize_rank(directory, rank, left_out) for rank in _ranks(directory))
+    summaries = tuple(summary for summary in found if summary is not None)
     if not summaries:
+        if reasons := "; ".join(left_out.describe()):
+            raise ConfigError(
+                f"the event log in {directory} holds nothing that can be read: {reasons}. Give the "
+                "directory that --moe-ft-event-log named, and run this as a user who may read it."
+            )
         raise ConfigError(
             f"the event log in {directory} is empty: no rank came as far as training."
         )
     # Every rank has the times; the loss is on the last stage, where the last rank always is.
-    events = [
-        event
-        for event in read_events(event_path(directory, ranks[-1]))
-        if event["event"] in ("start", "iteration", "recovery")
-    ]
-    iterations = [event for event in events if event["event"] != "recovery"]
+    events = _read_course(directory, summaries[-1].rank, left_out)
+    courses = [event for event in events if not isinstance(event, _Recovery)]
     # The first iteration of a start pays for warming up.
     steady = [
         event
-        for before, event in pairwise(iterations)
-        if before["event"] == event["event"] == "iteration"
+        for before, event in pairwise(courses)
+        if isinstance(before, _Iteration) and isinstance(event, _Iteration)
     ]
-    losses = {
-        event["iteration"]: float(event["loss"])
-        for event in iterations
-        if event.get("loss") is not None
-    }
-    iteration_s = median(event["iteration_s"] for event in steady) if steady else None
-    num_tokens = median(event["num_tokens"] for event in steady) if steady else None
+    losses = {event.iteration: loss for event in courses if (loss := _loss(event)) is not None}
+    iteration_s = median(event.iteration_s for event in steady) if steady else None
+    num_tokens = median(event.num_tokens for event in steady) if steady else None
     return RunSummary(
         num_iterations=max(summary.iteration for summary in summaries),
         num_incarnations=1 + max(summary.incarnation for summary in summaries),
@@ -124,71 +214,117 @@ def summarize(directory: Path) -> RunSummary:
         tokens_per_s=num_tokens / iteration_s if iteration_s and num_tokens else None,
         ranks=summaries,
         recoveries=tuple(_summarize_recoveries(events)),
+        left_out=left_out.describe(),
     )
 
 
-def _summarize_recoveries(events: list[dict[str, Any]]) -> Iterator[RecoverySummary]:
+def _ranks(directory: Path) -> Sequence[int]:
+    """Return the ranks that have an event file."""
+    try:
+        ranks = ranks_with_events(directory) if directory.is_dir() else ()
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be read: {error.strerror}. Give the directory that --moe-ft-event-log "
+            "named, and run this as a user who may read it."
+        ) from error
+    if not ranks:
+        raise ConfigError(
+            f"{directory} holds no event log (rank_00000.jsonl, ...). "
+            "Give the directory that --moe-ft-event-log named."
+        )
+    return ranks
+
+
+def _read_course(directory: Path, rank: int, left_out: _LeftOut) -> list[_Line]:
+    """Return a rank's starts, iterations and recoveries."""
+    path = event_path(directory, rank)
+    course: list[_Line] = []
+    try:
+        for event in left_out.typed(rank, read_lines(path)):
+            if isinstance(event, _Start | _Iteration | _Recovery):
+                course.append(event)
+    except OSError as error:
+        left_out.add_file(path, error)
+    return course
+
+
+def _loss(event: _Line) -> float | None:
+    """Return the loss that an event has; JSON cannot write all of them as numbers."""
+    if not isinstance(event, _Iteration) or event.loss is None:
+        return None
+    return float(event.loss)
+
+
+def _summarize_recoveries(events: Sequence[_Line]) -> Iterator[RecoverySummary]:
     losses: dict[int, float] = {}  # as the last attempt at each iteration had them
     for position, event in enumerate(events):
-        if event["event"] == "iteration" and event.get("loss") is not None:
-            losses[event["iteration"]] = float(event["loss"])
-        if event["event"] != "recovery":
+        if (own := _loss(event)) is not None:
+            losses[event.iteration] = own
+        if not isinstance(event, _Recovery):
             continue
-        target = event["target_iteration"]
+        target = event.target_iteration
         losses = {iteration: loss for iteration, loss in losses.items() if iteration <= target}
         before = [losses[iteration] for iteration in sorted(losses)][-_NUM_AROUND_RECOVERY:]
         after = [
-            float(line["loss"])
+            loss
             for line in events[position:]
-            if line["event"] == "iteration"
-            and line["incarnation"] == event["incarnation"]
-            and line.get("loss") is not None
+            if line.incarnation == event.incarnation and (loss := _loss(line)) is not None
         ][:_NUM_AROUND_RECOVERY]
         yield RecoverySummary(
-            incarnation=event["incarnation"],
+            incarnation=event.incarnation,
             target_iteration=target,
-            num_replayed=event["replayed_iterations"],
-            sources=", ".join(f"{tier} {count}" for tier, count in event["sources"].items()),
-            kept=", ".join(f"{key} {as_}" for key, as_ in event.get("lossy", {}).items())
-            or "exact",
-            lost_tokens=event["lost_tokens"],
-            plt=event["plt"],
-            total_plt=event.get("total_plt", 0.0),
+            num_replayed=event.replayed_iterations,
+            sources=", ".join(f"{tier} {count}" for tier, count in event.sources.items()),
+            kept=", ".join(f"{key} {as_}" for key, as_ in event.lossy.items()) or "exact",
+            lost_tokens=event.lost_tokens,
+            plt=event.plt,
+            total_plt=event.total_plt,
             loss_before=median(before) if before else None,
             loss_after=median(after) if after else None,
             highest_loss=max(after, default=None),
         )
 
 
-def _summarize_rank(directory: Path, rank: int, events: list[dict[str, Any]]) -> RankSummary:
-    last = events[-1]
-    incarnation = last["incarnation"]
+def _summarize_rank(directory: Path, rank: int, left_out: _LeftOut) -> RankSummary | None:
+    """Return how a rank's last incarnation went, None if its file holds no events."""
+    path = event_path(directory, rank)
+    lines = left_out.typed(rank, read_lines_backwards(path))
+    try:
+        last = next(lines, None)
+        if last is None:
+            return None
+        own = takewhile(lambda line: line.incarnation == last.incarnation, chain([last], lines))
+        done = next((line.iteration for line in own if isinstance(line, _Start | _Iteration)), 0)
+    except OSError as error:
+        left_out.add_file(path, error)
+        return None
     progress = read_progress(directory, rank)
-    own = [event for event in events if event["incarnation"] == incarnation]
-    done = [event["iteration"] for event in own if event["event"] in ("start", "iteration")]
     return RankSummary(
         rank=rank,
-        incarnation=incarnation,
-        iteration=max(done, default=0),
-        phase=str(progress.phase) if progress and progress.incarnation == incarnation else "",
+        incarnation=last.incarnation,
+        iteration=done,
+        phase=str(progress.phase) if progress and progress.incarnation == last.incarnation else "",
         ending=_ending(last),
     )
 
 
-def _ending(last: dict[str, Any]) -> str:
-    if last["event"] == "end":
-        return str(last["reason"])
-    if last["event"] == "stopped":
-        silent = last["silent_ranks"]
-        missed = f"; heard nothing from {', '.join(map(str, silent))}" if silent else ""
-        return f"stopped: {str(last['reason'])[:60]}{missed}"
-    if last["event"] == "fault_injected":
-        return f"fell silent after an injected {last['kind']}"
+def _ending(last: _Line) -> str:
+    match last:
+        case _End(reason=reason):
+            return reason
+        case _Stopped(reason=reason, silent_ranks=silent):
+            missed = f"; heard nothing from {', '.join(map(str, silent))}" if silent else ""
+            return f"stopped: {reason[:60]}{missed}"
+        case _Fault(kind=kind):
+            return f"fell silent after an injected {kind}"
     return "fell silent: running, killed or hung"
 
 
 def render(summary: RunSummary, directory: Path) -> str:
-    """Return the summary as text, with recoveries if there were any and ranks if one did not finish."""
+    """Return the summary as text.
+
+    With recoveries if there were any, ranks if one did not finish, and what of the log was left out.
+    """
 
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -236,4 +372,6 @@ def render(summary: RunSummary, directory: Path) -> str:
         ranks = [(r.rank, r.incarnation, r.iteration, r.phase, r.ending) for r in summary.ranks]
         headers = ("rank", "start", "iterations done", "last phase", "how it ended")
         text += "\n\n" + tabulate(ranks, headers=headers, tablefmt="simple", disable_numparse=True)
+    if summary.left_out:
+        text += "\n\n" + "\n".join(f"left out: {line}" for line in summary.left_out)
     return text

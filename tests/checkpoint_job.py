@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pretrain_gpt_moe import EXIT_REFUSED
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import (
     JobResult,
@@ -101,6 +102,13 @@ class CheckpointJob:
     def digests(self) -> list[tuple[str, str]]:
         """Return the last digests of all ranks."""
         return digests(self.events_dir, NUM_RANKS)
+
+
+def refusal(result: JobResult) -> str:
+    """Return why a start was refused; fail if it was not."""
+    assert result.exit_codes[0] == EXIT_REFUSED, result.output(0)[-2000:]
+    (line,) = [line for line in result.output(0).splitlines() if ".py: error: " in line]
+    return line
 
 
 def flip_byte(path: Path, position: int) -> None:

@@ -23,6 +23,7 @@ from megatron.fault_tolerance.validation import check_arguments, check_state_dty
 from moe_ft.config import MoeFtConfig
 from moe_ft.config_fields import flag_of
 from moe_ft.errors import ConfigError
+from moe_ft.recovery.preflight import say
 
 # What stock Megatron offers for GPUs only, turned off where there is none.
 _CPU_DEFAULTS = {
@@ -78,9 +79,11 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     with refusals_of_megatron():
         args = megatron_arguments.parse_and_validate_args(add_flags)
         check_splits(args)
+    iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
     if config.strategy.strategy == "sparse":
-        iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
         config.sparse.check_length(iterations)
+    for line in config.warnings(iterations or None) if args.rank == 0 else ():
+        say(f"warning: {line}")
     return args, config
 
 

@@ -152,8 +152,13 @@ def _as_json(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def job_facts(args: argparse.Namespace) -> JobFacts:
-    """Return what checkpointing needs to know about the job; the model is built."""
+def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
+    """Return what checkpointing needs to know about the job; the model is built.
+
+    Args:
+        args: Megatron's arguments.
+        began: of `began_with`, before the model was built.
+    """
     groups = ProcessGroupCollection.use_mpu_process_groups()
     places = StatePlaces(
         dp=_place(groups.dp_cp),
@@ -178,9 +183,27 @@ def job_facts(args: argparse.Namespace) -> JobFacts:
             capacity=_expert_capacity(args),
         ),
         iteration=args.iteration,
+        began_with=began,
         is_deterministic=cpu_device.is_active() or bool(args.deterministic_mode),
         timeout_s=args.distributed_timeout_minutes * 60.0,
     )
+
+
+def began_with(args: argparse.Namespace) -> str:
+    """Return the flags that begin a run from a checkpoint of another, with values; empty without.
+
+    Call it before the model is built: where --load has nothing yet, Megatron itself sets --finetune then.
+    """
+    flags = []
+    if args.finetune:
+        flags.append("--finetune")
+    if args.ckpt_step is not None:
+        flags.append(f"--ckpt-step {args.ckpt_step}")
+    if flags and args.load is not None:
+        flags.append(f"--load {args.load}")
+    if args.pretrained_checkpoint is not None:
+        flags.append(f"--pretrained-checkpoint {args.pretrained_checkpoint}")
+    return " ".join(flags)
 
 
 def _expert_capacity(args: argparse.Namespace) -> float:

@@ -37,6 +37,9 @@ def installed(run: TrainingRun) -> Iterator[None]:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         run.end(f"exit code {code}" if code else "exit flag", code)
         raise
+    except Exception as error:
+        run.note_failure(error)
+        raise
     finally:
         patches.restore()
 
@@ -52,6 +55,7 @@ def _wrap(patches: Patches, owner: Any, name: str, seam: Seam) -> None:
 def _setup_seam(run: TrainingRun, patches: Patches) -> Seam:
     def seam(original: Callable[..., Any]) -> Callable[..., Any]:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            run.before_setup()
             model, optimizer, scheduler = original(*args, **kwargs)
             if optimizer is not None:  # --skip-train builds none
                 _mark_torn(run, optimizer, patches)

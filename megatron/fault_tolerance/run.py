@@ -18,7 +18,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training.training import num_floating_point_operations
 
-from megatron.fault_tolerance import checkpointing
+from megatron.fault_tolerance import checkpointing, failure_causes
 from megatron.fault_tolerance.fault_injection import FaultInjector
 from megatron.fault_tolerance.replay import LoopParts, Replay
 from moe_ft.config import MoeFtConfig
@@ -26,6 +26,7 @@ from moe_ft.engine.background import Report
 from moe_ft.events import EventLog, last_incarnation
 from moe_ft.faults import Phase
 from moe_ft.record_formats import IterationRecord
+from moe_ft.recovery.attempts import describe
 from moe_ft.recovery.job import Recovery
 from moe_ft.recovery.job_loss import JobLoss
 from moe_ft.recovery.session import Session
@@ -44,6 +45,7 @@ class TrainingRun:
         num_tokens: of the batch, with --calculate-per-token-loss, noted by the seam.
         grad_norm: of this iteration as clipping used it, noted by the seam; None if nothing was clipped,
             because gradients were not finite.
+        is_saved: False if training has ended and its last state should be on storage, but is not.
     """
 
     def __init__(self, config: MoeFtConfig, rank: int) -> None:
@@ -64,6 +66,9 @@ class TrainingRun:
         self._built: tuple[Any, Any, Any] | None = None
         self._iteration_start_s = 0.0
         self._session: Session | None = None
+        self._opened: Session | None = None  # also one whose recovery has failed
+        self._is_recovering = False
+        self._began_with = ""
         self._router_load = RouterLoad()
         self._record_to_resume: IterationRecord | None = None
         self._num_floating_point_operations = 0.0
@@ -71,11 +76,16 @@ class TrainingRun:
         self._is_seam_open = False  # the engine has not acted on the last iteration yet
         self._is_in_iteration = False
         self._has_ended = False
+        self.is_saved = True
 
     @property
     def checkpoints(self) -> bool:
         """Whether a strategy takes checkpoints in this run."""
         return self._session is not None
+
+    def before_setup(self) -> None:
+        """Model and optimizer are about to be built, and --load to be read, which changes --finetune."""
+        self._began_with = checkpointing.began_with(get_args())
 
     def after_setup(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         """Model and optimizer exist, `args.iteration` is set. Called by all ranks.
@@ -104,15 +114,20 @@ class TrainingRun:
     def _start_session(self, args: Any) -> Recovery:
         assert self._built is not None
         session = Session(
-            self.config, checkpointing.job_facts(args), self._built, self.enter_background
+            self.config,
+            checkpointing.job_facts(args, self._began_with),
+            self._built,
+            self.enter_background,
         )
         self.faults.node_of(session)
+        self._opened, self._is_recovering = session, True
         recovery = session.open()
         self._session = session
         if recovery.record is not None:
             checkpointing.resume(args, recovery.record)
             self.iteration = args.iteration
             self._record_to_resume = recovery.record
+        self._is_recovering = False
         if recovery.conversion is not None:
             self._recovery = recovery
             self._replay = Replay(
@@ -144,8 +159,10 @@ class TrainingRun:
         args, replay = get_args(), self._replay
         start = time.perf_counter()
         self.is_replaying, self.phase = True, Phase.REPLAY
+        self._is_recovering = True
         replay.run(self._loop)
         self.is_replaying, self.phase, self._replay = False, Phase.SETUP, None
+        self._is_recovering = False
         checkpointing.resume(args, replay.last_record)
         self.iteration = args.iteration
         self._recovery.phases_s["replay"] = time.perf_counter() - start
@@ -165,6 +182,8 @@ class TrainingRun:
             target_iteration=recovery.iteration,
             restored_iteration=recovery.iteration - num_replayed,
             replayed_iterations=num_replayed,
+            start=recovery.start,
+            writer=recovery.writer,
             **_loss_fields(recovery.loss),
             sources={tier.value: count for tier, count in recovery.sources.items()},
             phases_s=recovery.phases_s,
@@ -356,8 +375,12 @@ class TrainingRun:
             if self._is_seam_open:
                 self._pass_seam(self._iteration_s)
             # Not those of now, where the loop has passed over a batch since.
-            self._session.finish(self.iteration, self._last_facts or self._facts())
-            self._session.engine.drain(self._write_report)
+            self.is_saved = self._session.finish(
+                self.iteration,
+                self._last_facts or self._facts(),
+                self._write_report,
+                is_complete=self.iteration >= get_args().train_iters,
+            )
         if self.config.observability.state_digest:
             self._write_digest(get_args().consumed_train_samples)
 
@@ -370,6 +393,8 @@ class TrainingRun:
         """
         # On a CPU this is the largest resident set, see cpu_device.py.
         peak_bytes = torch.cuda.max_memory_allocated()
+        if not self.is_saved:
+            reason += ", the last state is not on storage"
         self.event_log.write(
             "end", self.iteration, reason=reason, peak_device_memory_bytes=peak_bytes
         )
@@ -381,6 +406,17 @@ class TrainingRun:
         if self._session is not None:
             self._session.close(is_clean=self._has_ended)
         self.event_log.close()
+
+    def note_failure(self, error: Exception) -> None:
+        """Remember a failure that speaks against the state that this start has recovered."""
+        if self._opened is None or not failure_causes.speaks_against_state(error):
+            return
+        if self._is_recovering or failure_causes.is_not_finite(error):
+            where = "recovery" if self.phase is Phase.SETUP else f"iteration {self.iteration}"
+            # Megatron's words name the rank and the node, which may be others the next time.
+            is_not_finite = failure_causes.is_not_finite(error)
+            what = "a result that is not finite" if is_not_finite else describe(error)
+            self._opened.note_failure(f"{where}: {what}")
 
     def digest(self, consumed_train_samples: int) -> StateDigest:
         """Digest this rank's state."""

@@ -315,13 +315,13 @@ def _check_event_log(directory: str | None) -> None:
         return
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        writable = os.access(directory, os.W_OK | os.X_OK)
-    except OSError:
-        writable = False
-    if not writable:
+        problem = "" if os.access(directory, os.W_OK | os.X_OK) else "no right to write there"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
         raise ConfigError(
-            f"--moe-ft-event-log={directory} cannot be written: it must be a directory, or a path "
-            "where one can be created. Name another one."
+            f"--moe-ft-event-log={directory} cannot be written ({problem}): it must be a directory, or a "
+            "path where one can be created. Name another one."
         )
 
 

@@ -1,11 +1,13 @@
 """What all ranks must know together, decided by one small all-reduce per iteration, and sums over a stage.
 
 Started before the optimizer step and read at the end of train_step: the step's own collectives have brought
-the ranks together in between, so that nobody waits for long. The group is gloo on the CPU and of this purpose
-only.
+the ranks together in between, so that nobody waits for long. The groups are gloo on the CPU and of this
+purpose only. What is decided, and what happens when ranks cannot agree any more, is engine/decisions.py.
 """
 
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,15 +16,75 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+# When all-reduces begin, the norm of the gradients has just brought the ranks together: they are apart by the
+# moment that the slowest one takes from there to here.
+_ANSWER_S = 120.0
 
-class Agreement:
-    """Element-wise minimum over all ranks. Owned by the training thread."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
+class _Reduction:
+    """All-reduces of integers over a group of its own, one at a time. Owned by the training thread."""
+
+    def __init__(self, op: Any, timeout_s: float) -> None:
+        self._op, self._timeout = op, timedelta(seconds=timeout_s)
+        # Shorter than what ends the job: a rank that does not answer costs checkpoints, not the run.
+        self._answer = timedelta(seconds=min(_ANSWER_S, timeout_s / 2))
         self._group: Any = None
         self._values: torch.Tensor | None = None
         self._work: Any = None
+        self._has_left = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an all-reduce was begun and its result was not read."""
+        return self._values is not None
+
+    def _begin(self, values: torch.Tensor) -> None:
+        assert self._values is None and not self._has_left
+        self._values = values
+        if self._group is not None:
+            options = dist.AllreduceOptions()
+            options.reduceOp, options.timeout = self._op, self._answer
+            self._work = self._group.allreduce([values], options)
+
+    def _result(self) -> torch.Tensor:
+        assert self._values is not None
+        if self._work is not None:
+            self._work.wait(self._answer)
+        values, self._values, self._work = self._values, None, None
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks of the group. Setup and recovery only; called by all of them."""
+        assert not self._has_left
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def leave(self) -> None:
+        """Take no further part: close the connections, so that the others need not wait for this rank.
+
+        Each of them fails at once in the all-reduce that is under way, or in the next one. Not collective.
+        """
+        self._has_left = True
+        groups, self._group = [self._group], None
+        self._values = self._work = None
+        if groups[0] is None:
+            return
+        with suppress(
+            Exception
+        ):  # it may be broken in any way: without references it closes itself
+            dist.destroy_process_group(groups[0])
+        # The last reference waits for what is under way, until its deadline: on a thread of its own.
+        threading.Thread(target=groups.clear, name="moe_ft-leave", daemon=True).start()
+
+
+class Agreement(_Reduction):
+    """Element-wise minimum over all ranks."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(dist.ReduceOp.MIN, timeout_s)
 
     def start(self) -> None:
         """Make the group. Called by all ranks."""
@@ -30,35 +92,16 @@ class Agreement:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
 
     def begin(self, values: Sequence[int]) -> None:
-        """Put in this rank's values. Called once per iteration by all ranks, with equally many values."""
-        assert self._values is None
-        self._values = torch.tensor(values, dtype=torch.int64)
-        if self._group is not None:
-            self._work = dist.all_reduce(
-                self._values, op=dist.ReduceOp.MIN, group=self._group, async_op=True
-            )
+        """Put in this rank's values. Called once per iteration by all ranks, with equally many values.
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether `begin` was called and `result` was not."""
-        return self._values is not None
+        Raises:
+            RuntimeError: if a rank has left.
+        """
+        self._begin(torch.tensor(values, dtype=torch.int64))
 
     def result(self) -> list[int]:
-        """Return the least values over all ranks; raises RuntimeError if a rank does not answer."""
-        assert self._values is not None
-        if self._work is not None:
-            self._work.wait()
-        values = [int(value) for value in self._values]
-        self._values = self._work = None
-        return values
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks. Setup and recovery only; called by all ranks."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        """Return the least values over all ranks; raises RuntimeError if a rank does not answer in time."""
+        return [int(value) for value in self._result()]
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value. Setup and recovery only; called by all ranks."""
@@ -70,18 +113,16 @@ class Agreement:
 
     def barrier(self) -> None:
         """Wait for all ranks; raises RuntimeError if one does not come in time."""
+        assert not self._has_left
         if self._group is not None:
             dist.monitored_barrier(group=self._group, timeout=self._timeout)
 
 
-class StageSum:
-    """Adds up counts over the ranks of each stage. Owned by the training thread."""
+class StageSum(_Reduction):
+    """Adds up counts over the ranks of each stage."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
-        self._group: Any = None
-        self._values: torch.Tensor | None = None
-        self._work: Any = None
+        super().__init__(dist.ReduceOp.SUM, timeout_s)
 
     def start(self, stages: Sequence[int], rank: int) -> None:
         """Make the groups. Called by all ranks.
@@ -99,30 +140,14 @@ class StageSum:
                 self._group = group
 
     def begin(self, counts: torch.Tensor) -> None:
-        """Put in this rank's counts. Called equally often by all ranks of a stage."""
-        assert self._values is None
-        self._values = counts.to("cpu", copy=True)
-        if self._group is not None:
-            self._work = dist.all_reduce(self._values, group=self._group, async_op=True)
+        """Put in this rank's counts. Called equally often by all ranks of a stage.
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether `begin` was called and `result` was not."""
-        return self._values is not None
+        Raises:
+            RuntimeError: if a rank has left.
+        """
+        self._begin(counts.to("cpu", copy=True))
 
     def result(self) -> npt.NDArray[np.int64]:
-        """Return the sums over the stage; raises RuntimeError if a rank does not answer."""
-        assert self._values is not None
-        if self._work is not None:
-            self._work.wait()
-        sums: npt.NDArray[np.int64] = self._values.numpy()
-        self._values = self._work = None
+        """Return the sums over the stage; raises RuntimeError if a rank does not answer in time."""
+        sums: npt.NDArray[np.int64] = self._result().numpy()
         return sums
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of the stage's ranks. Recovery only; called by all ranks of a stage."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(values, value, group=self._group)
-        return values

@@ -1,8 +1,10 @@
 """What background threads hand to the training thread: events and failures, read at the next seam."""
 
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,11 @@ from moe_ft.faults import Phase
 # Called in the middle of a background part with its phase and iteration: the place where tests
 # inflict faults. Raises what a fault of kind exception raises.
 PhaseHook = Callable[[Phase, int], None]
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and the message of an exception on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +41,30 @@ class Reports:
         with self._lock:
             self._reports.append(Report(event=event, iteration=iteration, fields=fields))
 
-    def degraded(self, part: str, iteration: int, reason: str) -> None:
-        """Add the event that a part failed and training goes on without it."""
-        self.add("degraded", iteration, part=part, reason=reason)
+    def degraded(
+        self, part: str, iteration: int, reason: str, error: BaseException | None = None
+    ) -> None:
+        """Add the event that a part failed and training continues without it.
+
+        Args:
+            part: that failed.
+            iteration: the one concerned, 0 if none.
+            reason: one line.
+            error: if an exception is the reason: the event gets its traceback.
+        """
+        fields = {} if error is None else {"traceback": "".join(traceback.format_exception(error))}
+        self.add("degraded", iteration, part=part, reason=reason, **fields)
+
+    @contextmanager
+    def catching(
+        self, part: str, iteration: int, on_failure: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Report what the body raises, and continue. For what may fail on one rank alone."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, training continues and says so
+            on_failure()
+            self.degraded(part, iteration, describe(error), error)
 
     def drain(self) -> list[Report]:
         """Return and forget all events so far. Training thread."""

@@ -20,11 +20,16 @@ def check_units(
         where: for messages.
         entries: the unit versions to check, with names; by default all that are in the contents.
     """
-    if checksum(contents[""][: index.header_bytes]) != index.header_checksum:
-        raise CorruptStateError(f"{where}: the safetensors header does not match its checksum")
+    check_header(index, contents[""][: index.header_bytes], where)
     if entries is None:
         entries = [(name, unit) for name, unit in index.entries() if unit.file in contents]
     check_places(contents, where, entries)
+
+
+def check_header(index: Index, header: memoryview, where: str) -> None:
+    """Raise CorruptStateError if a safetensors header does not have the checksum of the index."""
+    if checksum(header) != index.header_checksum:
+        raise CorruptStateError(f"{where}: the safetensors header does not match its checksum")
 
 
 def check_places(

@@ -10,8 +10,10 @@ from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.layout import FileLayout, UnitPlace
 from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
+from moe_ft.engine.persist_worker import WriterSettings
 from moe_ft.engine.pool import RestoredVersion
-from moe_ft.formats import Identity, Index
+from moe_ft.formats import Identity, Index, Start
+from moe_ft.planning.recovery import Family
 from moe_ft.planning.strategies import WindowPlan
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.topology import RankInfo, Topology
@@ -46,8 +48,8 @@ class EngineContext:
         stage_load: adds up what the ranks of the stage count; None where nothing is counted.
         peers: ranks that keep this rank's replicas.
         server: listens already.
-        token: what peers' requests must carry.
-        writer_command: starts the node's writer process; None on all but the lowest rank of a node
+        token: by which peers know each other.
+        writer: settings of the node's writer process; None on all but the lowest rank of a node
             and without storage.
     """
 
@@ -61,7 +63,7 @@ class EngineContext:
     peers: tuple[RankInfo, ...]
     server: PeerServer
     token: str
-    writer_command: list[str] | None
+    writer: WriterSettings | None
     phase_hook: PhaseHook
 
 
@@ -87,8 +89,8 @@ class RestoredState:
         rotating: the versions that rotating units have now, by name.
         persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
             persist directory; empty if there is none.
-        is_on_storage: whether storage has this state as one snapshot of everything.
         family: of the versions that were put back, as planning/recovery.py has it.
+        is_on_storage: whether storage has this state as one snapshot of everything.
         window: what was read, unless all of it lies in a region of this rank, or storage has it too.
         peers_without: those of this rank's peers that do not have it; none if storage has.
     """
@@ -96,10 +98,15 @@ class RestoredState:
     indexes: frozenset[Path]
     rotating: Mapping[str, RestoredVersion]
     persisted_index: str
+    family: Family
     is_on_storage: bool = False
-    family: tuple[int, int, int] = (0, 0, 0)
     window: RestoredWindow | None = None
     peers_without: frozenset[int] = frozenset()
+
+    @property
+    def start(self) -> Start:
+        """The start that wrote the state."""
+        return self.family[-1]
 
 
 class Layouts(Protocol):

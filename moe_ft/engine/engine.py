@@ -1,15 +1,17 @@
 """The checkpoint engine: at which seam which snapshot starts, completes, goes to storage.
 
 It does not know which strategy it runs. The training thread calls the methods at the seams of the loop;
-copying is engine/snapshot.py, sending engine/peers.py, writing engine/persist.py.
+which memory a snapshot fills is engine/windows.py, copying engine/snapshot.py, sending engine/peers.py,
+writing engine/persist.py.
 
-Whether a window of snapshots begins, is complete or goes to storage is decided by all ranks together
-(engine/agreement.py): a region is overwritten only when every rank has a newer window committed, and has
-sent it to the peers that take it, so there always is one that all ranks have.
+All ranks together decide whether a window of snapshots begins, is complete or goes to storage. What can fail
+on one rank alone costs it a snapshot or a checkpoint, which then fails on all ranks. What must come out the
+same on all ranks, and fails on one, ends checkpointing until the next start (engine/decisions.py). Neither
+ends training.
 """
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,26 +19,29 @@ import torch
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import Report
 from moe_ft.engine.context import EngineContext, EngineSettings, Layouts, RestoredState
-from moe_ft.engine.layout import LazyLayout
+from moe_ft.engine.decisions import Decisions, Turn, Votes
+from moe_ft.engine.ending import Ending, Outcome, Progress, bring_to_storage
 from moe_ft.engine.messages import Messages
-from moe_ft.engine.open_window import OpenWindow
 from moe_ft.engine.peers import PeerReplicator, Replica
-from moe_ft.engine.persist import PersistClient, WriterSupervisor, persist_deadline_s
-from moe_ft.engine.pool import PoolVersions
+from moe_ft.engine.persist import (
+    PersistClient,
+    WriterSupervisor,
+    persist_deadline_s,
+    writer_command,
+)
 from moe_ft.engine.profile import IntervalTuner, SnapshotProfile
-from moe_ft.engine.regions import Region, Role
-from moe_ft.engine.restored_memory import keep_restored, replica_to_send
+from moe_ft.engine.regions import Region
+from moe_ft.engine.restored_memory import replica_to_send
 from moe_ft.engine.snapshot import SnapshotWriter
-from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
+from moe_ft.engine.snapshot_job import SnapshotState
 from moe_ft.engine.storage_schedule import StorageSchedule
-from moe_ft.formats import Index, decode
-from moe_ft.planning.strategies import Strategy, WindowPlan
+from moe_ft.engine.windows import Windows
+from moe_ft.planning.selection import Counts
+from moe_ft.planning.strategies import Strategy
 from moe_ft.state.record import CapturedRecord
 
 FENCE_DEADLINE_S = 120.0
 _CLOSE_DEADLINE_S = 5.0
-_MOST_FAILURES_AT_END = 3
-_POLL_S = 0.01
 
 
 class CheckpointEngine:
@@ -52,10 +57,6 @@ class CheckpointEngine:
         complete_record: Callable[[CapturedRecord], None],
     ) -> None:
         self._settings, self._context, self._strategy = settings, context, strategy
-        self._agreement, self._make_layouts = agreement, layouts
-        self._layouts: dict[Hashable, LazyLayout] = {}
-        self._num_lasting = 0  # layouts that are never forgotten
-        self._versions = PoolVersions(context.memory.pool)
         ranks = context.topology.ranks
         same_stage = [each for each in ranks if each.stage == ranks[context.rank].stage]
         self._messages = Messages(
@@ -64,18 +65,14 @@ class CheckpointEngine:
             raises=settings.raises,
         )
         self._reports = self._messages.reports
-        self._memory, self._regions = context.memory, context.memory.regions
-        self._window: OpenWindow | None = None
-        self._complete: Region | None = None
-        self._complete_iteration: int | None = None  # known also where a peer alone has it
+        self._decisions = Decisions(agreement, context.stage_load, self._reports)
+        self._memory = context.memory
         self._has_removed_left_overs = False
-        self._retained: list[Region] = []  # what was recovered rests on them
         self._restored_replica: Replica | None = None
         self._forward_start_s: float | None = None
         self._profile = SnapshotProfile()
-        self._start_iteration = self._last_snapshot_iteration = 0
-        self._is_start_safe = True  # fresh, or on storage as a whole
-        self._has_tried_last = False
+        self._start_iteration = self._iteration = 0
+        self._outcome_without_training = Outcome.NOTHING_NEW
         self._stall_s = 0.0
         self._tuner = IntervalTuner(settings.overhead_limit) if settings.interval is None else None
         self._replicator = (
@@ -96,18 +93,27 @@ class CheckpointEngine:
             context.origins,
             settings.staging_bytes,
         )
+        self._windows = Windows(context, strategy, layouts, self._writer, self._reports)
         persist_dir = context.memory.node_dir / "persist"
         self._storage = StorageSchedule(
             settings.persist_interval,
-            PersistClient(persist_dir, context.rank, self._reports, context.phase_hook),
-            self._versions,
+            PersistClient(
+                persist_dir,
+                context.rank,
+                self._reports,
+                context.phase_hook,
+                len(context.topology.ranks),
+            ),
+            self._windows.versions,
             strategy,
             context.identity,
             context.rank,
         )
         self._supervisor = (
-            WriterSupervisor(persist_dir, context.writer_command, self._reports)
-            if context.writer_command
+            WriterSupervisor(
+                persist_dir, writer_command(persist_dir), self._reports, context.writer
+            )
+            if context.writer
             else None
         )
 
@@ -122,28 +128,19 @@ class CheckpointEngine:
             OSError: if the memory directory cannot be made or has no room.
         """
         context = self._context
-        self._memory.open((context.identity.lineage, iteration) if restored else None)
+        self._memory.open((restored.start, iteration) if restored else None)
         if self._is_on_gpu:
             self._memory.pin()
+        self._start_iteration = self._iteration = iteration
         if restored is not None:
-            self._retained = keep_restored(self._memory, restored)
-            self._versions.retain(
-                decode(region.index_path.read_bytes(), Index, str(region.index_path))
-                for region in self._retained
+            self._outcome_without_training = (
+                Outcome.SAVED if restored.is_on_storage else Outcome.UNSAVED
             )
-            self._versions.adopt(restored.rotating)
-        self._start_iteration = self._last_snapshot_iteration = iteration
-        self._is_start_safe = restored is None or restored.is_on_storage
-        self._complete_iteration = iteration if restored else None
-        for plan in self._strategy.possible_windows():
-            self._layout(plan).get()  # not to be made in an iteration: it takes a while
-        self._num_lasting = len(self._layouts)
-        for unit in self._strategy.rotating:
-            self._make_layouts.place(unit, 0)
-        context.server.keep(self._memory.replicas)
+        self._windows.start(iteration, restored)
+        context.server.keep(self._memory.replicas, self._reports)
         self._writer.start()
         if restored is not None and restored.peers_without:
-            self._restored_replica = replica_to_send(self._retained, restored)
+            self._restored_replica = replica_to_send(self._windows.retained, restored)
             if self._restored_replica is None:
                 reason = (
                     "what was recovered does not fit this start's regions; peers get the next state"
@@ -170,51 +167,28 @@ class CheckpointEngine:
         if self._forward_start_s is not None:
             self._profile.note_forward_backward(time.perf_counter() - self._forward_start_s)
             self._forward_start_s = None
-        stage_load = self._context.stage_load
-        if stage_load is not None and tokens_per_expert is not None:
-            stage_load.begin(tokens_per_expert)
-        job = None if self._window is None else self._window.last
+        self._decisions.begin_count(tokens_per_expert, self._iteration)
+        job = self._windows.last_job
         if job is not None and not job.copied.is_set() and not job.is_abandoned:
             start = time.perf_counter()
             if not job.copied.wait(FENCE_DEADLINE_S):
                 job.is_abandoned = True  # it may hold a mixture of two iterations: never committed
             self._stall_s += time.perf_counter() - start
-        self._begin_agreement()
+        self._decisions.begin(self._votes, self._iteration)
 
-    def _begin_agreement(self, *, goes_on: bool = True) -> None:
-        window = self._window
-        slots = () if window is None else window.last.slots
-        upcoming = [str(place.unit) for place in slots]
-        has_room = self._versions.has_room(self._strategy.most_rotating, upcoming)
-        is_ready = has_room and self._free_region() is not None
-        values = [
-            int(SnapshotState.NONE if window is None else window.state),
-            int(is_ready),
-            int(self._storage.is_idle),
-            int(not self._storage.has_failed),
-            int(window is None or window.is_protected),
-            int(goes_on),
-            int(window is None or not window.has_failed),
-        ]
-        values += self._strategy.values(self._profile.copied_bytes, self._profile.flow_bytes)
-        if self._tuner is not None:
-            values += self._tuner.values()
-        self._agreement.begin(values)
-
-    def _free_region(self) -> Region | None:
-        """Return a region that the next window may fill, None if all are needed.
-
-        A window that all ranks have completed makes those before it free; until that is known, either it or
-        they will be.
-        """
-        window = self._window
-        reserved = [*self._retained, self._complete] if window is None else [window.region]
-        free = [
-            region
-            for region in self._regions
-            if region.role is not Role.PERSIST and region not in reserved
-        ]
-        return free[0] if free else None
+    def _votes(self, turn: Turn = Turn.TRY) -> Votes:
+        window = self._windows.open
+        return Votes(
+            state=self._windows.state,
+            is_ready=self._windows.has_room,
+            is_idle=self._storage.is_idle,
+            can_persist=not self._storage.has_failed,
+            is_protected=window is None or window.is_protected,
+            can_grow=window is None or not window.has_failed,
+            turn=turn,
+            strategy=self._strategy.values(self._profile.copied_bytes, self._profile.flow_bytes),
+            tuner=[] if self._tuner is None else self._tuner.values(),
+        )
 
     def end_iteration(
         self, iteration: int, iteration_s: float, capture: Callable[[], CapturedRecord]
@@ -228,67 +202,56 @@ class CheckpointEngine:
 
         Returns:
             The seconds for which training stood still at the fence in this iteration.
-
-        Raises:
-            DegradedError: with --moe-ft-on-error=raise, if a background part has failed.
         """
-        if not self._agreement.is_under_way:  # a skipped step has no fence
+        if not self._decisions.is_under_way:  # a skipped step has no fence
             self.before_step()
-        state, is_ready, are_idle, can_persist, is_protected, _, can_grow, *measured = (
-            self._agreement.result()
-        )
-        stage_load = self._context.stage_load
-        if stage_load is not None and stage_load.is_under_way:
-            self._strategy.add_tokens(stage_load.result())
-        self._profile.note_iteration(iteration_s - self._stall_s)
-        is_busy = self._window is not None or self._storage.is_busy
-        self._settle(SnapshotState(state), is_protected=bool(is_protected))
-        self._poll_storage(are_idle=bool(are_idle), can_persist=bool(can_persist))
-        self._tune(iteration, iteration_s, measured, is_busy=is_busy)
-        if self._storage.is_due and are_idle and self._complete is not None:
-            self._storage.submit(self._complete)
-        if self._window is not None and self._window.is_growing:
-            self._grow(self._window, iteration, capture, can_grow=bool(can_grow))
-        elif self._is_due(iteration):
-            if state == SnapshotState.RUNNING or not is_ready:
-                reason = "the last one is not complete" if is_ready else "all regions are in use"
-                self._reports.add("skipped", iteration, part="snapshot", reason=reason)
-            else:
-                self._begin_window(iteration)
-                self._take(iteration, capture)
+        self._iteration = iteration
+        decided = self._decisions.read(iteration)
+        if decided is not None:
+            act = partial(self._act, *decided, iteration, iteration_s, capture)
+            self._decisions.attempt(iteration, act)
         stall_s, self._stall_s = self._stall_s, 0.0
         self._forward_start_s = time.perf_counter()
         return stall_s
 
-    def _grow(
+    def _act(
         self,
-        window: OpenWindow,
+        votes: Votes,
+        tokens: Counts | None,
         iteration: int,
+        iteration_s: float,
         capture: Callable[[], CapturedRecord],
-        *,
-        can_grow: bool,
     ) -> None:
-        """Take the next snapshot of the window, or give it up: a replay needs those of all iterations."""
-        if can_grow and iteration == self._last_snapshot_iteration + 1:
-            self._take(iteration, capture)
-            return
-        window.is_given_up = True
-        if can_grow:
-            reason = f"iteration {iteration} does not follow {self._last_snapshot_iteration}"
-            self._reports.degraded("snapshot", iteration, f"{reason}: the window begins again")
+        """Do what all ranks have decided."""
+        if tokens is not None:
+            self._strategy.add_tokens(tokens)
+        self._profile.note_iteration(iteration_s - self._stall_s)
+        is_busy = self._windows.open is not None or self._storage.is_busy
+        self._settle(votes)
+        self._poll_storage(votes)
+        self._tune(iteration, iteration_s, votes, is_busy=is_busy)
+        if self._storage.is_due and votes.is_idle and self._windows.complete is not None:
+            self._submit(self._windows.complete)
+        if self._windows.open is not None and self._windows.open.is_growing:
+            self._windows.grow(iteration, capture, can_grow=votes.can_grow)
+        elif self._is_due(iteration):
+            if votes.state is SnapshotState.RUNNING or not votes.is_ready:
+                reason = (
+                    "the last one is not complete" if votes.is_ready else "all regions are in use"
+                )
+                self._reports.add("skipped", iteration, part="snapshot", reason=reason)
+            else:
+                self._windows.begin(iteration, capture)
 
-    def _tune(
-        self, iteration: int, iteration_s: float, measured: list[int], *, is_busy: bool
-    ) -> None:
+    def _tune(self, iteration: int, iteration_s: float, votes: Votes, *, is_busy: bool) -> None:
         """Adapt to what the slowest rank measured: the strategy, and the interval if it is automatic."""
-        count = len(measured) - (self._tuner.num_values if self._tuner is not None else 0)
-        changes = self._strategy.agree(measured[:count])
+        changes = self._strategy.agree([*votes.strategy])
         if changes:
             self._reports.add("strategy", iteration, **changes)
         if self._tuner is None:
             return
         self._tuner.end_iteration(iteration_s, is_busy=is_busy)
-        if (cost := self._tuner.agree(measured[count:])) is not None:
+        if (cost := self._tuner.agree([*votes.tuner])) is not None:
             self._reports.add(
                 "interval",
                 iteration,
@@ -300,91 +263,39 @@ class CheckpointEngine:
 
     def _is_due(self, iteration: int) -> bool:
         interval = self._settings.interval if self._tuner is None else self._tuner.interval
-        return bool(interval) and iteration - self._last_snapshot_iteration >= (interval or 0)
+        return bool(interval) and iteration - self._windows.last_iteration >= (interval or 0)
 
-    def _settle(self, state: SnapshotState, *, is_protected: bool) -> None:
+    def _settle(self, votes: Votes) -> None:
         """Act on what all ranks together say of the window, and whether all peers have it."""
-        window = self._window
-        if window is None or state is SnapshotState.RUNNING:
+        window = self._windows.settle(votes.state)
+        if window is None or window.last is None:
             return
-        self._window, last = None, window.last
-        if state is SnapshotState.FAILED:
-            if window.state is not SnapshotState.FAILED:
-                self._reports.degraded("snapshot", last.iteration, "another rank has none")
-            window.region.advance(Role.FREE)
-            return
-        before, self._complete = self._complete, window.region
-        self._complete_iteration = last.iteration
-        window.region.advance(Role.RECOVERY)
-        for region in (*self._retained, *([before] if before is not None else [])):
-            if region.role is Role.RECOVERY:
-                region.advance(Role.FREE)
-        self._retained = []
-        self._versions.settle(window.region.index_path, last.pooled)
+        last = window.last
         self._strategy.note_complete(last.iteration)
         for job in window.jobs:
             self._profile.note(job.num_bytes, job.copy_s, job.commit_s, job.replicate_s)
         if facts := window.facts():
             self._messages.tell_window(last.iteration, facts, self._profile)
-        if is_protected and not self._has_removed_left_overs:
+        if votes.is_protected and not self._has_removed_left_overs:
             self._has_removed_left_overs = True
-            self._memory.remove_left_overs()
+            with self._reports.catching("memory", last.iteration):
+                self._memory.remove_left_overs()
         self._storage.note_complete()
         if self._tuner is not None and not self._storage.is_due:
             self._tuner.end_checkpoint(last.complete_s)
 
-    def _begin_window(self, iteration: int, *, is_last: bool = False) -> None:
-        region = self._free_region()
-        assert region is not None  # is_ready was agreed
-        region.advance(Role.SNAPSHOT)
-        plan = self._strategy.plan_window(iteration, is_last=is_last)
-        self._window = OpenWindow(plan=plan, layout=self._layout(plan), region=region)
+    def _submit(self, region: Region, *, is_last: bool = False) -> None:
+        with self._reports.catching("persist", region.iteration or 0):
+            self._storage.submit(region, is_last=is_last)
 
-    def _take(
-        self, iteration: int, capture: Callable[[], CapturedRecord], *, is_last: bool = False
-    ) -> None:
-        """Take the next snapshot of the window."""
-        window = self._window
-        assert window is not None
-        plan = window.plan.snapshots[len(window.jobs)]
-        slots = self._versions.find_free(len(plan.rotating))
-        if not window.jobs:
-            self._versions.outdate(window.region, self._regions, slots)
-        names = {str(unit) for unit in plan.rotating}
-        job = SnapshotJob(
-            region=window.region,
-            window=window.layout,
-            position=len(window.jobs),
-            iteration=iteration,
-            record=capture(),
-            keep_iteration=self._complete_iteration,
-            plan=plan,
-            slots=[
-                self._make_layouts.place(unit, self._versions.offset_of(slot))
-                for unit, slot in zip(plan.rotating, slots, strict=True)
-            ],
-            carried=self._versions.carried(names),
-            is_sent_to_peers=not is_last or self._strategy.saves_all,
-        )
-        window.jobs.append(job)
-        self._last_snapshot_iteration = iteration
-        self._writer.submit(job)
-
-    def _layout(self, plan: WindowPlan) -> LazyLayout:
-        """Return the layout of a window; the copy thread makes those that are not known yet."""
-        if plan.key not in self._layouts:
-            others = list(self._layouts)[self._num_lasting :]
-            for key in others if self._num_lasting else ():
-                del self._layouts[key]  # of an order of units that is no more
-            make = partial(self._make_layouts.lay_out, plan)
-            self._layouts[plan.key] = LazyLayout(make)
-        return self._layouts[plan.key]
-
-    def _poll_storage(self, *, are_idle: bool, can_persist: bool) -> None:
-        self._storage.confirm(are_idle=are_idle, can_persist=can_persist)
-        is_done = self._storage.poll(self._complete, can_go_on=can_persist)
-        if is_done and self._tuner is not None:
-            self._tuner.end_checkpoint(self._storage.seconds_per_snapshot)
+    def _poll_storage(self, votes: Votes) -> bool | None:
+        """Take back what was written; return whether that is a checkpoint, None if it is not known yet."""
+        is_confirmed = self._storage.confirm(are_idle=votes.is_idle, can_persist=votes.can_persist)
+        with self._reports.catching("persist", self._iteration):
+            is_done = self._storage.poll(self._windows.complete, can_go_on=votes.can_persist)
+            if is_done and self._tuner is not None:
+                self._tuner.end_checkpoint(self._storage.seconds_per_snapshot)
+        return is_confirmed
 
     @property
     def _is_on_gpu(self) -> bool:
@@ -394,55 +305,92 @@ class CheckpointEngine:
         """Hand over the events since the last call; see `Messages.drain`."""
         self._messages.drain(log)
 
-    def finish(self, iteration: int, capture: Callable[[], CapturedRecord]) -> None:
+    def finish(
+        self,
+        iteration: int,
+        capture: Callable[[], CapturedRecord],
+        log: Callable[[Report], None],
+    ) -> Ending:
         """Training has ended: bring the last state to storage, if there is one, within a deadline.
 
         Called by all ranks.
-        """
-        has_nothing_new = iteration == self._start_iteration and self._is_start_safe
-        if not self._settings.persist_interval or has_nothing_new:
-            return
-        deadline = time.monotonic() + persist_deadline_s(self._memory.num_own_bytes)
-        num_failed = 0
-        while True:
-            if self._window is not None:
-                self._window.is_given_up |= self._window.is_growing
-                self._window.last.copied.wait(FENCE_DEADLINE_S)
-            self._begin_agreement(goes_on=time.monotonic() < deadline)
-            state, is_ready, are_idle, can_persist, is_protected, goes_on, *_ = (
-                self._agreement.result()
-            )
-            self._settle(SnapshotState(state), is_protected=bool(is_protected))
-            self._poll_storage(are_idle=bool(are_idle), can_persist=bool(can_persist))
-            num_failed += state == SnapshotState.FAILED
-            if not goes_on or num_failed == _MOST_FAILURES_AT_END:
-                self._reports.degraded("persist", iteration, "the last state is not on storage")
-                return
-            if (
-                state != SnapshotState.RUNNING
-                and are_idle
-                and not self._bring_last(iteration, capture, is_ready=bool(is_ready))
-            ):
-                return
-            time.sleep(_POLL_S)
 
-    def _bring_last(
-        self, iteration: int, capture: Callable[[], CapturedRecord], *, is_ready: bool
-    ) -> bool:
-        """Take the next step on the last state's way to storage; return False if there is none."""
-        newest = None if self._complete is None else self._complete.iteration
-        is_whole = newest == iteration and self._strategy.is_whole(iteration)
-        if is_whole and not self._storage.is_at_end(iteration):
-            assert self._complete is not None
-            self._storage.submit(self._complete, is_last=True)
-            return True
-        has_failed = newest != iteration and self._has_tried_last
-        if not is_whole and not has_failed and is_ready:
-            self._has_tried_last = True
-            self._begin_window(iteration, is_last=True)
-            self._take(iteration, capture, is_last=True)
-            return True
-        return False
+        Args:
+            iteration: the state's.
+            capture: takes the record of the state.
+            log: see `drain`; also called while this waits.
+        """
+        self._iteration = iteration
+        is_new = iteration != self._start_iteration
+        outcome = Outcome.UNSAVED if is_new else self._outcome_without_training
+        if not self._settings.persist_interval:
+            outcome = Outcome.NO_STORAGE
+        if outcome is Outcome.UNSAVED:
+            is_saved = bring_to_storage(
+                partial(self._advance_at_end, iteration),
+                partial(self._bring_last, iteration, capture),
+                partial(self._messages.drain, log, is_ending=True),
+                persist_deadline_s(self._memory.num_own_bytes, len(self._context.topology.ranks)),
+            )
+            if is_saved:
+                outcome = Outcome.SAVED
+            else:
+                self._reports.degraded("persist", iteration, "the last state is not on storage")
+        self._messages.drain(log, is_ending=True)
+        return Ending(
+            iteration=iteration,
+            outcome=outcome,
+            newest_in_memory=self._newest_in_memory,
+            is_agreed=not self._decisions.is_off,
+        )
+
+    @property
+    def _newest_in_memory(self) -> int | None:
+        if self._windows.complete is not None:
+            return self._windows.complete.iteration
+        # What was recovered from storage may be nowhere else.
+        is_in_memory = self._outcome_without_training is Outcome.UNSAVED
+        return self._start_iteration if is_in_memory else None
+
+    def _advance_at_end(self, iteration: int, turn: Turn) -> Progress | None:
+        """Have all ranks hear how far each is, and act on it."""
+        window = self._windows.open
+        if window is not None:
+            window.is_given_up |= window.is_growing
+        self._decisions.begin(partial(self._votes, turn), iteration)
+        decided = self._decisions.read(iteration)
+        if decided is None:
+            return None
+        is_try = window is not None and window.is_last  # not one that training's end has cut off
+        progress = partial(self._progress_at_end, decided[0], iteration, is_try=is_try)
+        return self._decisions.attempt(iteration, progress)
+
+    def _progress_at_end(self, votes: Votes, iteration: int, *, is_try: bool) -> Progress:
+        self._settle(votes)
+        is_confirmed = self._poll_storage(votes)
+        has_room = votes.is_ready or self._has_whole(iteration)
+        has_window_failed = is_try and votes.state is SnapshotState.FAILED
+        return Progress(
+            turn=votes.turn,
+            is_saved=self._storage.is_at_end(iteration),
+            has_failed=is_confirmed is False or has_window_failed,
+            is_idle=votes.is_idle and votes.state is not SnapshotState.RUNNING and has_room,
+        )
+
+    def _has_whole(self, iteration: int) -> bool:
+        """Return whether memory has all of the last state."""
+        complete = self._windows.complete
+        is_newest = complete is not None and complete.iteration == iteration
+        return is_newest and self._strategy.is_whole(iteration)
+
+    def _bring_last(self, iteration: int, capture: Callable[[], CapturedRecord]) -> None:
+        """Begin the next step on the last state's way to storage."""
+        if self._has_whole(iteration):
+            assert self._windows.complete is not None
+            self._submit(self._windows.complete, is_last=True)
+        else:
+            begin = partial(self._windows.begin, iteration, capture, is_last=True)
+            self._decisions.attempt(iteration, begin)
 
     def close(self) -> None:
         """End threads, connections and the writer process. The memory stays."""

@@ -6,13 +6,14 @@ Opening, pinning, cleaning up and removing; what goes in is decided by engine/en
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from moe_ft.engine.job_directory import remove_node
 from moe_ft.engine.pool import Pool
+from moe_ft.engine.private_files import read_private
 from moe_ft.engine.regions import (
     MappedFile,
     Region,
@@ -21,7 +22,7 @@ from moe_ft.engine.regions import (
     replica_directory,
 )
 from moe_ft.errors import SnapshotError
-from moe_ft.formats import IndexHead, decode
+from moe_ft.formats import IndexHead, Start, decode
 from moe_ft.topology import RankInfo, Topology
 
 NUM_REPLICA_REGIONS = 2
@@ -99,11 +100,11 @@ class RankMemory:
         """What this rank's regions and pool take."""
         return sum(file.num_bytes for file in self._own_files())
 
-    def open(self, restored: tuple[str, int] | None) -> None:
+    def open(self, restored: tuple[Start, int] | None) -> None:
         """Map everything.
 
         Args:
-            restored: lineage and iteration of the state that was recovered: regions and replicas that hold
+            restored: writer and iteration of the state that was recovered: regions and replicas that hold
                 it get its iteration, and so are not overwritten before their owner says so.
 
         Raises:
@@ -162,9 +163,7 @@ class RankMemory:
         for directory in {file.data_path.parent for file in self._files()}:
             shutil.rmtree(directory, ignore_errors=True)
         if self._rank == self._topology.lowest_on_node(self._node).rank:
-            shutil.rmtree(self._node_dir, ignore_errors=True)
-            with suppress(OSError):
-                self._node_dir.parent.rmdir()  # the job's, with its last node
+            remove_node(self._node_dir)
 
 
 def _paths(file: MappedFile) -> tuple[Path, ...]:
@@ -192,14 +191,14 @@ def _regions(directory: Path, count: int, info: RankInfo) -> tuple[Region, ...]:
     )
 
 
-def holds(index_path: Path, lineage: str, iteration: int) -> bool:
-    """Return whether a region holds the state of an iteration of a run."""
+def holds(index_path: Path, start: Start, iteration: int) -> bool:
+    """Return whether a region holds the state of an iteration that a start wrote."""
     try:
-        index = decode(index_path.read_bytes(), IndexHead, str(index_path))
+        index = decode(read_private(index_path), IndexHead, str(index_path))
     except OSError:
         return False
-    found = (index.identity.lineage, index.iteration)
-    return found == (lineage, iteration) and index.is_whole
+    found = (index.identity.start, index.iteration)
+    return found == (start, iteration) and index.is_whole
 
 
 def _unpin(file: MappedFile) -> None:

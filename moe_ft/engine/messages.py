@@ -3,9 +3,10 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.background import Report, Reports, describe
 from moe_ft.engine.profile import SnapshotProfile
 from moe_ft.errors import DegradedError
 
@@ -33,28 +34,35 @@ class Messages:
         self._printed_s: dict[str, float] = {}
         self._told_length = 0
 
-    def drain(self, log: Callable[[Report], None]) -> None:
+    def drain(self, log: Callable[[Report], None], *, is_ending: bool = False) -> None:
         """Hand over the events since the last call, and print those that say that something failed.
 
         Args:
             log: called for each event.
+            is_ending: whether training has ended: each failure is printed, and none raises.
 
         Raises:
             DegradedError: with --moe-ft-on-error=raise, if a part has failed.
         """
         failure = ""
         for report in self.reports.drain():
-            log(report)
+            try:
+                log(report)
+            except Exception as error:  # TensorBoard and W&B raise whatever they like
+                failed = (
+                    f"iteration {report.iteration}: log: event {report.event}: {describe(error)}"
+                )
+                self._print_failure("log", failed, is_ending)
             if report.event == "degraded":
                 failure = f"iteration {report.iteration}: {report.fields['part']}: {report.fields['reason']}"
-                self._print_failure(report.fields["part"], failure)
-        if failure and self._raises:
+                self._print_failure(report.fields["part"], failure, is_ending)
+        if failure and self._raises and not is_ending:
             raise DegradedError(f"{failure} (--moe-ft-on-error=raise)")
 
-    def _print_failure(self, part: str, failure: str) -> None:
-        """Print a failure, at most one of a part in a while: the event log has all of them."""
+    def _print_failure(self, part: str, failure: str, is_ending: bool) -> None:
+        """Print a failure, before the end at most one of a part in a while: the event log has all."""
         now = time.monotonic()
-        if now - self._printed_s.get(part, -_PRINT_INTERVAL_S) >= _PRINT_INTERVAL_S:
+        if is_ending or now - self._printed_s.get(part, -_PRINT_INTERVAL_S) >= _PRINT_INTERVAL_S:
             self._printed_s[part] = now
             self._print(f", {failure}")
 
@@ -80,4 +88,5 @@ class Messages:
             )
 
     def _print(self, text: str) -> None:
-        print(f"moe_ft: rank {self._rank}{text}", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # nobody reads standard error any more
+            print(f"moe_ft: rank {self._rank}{text}", file=sys.stderr, flush=True)

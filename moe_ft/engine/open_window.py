@@ -16,15 +16,23 @@ class OpenWindow:
     Attributes:
         plan: what they hold.
         layout: of the region that all of them go into.
+        is_last: whether it is of the state that training has ended with.
         jobs: those that were begun.
         is_given_up: no further one is taken, because one has failed or an iteration had none.
+        is_broken: one could not be begun on this rank.
     """
 
     plan: WindowPlan
     layout: LazyLayout
     region: Region
+    is_last: bool = False
     jobs: list[SnapshotJob] = field(default_factory=list)
     is_given_up: bool = False
+    is_broken: bool = False
+
+    def break_off(self) -> None:
+        """Have the window fail: the next snapshot cannot be begun on this rank."""
+        self.is_given_up = self.is_broken = True
 
     @property
     def is_growing(self) -> bool:
@@ -32,14 +40,16 @@ class OpenWindow:
         return not self.is_given_up and len(self.jobs) < len(self.plan.snapshots)
 
     @property
-    def last(self) -> SnapshotJob:
-        """The last job that was begun."""
-        return self.jobs[-1]
+    def last(self) -> SnapshotJob | None:
+        """The last job that was begun, None if the first one could not be."""
+        return self.jobs[-1] if self.jobs else None
 
     @property
     def has_failed(self) -> bool:
         """Whether a snapshot has, or will when its copy ends."""
-        return any(job.state is SnapshotState.FAILED or job.is_abandoned for job in self.jobs)
+        return self.is_broken or any(
+            job.state is SnapshotState.FAILED or job.is_abandoned for job in self.jobs
+        )
 
     @property
     def is_protected(self) -> bool:

@@ -7,12 +7,14 @@ end a whole process group.
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from moe_ft.engine.background import PhaseHook, Reports
+from moe_ft.engine.peer_authentication import answer_challenge, receive_challenge
 from moe_ft.engine.peer_messages import (
+    PROGRESS_TIMEOUT_S,
     REPLY,
+    Deadline,
     Get,
     Put,
     receive,
@@ -20,7 +22,6 @@ from moe_ft.engine.peer_messages import (
     send,
     send_all,
 )
-from moe_ft.engine.peer_server import PROGRESS_TIMEOUT_S
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
@@ -28,7 +29,8 @@ from moe_ft.faults import Phase
 from moe_ft.formats import Index, UnitEntry, encode
 from moe_ft.topology import RankInfo
 
-_SLOWEST_BYTES_PER_S = 100e6  # of a peer that verifies a replica
+_SLOWEST_CHECK_BYTES_PER_S = 100e6  # of a peer that verifies a replica
+_BUSY_PAUSE_S = 0.1
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 10.0, 300.0
 
 
@@ -63,10 +65,34 @@ class PeerConnection:
         self._connection: socket.socket | None = None
 
     def _connected(self) -> socket.socket:
+        """Return the connection, made and authenticated."""
         if self._connection is None:
-            self._connection = socket.create_connection(self._address, PROGRESS_TIMEOUT_S)
-            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            deadline = Deadline(PROGRESS_TIMEOUT_S)
+            while (connection := self._connect(deadline)) is None:
+                time.sleep(_BUSY_PAUSE_S)
+                if deadline.is_over:
+                    raise TimeoutError(
+                        f"{self._address[0]}:{self._address[1]} closes connections before it lets anybody "
+                        "in: it has too many strangers, or its start has failed"
+                    )
+            self._connection = connection
         return self._connection
+
+    def _connect(self, deadline: Deadline) -> socket.socket | None:
+        """Return a connection whose sides both know the token; None while the server takes no strangers."""
+        connection = socket.create_connection(self._address, deadline.rest_s)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                challenge = receive_challenge(connection, deadline)
+            except ConnectionError:
+                connection.close()
+                return None
+            answer_challenge(connection, self._token, challenge, deadline)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def put(self, replica: "Replica", slots: Sequence[str], phase_hook: PhaseHook) -> None:
         """Send a replica and wait until it is committed there; raises OSError if that fails.
@@ -88,9 +114,7 @@ class PeerConnection:
         connection, index = self._connected(), replica.index
         content = encode(index)
         request = Put(
-            self._token,
             index.rank,
-            index.iteration,
             replica.keep_iteration,
             len(content),
             replica.start_byte,
@@ -98,22 +122,23 @@ class PeerConnection:
             tuple(slots),
             sum(index.units[name].num_bytes for name in slots),
         )
-        send(connection, request)
-        send_all(connection, content)
+        num_bytes = request.data_bytes + request.slot_bytes
+        deadline = Deadline.for_bytes(len(content) + num_bytes)
+        send(connection, request, deadline)
+        send_all(connection, content, deadline)
         data = memoryview(replica.region.mapping)
         half = (replica.start_byte + replica.end_byte) // 2
-        send_all(connection, data[replica.start_byte : half])
+        send_all(connection, data[replica.start_byte : half], deadline)
         phase_hook(Phase.REPLICATE, index.iteration)
-        send_all(connection, data[half : replica.end_byte])
+        send_all(connection, data[half : replica.end_byte], deadline)
         for name in slots:
             assert replica.pool is not None
             unit = index.units[name]
             with memoryview(replica.pool.mapping) as pooled:
-                send_all(connection, pooled[unit.offset : unit.offset + unit.num_bytes])
-        num_bytes = request.data_bytes + request.slot_bytes
-        connection.settimeout(PROGRESS_TIMEOUT_S + num_bytes / _SLOWEST_BYTES_PER_S)
-        reply = REPLY.decode(receive_header(connection))
-        connection.settimeout(PROGRESS_TIMEOUT_S)
+                place = slice(unit.offset, unit.offset + unit.num_bytes)
+                send_all(connection, pooled[place], deadline)
+        check_s = PROGRESS_TIMEOUT_S + num_bytes / _SLOWEST_CHECK_BYTES_PER_S
+        reply = REPLY.decode(receive_header(connection, Deadline(check_s)))
         if reply.error:
             raise CorruptStateError(reply.error)
 
@@ -121,9 +146,10 @@ class PeerConnection:
         """Return a range of a file in the peer's node memory; raises OSError if that fails."""
         try:
             connection = self._connected()
-            send(connection, Get(self._token, path, offset, num_bytes))
-            reply = REPLY.decode(receive_header(connection))
-            content = receive(connection, reply.num_bytes)
+            deadline = Deadline.for_bytes(0)
+            send(connection, Get(path, offset, num_bytes), deadline)
+            reply = REPLY.decode(receive_header(connection, deadline))
+            content = receive(connection, reply.num_bytes, Deadline.for_bytes(reply.num_bytes))
         except BaseException:
             self.close()  # in the middle of a message
             raise
@@ -242,20 +268,3 @@ class _Pair:
         if self.num_failures > 1:
             delay_s = min(_FIRST_RETRY_S * 2 ** (self.num_failures - 2), _LONGEST_RETRY_S)
             self.retry_s = time.monotonic() + delay_s
-
-
-def own_host(master_addr: str) -> str:
-    """Return the name or address by which the job's other hosts reach this one.
-
-    It is that of the interface towards the job's master. On the master itself its name may lead to the
-    loopback interface, as Debian's /etc/hosts has it: others know it by that name.
-    """
-    if master_addr == "localhost" or master_addr.startswith("127."):
-        return "127.0.0.1"
-    with suppress(OSError):
-        family, _, _, _, target = socket.getaddrinfo(master_addr, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
-            address = str(probe.getsockname()[0])
-            return socket.gethostname() if address.startswith("127.") else address
-    return socket.gethostname()

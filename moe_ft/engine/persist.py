@@ -14,15 +14,19 @@ from pathlib import Path
 
 import msgspec
 
+import moe_ft
 from moe_ft.engine.background import PhaseHook, Reports
+from moe_ft.engine.patience import SLOWEST_BYTES_PER_S
 from moe_ft.engine.persist_worker import (
     HEARTBEAT_NAME,
     PersistRequest,
     PersistResult,
+    WriterSettings,
     request_path,
     result_path,
 )
-from moe_ft.engine.regions import Region, make_private, write_atomically
+from moe_ft.engine.private_files import make_private, write_atomically
+from moe_ft.engine.regions import Region
 from moe_ft.faults import Phase
 
 _HEARTBEAT_STALE_S = 10.0
@@ -30,17 +34,29 @@ _SUPERVISION_S = 0.25
 _MAX_QUICK_RESTARTS = 5
 _RESTART_DELAY_S = 60.0
 _MIN_DEADLINE_S = 120.0
-_SLOWEST_BYTES_PER_S = 20e6
+_RANK_DEADLINE_S = (
+    0.2  # for looking at a rank's index, reading it and removing the files of an old one
+)
 _END_S = 2.0
 _START_S = 30.0
 _HEALTHY_S = 600.0  # a writer that lives as long has earned new restarts
 _RESTART_NAME = "restart"
 _LOG_NAME = "writer.log"
+# The package alone comes from there: what else lies in its directory must not hide other packages.
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); import moe_ft; del sys.path[0]; "
+    "from moe_ft.engine.persist_worker import main; main(sys.argv[2])"
+)
 
 
-def persist_deadline_s(num_bytes: int) -> float:
-    """Return how long writing some bytes of one rank may take before it counts as failed."""
-    return _MIN_DEADLINE_S + num_bytes / _SLOWEST_BYTES_PER_S
+def persist_deadline_s(num_bytes: int, num_ranks: int = 0) -> float:
+    """Return how long writing may take before it counts as failed.
+
+    Args:
+        num_bytes: of one rank.
+        num_ranks: of the manifest that is written too, 0 for none.
+    """
+    return _MIN_DEADLINE_S + num_bytes / SLOWEST_BYTES_PER_S + num_ranks * _RANK_DEADLINE_S
 
 
 class PersistClient:
@@ -52,10 +68,18 @@ class PersistClient:
         has_lost_previous: whether that was because the checkpoint that it builds on is not there any more.
     """
 
-    def __init__(self, directory: Path, rank: int, reports: Reports, phase_hook: PhaseHook) -> None:
-        self._directory, self._rank = directory, rank
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        reports: Reports,
+        phase_hook: PhaseHook,
+        num_ranks: int = 1,
+    ) -> None:
+        self._directory, self._rank, self._num_ranks = directory, rank, num_ranks
         self._reports, self._phase_hook = reports, phase_hook
         self._deadline_s = 0.0
+        self._number = 0  # of the last request
         self.region: Region | None = None
         self.has_failed = self.has_lost_previous = False
         self.last_seconds = 0.0
@@ -85,7 +109,10 @@ class PersistClient:
         """
         assert self.region is None and region.iteration is not None
         num_bytes = region.num_bytes + rotating_bytes
-        self._deadline_s = time.time() + persist_deadline_s(num_bytes)
+        writes_manifest = self._rank == 0
+        allowed_s = persist_deadline_s(num_bytes, self._num_ranks if writes_manifest else 0)
+        self._deadline_s = time.monotonic() + allowed_s
+        self._number += 1
         request = PersistRequest(
             rank=self._rank,
             iteration=region.iteration,
@@ -94,8 +121,9 @@ class PersistClient:
             rotating=tuple(rotating),
             previous=previous,
             tag=tag,
-            writes_manifest=self._rank == 0,
-            deadline_s=self._deadline_s,
+            writes_manifest=writes_manifest,
+            deadline_s=allowed_s,
+            number=self._number,
         )
         self.region, self.has_failed = region, False
         try:
@@ -114,7 +142,7 @@ class PersistClient:
             return None
         region, iteration = self.region, self.region.iteration or 0
         result = self._result()
-        if result is not None and result.iteration == iteration:
+        if result is not None and result.number == self._number:
             self.has_lost_previous = result.has_lost_previous
             if result.warning:
                 self._reports.degraded("persist", iteration, result.warning)
@@ -131,7 +159,7 @@ class PersistClient:
                     num_units=result.num_units,
                     path=result.path,
                 )
-        elif time.time() > self._deadline_s:
+        elif time.monotonic() > self._deadline_s:
             self.has_failed = True
             if self._deadline_s:
                 self._reports.degraded("persist", iteration, "the writer did not finish in time")
@@ -168,8 +196,23 @@ class PersistClient:
 class WriterSupervisor:
     """Starts the node's writer process and starts it again when it dies or falls silent."""
 
-    def __init__(self, directory: Path, command: list[str], reports: Reports) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        command: list[str],
+        reports: Reports,
+        settings: WriterSettings | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            directory: of requests and results.
+            command: starts the process.
+            reports: gets what goes wrong.
+            settings: are what the process reads first from its standard input; None for nothing.
+        """
         self._directory, self._command, self._reports = directory, command, reports
+        self._settings = b"" if settings is None else msgspec.json.encode(settings) + b"\n"
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._should_end = threading.Event()
@@ -212,25 +255,36 @@ class WriterSupervisor:
         # Not the rank's output: a launcher waits until every holder of its pipe has closed it.
         with (self._directory / _LOG_NAME).open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=log, stderr=log
+                self._command, stdin=subprocess.PIPE, stdout=log, stderr=log, bufsize=0
             )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already, which is noticed at once
+            self._process.stdin.write(self._settings)
 
     def _watch(self) -> str:
         """Return when the writer has ended, and why."""
         assert self._process is not None
-        heard_s = time.time()
+        heartbeat = self._heartbeat()
+        heard_s = time.monotonic()
         while not self._should_end.wait(_SUPERVISION_S):
             if (code := self._process.poll()) is not None:
                 return f"ended with code {code}"
-            with suppress(OSError):
-                heard_s = max(heard_s, (self._directory / HEARTBEAT_NAME).stat().st_mtime)
+            if (now := self._heartbeat()) != heartbeat:
+                heartbeat, heard_s = now, time.monotonic()
             if (self._directory / _RESTART_NAME).exists():
                 self._kill()
                 return "did not finish in time and was killed"
-            if time.time() - heard_s > _HEARTBEAT_STALE_S:
+            if time.monotonic() - heard_s > _HEARTBEAT_STALE_S:
                 self._kill()
                 return f"gave no sign of life for {_HEARTBEAT_STALE_S:.0f} s and was killed"
         return "was told to end"
+
+    def _heartbeat(self) -> int | None:
+        """Return what changes with every sign of life: a time stamp that is compared with no clock."""
+        try:
+            return (self._directory / HEARTBEAT_NAME).stat().st_mtime_ns
+        except OSError:
+            return None
 
     def _kill(self) -> None:
         assert self._process is not None
@@ -254,11 +308,10 @@ class WriterSupervisor:
                 self._kill()
 
 
-def writer_command(
-    directory: Path, url: str, keep: int, parent: int, job_id: str, lineage: str, renew_lock: bool
-) -> list[str]:
-    """Return the command line of a writer process."""
-    command = [sys.executable, "-m", "moe_ft.engine.persist_worker"]
-    command += ["--directory", str(directory), "--url", url, "--keep", str(keep)]
-    command += ["--parent", str(parent), "--job-id", job_id, "--lineage", lineage]
-    return [*command, "--renew-lock"] if renew_lock else command
+def writer_command(directory: Path) -> list[str]:
+    """Return the command line of a writer process, which then reads WriterSettings from its input.
+
+    It runs the code of this process and imports nothing from the working directory.
+    """
+    code_directory = Path(moe_ft.__file__).resolve().parent.parent
+    return [sys.executable, "-P", "-c", _START, str(code_directory), str(directory)]

@@ -4,12 +4,10 @@ Requests and results are small files in a directory on tmpfs, so that either sid
 with low CPU and I/O priority, writes a heartbeat, and ends when the rank that started it does. No torch.
 """
 
-import argparse
 import ctypes
 import mmap
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,8 +21,12 @@ import msgspec
 import psutil
 
 from moe_ft.engine.checks import check_units
-from moe_ft.engine.regions import write_atomically
+from moe_ft.engine.finite import check_is_finite
+from moe_ft.engine.manifests import write_manifest
+from moe_ft.engine.private_files import write_atomically
+from moe_ft.engine.retention import Retention
 from moe_ft.engine.storage import Storage, rank_path
+from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.engine.stored_file import PreviousCheckpoint, StoredFile, assemble
 from moe_ft.errors import CorruptStateError
 from moe_ft.formats import Index, checksum, decode, encode
@@ -33,7 +35,6 @@ HEARTBEAT_NAME = "heartbeat"
 _POLL_S = 0.02
 _STORAGE_POLL_S = 0.1
 _HEARTBEAT_S = 0.5
-_LOCK_RENEWAL_S = 10.0
 _MAX_THREADS = 4
 _NICENESS = 10  # with 19 a writer starves for seconds where all cores are busy
 _PR_SET_PDEATHSIG = 1
@@ -49,7 +50,8 @@ class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             the other units that the region does not; empty if there is none.
         tag: of the files' names.
         writes_manifest: also wait for the other ranks' indexes and write the manifest (rank 0).
-        deadline_s: seconds since 1970 after which nobody waits any more.
+        deadline_s: how long it may take; nobody waits any longer. Each side counts on its own clock.
+        number: of the rank's request, from 1: one that is made again is another one, with its own result.
     """
 
     rank: int
@@ -61,12 +63,31 @@ class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tag: str
     writes_manifest: bool
     deadline_s: float
+    number: int = 1
+
+
+class WriterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first line of a writer's standard input: not its arguments, which everybody may read.
+
+    Attributes:
+        url: of the persist directory; may hold a password.
+        keep: how many checkpoints to keep.
+        parent: process id of the rank that starts the writer.
+        lock_owner: of the start that has the lock of the persist directory; empty for a writer that does not
+            serve rank 0, the only one that harms others by writing manifests and deleting.
+    """
+
+    url: str
+    keep: int
+    parent: int
+    lock_owner: str
 
 
 class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a request ended; an empty error means that it succeeded.
 
     Attributes:
+        number: of the request.
         warning: what went wrong without harm to the checkpoint.
         has_lost_previous: whether it failed because the checkpoint of `previous` is not there any more.
     """
@@ -80,6 +101,7 @@ class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     warning: str = ""
     has_lost_previous: bool = False
+    number: int = 1
 
 
 class PreviousCheckpointError(OSError):
@@ -99,8 +121,19 @@ def result_path(directory: Path, rank: int) -> Path:
 class PersistWorker:
     """Serves the requests in a directory. Runs in a process of its own."""
 
-    def __init__(self, directory: Path, storage: Storage, keep: int) -> None:
-        self._directory, self._storage, self._keep = directory, storage, keep
+    def __init__(
+        self, directory: Path, storage: Storage, keep: int, lock: StorageLock | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            directory: of requests and results.
+            storage: the persist directory.
+            keep: how many checkpoints to keep.
+            lock: without which nothing may be written there; None if that is not for this writer to see to.
+        """
+        self._directory, self._storage, self._lock = directory, storage, lock
+        self._retention = Retention(storage, keep, self._check_lock)
         self._mappings: dict[Path, tuple[tuple[int, int], memoryview]] = {}
         self._running: dict[Path, tuple[bytes, Future[None]]] = {}
 
@@ -143,6 +176,7 @@ class PersistWorker:
             path=self._storage.url,
             warning=warning,
             has_lost_previous=has_lost_previous,
+            number=request.number,
         )
         with suppress(OSError):  # the memory directory is gone: so is whoever asked
             # First the request, or the next one, which a result invites, might be removed unserved.
@@ -165,9 +199,13 @@ class PersistWorker:
             The index on storage, and what went wrong afterwards.
 
         Raises:
-            CorruptStateError: if the region does not match its index, or another one is in its place.
+            CorruptStateError: if the region does not match its index, another one is in its place, or its
+                numbers are not finite.
+            LockLostError: if the persist directory is another job's by now.
             OSError: if storage fails, or the other ranks do not get there before the deadline.
         """
+        deadline_s = time.monotonic() + request.deadline_s
+        self._check_lock()
         index = decode(Path(request.index).read_bytes(), Index, request.index)
         if (index.rank, index.iteration) != (request.rank, request.iteration):
             raise CorruptStateError(f"{request.index} holds iteration {index.iteration}")
@@ -176,7 +214,7 @@ class PersistWorker:
         data_path = rank_path(index.iteration, index.rank, request.tag, "safetensors")
         index_path = rank_path(index.iteration, index.rank, request.tag, "json")
         if request.writes_manifest:  # one rank for all: it reads every manifest
-            self._storage.remove_incomplete(index.iteration)
+            self._retention.remove_incomplete(index.iteration)
         written = self._written(index_path, index)
         if written is None:
             name = data_path.rpartition("/")[2]
@@ -191,8 +229,12 @@ class PersistWorker:
                         self._storage.remove(data_path)
                 raise
         if request.writes_manifest:
-            return written, self._complete(index, request.tag, request.deadline_s, is_wanted)
+            return written, self._complete(index, request.tag, deadline_s, is_wanted)
         return written, ""
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def _written(self, index_path: str, index: Index) -> Index | None:
         """Return what a writer that died before its answer has written of this snapshot, if it has."""
@@ -236,12 +278,21 @@ class PersistWorker:
         for file, content in contents.items():
             if not file and len(content) < index.file_bytes:
                 raise CorruptStateError(f"{data} is shorter than its index says")
-        written = (
+        written = [
             (name, unit)
             for name, unit in index.entries()
             if not unit.file or name in stored.from_file
-        )
+        ]
         check_units(index, contents, str(data), written)
+        try:
+            for name, unit in written:
+                content = contents[unit.file][unit.offset : unit.offset + unit.num_bytes]
+                check_is_finite(name, unit, content)
+        except CorruptStateError as error:
+            # As a checkpoint it would take the place of those from which training can continue.
+            raise CorruptStateError(
+                f"iteration {index.iteration} is not written to storage: {error}"
+            ) from error
         self._storage.write(data_path, stored.pieces(index, contents))
 
     def _mapped(self, path: Path) -> memoryview:
@@ -274,7 +325,7 @@ class PersistWorker:
             }
             if not waiting:
                 break
-            if time.time() > deadline_s or not is_wanted():
+            if time.monotonic() > deadline_s or not is_wanted():
                 raise TimeoutError(
                     f"ranks {sorted(waiting)[:8]} did not write their part of iteration "
                     f"{index.iteration} in time"
@@ -282,18 +333,21 @@ class PersistWorker:
             time.sleep(_STORAGE_POLL_S)
         if not is_wanted():
             raise TimeoutError(f"iteration {index.iteration} was given up")
-        manifest = self._storage.write_manifest(index.iteration, tag, world_size)
+        self._check_lock()
+        manifest = write_manifest(self._storage, index.iteration, tag, world_size)
         try:
-            self._storage.retain(manifest, self._keep)
+            self._retention.retain(manifest)
         except Exception as error:  # as any file system likes
             return f"old checkpoints cannot be removed: {type(error).__name__}: {error}"
         return ""
 
 
-def _die_with_parent(parent: int) -> None:
-    """End when the rank that started this process does, also if this process is stopped then."""
+def _read_settings() -> WriterSettings:
+    """Return what the parent says; end with the parent, also if this process is stopped then."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    line = sys.stdin.buffer.readline()
+    settings = msgspec.json.decode(line, type=WriterSettings) if line else None
+    if settings is None or os.getppid() != settings.parent:
         os._exit(0)
 
     def watch() -> None:
@@ -302,6 +356,7 @@ def _die_with_parent(parent: int) -> None:
         os._exit(0)  # the pipe's other end is closed
 
     threading.Thread(target=watch, daemon=True).start()
+    return settings
 
 
 def _lower_priority() -> None:
@@ -320,38 +375,26 @@ def _beat(directory: Path) -> None:
         time.sleep(_HEARTBEAT_S)
 
 
-def _renew_lock(storage: Storage, job_id: str, lineage: str) -> None:
-    while True:
-        with suppress(Exception):  # storage may be away for a while; the lock goes stale slowly
-            storage.write_lock(job_id, lineage, socket.gethostname())
-        time.sleep(_LOCK_RENEWAL_S)
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    """Serve a node's ranks until the parent ends."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--keep", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--job-id", required=True)
-    parser.add_argument("--lineage", required=True)
-    parser.add_argument("--renew-lock", action="store_true")
-    options = parser.parse_args()
+def main(directory: str) -> None:
+    """Serve a node's ranks until the parent ends.
+
+    Args:
+        directory: of requests and results.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers signal everyone; the parent decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_parent(options.parent)
+    settings = _read_settings()
     _lower_priority()
-    storage = Storage(options.url)
+    place = Path(directory)
     # One writer per node: an older start's may have a moment left.
-    with filelock.FileLock(options.directory / "writer.lock", mode=0o600):
-        threads: list[tuple[object, tuple[object, ...]]] = [(_beat, (options.directory,))]
-        if options.renew_lock:
-            threads.append((_renew_lock, (storage, options.job_id, options.lineage)))
-        for target, arguments in threads:
-            threading.Thread(target=target, args=arguments, daemon=True).start()  # type: ignore[arg-type]
-        PersistWorker(options.directory, storage, options.keep).run(threading.Event())
-
-
-if __name__ == "__main__":
-    main()
+    with filelock.FileLock(place / "writer.lock", mode=0o600):
+        threading.Thread(target=_beat, args=(place,), daemon=True).start()
+        storage = Storage(settings.url)
+        lock = StorageLock(storage, settings.lock_owner) if settings.lock_owner else None
+        if lock is not None:
+            lock.start(_say)
+        PersistWorker(place, storage, settings.keep, lock).run(threading.Event())

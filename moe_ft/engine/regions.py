@@ -8,7 +8,6 @@ snapshot holds are in engine/pool.py.
 import mmap
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
@@ -16,9 +15,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from moe_ft.engine.private_files import (
+    create_private,
+    make_private,
+    open_directory,
+    write_atomically,
+)
 from moe_ft.errors import SnapshotError
 
-PRIVATE_MODE = 0o700
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
 _DIRECTORY = re.compile(r"rank_(?P<rank>\d{5,})|replica_(?P<source>\d{5,})_at_(?P<holder>\d{5,})")
@@ -71,12 +75,6 @@ def rank_and_holder(name: str) -> tuple[int | None, int | None]:
     return owner, int(match["holder"] or owner)
 
 
-def make_private(directory: Path) -> None:
-    """Create a directory that only its user may enter."""
-    directory.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
-    directory.chmod(PRIVATE_MODE)
-
-
 class MappedFile:
     """A file of fixed size, mapped and touched once.
 
@@ -102,14 +100,15 @@ class MappedFile:
         Again does nothing. A file of this size keeps what it holds.
 
         Raises:
+            UnsafePathError: if another user owns or could replace the file or its directory, or it is a link.
             OSError: if the file system has no room; writing to a mapping later would kill the process.
         """
         if self._mapping is not None:
             return
         make_private(self.data_path.parent)
-        if self.data_path.exists() and not self.is_in_place:
+        if self.data_path.is_file() and not self.is_in_place and not self.data_path.is_symlink():
             self._discard()
-        descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = create_private(self.data_path)
         try:
             os.posix_fallocate(descriptor, 0, self.num_bytes)  # ENOSPC now, not SIGBUS later
             self._mapping = mmap.mmap(descriptor, self.num_bytes)
@@ -190,32 +189,27 @@ def _touch(mapping: mmap.mmap) -> None:
         pages |= 0
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a small file so that a reader sees all of it or nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+def index_paths(node_dir: Path) -> tuple[list[Path], list[str]]:
+    """Return the indexes of all regions and replicas in a node's memory directory, sorted.
+
+    Returns:
+        The indexes, and which directories cannot be looked at and why. Those that are a link or not ours are
+        never looked at: another user could have put them there.
+    """
+    found: list[Path] = []
+    problems: list[str] = []
+    names = sorted(entry.name for entry in node_dir.iterdir()) if node_dir.is_dir() else []
+    for name in names:
+        if rank_and_holder(name)[0] is None:
+            continue
         try:
-            view = memoryview(content)
-            while view:
-                view = view[os.write(descriptor, view) :]
-        finally:
-            os.close(descriptor)
-        temporary.rename(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def index_paths(node_dir: Path) -> Iterator[Path]:
-    """Yield the indexes of all regions and replicas in a node's memory directory, sorted."""
-    if not node_dir.is_dir():
-        return
-    for directory in sorted(node_dir.iterdir()):
-        if directory.is_dir() and not directory.is_symlink():
-            found = (path for path in directory.iterdir() if INDEX_NAME.fullmatch(path.name))
-            yield from sorted(found)
+            with open_directory(node_dir / name) as descriptor:
+                indexes = sorted(filter(INDEX_NAME.fullmatch, os.listdir(descriptor)))
+        except OSError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        found += [node_dir / name / index for index in indexes]
+    return found, problems
 
 
 def file_system_type(path: Path) -> str:

@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Protocol
 
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import Reports, describe
 from moe_ft.engine.peers import Replica
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 
@@ -58,8 +58,8 @@ class ReplicaSender:
             try:
                 is_protected = self._replicator.replicate(replica)
             except Exception as error:  # a peer's failure is reported there: this is one of ours
-                reason = f"{type(error).__name__}: {error}"
-                self._reports.degraded("replicate", replica.index.iteration, reason)
+                iteration = replica.index.iteration
+                self._reports.degraded("replicate", iteration, describe(error), error)
                 is_protected = False
             # What was recovered is tried again until there is something newer to send.
             again = replica if job is None and not is_protected else None

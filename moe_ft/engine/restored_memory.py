@@ -16,7 +16,7 @@ from moe_ft.engine.peers import Replica
 from moe_ft.engine.regions import Region, Role
 from moe_ft.errors import SnapshotError
 from moe_ft.formats import Index, IndexHead, decode, encode
-from moe_ft.planning.recovery import family_of
+from moe_ft.planning.recovery import Family, family_of
 
 
 def keep_restored(memory: RankMemory, restored: RestoredState) -> list[Region]:
@@ -47,7 +47,7 @@ def keep_restored(memory: RankMemory, restored: RestoredState) -> list[Region]:
     return kept
 
 
-def _family_of(region: Region) -> tuple[int, int, int]:
+def _family_of(region: Region) -> Family:
     index = decode(region.index_path.read_bytes(), IndexHead, str(region.index_path))
     return family_of(index.iteration, index.window, index.identity.history)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 import torch
 
-from moe_ft.engine.background import PhaseHook, Reports
+from moe_ft.engine.background import PhaseHook, Reports, describe
 from moe_ft.engine.copying import Absent, StateCopier
 from moe_ft.engine.layout import UnitPlace
 from moe_ft.engine.peers import Replica
@@ -104,9 +104,7 @@ class SnapshotWriter:
             try:
                 self._take(job)
             except Exception as error:  # whatever it is, training goes on and says so
-                self._reports.degraded(
-                    "snapshot", job.iteration, f"{type(error).__name__}: {error}"
-                )
+                self._reports.degraded("snapshot", job.iteration, describe(error), error)
                 job.state = SnapshotState.FAILED
             finally:
                 job.copied.set()
@@ -182,7 +180,7 @@ class SnapshotWriter:
                         level=place.level.value,
                         checksum=checksum(content[place.offset : place.offset + place.num_bytes]),
                         tensors=_mark_absent(place.tensors, absent),
-                        incarnation=self._identity.history[-1][0],
+                        incarnation=self._identity.start.number,
                         file=name,
                         routed_tokens=routed_tokens,
                         gaps=gaps,
@@ -227,6 +225,7 @@ class SnapshotWriter:
             window=window,
             num_snapshots=job.position + 1,
             compute=(*(before.compute if before else ()), weights) if window > 1 else (),
+            complete_iteration=job.keep_iteration,
         )
 
 

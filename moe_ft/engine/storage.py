@@ -1,52 +1,32 @@
-"""The storage tier's files, through fsspec: per-rank data and index, one manifest, retention, the lock.
+"""The files of a persist directory, through fsspec: names, writing, reading, listing.
 
-    iter_%07d/rank_%05d_TAG.safetensors, rank_%05d_TAG.json    one rank's state; TAG tells incarnations apart
-    iter_%07d/manifest.json                                    makes them a checkpoint; written last
+    iter_%07d/rank_%05d_TAG.safetensors, rank_%05d_TAG.json    one rank's state; TAG tells starts apart
+    iter_%07d/manifest.json, manifest_LINEAGE.json             makes them a checkpoint; written last
     moe_ft.lock                                                which job writes here
 
-Used by the writer process and by recovery; no torch.
+Manifests are engine/manifests.py, what is deleted engine/retention.py, the lock engine/storage_lock.py. Used
+by the writer process and by recovery; no torch.
 """
 
+import copy
+import inspect
+import io
 import os
 import re
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import msgspec
 
-from moe_ft.errors import CorruptStateError
-from moe_ft.formats import (
-    FORMAT,
-    MANIFEST_NAME,
-    FileEntry,
-    Identity,
-    Index,
-    Manifest,
-    UnitSource,
-    check_path,
-    checksum,
-    decode,
-    encode,
-)
+from moe_ft.engine.patience import call_within
+from moe_ft.formats import Identity, Index, check_path, checksum, decode
 
-LOCK_NAME = "moe_ft.lock"
-LOCK_STALE_S = 30.0  # three renewals
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_OUR_FILE = re.compile(r"rank_\d{5,}_[0-9a-f]{8}\.(safetensors|json)(\.part)?|manifest\.json\.part")
+_PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
 _CHUNK_BYTES = 16 << 20
-
-
-class Lock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which job writes to a persist directory, and when it last said so (seconds since 1970)."""
-
-    job_id: str
-    lineage: str
-    host: str
-    heartbeat_s: float
 
 
 def file_tag(identity: Identity, *, is_last: bool = False) -> str:
@@ -58,7 +38,7 @@ def file_tag(identity: Identity, *, is_last: bool = False) -> str:
             already, and does not overwrite its files.
     """
     end = " end" if is_last else ""
-    return checksum(f"{identity.lineage} {identity.history} {identity.start}{end}".encode())[:8]
+    return checksum(f"{identity.lineage} {identity.history}{end}".encode())[:8]
 
 
 def iteration_directory(iteration: int) -> str:
@@ -72,12 +52,38 @@ def rank_path(iteration: int, rank: int, tag: str, suffix: str) -> str:
 
 
 class Storage:
-    """One persist directory. Paths are relative to it; all methods raise OSError when it fails."""
+    """One persist directory. Paths are relative to it; all methods raise OSError when it fails.
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._file_system, self._root = fsspec.core.url_to_fs(url)
+    Attributes:
+        url: of the directory, for messages: without a password.
+    """
+
+    def __init__(self, url: str, patience_s: float | None = None) -> None:
+        """Begin.
+
+        Args:
+            url: of the directory: a path, or a URL that fsspec understands.
+            patience_s: how long a small operation, or reading the next piece of a file, may take before it
+                raises TimeoutError; `write` takes as long as it needs. None in the writer process, which
+                somebody else watches.
+        """
+        self.url, self._patience_s = hide_password(url), patience_s
+        self._file_system, self._root = self.within_patience(
+            "open", lambda: fsspec.core.url_to_fs(url)
+        )
         self._is_local = "file" in _protocols(self._file_system)
+
+    def with_patience(self, patience_s: float | None) -> "Storage":
+        """Return the same directory with another patience."""
+        other = copy.copy(self)
+        other._patience_s = patience_s
+        return other
+
+    def within_patience[Result](self, operation: str, act: Callable[[], Result]) -> Result:
+        """Return what an operation on the directory returns; raise TimeoutError if it takes too long."""
+        if self._patience_s is None:
+            return act()
+        return call_within(act, self._patience_s, f"{self.url}: {operation}")
 
     def _full(self, path: str) -> str:
         check_path(path, "a path on storage")
@@ -85,11 +91,21 @@ class Storage:
 
     def make_root(self) -> None:
         """Create the persist directory."""
+        self.within_patience("create the directory", self._make_root)
+
+    def _make_root(self) -> None:
+        is_new = self._is_local and not os.path.isdir(self._root)
         self._file_system.makedirs(self._root, exist_ok=True)
+        if is_new:
+            _sync_directory(os.path.dirname(self._root))
 
     def write(self, path: str, pieces: Iterable[memoryview]) -> None:
         """Write a large file; on a local file system it is on the disk when this returns."""
         full = self._full(path)
+        self._write(full, pieces)
+        self._sync_directories(full)
+
+    def _write(self, full: str, pieces: Iterable[memoryview]) -> None:
         self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
         with self._file_system.open(full, "wb") as file:
             for content in pieces:
@@ -99,25 +115,68 @@ class Storage:
                 file.flush()
                 os.fsync(file.fileno())
 
+    def _sync_directories(self, full: str) -> None:
+        """Bring a file's name to the disk, with those of the directories that were made for it."""
+        for directory in Path(full).parents if self._is_local else ():
+            _sync_directory(str(directory))
+            if directory == Path(self._root):
+                return
+
     def write_atomically(self, path: str, content: bytes) -> None:
         """Write a small file so that readers see all of it or nothing."""
+        self.within_patience(f"write {path}", lambda: self._write_atomically(path, content))
+
+    def _write_atomically(self, path: str, content: bytes) -> None:
         full = self._full(path)
-        self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
         if not self._is_local:  # object stores show an object only when it is complete
+            self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
             self._file_system.pipe_file(full, content)
             return
-        self.write(f"{path}.part", [memoryview(content)])
+        self._write(f"{full}.part", [memoryview(content)])
         os.replace(f"{full}.part", full)
-        descriptor = os.open(os.path.dirname(full), os.O_RDONLY)
+        self._sync_directories(full)
+
+    def create(self, path: str, content: bytes) -> None:
+        """Write a small file to an object store unless it is there.
+
+        Of several that do so at the same time one succeeds, if the back end has a conditional put; if not,
+        the last one has written the file.
+
+        Raises:
+            FileExistsError: if it is there.
+        """
+        self.within_patience(f"create {path}", lambda: self._create(path, content))
+
+    def _create(self, path: str, content: bytes) -> None:
+        full = self._full(path)
+        if not _has_conditional_put(self._file_system):
+            if self._is_there(full):
+                raise FileExistsError(full)
+            self._file_system.pipe_file(full, content)
+            return
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            self._file_system.pipe_file(full, content, mode="create")
+        except Exception as error:  # back ends have errors of their own for it
+            if not self._is_there(full):
+                raise
+            raise FileExistsError(full) from error
 
     def read(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytes:
-        """Return a file, or a range of it."""
+        """Return a file, or a range of it.
+
+        Where many read at once each of them may be slow: only one that gets no further is given up.
+        """
+        full = self._full(path)
         end = None if num_bytes < 0 else offset + num_bytes
-        return bytes(self._file_system.cat_file(self._full(path), start=offset, end=end))
+        if self._patience_s is None:
+            return bytes(self._file_system.cat_file(full, start=offset, end=end))
+        expected_end = int(self._info(full).get("size") or 0) if end is None else end
+        starts = range(offset, max(expected_end, offset + 1), _CHUNK_BYTES)
+        content = io.BytesIO()
+        for start, stop in zip(starts, (*starts[1:], end), strict=True):
+            read = partial(self._file_system.cat_file, full, start=start, end=stop)
+            content.write(self.within_patience(f"read {path}", read))
+        return content.getvalue()
 
     def local_path(self, path: str) -> Path | None:
         """Return where a file is on this machine, None if it is elsewhere."""
@@ -130,14 +189,20 @@ class Storage:
     def _is_there(self, full: str) -> bool:
         # Not fsspec's exists: it takes every failure for absence, and absence means "may be deleted".
         try:
-            self._file_system.info(full)
+            self._info(full)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
 
+    def _info(self, full: str) -> dict[str, Any]:
+        def look() -> dict[str, Any]:
+            self._file_system.invalidate_cache()  # of listings: other nodes write here too
+            return dict(self._file_system.info(full))
+
+        return self.within_patience(f"look at {full}", look)
+
     def iterations(self) -> list[int]:
         """Return the iterations that have a directory, newest first, with or without a manifest."""
-        self._file_system.invalidate_cache()
         if not self._is_there(self._root):
             return []
         names = (entry.rstrip("/").rpartition("/")[2] for entry in self._list(self._root))
@@ -145,185 +210,98 @@ class Storage:
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def _list(self, full: str) -> list[str]:
-        return list(self._file_system.ls(full, detail=False))
+        def look() -> list[str]:
+            self._file_system.invalidate_cache()
+            return list(self._file_system.ls(full, detail=False))
 
-    def has_manifest(self, iteration: int) -> bool:
-        """Return whether a manifest says that the iteration's files are a checkpoint."""
-        return self.exists(f"{iteration_directory(iteration)}/{MANIFEST_NAME}")
+        return self.within_patience(f"list {full}", look)
 
-    def manifest(self, iteration: int) -> Manifest:
-        """Return a checkpoint's manifest.
+    def names_in(self, directory: str) -> list[str]:
+        """Return the names of what is in a directory, none if it is not there."""
+        full = self._full(directory)
+        if not self._is_there(full):
+            return []
+        return [entry.rstrip("/").rpartition("/")[2] for entry in self._list(full)]
+
+    def sizes_in(self, directory: str) -> dict[str, int]:
+        """Return the sizes of plain files in a directory by name, from one listing; none if it is not there.
 
         Raises:
-            CorruptStateError: if it is corrupt.
-            OSError: if it is not there.
+            OSError: if storage fails; never FileNotFoundError, which would speak of a file.
         """
-        path = f"{iteration_directory(iteration)}/{MANIFEST_NAME}"
-        return decode(self.read(path), Manifest, f"{self.url}/{path}")
+        full = self._full(directory)
+        if not self._is_there(full):
+            return {}
+
+        def look() -> list[dict[str, Any]]:
+            self._file_system.invalidate_cache()
+            return list(self._file_system.ls(full, detail=True))
+
+        try:
+            entries = self.within_patience(f"list {full}", look)
+        except FileNotFoundError as error:
+            raise OSError(f"{self.url}/{directory} changed while it was listed: {error}") from error
+        files = (each for each in entries if each["type"] == "file" and each["size"] is not None)
+        return {str(entry["name"]).rpartition("/")[2]: int(entry["size"]) for entry in files}
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        return int(self._info(self._full(path))["size"])
 
     def index(self, path: str) -> Index:
         """Return a rank's index."""
         return decode(self.read(path), Index, f"{self.url}/{path}")
 
-    def write_manifest(self, iteration: int, tag: str, world_size: int) -> Manifest:
-        """Make the files of all ranks a checkpoint; every rank's index must be there.
-
-        Raises:
-            CorruptStateError: if the indexes do not belong together.
-        """
-        files: list[FileEntry] = []
-        older: dict[str, FileEntry] = {}
-        indexes: list[Index] = []
-        identity, window = None, 0
-        for rank in range(world_size):
-            path = rank_path(iteration, rank, tag, "json")
-            content = self.read(path)
-            index = decode(content, Index, f"{self.url}/{path}")
-            identity = identity or index.identity
-            window = window or index.window
-            found = (index.rank, index.iteration, index.identity, index.window)
-            if found != (rank, iteration, identity, window) or not index.is_whole:
-                raise CorruptStateError(f"{self.url}/{path} does not belong to this checkpoint")
-            files.append(
-                FileEntry(
-                    rank=rank,
-                    index=path,
-                    index_checksum=checksum(content),
-                    data=rank_path(iteration, rank, tag, "safetensors"),
-                    num_bytes=index.file_bytes,
-                )
-            )
-            older.update({entry.data: entry for entry in index.older})
-            indexes.append(index)
-        assert identity is not None
-        manifest = Manifest(
-            format=FORMAT,
-            identity=identity,
-            iteration=iteration,
-            created_s=time.time(),
-            files=tuple(files),
-            units=_sources(indexes, files, list(older)),
-            older=tuple(older.values()),
-            window=window,
-        )
-        path = f"{iteration_directory(iteration)}/{MANIFEST_NAME}"
-        self.write_atomically(path, encode(manifest))
-        return manifest
-
-    def retain(self, newest: Manifest, keep: int) -> list[int]:
-        """Delete what the newest ``keep`` checkpoints of a run do not need; return their iterations.
-
-        A checkpoint is unmade by removing its manifest first. Checkpoints of other lineages, and
-        whatever is not named like a file of moe_ft, stay; only a checkpoint of the same iteration has
-        been replaced by the newest.
-
-        Args:
-            newest: the checkpoint that was just written.
-            keep: how many checkpoints to keep, at least 1.
-        """
-        live: list[Manifest] = [newest]
-        dead: list[Manifest] = []
-        for iteration in self.iterations():
-            # Newer ones are there after a recovery from an old one: they stay until the run passes them.
-            manifest = None if iteration >= newest.iteration else self._readable(iteration)
-            if manifest is not None and manifest.identity.lineage == newest.identity.lineage:
-                (live if len(live) < keep else dead).append(manifest)
-        for manifest in dead:
-            self.remove(f"{iteration_directory(manifest.iteration)}/{MANIFEST_NAME}")
-        needed = self._needed()
-        for iteration in self.iterations():
-            # Files without a manifest may still become a checkpoint if they are newer.
-            if iteration <= newest.iteration and not self._is_foreign(iteration, live):
-                self._remove_unneeded(iteration, needed)
-        return [manifest.iteration for manifest in dead]
-
-    def _readable(self, iteration: int) -> Manifest | None:
-        """Return a manifest, None if there is none or it is corrupt: evidence, and not ours to delete."""
-        if not self.has_manifest(iteration):
-            return None
-        try:
-            return self.manifest(iteration)
-        except CorruptStateError:
-            return None
-
-    def _needed(self) -> set[str]:
-        """Return the files that any manifest names, of whichever run."""
-        manifests = (self._readable(iteration) for iteration in self.iterations())
-        files = [
-            file
-            for manifest in manifests
-            if manifest
-            for file in (*manifest.files, *manifest.older)
-        ]
-        return {path for file in files for path in (file.index, file.data)}
-
-    def _is_foreign(self, iteration: int, live: Iterable[Manifest]) -> bool:
-        is_live = any(manifest.iteration == iteration for manifest in live)
-        return self.has_manifest(iteration) and not is_live
-
-    def _remove_unneeded(self, iteration: int, needed: set[str]) -> None:
-        directory = self._full(iteration_directory(iteration))
-        for entry in self._list(directory):
-            name = entry.rpartition("/")[2]
-            path = f"{iteration_directory(iteration)}/{name}"
-            if _OUR_FILE.fullmatch(name) and path not in needed:
-                self.remove(path)
+    def remove_directory(self, path: str) -> None:
+        """Remove a directory if it is empty."""
         with suppress(OSError):
-            self._file_system.rmdir(directory)  # only if it is empty
-
-    def remove_incomplete(self, before: int) -> None:
-        """Remove files of older iterations that never became a checkpoint.
-
-        Call it when no older checkpoint can become complete any more; it makes room on a full disk.
-        """
-        needed = self._needed()
-        for iteration in self.iterations():
-            if iteration < before and not self.has_manifest(iteration):
-                self._remove_unneeded(iteration, needed)
+            self._file_system.rmdir(self._full(path))
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there."""
         with suppress(FileNotFoundError):
-            self._file_system.rm_file(self._full(path))
-
-    def lock(self) -> Lock | None:
-        """Return the lock, None if there is none that can be read."""
-        try:
-            return msgspec.json.decode(self.read(LOCK_NAME), type=Lock)
-        except (OSError, msgspec.MsgspecError):
-            return None
-
-    def write_lock(self, job_id: str, lineage: str, host: str) -> None:
-        """Take the lock, or renew it."""
-        lock = Lock(job_id=job_id, lineage=lineage, host=host, heartbeat_s=time.time())
-        self.write_atomically(LOCK_NAME, msgspec.json.encode(lock))
-
-    def release_lock(self, job_id: str) -> None:
-        """Remove the lock if it is this job's."""
-        lock = self.lock()
-        if lock is not None and lock.job_id == job_id:
-            self.remove(LOCK_NAME)
+            full = self._full(path)
+            self.within_patience(f"remove {path}", lambda: self._file_system.rm_file(full))
 
 
-def _sources(
-    indexes: Sequence[Index], files: Sequence[FileEntry], older: Sequence[str]
-) -> dict[str, UnitSource]:
-    """Return where a checkpoint finds its units, from the indexes of all ranks."""
-    position_of = {file.data: position for position, file in enumerate(files)}
-    position_of.update({path: len(files) + position for position, path in enumerate(older)})
-    found: dict[str, tuple[int, str, list[int]]] = {}
-    for index, own in zip(indexes, files, strict=True):
-        for name, unit in index.units.items():
-            iteration, level, positions = found.get(name, (unit.iteration, unit.level, []))
-            path = unit.file or own.data
-            if path not in position_of:
-                raise CorruptStateError(f"{own.index}: unit {name} is in {path}, an unknown file")
-            positions.append(position_of[path])
-            found[name] = (min(iteration, unit.iteration), level, positions)
-    return {
-        name: UnitSource(iteration=iteration, level=level, files=tuple(positions))
-        for name, (iteration, level, positions) in found.items()
-    }
+class Listings:
+    """Sizes of files from one listing of each directory, made when it is first asked for."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.url, self._storage = storage.url, storage
+        self._sizes: dict[str, dict[str, int]] = {}
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes.
+
+        Raises:
+            FileNotFoundError: if it is not there.
+            OSError: if storage fails.
+        """
+        directory, _, name = path.rpartition("/")
+        if directory not in self._sizes:
+            self._sizes[directory] = self._storage.sizes_in(directory)
+        listed = self._sizes[directory].get(name)
+        # A listing alone makes nothing missing: it may show a link without the size of its file.
+        return self._storage.size(path) if listed is None else listed
+
+
+def hide_password(url: str) -> str:
+    """Return a URL that may be shown to people."""
+    return _PASSWORD.sub(r"\1:***@", url)
+
+
+def _sync_directory(directory: str) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _has_conditional_put(file_system: Any) -> bool:
+    put = getattr(file_system, "_pipe_file", file_system.pipe_file)
+    return "mode" in inspect.signature(put).parameters
 
 
 def _protocols(file_system: Any) -> tuple[str, ...]:

@@ -4,12 +4,29 @@ Asking the writer is engine/persist.py. All ranks act alike: on what they have a
 iteration.
 """
 
+from dataclasses import dataclass
+
 from moe_ft.engine.persist import PersistClient
 from moe_ft.engine.pool import PoolVersions
 from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.storage import file_tag, rank_path
 from moe_ft.formats import Identity
 from moe_ft.planning.strategies import Strategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Written:
+    """What is being written, or has become a checkpoint.
+
+    Attributes:
+        iteration: the state's.
+        has_all: whether every unit is there at this iteration.
+        index: of this rank on storage, relative to the persist directory.
+    """
+
+    iteration: int
+    has_all: bool
+    index: str
 
 
 class StorageSchedule:
@@ -47,9 +64,10 @@ class StorageSchedule:
         self._identity, self._rank = identity, rank
         self._num_complete = 0
         self._newest_index = ""  # of this rank in the newest complete checkpoint
-        self._unconfirmed_index = ""  # of what is being written
-        self._last_iteration: int | None = None
-        self._ending_iteration: int | None = None
+        self._unconfirmed: _Written | None = None
+        self._confirmed: _Written | None = None
+        self._unasked: Region | None = None  # the writer could not be asked to write it
+        self._could_not_ask = False
         self.is_due, self.is_idle = False, True
 
     def start(self, newest_index: str) -> None:
@@ -61,12 +79,12 @@ class StorageSchedule:
     @property
     def is_busy(self) -> bool:
         """Whether this rank's writer writes."""
-        return self._client.region is not None
+        return self._client.region is not None or self._unasked is not None
 
     @property
     def has_failed(self) -> bool:
         """Whether the last one could not be written on this rank."""
-        return self._client.has_failed
+        return self._client.has_failed or self._could_not_ask
 
     @property
     def seconds_per_snapshot(self) -> float:
@@ -87,39 +105,54 @@ class StorageSchedule:
             is_last: whether training has ended: everything goes to storage.
         """
         assert region.iteration is not None
-        self.is_due = self.is_idle = False
-        self._last_iteration = region.iteration
-        if is_last:
-            self._ending_iteration = region.iteration
+        self.is_due = self.is_idle = self._could_not_ask = False
+        tag = file_tag(self._identity, is_last=is_last)
+        self._unconfirmed = _Written(
+            iteration=region.iteration,
+            has_all=is_last or self._strategy.saves_all,
+            index=rank_path(region.iteration, self._rank, tag, "json"),
+        )
         region.advance(Role.PERSIST)
+        try:
+            self._ask(region, tag, is_last=is_last)
+        except Exception:
+            # All ranks have to hear of it: for them this rank is one whose writer fails.
+            if not self.is_busy:
+                self._unasked = region
+            raise
+
+    def _ask(self, region: Region, tag: str, *, is_last: bool) -> None:
         names = {str(unit) for unit in self._strategy.plan_persist(is_last=is_last)}
         if self._client.has_lost_previous:  # there is nothing to build on: everything goes again
             self._newest_index = ""
             names = set(self._versions.newest)
-        tag = file_tag(self._identity, is_last=is_last)
         previous = "" if self._strategy.saves_all else self._newest_index
         rotating = self._versions.keep_persisting(names)
         rotating_bytes = sum(self._versions.newest[name].num_bytes for name in rotating)
         self._client.submit(region, rotating, previous, tag, rotating_bytes)
-        self._unconfirmed_index = rank_path(region.iteration, self._rank, tag, "json")
 
     def is_at_end(self, iteration: int) -> bool:
-        """Return whether the last state of the training has been submitted as a whole."""
-        has_all = self._strategy.saves_all and self._last_iteration == iteration
-        return has_all or self._ending_iteration == iteration
+        """Return whether the last state of the training is a complete checkpoint, with every unit."""
+        confirmed = self._confirmed
+        return confirmed is not None and confirmed.has_all and confirmed.iteration == iteration
 
-    def confirm(self, *, are_idle: bool, can_persist: bool) -> None:
+    def confirm(self, *, are_idle: bool, can_persist: bool) -> bool | None:
         """Note whether what all ranks wrote has become a checkpoint, when all of them are done.
 
         Args:
             are_idle: whether all writers are.
             can_persist: whether none has failed.
+
+        Returns:
+            Whether it has; None if nothing was written, or some rank is not done.
         """
-        if self._unconfirmed_index and are_idle:
-            if can_persist:
-                self._newest_index = self._unconfirmed_index
-                self._strategy.note_persisted()
-            self._unconfirmed_index = ""
+        if self._unconfirmed is None or not are_idle:
+            return None
+        if can_persist:
+            self._confirmed, self._newest_index = self._unconfirmed, self._unconfirmed.index
+            self._strategy.note_persisted()
+        self._unconfirmed = None
+        return can_persist
 
     def poll(self, complete: Region | None, *, can_go_on: bool) -> bool:
         """Take back the region that has been written, or that nobody will write any more.
@@ -132,6 +165,8 @@ class StorageSchedule:
             Whether there was one.
         """
         region = self._client.poll()
+        if self._unasked is not None:
+            region, self._unasked, self._could_not_ask = self._unasked, None, True
         if region is None and not can_go_on:
             region = self._client.cancel()
         if region is None:

@@ -33,7 +33,7 @@ def render_sparse(options: argparse.Namespace) -> str:
     window = plan.choose_window()
     parts = [
         _describe(plan),
-        _describe_window(plan, window),
+        "\n".join((_describe_window(plan, window), *_warn_of_length(plan))),
         _snapshot_table(window),
         _memory_table(plan, window),
         *_storage(plan, window),
@@ -101,6 +101,18 @@ def _describe_window(plan: SparsePlan, window: WindowSize) -> str:
             f"{'iteration' if lag == 1 else 'iterations'} late: a window every {length + lag} iterations"
         )
     return "\n".join(lines)
+
+
+def _warn_of_length(plan: SparsePlan) -> list[str]:
+    """Return a warning if a window is longer than there is state to divide over its snapshots."""
+    num_units = max(stage.num_positions for stage in plan.stages())
+    if plan.window is None or plan.window <= num_units:
+        return []
+    return [
+        f"warning: --window={plan.window} is more than the {num_units} units that a rank holds: snapshots "
+        "without a unit save nothing and make every recovery longer. Give at most "
+        f"{num_units}, or auto."
+    ]
 
 
 def _snapshot_table(window: WindowSize) -> str:

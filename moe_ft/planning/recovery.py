@@ -1,7 +1,7 @@
-"""Which state to recover from: the newest iteration that every rank can read, and where each reads it.
+"""Plans of a recovery: the newest state that every rank can read, and where each reads it.
 
-Pure: the same inventory gives the same plans on all ranks. Finding what exists is recovery/inventory.py,
-reading it recovery/restore.py.
+Pure: the same inventory gives the same plans on all ranks. Which start's work is the newest is
+planning/branches.py, finding what exists recovery/inventory.py, reading it recovery/restore.py.
 """
 
 from collections import defaultdict
@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-History = tuple[tuple[int, int], ...]
+from moe_ft.formats import FileEntry, History, Start
+from moe_ft.planning.branches import is_alive, known_names, order_starts
 
 
 class Tier(StrEnum):
@@ -27,13 +28,16 @@ class Version:
     Attributes:
         rank: global rank whose state it is.
         iteration: Megatron's counter; of a window its last one.
-        lineage: the training run it belongs to; later fresh starts sort behind earlier ones.
-        history: (incarnation, iteration that it went on from), of all incarnations up to its own.
+        lineage: the training run it belongs to.
+        history: the starts of that run up to the one that wrote it.
         node: the node whose memory holds it, None for storage.
         path: its index, relative to the node's memory directory or the persist directory.
         is_replica: whether it lies in memory that a peer keeps for the rank.
         window: number of snapshots.
         replay_settings: with more than one, those that the replay needs, as JSON.
+        superseded: names of starts that the writer knew of and did not continue.
+        began_with: what the run's first weights were loaded from, as flags.
+        file: on storage, what the manifest says of it.
     """
 
     rank: int
@@ -45,30 +49,36 @@ class Version:
     is_replica: bool = False
     window: int = 1
     replay_settings: str = ""
+    superseded: tuple[str, ...] = ()
+    began_with: str = ""
+    file: FileEntry | None = None
 
     @property
-    def incarnation(self) -> int:
-        """The incarnation that wrote it."""
-        return self.history[-1][0]
+    def start(self) -> Start:
+        """The start that wrote it."""
+        return self.history[-1]
 
     @property
-    def family(self) -> tuple[int, int, int]:
-        """What versions of several ranks must have in common to be used together; see `family_of`."""
+    def family(self) -> "Family":
+        """What versions of several ranks must have in common to be used together."""
         return family_of(self.iteration, self.window, self.history)
 
 
-def family_of(iteration: int, window: int, history: History) -> tuple[int, int, int]:
+# Iteration, minus the number of snapshots, and the start that wrote it: the greater, the better.
+Family = tuple[int, int, Start]
+
+
+def family_of(iteration: int, window: int, history: History) -> Family:
     """Return what versions of several ranks must have in common to be used together, the best last.
 
-    The units that a snapshot of a window has at FULL must be the same on all ranks, and incarnations may
-    have grouped them differently.
+    Two starts may have gone different ways from one state, and group the units of a window differently.
 
     Args:
         iteration: of the state.
         window: number of snapshots.
-        history: of the run up to the incarnation that wrote it.
+        history: of the run up to the start that wrote it.
     """
-    return iteration, -window, history[-1][0] if window > 1 else 0
+    return iteration, -window, history[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +94,10 @@ class RecoveryPlan:
     """One way to recover.
 
     Attributes:
-        iteration: where training goes on.
+        iteration: where training continues.
         lineage: the run that is continued.
-        history: that of its newest incarnation so far, the base of the next one's.
+        history: that of its newest start so far, the base of the next one's.
+        start: the one that wrote the state.
         sources: for every rank where it can read its state, best first.
         elsewhere: for every rank all that the run has left, of any iteration, in the same order: where
             units may be that the snapshots of this iteration do not hold.
@@ -95,87 +106,157 @@ class RecoveryPlan:
     iteration: int
     lineage: str
     history: History
+    start: Start
     sources: Mapping[int, tuple[Source, ...]]
     elsewhere: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
 
+    @property
+    def began_with(self) -> str:
+        """What the run's first weights were loaded from."""
+        return self.sources[0][0].version.began_with
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejection:
+    """State that no plan, or a later plan, uses.
+
+    Attributes:
+        start: that wrote it.
+        reason: for people; names the iteration.
+    """
+
+    iteration: int
+    start: Start
+    reason: str
+
 
 def plan_recovery(
-    versions: Sequence[Version], node_of: Sequence[str], only_iteration: int | None = None
-) -> tuple[list[RecoveryPlan], list[str]]:
-    """Return the ways to recover, best first, and why other iterations are none.
+    versions: Sequence[Version], node_of: Sequence[str]
+) -> tuple[list[RecoveryPlan], list[Rejection]]:
+    """Return the ways to recover, best first, and what is incomplete.
 
-    Versions of one lineage only are combined, the newest lineage is tried first, and in it the newest
-    iteration. Versions from beyond the point where a later incarnation resumed are dead.
+    The work of each start is a candidate of its own: the latest start whose work is complete comes first, and
+    of its states the newest.
 
     Args:
         versions: everything that was found, in any order.
         node_of: ``[rank]`` its node now.
-        only_iteration: consider no other iteration.
     """
-    plans: list[RecoveryPlan] = []
-    rejected: list[str] = []
-    by_lineage: dict[str, list[Version]] = defaultdict(list)
+    families: dict[Start, dict[Family, dict[int, list[Version]]]] = defaultdict(dict)
     for version in versions:
-        by_lineage[version.lineage].append(version)
-    for lineage in sorted(by_lineage, reverse=True):
-        _plan_lineage(by_lineage[lineage], node_of, only_iteration, plans, rejected)
+        members = families[version.start].setdefault(version.family, defaultdict(list))
+        members[version.rank].append(version)
+    complete: dict[Start, list[Family]] = {}
+    rejected: list[Rejection] = []
+    for start, found in families.items():
+        for key in sorted(found, reverse=True):
+            if missing := [rank for rank in range(len(node_of)) if rank not in found[key]]:
+                reason = f"iteration {key[0]}: no state of {_name_ranks(missing)} in any tier"
+                rejected.append(Rejection(iteration=key[0], start=start, reason=reason))
+            else:
+                complete.setdefault(start, []).append(key)
+    writers = {each.start: each for each in versions}
+    known = {start: known_names(each.history, each.superseded) for start, each in writers.items()}
+    progress = {start: max(found)[0] for start, found in complete.items()}
+    histories = _order_histories(versions, known)
+    left: dict[History, dict[int, tuple[Source, ...]]] = {}
+    plans = []
+    for start in order_starts(progress, known):
+        for family in complete[start]:
+            by_rank = families[start][family]
+            own = by_rank[0][0]
+            # Of later starts nothing may be complete but single units.
+            run = next(each for each in histories if is_alive(own.iteration, own.history, each))
+            if run not in left:
+                left[run] = _all_of(run, versions, node_of)
+            plans.append(
+                RecoveryPlan(
+                    iteration=own.iteration,
+                    lineage=own.lineage,
+                    history=run,
+                    start=start,
+                    sources={
+                        rank: _order(by_rank[rank], node) for rank, node in enumerate(node_of)
+                    },
+                    elsewhere=left[run],
+                )
+            )
     return plans, rejected
 
 
-def _plan_lineage(
-    versions: list[Version],
-    node_of: Sequence[str],
-    only_iteration: int | None,
-    plans: list[RecoveryPlan],
-    rejected: list[str],
-) -> None:
-    history = max((version.history for version in versions), key=lambda each: (len(each), each))
-    families: dict[tuple[int, int, int], dict[int, list[Version]]]
-    families = defaultdict(lambda: defaultdict(list))
+def _order_histories(
+    versions: Sequence[Version], known: Mapping[Start, frozenset[str]]
+) -> list[History]:
+    """Return the histories of all that was found, complete or not, the latest first."""
+    progress: dict[Start, int] = {}
     for version in versions:
-        if reason := _why_dead(version, history):
-            rejected.append(reason)
-        else:
-            families[version.family][version.rank].append(version)
-    elsewhere: dict[int, tuple[Source, ...]] = {}
-    for rank, node in enumerate(node_of):
-        alive = [found[rank] for found in families.values() if rank in found]
-        elsewhere[rank] = _order([version for versions in alive for version in versions], node)
-    for family in sorted(families, reverse=True):
-        iteration, found = family[0], families[family]
-        missing = [rank for rank in range(len(node_of)) if rank not in found]
-        if only_iteration is not None and iteration != only_iteration:
-            rejected.append(f"iteration {iteration}: not the one that --moe-ft-recover-from names")
-        elif missing:
-            rejected.append(
-                f"iteration {iteration}: no state of {_name_ranks(missing)} in any tier"
-            )
-        else:
-            sources = {rank: _order(found[rank], node_of[rank]) for rank in range(len(node_of))}
-            plans.append(
-                RecoveryPlan(
-                    iteration=iteration,
-                    lineage=versions[0].lineage,
-                    history=history,
-                    sources=sources,
-                    elsewhere=elsewhere,
-                )
-            )
+        progress[version.start] = max(version.iteration, progress.get(version.start, 0))
+    history_of = {version.start: version.history for version in versions}
+    return [history_of[start] for start in order_starts(progress, known)]
 
 
-def _why_dead(version: Version, history: History) -> str | None:
-    """Say why a version does not belong to the run as its newest incarnation continued it."""
-    where = f"iteration {version.iteration} of rank {version.rank}"
-    if version.history != history[: len(version.history)]:
-        return f"{where}: incarnation {version.incarnation} is of another branch of the run"
-    for incarnation, resumed_at in history[len(version.history) :]:
-        if version.iteration > resumed_at:
-            return f"{where}: incarnation {incarnation} went on from iteration {resumed_at}"
-    return None
+def _all_of(
+    run: History, versions: Sequence[Version], node_of: Sequence[str]
+) -> dict[int, tuple[Source, ...]]:
+    """Return for every rank all that a run has left, best first."""
+    alive: dict[int, list[Version]] = defaultdict(list)
+    is_left: dict[tuple[int, Start], bool] = {}
+    for version in versions:
+        key = version.iteration, version.start
+        if key not in is_left:
+            is_left[key] = is_alive(version.iteration, version.history, run)
+        if is_left[key]:
+            alive[version.rank].append(version)
+    return {rank: _order(alive[rank], node) for rank, node in enumerate(node_of)}
+
+
+def passed_over(plan: RecoveryPlan, plans: Sequence[RecoveryPlan]) -> list[Rejection]:
+    """Return the newest state of each start that could have been used in place of a plan, and why it was not.
+
+    Args:
+        plan: the one that was used.
+        plans: all, best first.
+    """
+    version = plan.sources[0][0].version
+    known = known_names(version.history, version.superseded)
+    found: dict[Start, Rejection] = {}
+    for each in plans[plans.index(plan) + 1 :]:
+        is_older = each.start.name in known and each.iteration <= plan.iteration
+        if each.start == plan.start or each.start in found or is_older:
+            continue
+        reason = (
+            f"start {plan.start.number} came after it and left it"
+            if each.start.name in known
+            else f"start {each.start.number} is of another branch, which got less far"
+        )
+        found[each.start] = Rejection(
+            iteration=each.iteration,
+            start=each.start,
+            reason=f"iteration {each.iteration}: {reason}",
+        )
+    return list(found.values())
+
+
+def newer_than(plan: RecoveryPlan, others: Sequence[Rejection]) -> list[Rejection]:
+    """Return what was rejected and may be newer than a plan.
+
+    It is of a later iteration, or of a start that the plan's knew nothing of.
+
+    Args:
+        plan: the one that was used.
+        others: what was rejected.
+    """
+    version = plan.sources[0][0].version
+    known = known_names(version.history, version.superseded) | {plan.start.name}
+    return [
+        each
+        for each in others
+        if each.iteration > plan.iteration or (each.start.name and each.start.name not in known)
+    ]
 
 
 def _order(versions: list[Version], node: str) -> tuple[Source, ...]:
-    """Order the sources of one rank: memory, peers, storage; newer incarnations first."""
+    """Order the sources of one rank: memory, peers, storage; newer starts first."""
     sources = [Source(tier=_tier(version, node), version=version) for version in versions]
     tiers = list(Tier)
     return tuple(
@@ -184,7 +265,7 @@ def _order(versions: list[Version], node: str) -> tuple[Source, ...]:
             key=lambda source: (
                 tiers.index(source.tier),
                 source.version.is_replica,
-                -source.version.incarnation,
+                -source.version.start.number,
                 -source.version.iteration,
                 source.version.node or "",
                 source.version.path,

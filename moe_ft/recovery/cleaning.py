@@ -1,109 +1,109 @@
 """Removes the memory that dead jobs have left on this machine: `python -m moe_ft clean`.
 
 A rank holds a file lock while it lives, which the kernel releases however it ends. A job whose locks are all
-free may still be between two starts, so without its name only memory that is old enough is removed.
+free may still be between two starts, so without its name only memory that is old enough is removed. Which
+directories are jobs is recovery/job_memory.py.
 """
 
-import shutil
-import time
-from dataclasses import dataclass
+import math
 from pathlib import Path
 
 import filelock
 
+from moe_ft.engine.job_directory import foreign_entry, job_lock, read_marker, remove_job
 from moe_ft.errors import ConfigError
-from moe_ft.recovery.inventory import measure
+from moe_ft.recovery.job_memory import describe, find_directories, is_alive
 
-_LOCK_SUFFIX = ".alive"
-
-
-def alive_lock(node_dir: Path, rank: int) -> filelock.FileLock:
-    """Return the lock that a rank holds while it lives."""
-    return filelock.FileLock(node_dir / f"rank_{rank:05d}{_LOCK_SUFFIX}", mode=0o600)
+_MAX_NAMED = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobMemory:
-    """What a job has in a memory directory."""
-
-    job_id: str
-    directory: Path
-    num_bytes: int
-    age_s: float
-    is_alive: bool
-
-
-def find_jobs(memory_dir: str) -> list[JobMemory]:
-    """Return the jobs that have memory on this machine.
-
-    Raises:
-        ConfigError: if the directory cannot be read.
-    """
-    root = Path(memory_dir)
-    try:
-        directories = sorted(each for each in root.iterdir() if each.is_dir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ConfigError(
-            f"--memory-dir={memory_dir} cannot be read: {error}. Name the directory of --moe-ft-memory-dir."
-        ) from error
-    found = []
-    for directory in directories:
-        num_bytes, newest_s = measure(directory)
-        found.append(
-            JobMemory(
-                job_id=directory.name,
-                directory=directory,
-                num_bytes=num_bytes,
-                age_s=time.time() - newest_s,
-                is_alive=any(map(_is_held, directory.glob(f"*/*{_LOCK_SUFFIX}"))),
-            )
-        )
-    return found
-
-
-def _is_held(path: Path) -> bool:
-    lock = filelock.FileLock(path)
-    try:
-        lock.acquire(blocking=False)
-    except (filelock.Timeout, OSError):
-        return True
-    lock.release()
-    return False
-
-
-def clean(memory_dir: str, job_id: str | None, least_age_s: float) -> tuple[list[str], list[str]]:
-    """Remove the memory of dead jobs.
+def clean(
+    memory_dir: str, job_id: str | None, least_age_s: float, *, removes: bool = False
+) -> tuple[list[str], list[str]]:
+    """Remove the memory of dead jobs, or say what would be removed.
 
     Args:
         memory_dir: --moe-ft-memory-dir of the jobs.
         job_id: remove this job's, whatever its age; None for all jobs that are old enough.
         least_age_s: leave memory that changed more recently.
+        removes: whether to remove anything.
 
     Returns:
-        What was removed and what was left and why, a line each.
+        What was or would be removed, and what is left and why, a line each.
 
     Raises:
-        ConfigError: if the named job has no memory here.
+        ConfigError: if the directory cannot be read or holds other things but no job of ours, the age is no
+            number of minutes, or the named job has no memory here.
     """
-    jobs = [job for job in find_jobs(memory_dir) if job_id in (None, job.job_id)]
-    if job_id is not None and not jobs:
+    found = _find(memory_dir, job_id, least_age_s)
+    removed, left = [], []
+    for directory, refusal in found:
+        if refusal:
+            left.append(f"{directory.name}: {refusal}")
+            continue
+        what, age_s = describe(directory)
+        is_young = job_id is None and age_s < least_age_s
+        try:
+            # A start that wants the directory waits for this lock, and creates the directory again.
+            with job_lock(directory).acquire(blocking=False):
+                reason = _reason_to_leave(directory)
+                if not reason and is_young:
+                    reason = f"younger than {least_age_s / 60:g} minutes; name it to remove it"
+                if not reason and removes:
+                    remove_job(directory)
+        except filelock.Timeout:
+            reason = "it is starting or ending"
+        except OSError as error:
+            reason = f"cannot be removed: {error}"
+        if reason:
+            left.append(f"{what}: {reason}")
+        else:
+            removed.append(what)
+    return removed, left
+
+
+def _find(memory_dir: str, job_id: str | None, least_age_s: float) -> list[tuple[Path, str]]:
+    if not memory_dir.strip():
+        raise ConfigError(
+            f"--memory-dir={memory_dir} is empty: an unset variable? Name the directory of "
+            "--moe-ft-memory-dir, or leave it out for the default."
+        )
+    if not (math.isfinite(least_age_s) and least_age_s >= 0):
+        raise ConfigError(
+            f"--older-than={least_age_s / 60:g} must be a number of minutes, at least 0. Give 0 to leave "
+            "nothing for its age."
+        )
+    try:
+        found = list(find_directories(Path(memory_dir)))
+    except FileNotFoundError:
+        found = []
+    except OSError as error:
+        raise ConfigError(
+            f"--memory-dir={memory_dir} cannot be read: {error}. Name the directory of --moe-ft-memory-dir."
+        ) from error
+    found = [(each, refusal) for each, refusal in found if job_id in (None, each.name)]
+    if job_id is not None and not found:
         raise ConfigError(
             f"--job-id={job_id} has no memory under {memory_dir} on this machine. Leave it out to see all."
         )
-    removed, left = [], []
-    for job in jobs:
-        what = (
-            f"job '{job.job_id}': {job.num_bytes / 2**20:.0f} MiB, {job.age_s / 60:.0f} minutes old"
+    refusals = [f"{each.name}: {refusal}" for each, refusal in found if refusal]
+    if refusals and len(refusals) == len(found):
+        shown = "; ".join(refusals[:_MAX_NAMED])
+        more = f"; and {len(refusals) - _MAX_NAMED} more" if len(refusals) > _MAX_NAMED else ""
+        raise ConfigError(
+            f"--memory-dir={memory_dir} must hold jobs of yours, and has none. Left: {shown}{more}. "
+            "Name the directory of --moe-ft-memory-dir."
         )
-        if job.is_alive:
-            left.append(f"{what}: it is running")
-        elif job_id is None and job.age_s < least_age_s:
-            left.append(
-                f"{what}: younger than {least_age_s / 60:.0f} minutes; name it to remove it"
-            )
-        else:
-            shutil.rmtree(job.directory)
-            removed.append(what)
-    return removed, left
+    return found
+
+
+def _reason_to_leave(directory: Path) -> str:
+    """Return why a job's memory must stay, empty if it need not; the caller holds the job's lock."""
+    if read_marker(directory) is None:
+        return "it has just ended"
+    if is_alive(directory):
+        return "it is running"
+    foreign = foreign_entry(directory)
+    if foreign is not None:
+        return f"it holds {foreign.relative_to(directory)}, which is not of moe_ft; remove or move that first"
+    return ""

@@ -46,9 +46,9 @@ def hand_over(
             if name in rotating
         },
         persisted_index=recovered.previous[0],
+        family=sources[0].version.family,  # a plan has some for every rank
         is_on_storage=strategy.saves_all
         and any(source.tier is Tier.STORAGE and source.version.window == 1 for source in sources),
-        family=sources[0].version.family,  # a plan has some for every rank
         window=window,
         peers_without=_peers_without(sources, peers)
         if is_in_place or window is not None

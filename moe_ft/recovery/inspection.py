@@ -1,24 +1,24 @@
-"""What is in a directory of checkpoints, and whether every byte of it is right: `inspect` and `verify`.
+"""Contents of a directory of checkpoints: `inspect`, and what `verify` looks at (recovery/verification.py).
 
 Reads persist directories, one checkpoint of them, and memory directories (of all jobs, a job or a node).
 """
 
-import mmap
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from tabulate import tabulate
 
-from moe_ft.engine.checks import check_places, check_units
+from moe_ft.engine.manifests import find_manifests, read_manifest
+from moe_ft.engine.patience import PATIENCE_S
 from moe_ft.engine.regions import INDEX_NAME
-from moe_ft.engine.storage import Storage
-from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.formats import Identity, Index, UnitEntry, checksum, decode, lossy_packings
+from moe_ft.engine.storage import Storage, iteration_directory
+from moe_ft.errors import ConfigError
+from moe_ft.formats import MANIFEST_NAME, Identity, Index, Manifest, Start, decode, lossy_packings
 from moe_ft.packings import Packing
+from moe_ft.planning.branches import known_names, order_starts
 from moe_ft.recovery.expert_summary import render_experts, summarize_experts
 from moe_ft.units import parse_unit
 
@@ -35,6 +35,7 @@ class Holding:
         ranks: whose state it is.
         problem: why it cannot be used, empty if nothing is known to be wrong.
         window, num_snapshots: how many snapshots together hold everything, and how many there are.
+        storage, manifest: of a checkpoint, where it is and what makes it one.
     """
 
     tier: str
@@ -48,6 +49,8 @@ class Holding:
     problem: str = ""
     window: int = 1
     num_snapshots: int = 1
+    storage: Storage | None = None
+    manifest: Manifest | None = None
 
 
 def find_holdings(directory: str) -> list[Holding]:
@@ -69,7 +72,9 @@ def _storage_of(directory: str) -> tuple[Storage, int | None]:
     """Return the persist directory, and the iteration if one of its checkpoints was named."""
     parent, _, name = directory.rstrip("/").rpartition("/")
     match = _ITERATION_NAME.fullmatch(name)
-    return (Storage(parent or "."), int(match[1])) if match else (Storage(directory), None)
+    if match is None:
+        return Storage(directory, PATIENCE_S), None
+    return Storage(parent or ".", PATIENCE_S), int(match[1])
 
 
 def _in_storage(directory: str) -> Iterator[Holding]:
@@ -79,36 +84,48 @@ def _in_storage(directory: str) -> Iterator[Holding]:
     except NotADirectoryError:
         return
     for iteration in iterations:
-        if only not in (None, iteration):
-            continue
-        place = f"{storage.url}/iter_{iteration:07d}"
-        if not storage.has_manifest(iteration):
-            yield _broken("storage", place, iteration, "incomplete: it has no manifest")
-            continue
+        if only in (None, iteration):
+            yield from _at_iteration(storage, iteration)
+
+
+def _at_iteration(storage: Storage, iteration: int) -> Iterator[Holding]:
+    """Yield the checkpoints that there are of an iteration."""
+    paths = find_manifests(storage, iteration)
+    if not paths:
+        place = f"{storage.url}/{iteration_directory(iteration)}"
+        yield _broken("storage", place, iteration, "incomplete: it has no manifest")
+    for path in paths:
+        manifest = None
         try:
-            manifest = storage.manifest(iteration)
-            indexes = [storage.index(file.index) for file in manifest.files]
+            manifest = read_manifest(storage, path)
+            yield _checkpoint(storage, path, manifest)
         except OSError as error:
-            yield _broken("storage", place, iteration, f"corrupt: {error}")
-            continue
-        sizes: Counter[str] = Counter()
-        for index in indexes:
-            sizes.update({name: unit.num_bytes for name, unit in index.units.items()})
-        yield Holding(
-            tier="storage",
-            place=place,
-            iteration=iteration,
-            identity=manifest.identity,
-            ranks=tuple(file.rank for file in manifest.files),
-            num_bytes=sum(file.num_bytes for file in manifest.files),
-            units={
-                name: (source.iteration, source.level, sizes[name])
-                for name, source in manifest.units.items()
-            },
-            indexes=tuple(indexes),
-            window=manifest.window,
-            num_snapshots=manifest.window,
-        )
+            broken = _broken("storage", f"{storage.url}/{path}", iteration, f"corrupt: {error}")
+            yield replace(broken, manifest=manifest, storage=storage)
+
+
+def _checkpoint(storage: Storage, path: str, manifest: Manifest) -> Holding:
+    indexes = [storage.index(file.index) for file in manifest.files]
+    sizes: Counter[str] = Counter()
+    for index in indexes:
+        sizes.update({name: unit.num_bytes for name, unit in index.units.items()})
+    return Holding(
+        tier="storage",
+        place=f"{storage.url}/{path.removesuffix('/' + MANIFEST_NAME)}",
+        iteration=manifest.iteration,
+        identity=manifest.identity,
+        ranks=tuple(file.rank for file in manifest.files),
+        num_bytes=sum(file.num_bytes for file in manifest.files),
+        units={
+            name: (source.iteration, source.level, sizes[name])
+            for name, source in manifest.units.items()
+        },
+        indexes=tuple(indexes),
+        window=manifest.window,
+        num_snapshots=manifest.window,
+        manifest=manifest,
+        storage=storage,
+    )
 
 
 def _in_memory(directory: str) -> Iterator[Holding]:
@@ -164,7 +181,7 @@ def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
             len(each.units),
             f"{each.num_bytes / 2**20:.1f}",
             f"{each.num_snapshots} of {each.window}" if each.identity else "-",
-            each.identity.history[-1][0] if each.identity else "-",
+            each.identity.start.number if each.identity else "-",
             each.identity.lineage if each.identity else "-",
             each.problem or each.place,
         )
@@ -177,7 +194,7 @@ def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
         "units",
         "MiB",
         "snapshots",
-        "incarnation",
+        "start",
         "lineage",
         "where",
     )
@@ -185,20 +202,37 @@ def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
     usable = [each for each in holdings if each.identity is not None]
     if not usable:
         return text
-    newest = max(usable, key=_usability)
-    parts = [
-        each
-        for each in usable
-        if (each.iteration, each.tier, each.window, each.num_snapshots)
-        == (newest.iteration, newest.tier, newest.window, newest.num_snapshots)
-    ]
+    newest = _newest(usable)
+    parts = [each for each in usable if _is_part(each, newest)]
     return f"{text}\n\n{_describe(newest, parts, lists_units=lists_units)}"
 
 
-def _usability(holding: Holding) -> tuple[bool, str, int]:
-    """Order what a recovery would rather use last."""
-    lineage = holding.identity.lineage if holding.identity else ""
-    return holding.num_snapshots == holding.window, lineage, holding.iteration
+def _newest(holdings: list[Holding]) -> Holding:
+    """Return what a recovery would rather use than the others."""
+    whole = [each for each in holdings if each.num_snapshots == each.window] or holdings
+    found = [(each, each.identity) for each in whole if each.identity is not None]
+    progress: dict[Start, int] = {}
+    for holding, identity in found:
+        progress[identity.start] = max(holding.iteration, progress.get(identity.start, 0))
+    known = {each.start: known_names(each.history, each.superseded) for _, each in found}
+    best = order_starts(progress, known)[0]
+    own = [holding for holding, identity in found if identity.start == best]
+    return max(own, key=lambda each: each.iteration)
+
+
+def _is_part(holding: Holding, newest: Holding) -> bool:
+    """Return whether something is of the same state, in the same tier."""
+    mine, its = (
+        (
+            each.identity.start if each.identity else None,
+            each.iteration,
+            each.tier,
+            each.window,
+            each.num_snapshots,
+        )
+        for each in (holding, newest)
+    )
+    return mine == its
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -225,7 +259,9 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
             sizes[parse_unit(name).kind.value] += units[name][2]
         table_ = [(kind, count, f"{sizes[kind] / 2**20:.2f}") for kind, count in kinds.items()]
         contents = tabulate(table_, headers=("kind of unit", "units", "MiB"), disable_numparse=True)
-    history = ", ".join(f"{number} from iteration {start}" for number, start in identity.history)
+    history = ", ".join(
+        f"{start.number} from iteration {start.resumed_at}" for start in identity.history
+    )
     experts = summarize_experts(index for part in parts for index in part.indexes)
     settings = [
         (flag, value) for flag, value in sorted(identity.fingerprint.items()) if value is not None
@@ -233,7 +269,7 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
     return "\n\n".join(
         (
             f"iteration {newest.iteration}, {newest.tier}: job {identity.job_id}, strategy "
-            f"{identity.strategy}, {identity.world_size} ranks, incarnations {history}",
+            f"{identity.strategy}, {identity.world_size} ranks, starts {history}",
             *([_describe_window(newest)] if newest.window > 1 else []),
             *_describe_packings(parts),
             contents,
@@ -264,102 +300,3 @@ def _describe_window(holding: Holding) -> str:
         f"{text}: a recovery puts them back one after the other, runs {holding.window - 1} iterations "
         f"again, and has all units at iteration {holding.iteration}"
     )
-
-
-def verify(directory: str) -> tuple[list[str], list[str]]:
-    """Read everything below a directory and check everything.
-
-    Returns:
-        What is right and what is wrong, a line each.
-
-    Raises:
-        ConfigError: if there is nothing.
-    """
-    right, wrong = [], []
-    for holding in find_holdings(directory):
-        name = f"iteration {holding.iteration} ({holding.tier}, {holding.place})"
-        if holding.problem.startswith("incomplete"):
-            right.append(f"{holding.place}: {holding.problem}; not a checkpoint, never used")
-            continue
-        try:
-            if holding.problem:
-                raise CorruptStateError(holding.problem)
-            if holding.tier == "storage":
-                _verify_checkpoint(holding)
-            else:
-                _verify_region(Path(holding.place))
-        except OSError as error:
-            wrong.append(f"{name}: {error}")
-        else:
-            right.append(f"{name}: {len(holding.units)} units, {holding.num_bytes} bytes")
-    return right, wrong
-
-
-def _verify_region(path: Path) -> None:
-    index = decode(path.read_bytes(), Index, str(path))
-    _verify_file(path.parent / index.file, index)
-
-
-def _verify_file(data: Path, index: Index) -> None:
-    """Check a local data file and the pool beside it against its index, and that they are valid."""
-    if data.stat().st_size != index.file_bytes:
-        raise CorruptStateError(f"{data} has {data.stat().st_size} bytes, not {index.file_bytes}")
-    with (
-        data.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
-        memoryview(mapping) as content,
-    ):
-        check_units(index, {"": content}, str(data))
-    for pool in {unit.file for unit in index.units.values() if unit.file and "/" not in unit.file}:
-        _verify_pool(data.parent / pool, index)
-    try:
-        with safe_open(data, framework="numpy") as opened:
-            opened.keys()
-    except SafetensorError as error:
-        raise CorruptStateError(f"{data} is not a valid safetensors file: {error}") from error
-
-
-def _is_in(older: Index | None, name: str, unit: UnitEntry) -> bool:
-    """Return whether the file of an older checkpoint holds a unit version."""
-    there = None if older is None else older.units.get(name)
-    return there is not None and not there.file and there.checksum == unit.checksum
-
-
-def _verify_pool(path: Path, index: Index) -> None:
-    """Check the units that an index has in a pool."""
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
-        memoryview(mapping) as content,
-    ):
-        pooled = [(name, unit) for name, unit in index.units.items() if unit.file == path.name]
-        check_places({path.name: content}, str(path), pooled)
-    with safe_open(path, framework="numpy") as opened:
-        opened.keys()
-
-
-def _verify_checkpoint(holding: Holding) -> None:
-    """Check a manifest against its indexes and those against their data, rank by rank."""
-    storage, _ = _storage_of(holding.place)
-    manifest = storage.manifest(holding.iteration)
-    indexes: dict[str, Index] = {}
-    for file in (*manifest.files, *manifest.older):
-        content = storage.read(file.index)
-        if checksum(content) != file.index_checksum:
-            raise CorruptStateError(f"{file.index} is not the index that the manifest names")
-        index = decode(content, Index, file.index)
-        if str(PurePosixPath(file.index).with_name(index.file)) != file.data:
-            raise CorruptStateError(f"{file.index} describes another file than {file.data}")
-        indexes[file.data] = index
-        local = storage.local_path(file.data)
-        if local is not None:
-            _verify_file(local, index)
-        else:
-            check_units(index, {"": memoryview(storage.read(file.data))}, file.data)
-    for own in manifest.files:
-        for name, unit in indexes[own.data].units.items():
-            if unit.file and not _is_in(indexes.get(unit.file), name, unit):
-                raise CorruptStateError(f"{own.index}: unit {name} is not in {unit.file}")
-    missing = set(range(manifest.identity.world_size)) - {file.rank for file in manifest.files}
-    if missing:
-        raise CorruptStateError(f"the state of ranks {sorted(missing)[:8]} is missing")

@@ -1,16 +1,39 @@
-"""What state of a job exists, in the memory of a node and on storage. Reads; changes nothing."""
+"""State of a job that exists, in the memory of a node and on storage. Reads; changes nothing."""
 
+import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.regions import index_paths, job_directory
+from moe_ft.engine.manifests import find_manifests, read_manifest
+from moe_ft.engine.private_files import open_private, read_private
+from moe_ft.engine.regions import index_paths
+from moe_ft.engine.soundness import check_region
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
-from moe_ft.formats import Identity, IndexHead, decode
+from moe_ft.formats import Identity, IndexHead, Start, decode
 from moe_ft.planning.recovery import Version
+
+_PAUSES_S = (2.0, 8.0)  # before storage that could not be read is looked at again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Something that was found and cannot be used.
+
+    Attributes:
+        text: where it is and why.
+        is_state: whether all ranks may once have had this state, so that something is lost with it.
+        iteration: of the state; None if that is not known.
+        is_unread: whether it could not be read, so that it may be in order.
+    """
+
+    text: str
+    is_state: bool
+    iteration: int | None = None
+    is_unread: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,39 +42,76 @@ class Inventory:
 
     Attributes:
         versions: usable as far as the look went; their data has not been read yet.
-        problems: what was found and cannot be used, and why.
-        is_unreadable: whether a place could not be looked at, so that nobody knows what is there.
+        problems: what cannot be used.
+        lineages: runs of which something says that all ranks had a state once.
         identities: one for each (lineage, fingerprint) that was found, and where.
+        starts: all that are named by something.
+        superseded: names of further starts, which those knew of.
     """
 
     versions: list[Version] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     identities: list[tuple[str, Identity]] = field(default_factory=list)
-    is_unreadable: bool = False
+    lineages: set[str] = field(default_factory=set)
+    starts: set[Start] = field(default_factory=set)
+    superseded: dict[str, None] = field(default_factory=dict)
 
-    def add_identity(self, where: str, identity: Identity) -> None:
-        """Remember a run that was seen."""
-        known = [_settings(each) for _, each in self.identities]
-        if _settings(identity) not in known:
-            self.identities.append((where, identity))
+    def add_identity(self, where: str, identity: Identity) -> Identity:
+        """Remember a run that was seen; return the first that is the same, to be kept once."""
+        self.starts.update(identity.history)
+        self.superseded.update(dict.fromkeys(identity.superseded))
+        for _, known in self.identities:
+            if known == identity:
+                return known
+        self.identities.append((where, identity))
+        return identity
+
+    def add_problem(
+        self,
+        text: str,
+        *,
+        is_state: bool,
+        iteration: int | None = None,
+        is_unread: bool = False,
+    ) -> None:
+        """Remember what cannot be used; see `Problem`."""
+        self.problems.append(
+            Problem(text=text, is_state=is_state, iteration=iteration, is_unread=is_unread)
+        )
 
     def merge(self, other: "Inventory") -> None:
         """Add what another look has found."""
         self.versions += other.versions
         self.problems += other.problems
-        self.is_unreadable |= other.is_unreadable
+        self.lineages |= other.lineages
+        self.superseded.update(other.superseded)
         for where, identity in other.identities:
             self.add_identity(where, identity)
 
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether a place could not be looked at, so that nobody knows what is there."""
+        return any(problem.is_unread for problem in self.problems)
 
-def _settings(identity: Identity) -> tuple[object, ...]:
-    return (
-        identity.lineage,
-        identity.fingerprint,
-        identity.world_size,
-        identity.strategy,
-        identity.division,
-    )
+    @property
+    def newest_iteration(self) -> int | None:
+        """The iteration of the newest thing that was found, usable or not; None if that is not known."""
+        found = [problem.iteration for problem in self.problems if problem.is_state]
+        known = [each for each in found if each is not None]
+        if len(known) < len(found):
+            return None
+        return max([*known, *(version.iteration for version in self.versions)], default=0)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is, or may be, a state that all ranks had once."""
+        return bool(self.lineages) or any(problem.is_state for problem in self.problems)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all starts that something was found of, the later ones last."""
+        own = [start.name for start in sorted(self.starts)]
+        return list(dict.fromkeys([*self.superseded, *own]))
 
 
 def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
@@ -63,39 +123,38 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
         job_id: of this job; what another job left there is not used.
     """
     inventory = Inventory()
-    for path in index_paths(node_dir):
+    paths, refused = index_paths(node_dir)
+    for problem in refused:
+        inventory.add_problem(f"memory of node {node}: {problem}", is_state=True)
+    for path in paths:
         where = f"memory of node {node}: {path.parent.name}/{path.name}"
         try:
-            index = decode(path.read_bytes(), IndexHead, where)
-            data = path.parent / index.file
-            if data.stat().st_size < index.file_bytes:
-                raise CorruptStateError(f"{where}: {data.name} is shorter than it says")
+            index = decode(read_private(path), IndexHead, where)
+            open_private(path.parent / index.file).close()  # raises for what is not ours
+            check_region(index, path)
         except OSError as error:
-            inventory.problems.append(_problem(error, where))
+            inventory.add_problem(_describe(error, where), is_state=True)
             continue
         if index.identity.job_id != job_id:
-            inventory.problems.append(f"{where} is of another job, '{index.identity.job_id}'")
+            reason = f"{where} is of another job, '{index.identity.job_id}'"
+            inventory.add_problem(reason, is_state=False)
             continue
-        inventory.add_identity(where, index.identity)
+        identity = inventory.add_identity(where, index.identity)
+        has_state = index.complete_iteration is not None
+        if has_state:
+            inventory.lineages.add(identity.lineage)
         if not index.is_whole:
-            inventory.problems.append(
-                f"{where} has {index.num_snapshots} of the {index.window} snapshots of a window that ends "
-                f"behind iteration {index.iteration}"
+            reason = (
+                f"{where} has {index.num_snapshots} of the {index.window} snapshots of a window, up to "
+                f"iteration {index.iteration}"
             )
+            inventory.add_problem(reason, is_state=has_state, iteration=index.iteration)
             continue
-        inventory.versions.append(
-            Version(
-                rank=index.rank,
-                iteration=index.iteration,
-                lineage=index.identity.lineage,
-                history=index.identity.history,
-                node=node,
-                path=str(path.relative_to(node_dir)),
-                is_replica=path.parent.name.startswith("replica_"),
-                window=index.window,
-                replay_settings=_replay_settings(index.identity),
-            )
+        version = _version(
+            identity, index.rank, index.iteration, index.window, str(path.relative_to(node_dir))
         )
+        is_replica = path.parent.name.startswith("replica_")
+        inventory.versions.append(replace(version, node=node, is_replica=is_replica))
     return inventory
 
 
@@ -103,76 +162,68 @@ def look_at_storage(storage: Storage) -> Inventory:
     """Return the checkpoints of a persist directory, of whichever job: the user named the directory."""
     inventory = Inventory()
     try:
-        iterations = storage.iterations()
+        for iteration in storage.iterations():
+            _look_at_iteration(storage, iteration, inventory)
     except Exception as error:  # back ends raise what they like
-        inventory.problems.append(f"{storage.url} cannot be read: {type(error).__name__}: {error}")
-        inventory.is_unreadable = True
-        return inventory
-    for iteration in iterations:
-        where = f"{storage.url}/iter_{iteration:07d}"
-        try:
-            if not storage.has_manifest(iteration):
-                inventory.problems.append(f"{where} has no manifest: it was never completed")
-                continue
-            manifest = storage.manifest(iteration)
-        except CorruptStateError as error:
-            inventory.problems.append(str(error))
-            continue
-        except Exception as error:
-            inventory.problems.append(f"{where} cannot be read: {type(error).__name__}: {error}")
-            inventory.is_unreadable = True
-            continue
-        inventory.add_identity(where, manifest.identity)
-        inventory.versions += [
-            Version(
-                rank=file.rank,
-                iteration=manifest.iteration,
-                lineage=manifest.identity.lineage,
-                history=manifest.identity.history,
-                node=None,
-                path=file.index,
-                window=manifest.window,
-                replay_settings=_replay_settings(manifest.identity),
-            )
-            for file in manifest.files
-        ]
+        reason = f"{storage.url} cannot be read: {type(error).__name__}: {error}"
+        inventory.add_problem(reason, is_state=True, is_unread=True)
     return inventory
 
 
-def _replay_settings(identity: Identity) -> str:
-    return msgspec.json.encode(identity.replay_settings, order="sorted").decode()
+def look_patiently(storage: Storage) -> Inventory:
+    """Look at storage, again after a while if something cannot be read: it may be away for a moment only."""
+    inventory = look_at_storage(storage)
+    for pause_s in _PAUSES_S:
+        if not inventory.is_unreadable:
+            break
+        time.sleep(pause_s)
+        inventory = look_at_storage(storage)
+    return inventory
 
 
-def _problem(error: OSError, where: str) -> str:
-    return str(error) if isinstance(error, CorruptStateError) else f"{where}: {error}"
-
-
-def other_jobs(memory_dir: str, job_id: str) -> list[str]:
-    """Describe other jobs' directories under --moe-ft-memory-dir: they are reported, never read."""
-    root = Path(memory_dir)
-    if not root.is_dir():
-        return []
-    own = job_directory(memory_dir, job_id)
-    found = []
-    for directory in sorted(root.iterdir()):
-        if directory == own or not directory.is_dir():
-            continue
-        num_bytes, newest_s = measure(directory)
-        age_s = time.time() - newest_s
-        found.append(
-            f"job '{directory.name}': {num_bytes / 2**20:.0f} MiB, {age_s / 60:.0f} minutes old"
-        )
-    return found
-
-
-def measure(directory: Path) -> tuple[int, float]:
-    """Return the bytes in a directory and when it last changed (seconds since 1970)."""
-    num_bytes, newest_s = 0, directory.stat().st_mtime
-    for path in directory.rglob("*"):
+def _look_at_iteration(storage: Storage, iteration: int, inventory: Inventory) -> None:
+    directory = f"{storage.url}/iter_{iteration:07d}"
+    paths = find_manifests(storage, iteration)
+    if not paths:
+        reason = f"{directory} has no manifest: it was never completed"
+        inventory.add_problem(reason, is_state=False)
+    for path in paths:
         try:
-            status = path.stat()
-        except OSError:
+            manifest = read_manifest(storage, path)
+        except CorruptStateError as error:
+            inventory.add_problem(str(error), is_state=True, iteration=iteration)
             continue
-        num_bytes += status.st_blocks * 512
-        newest_s = max(newest_s, status.st_mtime)
-    return num_bytes, newest_s
+        except Exception as error:  # back ends raise what they like
+            reason = f"{storage.url}/{path} cannot be read: {type(error).__name__}: {error}"
+            inventory.add_problem(reason, is_state=True, iteration=iteration, is_unread=True)
+            continue
+        inventory.lineages.add(manifest.identity.lineage)
+        identity = inventory.add_identity(directory, manifest.identity)
+        first = _version(identity, 0, iteration, manifest.window, "")
+        inventory.versions += [
+            replace(first, rank=file.rank, path=file.index, file=file) for file in manifest.files
+        ]
+
+
+def _version(identity: Identity, rank: int, iteration: int, window: int, path: str) -> Version:
+    return Version(
+        rank=rank,
+        iteration=iteration,
+        lineage=identity.lineage,
+        history=identity.history,
+        node=None,
+        path=path,
+        window=window,
+        replay_settings=_replay_settings(identity),
+        superseded=identity.superseded,
+        began_with=identity.began_with,
+    )
+
+
+def _replay_settings(identity: Identity) -> str:
+    # Long, and the same for all ranks: sent once where they are one object.
+    return sys.intern(msgspec.json.encode(identity.replay_settings, order="sorted").decode())
+
+
+def _describe(error: OSError, where: str) -> str:
+    return str(error) if str(error).startswith(where) else f"{where}: {error}"

@@ -23,6 +23,8 @@ class JobFacts:
         replay_settings: those that what an iteration computes depends on, besides.
         experts: of the model, and how many tokens they get.
         iteration: where training goes on if nothing is recovered (--load may have set it).
+        began_with: what begins a run from the weights of another, such as --finetune, with its values; empty
+            without.
         is_deterministic: whether a replay computes the same bits.
         timeout_s: of the job's process groups.
     """
@@ -36,6 +38,7 @@ class JobFacts:
     replay_settings: dict[str, Any]
     experts: ExpertFacts
     iteration: int
+    began_with: str
     is_deterministic: bool
     timeout_s: float
 
@@ -48,6 +51,7 @@ class Recovery:
         iteration: where training goes on.
         record: the record of that state; None if nothing was recovered.
         conversion: what must be run again before; None if nothing.
+        start, writer: numbers of this start, and of the one that wrote what was recovered.
         sources: number of units by tier.
         phases_s: seconds by phase.
         problems: what was looked at and rejected, and why.
@@ -57,6 +61,8 @@ class Recovery:
 
     iteration: int
     record: IterationRecord | None = None
+    start: int = 0
+    writer: int = 0
     conversion: Conversion | None = None
     sources: Mapping[Tier, int] = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)

@@ -5,7 +5,6 @@ them on all ranks and raises what one of them raises.
 """
 
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -15,16 +14,18 @@ from pathlib import Path
 import filelock
 
 from moe_ft.config import MoeFtConfig
+from moe_ft.config_fields import size_text
+from moe_ft.engine.job_directory import entered_job
 from moe_ft.engine.memory import NUM_REPLICA_REGIONS, holds, num_regions
-from moe_ft.engine.regions import file_system_type, make_private, rank_and_holder
-from moe_ft.engine.storage import LOCK_NAME, LOCK_STALE_S, Storage
+from moe_ft.engine.private_files import make_private, make_root
+from moe_ft.engine.regions import file_system_type, rank_and_holder
 from moe_ft.errors import ConfigError
+from moe_ft.formats import Start
 from moe_ft.planning.placement import plan_node_memory, sources_of
-from moe_ft.recovery.cleaning import alive_lock
-from moe_ft.recovery.inventory import measure, other_jobs
+from moe_ft.recovery.job_memory import alive_lock, measure, other_jobs
 from moe_ft.topology import Topology
 
-_LOCK_POLL_S = 0.5
+_CLAIM_POLL_S = 0.05
 _OLD_START_S = 20.0  # an older start's ranks may take a moment to die
 
 
@@ -50,6 +51,31 @@ def say(line: str) -> None:
     print(f"moe_ft: {line}", file=sys.stderr, flush=True)
 
 
+def warn_of_inexactness(site: Site, *, is_deterministic: bool) -> None:
+    """Say which settings make recoveries less than bit for bit exact.
+
+    Args:
+        site: this rank's place.
+        is_deterministic: whether an iteration that is run again computes the same bits.
+    """
+    if site.rank != 0:
+        return
+    if site.config.strategy.strategy == "sparse" and not is_deterministic:
+        say(
+            "warning: without --deterministic-mode a recovery of --moe-ft-strategy sparse is consistent, but "
+            "not bit for bit the run without the failure"
+        )
+    precision = site.config.precision
+    if precision.lossy_parts:
+        kept = ", ".join(f"{part} as {each}" for part, each in precision.lossy_parts.items())
+        say(f"warning: snapshots keep {kept}: recoveries are not exact")
+        if precision.is_ruinous:
+            say(
+                "warning: without scales second moments in so few bits are mostly 0, and training "
+                "diverges after a recovery: use bf16 or a block format for exp_avg_sq"
+            )
+
+
 def claim_memory(site: Site) -> filelock.BaseFileLock:
     """Make this rank's directories and take the lock that says it is alive; warn of what is odd there.
 
@@ -58,22 +84,19 @@ def claim_memory(site: Site) -> filelock.BaseFileLock:
     """
     memory = site.config.memory
     try:
-        make_private(Path(memory.memory_dir))
-        make_private(site.node_dir.parent)
-        make_private(site.node_dir)
-    except OSError as error:
-        raise ConfigError(
-            f"--moe-ft-memory-dir={memory.memory_dir} cannot be used on node {site.node}: {error}. "
-            "Name a directory on a tmpfs that you may write to."
-        ) from error
-    try:
-        lock = alive_lock(site.node_dir, site.rank)
-        lock.acquire(timeout=_OLD_START_S)
-    except (filelock.Timeout, OSError) as error:
+        make_root(Path(memory.memory_dir))
+        lock = _take_place(site)
+    except filelock.Timeout as error:
         raise ConfigError(
             f"--moe-ft-job-id={site.job_id}: rank {site.rank} of a job of this name is "
             f"running on node {site.node} already ({error}). Give this job another name, or end the "
             "other one."
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"--moe-ft-memory-dir={memory.memory_dir} with --moe-ft-job-id={site.job_id} cannot be used on "
+            f"node {site.node}: {error}. It must be a directory on a tmpfs in which nobody else can replace "
+            "what is yours. Name a new one, for example below /dev/shm."
         ) from error
     if not site.is_lowest_on_node:
         return lock
@@ -88,52 +111,26 @@ def claim_memory(site: Site) -> filelock.BaseFileLock:
     return lock
 
 
-def open_storage(site: Site) -> Storage | None:
-    """Return the persist directory, None without one, after trying to write there.
+def _take_place(site: Site) -> filelock.BaseFileLock:
+    """Return the lock of this rank, taken, in directories that are made and ours.
 
     Raises:
-        ConfigError: if it cannot be used, or another running job uses it.
+        filelock.Timeout: if another process keeps it.
+        OSError: if the directories cannot be made, or are not ours.
     """
-    url = site.config.storage.persist_dir
-    if url is None:
-        return None
-    try:
-        storage = Storage(url)
-        if site.config.storage.persists and site.is_lowest_on_node:
-            storage.make_root()
-            probe = f".probe_{site.rank:05d}"
-            storage.write_atomically(probe, b"moe_ft")
-            storage.remove(probe)
-    except Exception as error:  # fsspec raises whatever its back ends do
-        raise ConfigError(
-            f"--moe-ft-persist-dir={url} cannot be used on node {site.node}: "
-            f"{type(error).__name__}: {error}. Name a directory that can be written, or an fsspec "
-            "URL whose package is installed."
-        ) from error
-    if site.rank == 0 and site.config.storage.persists:
-        _take_lock(site, storage)
-    return storage
-
-
-def _take_lock(site: Site, storage: Storage) -> None:
-    """Take the persist directory; another job's lock is waited out unless that job renews it."""
-    lock = storage.lock()
-    if lock is not None and lock.job_id != site.job_id:
-        deadline = min(time.time(), lock.heartbeat_s) + LOCK_STALE_S
-        if time.time() < deadline:
-            say(
-                f"job '{lock.job_id}' used {storage.url} a moment ago: watching whether it is alive"
-            )
-        while time.time() < deadline:
-            time.sleep(_LOCK_POLL_S)
-            if storage.lock() not in (None, lock):
-                raise ConfigError(
-                    f"--moe-ft-persist-dir={storage.url} is used by job '{lock.job_id}' on {lock.host}, "
-                    f"which has just renewed {LOCK_NAME}: two jobs cannot write to one directory. Name "
-                    "another one, or wait until that job has ended."
-                )
-        say(f"taking over {storage.url} from job '{lock.job_id}', which does not run any more")
-    storage.write_lock(site.job_id, "", socket.gethostname())
+    deadline_s = time.monotonic() + _OLD_START_S
+    lock = alive_lock(site.node_dir, site.rank)
+    while True:
+        try:
+            # Meanwhile nobody can find the job dead and remove it.
+            with entered_job(site.node_dir.parent, timeout_s=_OLD_START_S):
+                make_private(site.node_dir)
+                lock.acquire(blocking=False)
+                return lock
+        except (filelock.Timeout, FileNotFoundError):  # an older start's, or just removed
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(_CLAIM_POLL_S)
 
 
 def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
@@ -145,7 +142,7 @@ def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
     regions = num_regions(persists=site.config.storage.persists)
     needed = plan_node_memory(site.topology, peers, regions, NUM_REPLICA_REGIONS)[site.node]
     limit = site.config.memory.host_memory_limit_bytes
-    what = f"snapshots and replicas take {needed / 2**30:.2f} GiB on node {site.node}"
+    what = f"snapshots and replicas take {size_text(needed)} on node {site.node}"
     remedy = "Lower --moe-ft-replication-factor, leave out --moe-ft-persist-dir, or use more ranks"
     if site.config.strategy.strategy == "sparse":
         remedy = f"Give a shorter --moe-ft-window or --moe-ft-max-window. {remedy}"
@@ -158,12 +155,12 @@ def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
     if site.is_lowest_on_node and needed > free:
         raise ConfigError(
             f"--moe-ft-memory-dir={site.config.memory.memory_dir}: {what}, and its file system has "
-            f"{free / 2**30:.2f} GiB for them. Enlarge it (mount -o remount,size=...). {remedy}."
+            f"{size_text(free)} for them. Enlarge it (mount -o remount,size=...). {remedy}."
         )
 
 
 def make_room(
-    site: Site, peers: Sequence[tuple[int, ...]], restored: tuple[str, int] | None
+    site: Site, peers: Sequence[tuple[int, ...]], restored: tuple[Start, int] | None
 ) -> None:
     """Remove what other placements have left on this node and the recovery does not rest on.
 
@@ -172,13 +169,13 @@ def make_room(
     Args:
         site: this rank's place.
         peers: of every rank, now.
-        restored: lineage and iteration of the state that was recovered, None after a fresh start.
+        restored: writer and iteration of the state that was recovered, None after a fresh start.
     """
     here = {info.rank for info in site.topology.on_node(site.node)}
     for directory in site.node_dir.iterdir() if site.is_lowest_on_node else ():
         owner, holder = rank_and_holder(directory.name)
         is_used = holder in here and (owner == holder or owner in sources_of(peers, holder or 0))
-        if owner is None or is_used:
+        if owner is None or is_used or directory.is_symlink():
             continue
         is_needed = False
         for data in directory.glob("region_*.safetensors"):

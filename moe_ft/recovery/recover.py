@@ -3,6 +3,7 @@
 The steps are those of `Recoverer.recover`; each has a file of its own.
 """
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,18 +20,29 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peers import PeerConnection
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import ConfigError, UnrecoverableError
-from moe_ft.formats import FROZEN, Index, differing_settings
-from moe_ft.planning.recovery import RecoveryPlan, Source, Tier, plan_recovery
+from moe_ft.formats import FROZEN, Identity, Index, Start, differing_settings
+from moe_ft.planning.recovery import (
+    RecoveryPlan,
+    Rejection,
+    Source,
+    Tier,
+    passed_over,
+    plan_recovery,
+)
 from moe_ft.planning.strategies import Strategy
 from moe_ft.record_formats import IterationRecord
 from moe_ft.recovery.assembly import division_of
+from moe_ft.recovery.attempts import failed_too_often, read_attempts
+from moe_ft.recovery.choice import Choice, Wish, choose, follows, without_left
 from moe_ft.recovery.conversion import Conversion, Target
 from moe_ft.recovery.gather import RestoredSlices, find_gaps
-from moe_ft.recovery.inventory import Inventory, look_at_memory, look_at_storage
-from moe_ft.recovery.preflight import Site, say
+from moe_ft.recovery.inventory import Inventory, look_at_memory, look_patiently
+from moe_ft.recovery.preflight import Site
+from moe_ft.recovery.restarts import note_launcher
 from moe_ft.recovery.restore import FetchedState, Readers, fetch
 from moe_ft.recovery.rotating import RotatingState, fetch_rotating
 from moe_ft.recovery.sources import MemoryReader, PeerReader, StateReader, StorageReader
+from moe_ft.recovery.verdict import Verdict
 from moe_ft.state.catalog import Slices, UnitCatalog
 from moe_ft.topology import Topology
 from moe_ft.units import UnitId, parse_unit
@@ -44,6 +56,9 @@ class Recovered:
         plan: what was recovered; None if nothing was.
         fetched: units that were put back.
         rotating: versions that the experts of the stage got.
+        is_chosen: whether the user has named where this start begins.
+        starts: all whose state or name was found anywhere, recovered or not.
+        names: of these and of others that they knew of, the later ones last.
         previous: this rank's index in the newest checkpoint on storage, and its path.
         phases_s: seconds by phase.
         problems: what was looked at and rejected, and why.
@@ -51,12 +66,20 @@ class Recovered:
     """
 
     plan: RecoveryPlan | None = None
+    is_chosen: bool = False
+    starts: frozenset[Start] = frozenset()
+    names: Sequence[str] = ()
     fetched: FetchedState = field(default_factory=FetchedState)
     rotating: RotatingState = field(default_factory=RotatingState)
     previous: tuple[str, Index | None] = ("", None)
     phases_s: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     conversion: Conversion | None = None
+
+    def note(self, inventory: Inventory, rejected: Sequence[Rejection]) -> None:
+        """Remember what was found and is not used."""
+        self.problems += [each.text for each in inventory.problems]
+        self.problems += [each.reason for each in rejected]
 
     @property
     def record(self) -> IterationRecord | None:
@@ -66,7 +89,11 @@ class Recovered:
 
 
 class Recoverer:
-    """Owned by the training thread; `recover` is called by all ranks."""
+    """Owned by the training thread; `recover` is called by all ranks.
+
+    Attributes:
+        tried: what is being put back, or was; None before.
+    """
 
     def __init__(
         self,
@@ -78,8 +105,13 @@ class Recoverer:
         stage: StageSum,
         fingerprint: Mapping[str, Any],
         replay_settings: Mapping[str, Any],
+        wish: Wish,
         token: str,
     ) -> None:
+        self.tried: RecoveryPlan | None = None
+        self._most_iteration: int | None = None  # of experts that only some snapshots hold
+        self._wish = wish
+        self._verdict = Verdict(site, wish, None if storage is None else storage.url)
         self._config, self._site, self._storage, self._memory = config, site, storage, memory
         self._agreement, self._stage = agreement, stage
         self._fingerprint, self._token = fingerprint, token
@@ -106,28 +138,38 @@ class Recoverer:
 
         Raises:
             ConfigError: if what is there is another model's.
-            UnrecoverableError: if storage cannot be read, or nothing is usable and that is to be an end.
+            UnrecoverableError: if there is state and it cannot be used, or nothing is there and that is to be
+                an end.
         """
-        recovered = Recovered()
-        if self._config.recover_from == "load":
-            return recovered
+        recovered = Recovered(is_chosen=self._wish.is_choice)
         start = time.perf_counter()
         inventory = self._look()
         recovered.phases_s["inventory"] = time.perf_counter() - start
-        self._check_identity(inventory)
+        recovered.starts, recovered.names = frozenset(inventory.starts), inventory.names
+        self._note_launcher(inventory)
+        if self._wish.ignores_all:
+            self._verdict.say_others(inventory, "")
+            return recovered
         start = time.perf_counter()
-        nodes = [info.node for info in self._topology.ranks]
-        plans, rejected = plan_recovery(inventory.versions, nodes, self._config.only_iteration)
+        plans, rejected, choice = self._plan(inventory)
         recovered.phases_s["plan"] = time.perf_counter() - start
-        recovered.problems = inventory.problems + rejected
         target = Target(catalog=catalog, built=built, groups=groups, phase_hook=phase_hook)
-        for plan in plans:
+        for plan in choice.plans:
+            self._check_all_is_read(plan, inventory)
+            self._check_identity(plan, inventory)
             self._check_replay(plan)
             start = time.perf_counter()
             readers = Readers(self._open_source)
-            recovered.conversion = self._fetch(plan, target, strategy, origins, readers, recovered)
+            recovered.conversion = self._fetch(
+                plan, target, strategy, origins, readers, recovered, rejected
+            )
             if recovered.conversion is not None:
-                recovered.plan = plan
+                recovered.plan = self.tried = plan
+                rejected += passed_over(plan, plans)
+                recovered.is_chosen &= not choice.follows
+                recovered.note(inventory, rejected)
+                self._verdict.say_rejected(plan, inventory, rejected)
+                self._verdict.say_others(inventory, plan.lineage)
                 recovered.conversion.load(0)
                 if not strategy.saves_all:
                     recovered.previous = self._previous(plan, readers)
@@ -135,15 +177,60 @@ class Recoverer:
                 recovered.phases_s["restore"] = time.perf_counter() - start
                 return recovered
             readers.close()
-        if inventory.is_unreadable:
-            raise UnrecoverableError(
-                f"--moe-ft-persist-dir={self._site.config.storage.persist_dir} could not be read: "
-                f"{'; '.join(inventory.problems)}. What is there may be the state to go on from: make it "
-                "readable, or start without it with --moe-ft-recover-from load."
-            )
-        self._check_strategy(inventory)
-        self._say_missing(recovered.problems)
+        recovered.note(inventory, rejected)
+        if choice.prefers_load:
+            self._verdict.say_load(plans, recovered.problems)
+        elif not choice.ignores_others:
+            for _, identity in inventory.identities:
+                self._check_settings(identity, inventory)
+            self._verdict.check_is_empty(inventory, plans, recovered.problems)
         return recovered
+
+    def _plan(self, inventory: Inventory) -> tuple[list[RecoveryPlan], list[Rejection], Choice]:
+        """Return all plans, best first, what is none, and what the flags choose. Called by all ranks."""
+        nodes = [info.node for info in self._topology.ranks]
+        plans, rejected = plan_recovery(inventory.versions, nodes)
+        plans, given_up = self._drop_failed(plans)
+        plans, left = without_left(plans, self._wish)
+        has_begun = any(
+            follows(version.history, self._wish) and version.lineage in inventory.lineages
+            for version in inventory.versions
+        )
+        choice = choose(
+            plans,
+            self._wish,
+            has_begun=has_begun,
+            newest_iteration=inventory.newest_iteration,
+        )
+        self._most_iteration = None if choice.follows else self._wish.only_iteration
+        return plans, [*rejected, *given_up, *left], choice
+
+    def _note_launcher(self, inventory: Inventory) -> None:
+        """Have each node remember what there was when its launcher started the job for the first time."""
+        if self._site.is_lowest_on_node and not self._wish.is_restart:
+            note_launcher(self._site.node_dir, os.environ, inventory.names)
+
+    def _drop_failed(
+        self, plans: Sequence[RecoveryPlan]
+    ) -> tuple[list[RecoveryPlan], list[Rejection]]:
+        """Leave out states from which two starts have failed in the same way. Called by all ranks."""
+        own = read_attempts(self._site.node_dir) if self._site.is_lowest_on_node else []
+        attempts = [each for found in self._agreement.gather(own) for each in found]
+        failed = failed_too_often(attempts)
+        if self._wish.only_iteration is not None and not self._wish.is_restart:
+            return list(plans), []  # the user insists
+        rejected = [
+            Rejection(
+                iteration=plan.iteration,
+                start=plan.start,
+                reason=f"iteration {plan.iteration}: two starts failed from there in the same way "
+                f"({failed[plan.start.name, plan.iteration]})",
+            )
+            for plan in plans
+            if (plan.start.name, plan.iteration) in failed
+        ]
+        left = [each for each in plans if (each.start.name, each.iteration) not in failed]
+        return left, rejected
 
     @property
     def _topology(self) -> Topology:
@@ -156,31 +243,55 @@ class Recoverer:
         if site.is_lowest_on_node:
             own = look_at_memory(site.node_dir, site.node, site.job_id)
         if site.rank == 0 and self._storage is not None:
-            stored = look_at_storage(self._storage)
+            stored = look_patiently(self._storage)
         inventory = Inventory()
         # Apart from the gather, which pads what every rank sends to the longest.
         for found in (*self._agreement.gather(own), self._agreement.broadcast(stored)):
             inventory.merge(found)
         return inventory
 
-    def _check_identity(self, inventory: Inventory) -> None:
+    def _check_all_is_read(self, plan: RecoveryPlan, inventory: Inventory) -> None:
+        """Raise UnrecoverableError if what could not be read may be newer than a plan.
+
+        Going back to an older state would let retention delete it.
+        """
+        unread = [
+            problem.text
+            for problem in inventory.problems
+            if problem.is_unread
+            and (problem.iteration is None or problem.iteration > plan.iteration)
+        ]
+        if unread and self._wish.only_iteration is None:
+            raise UnrecoverableError(
+                f"{'; '.join(unread[:3])}: may be newer than iteration {plan.iteration}, which is usable. "
+                "Start again when storage answers. To continue from there all the same, add "
+                f"--moe-ft-recover-from iter_{plan.iteration}."
+            )
+
+    def _check_identity(self, plan: RecoveryPlan, inventory: Inventory) -> None:
+        """Raise ConfigError if a plan is the state of another model or layout."""
+        for _, identity in inventory.identities:
+            if identity.start == plan.start:
+                self._check_settings(identity, inventory)
+
+    def _check_settings(self, identity: Identity, inventory: Inventory) -> None:
         """Raise ConfigError if what was found is the state of another model or layout."""
         division = division_of(self._site.config)
-        for where, identity in inventory.identities:
-            if division and identity.division and division != identity.division:
-                raise ConfigError(
-                    f"{where} holds experts that are divided otherwise: '{identity.division}' there, "
-                    f"'{division}' now. Start with the flags of that run, or ignore it with "
-                    "--moe-ft-recover-from load."
-                )
-            differences = differing_settings(self._fingerprint, identity.fingerprint)
-            if differences:
-                raise ConfigError(
-                    f"{where} holds the state of another model, layout or data: "
-                    f"{'; '.join(differences[:5])}. Start with the settings of that run, name another "
-                    "--moe-ft-persist-dir or --moe-ft-job-id, remove its memory with `python -m moe_ft "
-                    "clean`, or ignore it with --moe-ft-recover-from load."
-                )
+        where = next(where for where, each in inventory.identities if each is identity)
+        if division and identity.division and division != identity.division:
+            raise ConfigError(
+                f"{where} holds experts that are divided otherwise: '{identity.division}' there, "
+                f"'{division}' now. Start with the flags of that run, or ignore it with "
+                "--moe-ft-recover-from load."
+            )
+        differences = differing_settings(self._fingerprint, identity.fingerprint)
+        if differences:
+            raise ConfigError(
+                f"{where} holds the state of another model, layout or data: "
+                f"{'; '.join(differences[:5])}. Start with the settings of that run, name another "
+                "--moe-ft-persist-dir or --moe-ft-job-id, remove its memory with `python -m moe_ft "
+                "clean`, or ignore it with --moe-ft-recover-from load."
+            )
 
     def _check_replay(self, plan: RecoveryPlan) -> None:
         """Raise ConfigError if a plan needs iterations to be run again that would not be the same."""
@@ -197,20 +308,6 @@ class Recoverer:
                 "--moe-ft-recover-from load."
             )
 
-    def _check_strategy(self, inventory: Inventory) -> None:
-        """Raise UnrecoverableError if what was found may be usable with the strategy that wrote it."""
-        ours = self._site.config.strategy.strategy
-        if self._config.only_iteration is not None:
-            return
-        for where, identity in inventory.identities:
-            if identity.strategy != ours:
-                raise UnrecoverableError(
-                    f"--moe-ft-strategy={ours} cannot go on from {where}, which was written with "
-                    f"{identity.strategy}: experts are of several iterations there, or frozen parts are "
-                    "not. Start with that strategy until training ends, which saves everything, or "
-                    "ignore what is there with --moe-ft-recover-from load."
-                )
-
     def _fetch(
         self,
         plan: RecoveryPlan,
@@ -219,8 +316,9 @@ class Recoverer:
         origins: Mapping[str, str],
         readers: Readers,
         recovered: Recovered,
+        rejected: list[Rejection],
     ) -> Conversion | None:
-        """Read a state; return None if a rank lacks something of it."""
+        """Read a state; return None, and say why in `rejected`, if a rank lacks something of it."""
         rank, catalog = self._site.rank, target.catalog
         always = list(strategy.plan_window(plan.iteration).snapshots[0].levels)
         fetched = fetch(plan.sources[rank], always, catalog, readers)
@@ -239,7 +337,7 @@ class Recoverer:
                 readers,
                 origins,
                 self._stage.gather,
-                self._config.only_iteration,
+                self._most_iteration,
                 fetched,
             )
         positions, conflicts = self._agree_on_positions(fetched)
@@ -248,12 +346,17 @@ class Recoverer:
         missing += self._find_gaps(catalog, restored, positions, rotating)
         if fetched.index is None:
             missing.append("record")
+        everyone = self._agreement.gather(((plan.start, plan.iteration), missing[:4]))
+        assert len({tried for tried, _ in everyone}) == 1, "ranks recover different states"
         failures = [
             f"iteration {plan.iteration}: rank {other} has no intact {', '.join(found[:3])}"
-            for other, found in enumerate(self._agreement.gather(missing[:4]))
+            for other, (_, found) in enumerate(everyone)
             if found
         ]
-        recovered.problems += readers.problems + failures
+        recovered.problems += readers.problems
+        rejected += [
+            Rejection(iteration=plan.iteration, start=plan.start, reason=each) for each in failures
+        ]
         recovered.fetched, recovered.rotating = fetched, rotating
         return None if failures else Conversion(fetched, restored, positions, target)
 
@@ -334,24 +437,6 @@ class Recoverer:
         address = self._topology.lowest_on_node(source.version.node).address
         assert address is not None
         return PeerReader(PeerConnection(address, self._token), source.version)
-
-    def _say_missing(self, problems: Sequence[str]) -> None:
-        """Say what was looked at; raise if the user wants that to be the end."""
-        looked_at = (
-            f"the memory of job '{self._site.job_id}' on nodes {', '.join(self._topology.nodes)}"
-        )
-        if self._storage is not None:
-            looked_at += f" and {self._storage.url}"
-        if problems and self._site.rank == 0:
-            say(f"nothing to recover from was found in {looked_at}:")
-            for problem in problems:
-                say(f"  {problem}")
-        if self._config.on_missing == "fail":
-            reasons = "; ".join(problems) or "it is empty"
-            raise UnrecoverableError(
-                f"--moe-ft-on-missing=fail: nothing to recover from in {looked_at}: {reasons}. Use "
-                "--moe-ft-on-missing start to begin from --load or afresh."
-            )
 
 
 def _at(slices: Sequence[tuple[Slices, Slices]], position: int, level: int) -> Slices:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from moe_ft.engine.background import PhaseHook
+from moe_ft.engine.checks import check_header
+from moe_ft.engine.finite import check_is_finite
 from moe_ft.engine.packed import unpack_into
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
@@ -41,8 +43,9 @@ class Readers:
         """Return the reader of a source, None if it cannot be read or holds something else by now."""
         if source not in self._readers:
             try:
-                self._readers[source] = self._open_source(source)
-                _check_is_planned(self._readers[source], source)
+                reader = self._readers[source] = self._open_source(source)
+                _check_is_planned(reader, source)
+                check_header(reader.index, reader.read_header(), source.version.path)
             except Exception as error:  # whatever a back end raises, another source may do
                 self._readers[source] = None
                 self.say(source, error)
@@ -51,8 +54,8 @@ class Readers:
     def say(self, source: Source, error: Exception) -> None:
         """Remember what is wrong with a source."""
         version = source.version
-        place = "storage" if version.node is None else f"node {version.node}"
-        self.problems.append(f"{source.tier} ({place}, {version.path}): {error}")
+        place = "storage" if version.node is None else f"memory of node {version.node}"
+        self.problems.append(f"{place}, {version.path}: {error}")
 
     def close(self) -> None:
         """Close all of them."""
@@ -61,9 +64,8 @@ class Readers:
                 reader.close()
 
 
-def _check_is_planned(reader: StateReader | None, source: Source) -> None:
+def _check_is_planned(reader: StateReader, source: Source) -> None:
     """Raise CorruptStateError if a place holds something else than when the recovery was planned."""
-    assert reader is not None
     index, version = reader.index, source.version
     found = (index.rank, index.iteration, index.identity.lineage, index.identity.history)
     is_same = found == (version.rank, version.iteration, version.lineage, version.history)
@@ -268,6 +270,7 @@ def fetch_unit(
     try:
         entry, content = read_unit(reader, str(unit), position)
         _check_tensors(catalog.parameters_of(unit), unit, entry)
+        check_is_finite(str(unit), entry, content)
         if version not in (None, entry.version) or iteration not in (None, entry.iteration):
             raise CorruptStateError(f"unit {unit} is of iteration {entry.iteration} there")
     except Exception as error:  # whatever a back end raises, the next source may have it

@@ -106,7 +106,7 @@ def _newest_gaps(
     newest: tuple[Version, Index | None] = (ORIGIN, None)
     for source in sources:
         reader = readers.open(source)
-        version = (source.version.incarnation, source.version.iteration)
+        version = (source.version.start.number, source.version.iteration)
         if reader is not None and reader.index.progress is not None and version > newest[0]:
             newest = (version, reader.index)
     versions = gather(newest[0])

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,47 +17,51 @@ import filelock
 import torch.distributed as dist
 
 from moe_ft.config import MoeFtConfig
+from moe_ft.engine.addresses import own_host
 from moe_ft.engine.agreement import Agreement, StageSum
-from moe_ft.engine.background import PhaseHook
+from moe_ft.engine.background import PhaseHook, Report
 from moe_ft.engine.context import EngineContext, EngineSettings
+from moe_ft.engine.descriptors import allow_descriptors
+from moe_ft.engine.ending import Outcome
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
-from moe_ft.engine.peers import own_host
-from moe_ft.engine.persist import writer_command
+from moe_ft.engine.persist_worker import WriterSettings
 from moe_ft.engine.regions import node_directory
 from moe_ft.engine.storage import Storage
+from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.errors import ConfigError, PlanError, SnapshotError
-from moe_ft.formats import Identity, checksum
-from moe_ft.planning.partial import PartialStrategy
+from moe_ft.errors import ConfigError, PlanError, SnapshotError, UnrecoverableError
+from moe_ft.formats import checksum
+from moe_ft.planning.branches import number_of_next
 from moe_ft.planning.placement import (
     default_replication_factor,
     place_replicas,
     sources_of,
 )
-from moe_ft.planning.sparse import SparseStrategy
 from moe_ft.planning.strategies import Strategy
 from moe_ft.recovery.assembly import (
     build_strategy,
-    division_of,
     ep_ranks_by_dp,
     measure_sizes,
     slice_assignment,
 )
+from moe_ft.recovery.attempts import Attempt, note_attempt
+from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.handover import hand_over
 from moe_ft.recovery.job import JobFacts, Recovery
-from moe_ft.recovery.job_loss import JobLoss, add_up
+from moe_ft.recovery.persist_directory import open_storage, release_lock, take_lock
 from moe_ft.recovery.preflight import (
     Site,
     check_memory,
     claim_memory,
     make_room,
-    open_storage,
     say,
+    warn_of_inexactness,
 )
 from moe_ft.recovery.recover import Recovered, Recoverer
-from moe_ft.recovery.rotating import by_expert, versions_in
+from moe_ft.recovery.restarts import is_counted_restart, recall_launcher
+from moe_ft.recovery.resuming import StartNames, make_identity, resume_strategy
 from moe_ft.state import record as records
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter, local_parameters
@@ -94,10 +99,12 @@ class Session:
         )
         self._layouts = UnitLayouts(self._catalog, facts.places.dp.rank)
         self._record_taker = records.RecordTaker(model, optimizer, scheduler, self._parameters)
-        self._replays = config.strategy.strategy == "sparse"
         self._storage: Storage | None = None
+        self._lock: StorageLock | None = None  # of the persist directory, on rank 0
         self._token = ""
+        self._recoverer: Recoverer | None = None
         self._engine: CheckpointEngine | None = None
+        self._may_lose_memory = False
         self._alive: filelock.BaseFileLock | None = None
 
     @property
@@ -130,8 +137,20 @@ class Session:
 
         Raises:
             ConfigError: if the flags do not fit this machine, or what is there is another model's.
-            UnrecoverableError: with --moe-ft-on-missing=fail, if nothing is usable.
+            UnrecoverableError: if there is state and none of it is usable, or with --moe-ft-on-missing=fail
+                nothing is there.
         """
+        try:
+            return self._open()
+        except (ConfigError, UnrecoverableError):
+            if self._lock is not None:  # nothing was written: no other job has to wait for this one
+                release_lock(self._lock)
+            raise
+
+    def _open(self) -> Recovery:
+        # Each rank for itself: the groups, by which all could speak, need the descriptors already.
+        stage_size = self._facts.world_size // self._facts.groups.pp.size()
+        allow_descriptors(self._facts.world_size, stage_size)
         self._agreement.start()
         self._stage.start(self._agreement.gather(self._facts.stage), self._facts.rank)
         server = self._meet()
@@ -148,6 +167,8 @@ class Session:
         )
         if recovered.plan is not None:
             recovery.iteration, recovery.record = recovered.plan.iteration, recovered.record
+            recovery.start = number_of_next(recovered.starts)
+            recovery.writer = recovered.plan.start.number
             recovery.sources = dict(recovered.fetched.sources)
             recovery.lossy = recovered.fetched.lossy
             if recovery.lossy and self._site.is_lowest_on_node:
@@ -155,7 +176,9 @@ class Session:
                 say(f"warning: what is recovered had been kept with {kept}: it is not exact")
             conversion = recovered.conversion
             recovery.conversion = conversion if conversion and conversion.num_replays else None
-            recovery.loss = self._resume_strategy(recovered)
+            recovery.loss = resume_strategy(
+                self._strategy, recovered, self._facts.experts, self._stage, self._agreement
+            )
         self._start_engine(recovered, origins, peers, server)
         return recovery
 
@@ -169,22 +192,9 @@ class Session:
             rank=self._facts.rank,
             topology=self._topology,
         )
-        if self._replays and not self._facts.is_deterministic and self._site.rank == 0:
-            say(
-                "warning: without --deterministic-mode a recovery of --moe-ft-strategy sparse is consistent, "
-                "but not bit for bit the run without the failure"
-            )
-        lossy = self._config.precision.lossy_parts
-        if lossy and self._site.rank == 0:
-            kept = ", ".join(f"{part} as {each}" for part, each in lossy.items())
-            say(f"warning: snapshots keep {kept}: recoveries are not exact")
-            if self._config.precision.is_ruinous:
-                say(
-                    "warning: without scales second moments in so few bits are mostly 0, and training "
-                    "diverges behind a recovery: use bf16 or a block format for exp_avg_sq"
-                )
+        warn_of_inexactness(self._site, is_deterministic=self._facts.is_deterministic)
         self._alive = self._check_together(lambda: claim_memory(self._site))
-        self._storage = self._check_together(lambda: open_storage(self._site))
+        self._check_together(self._open_storage)
         self._check_together(lambda: check_memory(self._site, peers))
         self._memory = RankMemory(
             self._node_dir,
@@ -194,8 +204,25 @@ class Session:
             persists=self._config.storage.persists,
         )
 
+    def _open_storage(self) -> None:
+        self._storage, self._lock = open_storage(self._site)
+
+    def _take_lock(self) -> None:
+        """Take the lock of the persist directory from an earlier start of this job, on rank 0."""
+        persists = self._config.storage.persists
+        if self._storage is None or self._lock is not None or self._site.rank != 0 or not persists:
+            return
+        try:
+            self._lock = take_lock(self._site, self._storage)
+        except OSError as error:
+            raise ConfigError(
+                f"--moe-ft-persist-dir={self._storage.url}: its lock cannot be taken: {error}. Start again "
+                "when storage answers, or name another directory."
+            ) from error
+
     def _recover(self, origins: Mapping[str, str]) -> Recovered:
-        recoverer = Recoverer(
+        wish = self._wish()
+        self._recoverer = Recoverer(
             self._config.recovery,
             self._site,
             self._storage,
@@ -204,9 +231,10 @@ class Session:
             self._stage,
             self._fingerprint,
             self._facts.replay_settings,
+            wish,
             self._token,
         )
-        return recoverer.recover(
+        return self._recoverer.recover(
             self._catalog,
             self._strategy,
             origins,
@@ -215,28 +243,20 @@ class Session:
             self._phase_hook,
         )
 
-    def _resume_strategy(self, recovered: Recovered) -> JobLoss | None:
-        """Tell the strategy what was recovered; return what that cost. Called by all ranks."""
-        strategy, index = self._strategy, recovered.fetched.index
-        assert index is not None and recovered.plan is not None
-        if isinstance(strategy, SparseStrategy):
-            strategy.resume(index.window)
-        if not isinstance(strategy, PartialStrategy):
-            return None
-        units = sorted(strategy.rotating)
-        persisted = {}
-        for found in self._stage.gather(versions_in(recovered.previous[1], units)):
-            persisted.update(found)
-        loss = strategy.resume(
-            index.progress or strategy.nothing_counted(),
-            recovered.plan.iteration,
-            by_expert(recovered.rotating.versions),
-            by_expert(persisted),
-            recovered.rotating.gaps,
+    def _wish(self) -> Wish:
+        """Return what the flags ask for. Called by all ranks."""
+        own = recall_launcher(self._node_dir, os.environ) if self._site.is_lowest_on_node else None
+        everyone = self._agreement.gather((own, is_counted_restart(os.environ)))
+        launchers = [launcher for launcher, _ in everyone if launcher is not None]
+        recovery = self._config.recovery
+        return Wish(
+            recover_from=recovery.recover_from,
+            only_iteration=recovery.only_iteration,
+            is_restart=bool(launchers) or any(is_counted for _, is_counted in everyone),
+            loaded_iteration=self._facts.iteration,
+            began_with=self._facts.began_with,
+            known_before=frozenset(name for each in launchers for name in each.known),
         )
-        consumed_samples = index.records[-1].consumed_train_samples
-        losses = self._agreement.gather(loss)
-        return add_up(losses, strategy, self._facts.experts, consumed_samples)
 
     def _meet(self) -> PeerServer:
         """Exchange who is where; make the token that peers know each other by."""
@@ -257,9 +277,10 @@ class Session:
             num_slots=sizes.num_slots,
         )
         self._topology = Topology(ranks=tuple(self._agreement.gather(info)))
-        self._token, self._new_lineage = self._agreement.gather(
-            (secrets.token_hex(16), f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}")
-        )[0]
+        name = secrets.token_hex(4)
+        # The time is for people: nothing is decided by it.
+        names = StartNames(name=name, lineage=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{name}")
+        self._token, self._names = self._agreement.gather((secrets.token_hex(16), names))[0]
         server.admit(self._token)
         # What the ranks divide among themselves may be divided otherwise: see recovery/gather.py.
         sharded = (each for each in self._parameters if each.is_sharded)
@@ -317,6 +338,7 @@ class Session:
         server: PeerServer,
     ) -> None:
         config, rank, plan = self._config, self._facts.rank, recovered.plan
+        self._check_together(self._take_lock)
         own_peers = tuple(self._topology.ranks[peer] for peer in peers[rank])
         context = self._context(recovered, origins, own_peers, server)
         settings = EngineSettings(
@@ -338,7 +360,7 @@ class Session:
 
         def start() -> None:
             try:
-                kept = None if plan is None else (plan.lineage, iteration)
+                kept = None if plan is None else (plan.start, iteration)
                 make_room(self._site, peers, kept)
                 restored = hand_over(recovered, self._strategy, self._node_dir, rank, own_peers)
                 self.engine.start(iteration, restored)
@@ -361,22 +383,21 @@ class Session:
         server: PeerServer,
     ) -> EngineContext:
         """Return what the engine is given about this rank and the job."""
-        config, rank, identity = self._config, self._facts.rank, self._identity(recovered)
-        command = None
+        config, rank = self._config, self._facts.rank
+        writer = None
         if self._site.is_lowest_on_node and config.storage.persists:
-            command = writer_command(
-                self._node_dir / "persist",
-                config.storage.persist_dir or "",
-                config.storage.keep,
-                os.getpid(),
-                self._job_id,
-                identity.lineage,
-                renew_lock=rank == 0,
+            writer = WriterSettings(
+                url=config.storage.persist_dir or "",
+                keep=config.storage.keep,
+                parent=os.getpid(),
+                lock_owner=self._lock.owner if self._lock is not None else "",
             )
         return EngineContext(
             rank=rank,
             topology=self._topology,
-            identity=identity,
+            identity=make_identity(
+                self._site, self._facts, recovered, self._names, self._fingerprint
+            ),
             parameters=self._parameters,
             memory=self._memory,
             origins=origins,
@@ -384,38 +405,64 @@ class Session:
             peers=peers,
             server=server,
             token=self._token,
-            writer_command=command,
+            writer=writer,
             phase_hook=self._phase_hook,
         )
 
-    def _identity(self, recovered: Recovered) -> Identity:
-        plan = recovered.plan
-        lineage, history = self._new_lineage, ((0, self._facts.iteration),)
-        if plan is not None:
-            lineage = plan.lineage
-            history = (*plan.history, (plan.history[-1][0] + 1, plan.iteration))  # type: ignore[assignment]
-        return Identity(
-            job_id=self._job_id,
-            lineage=lineage,
-            history=history,
-            fingerprint=self._fingerprint,
-            world_size=self._facts.world_size,
-            strategy=self._config.strategy.strategy,
-            division=division_of(self._config),
-            replay_settings=self._facts.replay_settings if self._replays else {},
-            start=self._new_lineage,
+    def note_failure(self, failure: str) -> None:
+        """Remember that continuing from what was recovered has failed in a way that speaks against it.
+
+        Args:
+            failure: where and how, equal for equal failures.
+        """
+        plan = None if self._recoverer is None else self._recoverer.tried
+        if plan is None:
+            return
+        attempt = Attempt(
+            start=plan.start.name,
+            iteration=plan.iteration,
+            failure=failure,
+            by=self._names.name,
         )
+        with suppress(OSError):  # a hint that is lost costs one more try
+            note_attempt(self._node_dir, self._facts.rank, attempt)
 
     def capture(self, facts: records.IterationFacts) -> records.CapturedRecord:
         """Copy the record of the state as it is now. Training thread."""
         return self._record_taker.capture(facts)
 
-    def finish(self, iteration: int, facts: records.IterationFacts) -> None:
-        """Training has ended: bring the last state to storage. Called by all ranks."""
-        self.engine.finish(iteration, lambda: self.capture(facts))
+    def finish(
+        self,
+        iteration: int,
+        facts: records.IterationFacts,
+        log: Callable[[Report], None],
+        *,
+        is_complete: bool,
+    ) -> bool:
+        """Training has ended: bring the last state to storage. Called by all ranks.
+
+        Args:
+            iteration: the last state's.
+            facts: of it.
+            log: gets what was reported.
+            is_complete: whether training has reached its last iteration, rather than an --exit-* flag.
+
+        Returns:
+            False if the last state should be on storage and is not.
+        """
+        ending = self.engine.finish(iteration, lambda: self.capture(facts), log)
+        self._may_lose_memory = ending.may_lose_memory(is_complete=is_complete)
+        if ending.outcome is not Outcome.UNSAVED:
+            return True
+        if self._site.is_lowest_on_node:
+            persist_dir = self._config.storage.persist_dir or ""
+            say(ending.advice(persist_dir, str(self._node_dir), self._job_id))
+        return False
 
     def close(self, *, is_clean: bool) -> None:
         """End the engine; after a clean end of all ranks also remove the job's memory.
+
+        Memory stays while it has the only copy of the last state.
 
         Args:
             is_clean: whether training has ended as it should on this rank.
@@ -423,7 +470,9 @@ class Session:
         if self._engine is None:
             return
         self._engine.close()
-        if is_clean:
+        if self._lock is not None:
+            self._lock.close()
+        if is_clean and self._may_lose_memory:
             self._remove_memory(self._engine)
         if self._alive is not None:
             self._alive.release()
@@ -437,5 +486,5 @@ class Session:
             )
             return
         engine.remove_memory()
-        if self._facts.rank == 0 and self._storage is not None and self._config.storage.persists:
-            self._storage.release_lock(self._job_id)
+        if self._lock is not None:
+            release_lock(self._lock)

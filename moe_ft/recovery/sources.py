@@ -6,7 +6,9 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from moe_ft.engine.peers import PeerConnection
+from moe_ft.engine.private_files import open_private, read_private
 from moe_ft.engine.regions import MappedFile
+from moe_ft.engine.soundness import read_index
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
 from moe_ft.formats import Index, UnitEntry, checksum, decode
@@ -21,6 +23,10 @@ class StateReader(Protocol):
 
     def read(self, unit: UnitEntry) -> memoryview:
         """Return the bytes of a unit version that the index names."""
+        ...
+
+    def read_header(self) -> memoryview:
+        """Return the safetensors header of the index's own file."""
         ...
 
     def stays(self, unit: UnitEntry) -> bool:
@@ -69,7 +75,7 @@ class MemoryReader:
             reusable: files that this rank will use again: those beside the index are read through their
                 own mappings, which stay open.
         """
-        self.index = decode(path.read_bytes(), Index, str(path))
+        self.index = decode(read_private(path), Index, str(path))
         self._directory = path.parent
         self._reused: set[str] = set()
         self._views: dict[str, memoryview] = {}
@@ -83,7 +89,7 @@ class MemoryReader:
     def _mapped(self, name: str) -> memoryview:
         if name not in self._views:
             path = self._directory / name
-            with path.open("rb") as file:
+            with open_private(path) as file:
                 try:
                     # Private, because torch wants a writable buffer; nothing is written to it.
                     mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -100,6 +106,10 @@ class MemoryReader:
         """Return a unit version, without copying it."""
         view = self._mapped(unit.file or self.index.file)
         return view[unit.offset : unit.offset + unit.num_bytes]
+
+    def read_header(self) -> memoryview:
+        """Return the safetensors header of the region."""
+        return self._mapped(self.index.file)[: self.index.header_bytes]
 
     def close(self) -> None:
         """Leave the mappings to the garbage collector: callers may still hold parts of them."""
@@ -119,6 +129,11 @@ class PeerReader:
         path = str(self._directory / (unit.file or self.index.file))
         return memoryview(self._connection.get(path, unit.offset, unit.num_bytes))
 
+    def read_header(self) -> memoryview:
+        """Fetch the safetensors header of the region."""
+        path = str(self._directory / self.index.file)
+        return memoryview(self._connection.get(path, 0, self.index.header_bytes))
+
     def stays(self, unit: UnitEntry) -> bool:
         """It is on another node."""
         return False
@@ -133,13 +148,25 @@ class StorageReader:
 
     def __init__(self, storage: Storage, version: Version) -> None:
         self._storage = storage
-        self.index = storage.index(version.path)
+        assert version.file is not None
+        self.index = read_index(
+            storage.read(version.path),
+            version.file,
+            iteration=version.iteration,
+            history=version.history,
+            window=version.window,
+            where=f"{storage.url}/{version.path}",
+        )
         self._own = str(PurePosixPath(version.path).with_name(self.index.file))
 
     def read(self, unit: UnitEntry) -> memoryview:
         """Read a unit version, which may be in the file of an older checkpoint."""
         content = self._storage.read(unit.file or self._own, unit.offset, unit.num_bytes)
         return memoryview(bytearray(content))
+
+    def read_header(self) -> memoryview:
+        """Read the safetensors header of this rank's file."""
+        return memoryview(self._storage.read(self._own, 0, self.index.header_bytes))
 
     def stays(self, unit: UnitEntry) -> bool:
         """It is on storage."""

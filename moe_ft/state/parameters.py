@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moe_ft.errors import ConfigError
 from moe_ft.formats import ParameterEntry
 from moe_ft.state.tensors import inner_optimizers, model_of_masters
 from moe_ft.units import UnitId, UnitKind
@@ -95,6 +96,9 @@ def local_parameters(
         places: this rank's places in its groups.
         assign_slices: planning/sharding.py's, called with the elements of each such parameter and
             the number of ranks.
+
+    Raises:
+        ConfigError: if a parameter is an expert's for Megatron and has not the name of one.
     """
     owners = _owners(optimizer)
     found = []
@@ -102,6 +106,7 @@ def local_parameters(
         modules = dict(chunk.named_modules())
         for local_name, parameter in chunk.named_parameters():
             unit, name = global_name(local_name, modules)
+            _check_kind(unit, name, parameter)
             inner, master, slice_ = owners.get(parameter, (None, None, None))
             found.append((unit, name, parameter, inner, master, slice_))
     assert len({name for _, name, *_ in found}) == len(found), "two parameters of one name"
@@ -161,6 +166,17 @@ def modules_config(model: Sequence[torch.nn.Module]) -> Any:
     while not hasattr(chunk, "config"):
         chunk = chunk.module
     return chunk.config
+
+
+def _check_kind(unit: UnitId, name: str, parameter: torch.nn.Parameter) -> None:
+    """Raise ConfigError if the name does not say of which expert a parameter is."""
+    if _is_expert(parameter) and unit.kind is not UnitKind.EXPERT:
+        raise ConfigError(
+            f"parameter {name} is an expert's (Megatron marks it with allreduce=False), and must have the "
+            "name of one: experts.local_experts.N.*, or experts.linear_fc1.weightN and the like. Other ranks "
+            "hold other experts under the same name, so it cannot be saved. Leave out the flag that makes "
+            "it (--moe-single-grouped-bias is one), or use --moe-ft-strategy none."
+        )
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:

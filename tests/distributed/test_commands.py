@@ -57,13 +57,15 @@ def test_clean_removes_memory_of_dead_jobs_only(
     left_by_a_kill: CheckpointJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = str(left_by_a_kill.memory_dir)
-    assert main(["clean", "--memory-dir", root]) == 0
+    assert main(["clean", "--memory-dir", root, "--remove"]) == 0
     assert "younger than 60 minutes; name it to remove it" in capsys.readouterr().out
-    assert (left_by_a_kill.memory_dir / "test").exists()
     assert main(["clean", "--memory-dir", root, "--job-id", "test"]) == 0
+    assert "would remove job 'test'" in capsys.readouterr().out
+    assert (left_by_a_kill.memory_dir / "test").exists()
+    assert main(["clean", "--memory-dir", root, "--job-id", "test", "--remove"]) == 0
     assert "removed job 'test'" in capsys.readouterr().out
     assert not (left_by_a_kill.memory_dir / "test").exists()
-    assert main(["clean", "--memory-dir", root, "--job-id", "test"]) == REFUSED
+    assert main(["clean", "--memory-dir", root, "--job-id", "test", "--remove"]) == REFUSED
     assert "--job-id=test has no memory" in capsys.readouterr().err
 
 

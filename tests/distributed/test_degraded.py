@@ -11,9 +11,15 @@ from pathlib import Path
 
 import psutil
 
+import pretrain_gpt_moe
+from moe_ft.engine import ending
+from moe_ft.engine.agreement import Agreement
+from moe_ft.recovery.session import Session
+from moe_ft.state.record import CapturedRecord, IterationFacts
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob
 
 DEADLINE_S = 60.0
+BROKEN_AT = 4
 
 
 def reasons(job: CheckpointJob, part: str) -> str:
@@ -40,10 +46,16 @@ def writers(job: CheckpointJob) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            words = process.cmdline()
-            if "moe_ft.engine.persist_worker" in words and str(job.storage) in words:
+            words = " ".join(process.cmdline())
+            if "persist_worker" in words and str(job.memory_dir) in words:
                 found.append(process)
     return found
+
+
+def train_with_short_pauses(flags: list[str]) -> None:
+    """Train, and do not pause for long between tries to write the last state. Runs on every rank."""
+    ending._PAUSES_S, pretrain_gpt_moe.END_GRACE_S = (0.1, 0.1), 0.5
+    pretrain_gpt_moe.main(flags)
 
 
 def test_full_disk_leaves_the_last_good_checkpoint_and_training_goes_on(
@@ -51,13 +63,14 @@ def test_full_disk_leaves_the_last_good_checkpoint_and_training_goes_on(
     expected: list[tuple[str, str]],
     mount_small: Callable[[str], Path],
 ) -> None:
-    job.storage = mount_small("6m") / "storage"
-    job.run("--moe-ft-keep", "9", storage=True).check()
+    job.storage, job.train = mount_small("6m") / "storage", train_with_short_pauses
+    job.run("--moe-ft-keep", "9", storage=True)
     assert "No space left on device" in reasons(job, "persist")
     assert job.digests() == expected
     manifests = sorted(job.storage.glob("iter_*/manifest.json"))
     assert manifests
-    job.run("--exit-interval", "1", storage=True).check()
+    shutil.rmtree(job.memory_dir / "test")
+    job.run("--exit-interval", "1", storage=True)
     restored = job.events("recovery")[0]["restored_iteration"]
     assert f"iter_{restored:07d}" in {path.parent.name for path in manifests}
 
@@ -70,9 +83,11 @@ def test_storage_that_vanishes_is_reported_and_training_goes_on(
         shutil.rmtree(job.storage)
         job.storage.write_text("a file is in its place")
 
+    job.train = train_with_short_pauses
     watcher = act_when(lambda: any(job.storage.glob("iter_*/manifest.json")), vanish)
-    job.run(storage=True).check()
+    result = job.run(storage=True)
     watcher.join()
+    assert all(result.exit_codes)
     assert reasons(job, "persist")
     assert job.digests() == expected
 
@@ -172,3 +187,110 @@ def test_degraded_part_ends_training_if_the_user_says_so(job: CheckpointJob) -> 
     outputs = result.output(0) + result.output(1)
     assert "DegradedError" in outputs
     assert "(--moe-ft-on-error=raise)" in outputs
+
+
+def test_last_state_that_storage_has_no_room_for_stays_in_memory_until_the_next_start_writes_it(
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
+    mount_small: Callable[[str], Path],
+) -> None:
+    roomy, job.storage = job.storage, mount_small("200k") / "storage"
+    job.train = train_with_short_pauses
+    result = job.run("--exit-interval", "4", storage=True)
+    assert pretrain_gpt_moe.EXIT_NOT_SAVED in result.exit_codes
+    assert all(result.exit_codes)
+    assert job.stored() == []
+    output = result.output(0) + result.output(1)
+    assert output.count("iteration 4: persist: OSError: [Errno 28]") >= 3
+    assert "the last state (iteration 4) is not on storage" in output
+    assert "The memory of the nodes still holds it" in output
+    job.storage = roomy
+    job.run(storage=True).check()
+    (recovery,) = job.events("recovery")
+    assert (recovery["restored_iteration"], set(recovery["sources"])) == (4, {"memory"})
+    assert job.stored()[-1] == 6
+    assert job.digests() == expected
+
+
+def test_exit_flag_without_storage_leaves_the_memory_to_the_next_start(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.run("--exit-interval", "4").check()
+    assert (job.memory_dir / "test").exists()
+    job.run().check()
+    (recovery,) = job.events("recovery")
+    assert set(recovery["sources"]) == {"memory"}
+    assert job.digests() == expected
+    assert not (job.memory_dir / "test").exists()
+
+
+def train_with_broken_agreement(flags: list[str]) -> None:
+    """Train; one rank votes in an iteration and never hears the result. Runs on every rank."""
+    original, num_heard = Agreement.result, 0
+
+    def result(agreement: Agreement) -> list[int]:
+        nonlocal num_heard
+        num_heard += 1
+        if os.environ["RANK"] == "1" and num_heard == BROKEN_AT:
+            raise RuntimeError("Connection closed by peer")
+        return original(agreement)
+
+    Agreement.result = result  # type: ignore[method-assign]  # this process only
+    pretrain_gpt_moe.END_GRACE_S = 0.5
+    pretrain_gpt_moe.main(flags)
+
+
+def test_ranks_that_cannot_agree_any_more_train_to_the_end_and_recover_at_the_next_start(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.train = train_with_broken_agreement
+    result = job.run(storage=True)
+    assert pretrain_gpt_moe.EXIT_NOT_SAVED in result.exit_codes
+    assert all(result.exit_codes)
+    assert job.digests() == expected
+    for rank in range(NUM_RANKS):
+        told = [line for line in job.events("degraded", rank) if line["part"] == "agreement"]
+        assert "checkpointing is off until the next start" in told[0]["reason"]
+        assert "RuntimeError" in told[0]["traceback"]
+    job.train = None
+    job.run(storage=True).check()
+    (recovery,) = job.events("recovery")
+    assert BROKEN_AT - 2 <= recovery["restored_iteration"] <= BROKEN_AT
+    assert job.stored()[-1] == 6
+    assert job.digests() == expected
+
+
+def train_with_failing_capture(flags: list[str]) -> None:
+    """Train; one rank cannot take the record of an iteration. Runs on every rank."""
+    original = Session.capture
+
+    def capture(session: Session, facts: IterationFacts) -> CapturedRecord:
+        if os.environ["RANK"] == "1" and facts.iteration == 3:
+            raise MemoryError("no room for the record")
+        return original(session, facts)
+
+    Session.capture = capture  # type: ignore[method-assign]  # this process only
+    pretrain_gpt_moe.main(flags)
+
+
+def test_snapshot_that_cannot_be_begun_on_one_rank_fails_on_all_and_later_ones_succeed(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.train = train_with_failing_capture
+    job.run(storage=True).check()
+    assert "another rank has none" in reasons(job, "snapshot")
+    (failure,) = [line for line in job.events("degraded", 1) if "MemoryError" in line["reason"]]
+    assert (failure["part"], failure["iteration"]) == ("snapshot", 3)
+    assert "no room for the record" in failure["traceback"]
+    assert job.events("snapshot", 1)[-1]["iteration"] > 3
+    assert job.stored()[-1] == 6
+    assert job.digests() == expected
+
+
+def test_writer_that_cannot_be_asked_costs_a_checkpoint(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    job.run("--moe-ft-inject-fault", "exception:1@2:persist", storage=True).check()
+    assert "InjectedFaultError" in reasons(job, "persist")
+    assert job.stored()[-1] == 6
+    assert job.digests() == expected

@@ -13,6 +13,7 @@ from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import digests, run_ranks, run_with_restarts
 from tests.recount import Recount
+from tests.unit.moe_ft.builders import manifest_of
 
 LAYERS = tuple(f"layer.{number}" for number in range(4))
 PARTIAL = ("--moe-ft-strategy", "partial", "--moe-ft-router-log", "--moe-ft-interval", "2")
@@ -381,7 +382,7 @@ def test_frozen_parts_are_never_saved_and_stay_what_they_were(job: CheckpointJob
         run_ranks(train_with_frozen_parts, 2, flags, log_dir=job.folder / "run")
     (recovery,) = job.events("recovery")
     assert set(recovery["lost_per_expert"]) == {"layer.0", "layer.2", "layer.3"}
-    units = Storage(str(job.storage)).manifest(6).units
+    units = manifest_of(Storage(str(job.storage)), 6).units
     assert {"layer.0.expert.0", "layer.2.expert.2"} <= set(units)
     frozen = ("embedding", "layer.1.expert.", "layer.2.expert.0", "layer.2.expert.1")
     assert not any(name.startswith(frozen) for name in units)
@@ -423,7 +424,7 @@ def test_part_of_an_expert_that_is_always_saved_does_not_rotate(
     counted = recount(job, 1)
     follow(counted, job, 0, 0, recovery["restored_iteration"])
     assert recovery["lost_per_expert"] == counted.recover(recovery["restored_iteration"])
-    units = Storage(str(job.storage)).manifest(6).units
+    units = manifest_of(Storage(str(job.storage)), 6).units
     assert {"layer.0.expert.0.weights", "layer.0.expert.0.moments"} <= set(units)
 
 
@@ -445,7 +446,7 @@ def test_automatic_k_takes_as_many_experts_as_forward_and_backward_hide(
     [
         (
             ("--moe-ft-strategy", "dense"),
-            "--moe-ft-strategy=dense cannot go on from",
+            "--moe-ft-strategy=dense cannot continue from",
         ),
         (
             (*PARTIAL, "--moe-ft-k-snapshot", "1", "--moe-ft-partial-covers", "optimizer"),

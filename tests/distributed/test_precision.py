@@ -7,8 +7,7 @@ import pytest
 
 from moe_ft.recovery.inspection import find_holdings, render_holdings
 from moe_ft.report import render, summarize
-from tests.checkpoint_job import NUM_ITERATIONS, TWO_NODES, CheckpointJob
-from tests.distributed.test_checkpoint_bad_input import refusal
+from tests.checkpoint_job import NUM_ITERATIONS, TWO_NODES, CheckpointJob, refusal
 
 Digests = list[tuple[str, str]]
 KILL = "kill:1@4:backward"
@@ -81,7 +80,7 @@ def test_lossy_formats_are_stated_by_the_event_log_report_and_inspect(
 
 @pytest.mark.parametrize("strategy", ["dense", "sparse"])
 def test_exact_strategy_refuses_lossy_formats(job: CheckpointJob, strategy: str) -> None:
-    line = refusal(job, *LOSSY, "--moe-ft-strategy", strategy)
+    line = refusal(job.run(*LOSSY, "--moe-ft-strategy", strategy))
     assert f"{STATE_DTYPE}={LOSSY[1]} loses precision" in line
     assert "Add --moe-ft-allow-lossy" in line
 

@@ -147,18 +147,18 @@ def test_newest_state_wins_over_load_unless_the_user_says_so(
     assert [digest for digest, _ in job.digests()] == [digest for digest, _ in expected]
 
 
-def test_nothing_usable_is_explained_and_training_starts_afresh(
+def test_memory_that_is_there_and_unusable_is_explained_and_never_overwritten_unasked(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
-    def destroy(start: int) -> None:
-        for path in job.memory_dir.rglob("region_*.json"):
-            path.write_bytes(path.read_bytes()[:-5])
-
-    results = job.run_with_faults(KILL, between=destroy)
-    output = results[-1].output(0)
-    assert "nothing to recover from was found in the memory of job 'test'" in output
-    assert "region_0.json is not a complete file of moe_ft" in output
-    assert job.events("start")[1]["iteration"] == 0
+    job.run("--moe-ft-inject-fault", KILL)
+    for path in job.memory_dir.rglob("region_*.json"):
+        path.write_bytes(path.read_bytes()[:-5])
+    result = job.run()
+    assert result.exit_codes[0] == 2
+    assert "none of it can be used: memory of node" in result.output(0)
+    assert "region_0.json is not a complete file of moe_ft" in result.output(0)
+    job.run("--moe-ft-recover-from", "load").check()
+    assert job.events("start")[-1]["iteration"] == 0
     assert job.digests() == expected
 
 

@@ -13,6 +13,7 @@ BASE = (
     "config_fields",
     "strategy_config",
     "config",
+    "directories",
     "units",
     "topology",
     "events",

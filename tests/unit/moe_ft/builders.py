@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +13,19 @@ import torch
 
 from moe_ft.engine.checks import check_units
 from moe_ft.engine.layout import FileLayout, lay_out, lay_out_window
+from moe_ft.engine.manifests import find_manifests, read_manifest, write_manifest
 from moe_ft.engine.peers import Replica
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag, rank_path
 from moe_ft.formats import (
     FORMAT,
+    History,
     Identity,
     Index,
     Manifest,
     ParameterEntry,
+    Start,
     TensorEntry,
     UnitEntry,
     checksum,
@@ -32,19 +35,39 @@ from moe_ft.record_formats import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level, UnitId, UnitKind
 
-History = tuple[tuple[int, int], ...]
-FRESH: History = ((0, 0),)
+FRESH = ((0, 0),)
 GATHER_DEADLINE_S = 30.0
 
 
+def numbers(seed: str, num_bytes: int) -> bytes:
+    """Return random bytes that are finite numbers, as 16-bit and 32-bit floats."""
+    content = bytearray(random.Random(seed).randbytes(num_bytes))
+    content[1::2] = bytes(byte & 0x3F for byte in content[1::2])
+    return bytes(content)
+
+
+def make_history(starts: Sequence[tuple[int, int]], lineage: str = "run-a") -> History:
+    """Return the history of starts of which each has found those before: number and iteration of each."""
+    return tuple(
+        Start(number=number, resumed_at=at, name=f"{lineage}-{number}-{at}")
+        for number, at in starts
+    )
+
+
 def make_identity(
-    lineage: str = "run-a", history: History = FRESH, *, world_size: int = 1, job_id: str = "job"
+    lineage: str = "run-a",
+    history: Sequence[tuple[int, int]] = FRESH,
+    *,
+    world_size: int = 1,
+    job_id: str = "job",
+    superseded: tuple[str, ...] = (),
 ) -> Identity:
     """Return who wrote something."""
     return Identity(
         job_id=job_id,
         lineage=lineage,
-        history=history,
+        history=make_history(history, lineage),
+        superseded=superseded,
         fingerprint={"--hidden-size": 64, "--seed": 1},
         world_size=world_size,
         strategy="dense",
@@ -97,7 +120,7 @@ def make_state(
         )
         for unit in units
     )
-    data = random.Random(f"{rank} {iteration}").randbytes(layout.num_bytes - len(layout.header))
+    data = numbers(f"{rank} {iteration}", layout.num_bytes - len(layout.header))
     content = layout.header + data
     index = Index(
         format=FORMAT,
@@ -222,8 +245,8 @@ def make_window(
         return found
 
     layout = lay_out_window([contents(each) for each in range(length)], WINDOW_FILE_BYTES)
-    seed = random.Random(f"{rank} {first_iteration} {length}")
-    content = layout.header + seed.randbytes(layout.num_bytes - len(layout.header))
+    seed = f"{rank} {first_iteration} {length}"
+    content = layout.header + numbers(seed, layout.num_bytes - len(layout.header))
 
     def entries(position: int, level: Level) -> dict[str, UnitEntry]:
         return {
@@ -295,7 +318,7 @@ def persist_window(
         window = make_window(rank, first, length, identity, file=name)
         storage.write(data_path, [memoryview(window.content)])
         storage.write_atomically(rank_path(iteration, rank, tag, "json"), encode(window.index))
-    return storage.write_manifest(iteration, tag, identity.world_size)
+    return write_manifest(storage, iteration, tag, identity.world_size)
 
 
 def replica_of(
@@ -325,7 +348,13 @@ def persist_checkpoint(storage: Storage, iteration: int, identity: Identity) -> 
     """Write the files of all ranks and the manifest."""
     for rank in range(identity.world_size):
         persist_rank(storage, rank, iteration, identity)
-    return storage.write_manifest(iteration, file_tag(identity), identity.world_size)
+    return write_manifest(storage, iteration, file_tag(identity), identity.world_size)
+
+
+def manifest_of(storage: Storage, iteration: int) -> Manifest:
+    """Return the only manifest of an iteration; raises if there is none, or there are several."""
+    (path,) = find_manifests(storage, iteration)
+    return read_manifest(storage, path)
 
 
 def complete_iterations(storage: Storage) -> list[int]:
@@ -336,17 +365,21 @@ def complete_iterations(storage: Storage) -> list[int]:
     """
     complete = []
     for iteration in storage.iterations():
-        if not storage.has_manifest(iteration):
+        if not (paths := find_manifests(storage, iteration)):
             continue
-        manifest = storage.manifest(iteration)
-        assert [file.rank for file in manifest.files] == list(range(manifest.identity.world_size))
-        for file in manifest.files:
-            assert checksum(storage.read(file.index)) == file.index_checksum
-            content = storage.read(file.data)
-            assert len(content) == file.num_bytes
-            check_units(storage.index(file.index), {"": memoryview(content)}, file.data)
+        for manifest in [read_manifest(storage, path) for path in paths]:
+            _check_all(storage, manifest)
         complete.append(iteration)
     return complete
+
+
+def _check_all(storage: Storage, manifest: Manifest) -> None:
+    assert [file.rank for file in manifest.files] == list(range(manifest.identity.world_size))
+    for file in (*manifest.files, *manifest.older):
+        assert checksum(storage.read(file.index)) == file.index_checksum
+        content = storage.read(file.data)
+        assert len(content) == file.num_bytes
+        check_units(storage.index(file.index), {"": memoryview(content)}, file.data)
 
 
 def make_optimizer(*masters: torch.Tensor, kind: str = "adam") -> Any:
@@ -394,7 +427,7 @@ def put_in_slot(
 ) -> tuple[str, UnitEntry]:
     """Put a version of an expert into a slot of an open pool; expert and iteration decide the bytes."""
     name = str(rotating_unit(expert))
-    content = random.Random(f"{name} {iteration}").randbytes(4 * num_elements)
+    content = numbers(f"{name} {iteration}", 4 * num_elements)
     offset = pool.offset_of(slot)
     pool.mapping[offset : offset + len(content)] = content
     return name, UnitEntry(

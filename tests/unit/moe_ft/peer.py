@@ -1,8 +1,14 @@
 """A rank that keeps replicas of another one in its node's memory, over real connections."""
 
+import socket
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
+from moe_ft.engine.background import Reports
 from moe_ft.engine.memory import ReplicaMemory
+from moe_ft.engine.peer_authentication import answer_challenge, receive_challenge
+from moe_ft.engine.peer_messages import Deadline
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.peers import PeerConnection
 from moe_ft.engine.regions import Region, replica_directory
@@ -14,14 +20,32 @@ from tests.unit.moe_ft.builders import make_state
 TOKEN = "0123456789abcdef"
 HOST = "127.0.0.1"
 SOURCE, HOLDER = 3, 7
+DEADLINE_S = 30.0
 
 
 def no_fault(phase: Phase, iteration: int) -> None:
     """Inflict nothing."""
 
 
+def authenticated(address: tuple[str, int], token: str = TOKEN) -> socket.socket:
+    """Return a connection to a server whose two sides know the token."""
+    connection = socket.create_connection(address, DEADLINE_S)
+    deadline = Deadline(DEADLINE_S)
+    answer_challenge(connection, token, receive_challenge(connection, deadline), deadline)
+    return connection
+
+
+def served_connections() -> list[threading.Thread]:
+    """Return the threads in which peers serve connections."""
+    return [each for each in threading.enumerate() if each.name == "moe_ft-peer-connection"]
+
+
 class Peer:
-    """A rank that keeps replicas of another one, and files that it serves."""
+    """A rank that keeps replicas of another one, and files that it serves.
+
+    Attributes:
+        reports: what it says of its own failures.
+    """
 
     def __init__(self, tmp_path: Path, region_bytes: int = 0) -> None:
         self.node_dir = tmp_path / "node"
@@ -33,7 +57,8 @@ class Peer:
             region.open()
         self.server.start()
         self.server.admit(TOKEN)
-        self.server.keep({SOURCE: ReplicaMemory(regions=tuple(self.regions), pool=None)})
+        self.reports = Reports()
+        self.keep({SOURCE: ReplicaMemory(regions=tuple(self.regions), pool=None)})
         self.connections: list[PeerConnection] = []
 
     @property
@@ -47,6 +72,15 @@ class Peer:
             address=self.server.address,
             region_bytes=self.size,
         )
+
+    def keep(self, replicas: Mapping[int, ReplicaMemory]) -> None:
+        """Accept replicas into this memory."""
+        self.server.keep(replicas, self.reports)
+
+    def connect_raw(self) -> socket.socket:
+        """Return a connection that was let in, over which the caller says what it likes."""
+        assert self.server.address is not None
+        return authenticated(self.server.address)
 
     def connect(self, token: str = TOKEN) -> PeerConnection:
         """Return a connection that is closed with the peer."""

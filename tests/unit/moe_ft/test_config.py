@@ -1,20 +1,23 @@
 """Rules on --moe-ft-* values."""
 
-from dataclasses import fields
+import os
+from dataclasses import fields, replace
 
 import pytest
 
 from moe_ft.config import (
+    DEFAULT_MEMORY_DIR,
     FaultConfig,
     MemoryConfig,
     MoeFtConfig,
     ObservabilityConfig,
     PartialConfig,
     RecoveryConfig,
+    SparseConfig,
     StorageConfig,
     StrategyConfig,
 )
-from moe_ft.config_fields import flag_of, parse_size
+from moe_ft.config_fields import flag_of, parse_size, size_text
 from moe_ft.errors import ConfigError
 
 LOG = ObservabilityConfig(event_log="events")
@@ -223,6 +226,24 @@ def test_text_that_is_no_size_is_refused(text: str) -> None:
         parse_size("staging_bytes", text)
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (300_000, "292.97 KiB"),
+        (3 << 20, "3.00 MiB"),
+        ((1 << 30) - 1, "1024.00 MiB"),
+        (3 << 29, "1.50 GiB"),
+        (1 << 40, "1.00 TiB"),
+        (1 << 52, "4096.00 TiB"),
+    ],
+)
+def test_size_for_people_is_in_a_unit_that_fits(num_bytes: int, text: str) -> None:
+    assert size_text(num_bytes) == text
+
+
 def test_flag_of_a_field_has_dashes() -> None:
     assert flag_of("event_log") == "--moe-ft-event-log"
 
@@ -311,3 +332,94 @@ def test_k_beyond_the_experts_is_refused(partial: PartialConfig, message: str) -
 
 def test_k_up_to_the_experts_is_accepted() -> None:
     PartialConfig(k_snapshot="2", k_persist=2).check_experts(2)
+
+
+def test_default_memory_directory_is_each_users_own() -> None:
+    assert f"/dev/shm/moe_ft_{os.geteuid()}" == DEFAULT_MEMORY_DIR
+
+
+@pytest.mark.parametrize("value", ["", " "])
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("memory", "memory_dir"),
+        ("memory", "job_id"),
+        ("memory", "node_id"),
+        ("memory", "host_memory_limit"),
+        ("storage", "persist_dir"),
+        ("observability", "event_log"),
+        ("precision", "state_dtype"),
+        ("partial", "k_snapshot"),
+    ],
+)
+def test_flag_without_a_value_is_refused(part: str, name: str, value: str) -> None:
+    default = getattr(MoeFtConfig(), part)
+    config = replace(MoeFtConfig(), **{part: replace(default, **{name: value})})
+    message = rf"{flag_of(name)}={value} is empty: an unset variable\? Give a value, or leave"
+    with pytest.raises(ConfigError, match=message):
+        config.validate(world_size=1)
+
+
+def test_directories_are_checked_with_the_other_settings() -> None:
+    config = MoeFtConfig(
+        memory=MemoryConfig(memory_dir="/x"), storage=StorageConfig(persist_dir="/x/y")
+    )
+    with pytest.raises(ConfigError, match="must not be the same directory or one in the other"):
+        config.validate(world_size=1)
+
+
+def test_defaults_warn_of_nothing() -> None:
+    assert MoeFtConfig().warnings(None) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "warning"),
+    [
+        (
+            MoeFtConfig(strategy=StrategyConfig(strategy="dense"), sparse=SparseConfig(window="3")),
+            "--moe-ft-window changes nothing with --moe-ft-strategy=dense: it is for sparse",
+        ),
+        (
+            MoeFtConfig(
+                strategy=StrategyConfig(strategy="sparse"), partial=PartialConfig(k_snapshot="2")
+            ),
+            "--moe-ft-k-snapshot changes nothing with --moe-ft-strategy=sparse: it is for partial",
+        ),
+        (
+            MoeFtConfig(storage=StorageConfig(persist_dir="/x")),
+            "--moe-ft-persist-dir changes nothing with --moe-ft-strategy=none: it is for a strategy",
+        ),
+        (
+            MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@10",))),
+            "--moe-ft-inject-fault kill:0@10:forward never happens: training ends at iteration 10",
+        ),
+        (
+            MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@11:persist",))),
+            "--moe-ft-inject-fault kill:0@11:persist never happens: training ends at iteration 10",
+        ),
+    ],
+)
+def test_setting_that_changes_nothing_is_warned_about(config: MoeFtConfig, warning: str) -> None:
+    assert config.warnings(train_iterations=10) == [warning]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MoeFtConfig(strategy=StrategyConfig(strategy="sparse"), sparse=SparseConfig(window="3")),
+        MoeFtConfig(
+            strategy=StrategyConfig(strategy="partial"), partial=PartialConfig(k_snapshot="2")
+        ),
+        MoeFtConfig(
+            strategy=StrategyConfig(strategy="dense"), storage=StorageConfig(persist_dir="/x")
+        ),
+        MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@9", "kill:0@10:persist"))),
+    ],
+)
+def test_setting_that_is_used_is_not_warned_about(config: MoeFtConfig) -> None:
+    assert config.warnings(train_iterations=10) == []
+
+
+def test_fault_of_a_run_of_unknown_length_is_not_warned_about() -> None:
+    config = MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@1000",)))
+    assert config.warnings(None) == []

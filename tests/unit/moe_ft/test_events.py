@@ -1,12 +1,15 @@
 """The event log survives what kills its writer."""
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_ft import events
 from moe_ft.events import (
     EventLog,
     Progress,
@@ -15,6 +18,8 @@ from moe_ft.events import (
     progress_path,
     ranks_with_events,
     read_events,
+    read_lines,
+    read_lines_backwards,
     read_progress,
 )
 from moe_ft.faults import Phase
@@ -52,6 +57,99 @@ def test_torn_last_line_is_passed_over_and_does_not_spoil_the_next(
     log = started(tmp_path, incarnation=1)
     log.write("iteration", 2)
     assert [line["iteration"] for line in read_events(event_path(tmp_path, 0))] == [1, 2]
+
+
+ODD_LINES = {
+    "no incarnation": b'{"event":"start","iteration":0}',
+    "incarnation in words": b'{"event":"start","iteration":0,"incarnation":"two"}',
+    "incarnation that is a truth value": b'{"event":"start","iteration":0,"incarnation":true}',
+    "negative incarnation": b'{"event":"start","iteration":0,"incarnation":-3}',
+    "incarnation of 71 bits": b'{"event":"start","iteration":0,"incarnation":2361183241434822606848}',
+    "no iteration": b'{"event":"start","incarnation":9}',
+    "event without a name": b'{"event":["start"],"iteration":0,"incarnation":9}',
+    "list": b'[{"event":"start"}]',
+    "number": b"9",
+    "nested brackets": b"[" * 200_000 + b"]" * 200_000,
+    "bytes that are no text": bytes(range(256)).replace(b"\n", b""),
+    "zeros of a crashed host": bytes(5000),
+    "beginning of an event": b'{"event":"start","iteration":0,"incarnation":9',
+}
+
+
+@pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES)
+def test_line_that_is_no_event_is_passed_over_when_starts_are_counted(
+    line: bytes, tmp_path: Path
+) -> None:
+    started(tmp_path, incarnation=7).write("iteration", 1)
+    with event_path(tmp_path, 0).open("ab") as file:
+        file.write(line + b"\n")
+    assert last_incarnation(tmp_path, 0) == 7
+
+
+def test_starts_are_counted_before_lines_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
+    log = started(tmp_path, incarnation=7)
+    # DeepSeek-V3 has 58 MoE layers of 256 experts.
+    log.write("router_load", 101, tokens={f"layer.{n}": [10_000] * 256 for n in range(58)})
+    log.close()
+    whole = event_path(tmp_path, 0).read_bytes()
+    assert len(whole) > events._FIRST_BLOCK_BYTES
+    event_path(tmp_path, 0).write_bytes(whole + whole[: len(whole) // 2])
+    assert last_incarnation(tmp_path, 0) == 7
+
+
+def test_no_more_than_the_end_of_an_endless_log_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_MAX_TAIL_BYTES", 1 << 20)
+    started(tmp_path, incarnation=7).write("iteration", 1)
+    os.truncate(event_path(tmp_path, 0), 1 << 36)  # 64 GiB of zeros that take no room
+    assert last_incarnation(tmp_path, 0) == -1
+
+
+@given(st.lists(st.one_of(st.just(b""), st.binary(max_size=40), st.just(b"event")), max_size=30))
+def test_lines_from_the_end_are_those_from_the_beginning(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
+) -> None:
+    path = tmp_path_factory.mktemp("events") / "rank_00000.jsonl"
+    whole = [
+        json.dumps({"event": "x", "iteration": n, "incarnation": 0}).encode() for n in range(30)
+    ]
+    path.write_bytes(
+        b"\n".join(
+            event if line == b"event" else line for line, event in zip(lines, whole, strict=False)
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(events, "_FIRST_BLOCK_BYTES", 3)
+        assert list(read_lines_backwards(path)) == list(read_lines(path))[::-1]
+
+
+def test_log_without_a_single_event_is_continued_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    event_path(tmp_path, 0).write_text('{"event":"start"}\n')
+    assert last_incarnation(tmp_path, 0) == -1
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert "rank_00000.jsonl holds no events that can be read: rank 0 counts" in errors
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, make_pipe], ids=["directory", "pipe"])
+@pytest.mark.parametrize("path_of", [event_path, progress_path])
+def test_log_that_is_no_file_is_given_up_with_a_line(
+    make: Callable[[Path], None],
+    path_of: Callable[[Path, int], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make(path_of(tmp_path, 0))
+    assert last_incarnation(tmp_path, 0) == -1
+    started(tmp_path).write("iteration", 1)
+    assert capsys.readouterr().err.count("rank 0 writes no more events") == 1
 
 
 def test_progress_is_the_last_phase_entered(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from moe_ft.formats import (
     IndexHead,
     Manifest,
     ParameterEntry,
+    Start,
     TensorEntry,
     UnitEntry,
     UnitSource,
@@ -46,14 +47,17 @@ JSON = st.recursive(
     max_leaves=6,
 )
 SETTINGS = st.dictionaries(NAMES, JSON, max_size=3)
+STARTS = st.builds(Start, number=COUNTS, resumed_at=COUNTS, name=NAMES, is_chosen=st.booleans())
 IDENTITIES = st.builds(
     Identity,
     job_id=NAMES,
     lineage=NAMES,
-    history=st.lists(st.tuples(COUNTS, COUNTS), min_size=1, max_size=3).map(tuple),
+    history=st.lists(STARTS, min_size=1, max_size=3).map(tuple),
     fingerprint=SETTINGS,
     world_size=st.integers(1, 10**5),
     strategy=NAMES,
+    superseded=st.lists(NAMES, max_size=2).map(tuple),
+    began_with=NAMES,
 )
 GAPS = st.lists(st.tuples(COUNTS, COUNTS), max_size=2).map(tuple)
 FILES = st.builds(
@@ -179,6 +183,7 @@ def indexes(draw: st.DrawFn) -> Index:
         window=window,
         num_snapshots=num_snapshots,
         compute=tuple(draw(held) for _ in range(num_snapshots)) if window > 1 else (),
+        complete_iteration=draw(st.none() | COUNTS),
     )
 
 
@@ -388,6 +393,10 @@ def change(path: str, value: object) -> Change:
         (change("identity.world_size", 0), "form of Index.*world_size"),
         (change("identity.history", []), "belongs to no incarnation"),
         (change("identity.history", [[0]]), "form of Index.*history"),
+        (change("identity.history", [[0, -1]]), "form of Index.*history"),
+        (change("identity.history", [[0, 0, "a", 1]]), "form of Index.*history"),
+        (change("identity.superseded", "a"), "form of Index.*superseded"),
+        (change("complete_iteration", -1), "form of Index.*complete_iteration"),
         (lambda body: body.pop("node"), "form of Index.*node"),
         (lambda body: body["identity"].pop("lineage"), "form of Index.*lineage"),
         (change("units.embedding.offset", -64), "form of Index.*offset"),

@@ -238,6 +238,13 @@ def test_snapshots_of_a_given_window_stand_beside_a_dense_one(sparse: Plan) -> N
     assert row(text, "dense")[1:] == ["10.4", ""]
 
 
+def test_window_of_more_snapshots_than_units_is_warned_of(sparse: Plan) -> None:
+    warning = r"warning: --window=100000 is more than the (\d+) units .* Give at most \1, or auto\."
+    found = re.search(warning, sparse(*SMALL, "--window", "100000"))
+    assert found
+    assert "warning" not in sparse(*SMALL, "--window", found[1])
+
+
 def test_window_is_chosen_so_that_its_largest_snapshot_fits_an_iteration(sparse: Plan) -> None:
     text = sparse(*SMALL, *MEASURED)
     assert "window 3, the shortest whose snapshots fit" in text

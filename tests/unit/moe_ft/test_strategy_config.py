@@ -18,7 +18,10 @@ NAN, INFINITY = float("nan"), float("inf")
         ),
         (SparseConfig(window="-2"), "--moe-ft-window=-2 must be a whole number, at least 1"),
         (SparseConfig(window="2.0"), "--moe-ft-window=2.0 must be a whole number, at least 1"),
-        (SparseConfig(window=""), "--moe-ft-window= must be a whole number, at least 1, or auto"),
+        (
+            SparseConfig(window=""),
+            "--moe-ft-window= (must be a whole number, at least 1, or auto|is empty)",
+        ),
         (SparseConfig(window="Auto"), "--moe-ft-window=Auto must be a whole number, at least 1"),
         (
             SparseConfig(max_window=0),

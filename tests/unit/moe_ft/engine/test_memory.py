@@ -4,13 +4,22 @@ from pathlib import Path
 
 import pytest
 
+from moe_ft.engine.job_directory import entered_job
 from moe_ft.engine.memory import RankMemory, holds, num_regions
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import own_directory, replica_directory
+from moe_ft.formats import Start
 from moe_ft.topology import RankInfo, Topology
-from tests.unit.moe_ft.builders import WINDOW_FILE_BYTES, fill_region, fill_window, make_state
+from tests.unit.moe_ft.builders import (
+    WINDOW_FILE_BYTES,
+    fill_region,
+    fill_window,
+    make_identity,
+    make_state,
+)
 
 SIZE = len(make_state()[1])
+START, OTHER_START = make_identity("run-a").start, make_identity("run-b").start
 
 
 def info(rank: int, node: str, *, num_slots: int = 3, region_bytes: int = SIZE) -> RankInfo:
@@ -68,7 +77,7 @@ def test_regions_and_replicas_of_the_recovered_state_get_its_iteration(tmp_path:
     fill_region(own_directory(tmp_path / "a", 0), 0, iteration=4)
     fill_region(replica_directory(tmp_path / "a", 2, 0), 0, rank=2, iteration=5)
     memory = memory_of(tmp_path)
-    memory.open(("run-a", 5))
+    memory.open((START, 5))
     assert [region.iteration for region in memory.regions] == [None, 5]
     assert [region.iteration for region in memory.replicas[2].regions] == [5, None]
 
@@ -80,13 +89,13 @@ def test_nothing_is_kept_after_a_fresh_start(tmp_path: Path) -> None:
     assert [region.iteration for region in memory.regions] == [None, None]
 
 
-@pytest.mark.parametrize(("lineage", "iteration"), [("run-b", 5), ("run-a", 6)])
+@pytest.mark.parametrize(("start", "iteration"), [(OTHER_START, 5), (START, 6)])
 def test_region_of_another_state_does_not_hold_it(
-    tmp_path: Path, lineage: str, iteration: int
+    tmp_path: Path, start: Start, iteration: int
 ) -> None:
     region, _ = fill_region(tmp_path)
-    assert holds(region.index_path, "run-a", 5)
-    assert not holds(region.index_path, lineage, iteration)
+    assert holds(region.index_path, START, 5)
+    assert not holds(region.index_path, start, iteration)
 
 
 @pytest.mark.parametrize("num_snapshots", [1, 2, 3])
@@ -94,7 +103,7 @@ def test_region_holds_a_state_only_if_its_window_is_whole(
     tmp_path: Path, num_snapshots: int
 ) -> None:
     region, _ = fill_window(tmp_path, num_snapshots=num_snapshots)
-    assert holds(region.index_path, "run-a", 4 + num_snapshots) == (num_snapshots == 3)
+    assert holds(region.index_path, START, 4 + num_snapshots) == (num_snapshots == 3)
 
 
 def test_window_that_is_not_whole_is_free_to_be_overwritten_after_a_recovery(
@@ -106,15 +115,15 @@ def test_window_that_is_not_whole_is_free_to_be_overwritten_after_a_recovery(
     fill_window(directory, 0, first_iteration=6, num_snapshots=2)
     fill_window(directory, 1, first_iteration=5)
     memory = RankMemory(tmp_path / "a", 0, topology, [], persists=False)
-    memory.open(("run-a", 7))
+    memory.open((START, 7))
     assert [region.iteration for region in memory.regions] == [None, 7]
 
 
 def test_region_without_an_index_or_with_a_corrupt_one_holds_nothing(tmp_path: Path) -> None:
     region, _ = fill_region(tmp_path)
-    assert not holds(tmp_path / "region_9.json", "run-a", 5)
+    assert not holds(tmp_path / "region_9.json", START, 5)
     region.index_path.write_bytes(b"{}")
-    assert not holds(region.index_path, "run-a", 5)
+    assert not holds(region.index_path, START, 5)
 
 
 def test_regions_of_another_size_stay_beside_the_new_ones_until_they_are_left_over(
@@ -182,7 +191,8 @@ def test_files_that_are_not_of_moe_ft_are_not_left_over(tmp_path: Path) -> None:
 
 def test_lowest_rank_removes_the_nodes_memory_at_a_clean_end(tmp_path: Path) -> None:
     memory = memory_of(tmp_path / "job")
-    memory.open(None)
+    with entered_job(tmp_path / "job", timeout_s=1.0):
+        memory.open(None)
     memory.close()
     memory.remove()
     assert not (tmp_path / "job").exists()

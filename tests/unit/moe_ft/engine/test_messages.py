@@ -55,6 +55,60 @@ def test_failure_is_logged_each_time_and_printed_once_in_a_while(
     ]
 
 
+def test_every_failure_at_the_end_of_training_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = of_rank()
+    for _ in range(2):
+        told.reports.degraded("persist", 6, "no room")
+        told.drain(lambda report: None, is_ending=True)
+    assert capsys.readouterr().err.count("iteration 6: persist: no room") == 2
+
+
+def test_failure_at_the_end_of_training_raises_nothing() -> None:
+    told = of_rank(raises=True)
+    told.reports.degraded("persist", 6, "no room")
+    told.drain(lambda report: None, is_ending=True)
+
+
+def test_exception_is_logged_with_its_traceback_and_told_on_one_line() -> None:
+    told = of_rank()
+    with told.reports.catching("snapshot", 3):
+        raise ValueError("two\nlines")
+    (report,) = drained(told)
+    assert report.fields["reason"] == "ValueError: two lines"
+    assert "test_messages.py" in report.fields["traceback"]
+
+
+def test_event_that_cannot_be_logged_costs_only_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    told, found = of_rank(), list[str]()
+
+    def log(report: Report) -> None:
+        if report.event == "snapshot":
+            raise ConnectionError("the logging service is away")
+        found.append(report.event)
+
+    told.reports.add("snapshot", 1)
+    told.reports.add("persist", 1)
+    told.drain(log)
+    assert found == ["persist"]
+    assert "log: event snapshot: ConnectionError: the logging service is away" in (
+        capsys.readouterr().err
+    )
+
+
+def test_failure_is_no_error_when_nobody_reads_standard_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def write(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(messages, "print", write, raising=False)
+    told = of_rank()
+    told.reports.degraded("persist", 1, "no room")
+    assert len(drained(told)) == 1
+
+
 def test_failures_of_different_parts_are_all_printed(capsys: pytest.CaptureFixture[str]) -> None:
     told = of_rank()
     told.reports.degraded("persist", 1, "no room")

@@ -160,3 +160,17 @@ def test_window_says_how_large_its_snapshots_were_and_what_its_strategy_says() -
 
 def test_window_of_a_strategy_without_facts_says_nothing() -> None:
     assert open_window(1, [COMPLETE]).facts() == {}
+
+
+def test_window_whose_first_snapshot_cannot_be_begun_has_failed() -> None:
+    window = open_window(3, [])
+    window.break_off()
+    assert window.state is FAILED
+    assert window.last is None
+
+
+def test_window_that_breaks_off_waits_for_the_snapshot_before() -> None:
+    window = open_window(3, [RUNNING])
+    window.break_off()
+    assert window.has_failed
+    assert window.state is RUNNING

@@ -1,21 +1,28 @@
 """Replicas over real connections: they arrive bit for bit, and nothing that is wrong replaces one."""
 
 import socket
-import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import pytest
 
 from moe_ft.engine.background import Report, Reports
 from moe_ft.engine.memory import ReplicaMemory
-from moe_ft.engine.peer_messages import Reply
-from moe_ft.engine.peer_server import PeerServer
-from moe_ft.engine.peers import PeerConnection, PeerReplicator, own_host
+from moe_ft.engine.peer_authentication import challenge_client
+from moe_ft.engine.peer_messages import (
+    Deadline,
+    Reply,
+    receive,
+    receive_header,
+    send,
+    send_all,
+)
+from moe_ft.engine.peers import PeerConnection, PeerReplicator
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
@@ -30,9 +37,7 @@ from tests.unit.moe_ft.builders import (
     replica_of,
     rotating_unit,
 )
-from tests.unit.moe_ft.peer import HOLDER, HOST, SOURCE, TOKEN, Peer, no_fault
-
-DEADLINE_S = 30.0
+from tests.unit.moe_ft.peer import DEADLINE_S, HOLDER, HOST, SOURCE, TOKEN, Peer, no_fault
 
 
 @pytest.fixture
@@ -257,9 +262,9 @@ def test_replica_that_arrives_slowly_but_steadily_is_not_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # More than the buffers of a connection hold, over a link that takes longer than the time without
-    # progress that is allowed, but is never silent for as long.
-    for module in ("peers", "peer_server"):
-        monkeypatch.setattr(f"moe_ft.engine.{module}.PROGRESS_TIMEOUT_S", 0.6)
+    # progress that is allowed, but is never silent for as long, and faster than the slowest rate.
+    monkeypatch.setattr("moe_ft.engine.peer_messages.PROGRESS_TIMEOUT_S", 0.6)
+    monkeypatch.setattr("moe_ft.engine.peer_messages.SLOWEST_BYTES_PER_S", 1e6)
     region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=1_000_000)
     with (
         SlowReceiver(index.file_bytes) as receiver,
@@ -268,50 +273,68 @@ def test_replica_that_arrives_slowly_but_steadily_is_not_given_up(
         connection.put(replica_of(region, index, 4), (), no_fault)
 
 
-class SlowReceiver:
-    """Takes a replica, the first part of it in small pieces at intervals, and says that all is well."""
+def test_peer_that_reads_a_trickle_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It is never silent for long, and slower than the slowest rate.
+    monkeypatch.setattr("moe_ft.engine.peer_messages.PROGRESS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("moe_ft.engine.peer_messages.SLOWEST_BYTES_PER_S", 1e9)
+    region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=1_000_000)
+    with (
+        SlowReceiver(index.file_bytes) as receiver,
+        closing(PeerConnection(receiver.address, TOKEN)) as connection,
+        pytest.raises(TimeoutError),
+    ):
+        connection.put(replica_of(region, index, 4), (), no_fault)
 
-    def __init__(self, data_bytes: int) -> None:
-        self._data_bytes = data_bytes
-        self._should_end = threading.Event()
+
+class FakePeer:
+    """A peer that lets one connection in, after it closed some, and does with it what a test wants."""
+
+    def __init__(self, act: Callable[[socket.socket], None], num_closed: int = 0) -> None:
+        self._act, self._num_closed = act, num_closed
         self._listener = socket.create_server((HOST, 0))
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        self.should_end = threading.Event()
         self.address: tuple[str, int] = (HOST, self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._serve)
 
-    def __enter__(self) -> "SlowReceiver":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._should_end.set()
-        self._listener.close()
+        self.should_end.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(DEADLINE_S)
+        self._listener.close()
 
     def _serve(self) -> None:
-        connection, _ = self._listener.accept()
-        with connection, suppress(OSError):  # the sender may give up, which it says itself
-            connection.settimeout(DEADLINE_S)
-            (length,) = struct.unpack(">I", self._read(connection, 4))
-            header = msgspec.json.decode(self._read(connection, length))
-            self._read(connection, header["index_bytes"])
-            for _ in range(12):
-                self._read(connection, 1 << 20)
-                self._should_end.wait(0.15)  # this is how slow the link is
-            self._read(connection, self._data_bytes - (12 << 20))
-            encoded = msgspec.json.encode(Reply())
-            connection.sendall(struct.pack(">I", len(encoded)) + encoded)
+        with suppress(OSError):  # the other side may give up, which it says itself
+            for _ in range(self._num_closed):
+                self._listener.accept()[0].close()
+            with self._listener.accept()[0] as connection:
+                challenge_client(connection, TOKEN, Deadline(DEADLINE_S))
+                self._act(connection)
 
-    @staticmethod
-    def _read(connection: socket.socket, num_bytes: int) -> bytes:
-        parts = []
-        while num_bytes:
-            part = connection.recv(min(num_bytes, 1 << 16))
-            if not part:
-                return b""
-            parts.append(part)
-            num_bytes -= len(part)
-        return b"".join(parts)
+
+class SlowReceiver(FakePeer):
+    """Takes a replica, the first part of it in small pieces at intervals, and says that all is well."""
+
+    def __init__(self, data_bytes: int) -> None:
+        super().__init__(self._take)
+        self._data_bytes = data_bytes
+
+    def _take(self, connection: socket.socket) -> None:
+        deadline = Deadline(DEADLINE_S)
+        header = msgspec.json.decode(receive_header(connection, deadline))
+        receive(connection, header["index_bytes"], deadline)
+        for _ in range(12):
+            receive(connection, 1 << 20, deadline)
+            self.should_end.wait(0.15)  # this is how slow the link is
+        receive(connection, self._data_bytes - (12 << 20), deadline)
+        send(connection, Reply(), deadline)
 
 
 # Replicas with a pool
@@ -328,7 +351,7 @@ class Sender:
         directory = self.peer.regions[0].directory
         self.pool, self.replica = self.make_pool(tmp_path / "own"), self.make_pool(directory)
         memory = ReplicaMemory(regions=tuple(self.peer.regions), pool=self.replica)
-        self.peer.server.keep({SOURCE: memory})
+        self.peer.keep({SOURCE: memory})
         self.replicator = PeerReplicator([self.peer.info], TOKEN, reports, no_fault)
         self.connection = self.replicator._pairs[HOLDER].connection
         self.sent: list[tuple[str, ...]] = []
@@ -504,24 +527,63 @@ def test_peer_that_comes_back_gets_the_next_replica(
     assert [report.event for report in reports.drain()] == ["degraded", "replicate"]
 
 
-def test_peer_that_does_not_read_is_given_up_after_a_time_without_progress(
-    tmp_path: Path, reports: Reports, monkeypatch: pytest.MonkeyPatch
+def test_peer_that_does_not_say_a_word_is_given_up(
+    tmp_path: Path, peer: Peer, reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_ft.engine.peers.PROGRESS_TIMEOUT_S", 0.2)
     region, index = own_state(tmp_path, 5)
     with socket.create_server((HOST, 0)) as listener:
-        silent = RankInfo(
-            rank=9,
-            node="node-c",
-            stage=0,
-            pid=1,
-            address=(HOST, listener.getsockname()[1]),
-            region_bytes=index.file_bytes,
-        )
+        address = (HOST, listener.getsockname()[1])
+        silent = msgspec.convert({**info_fields(peer.info), "address": address}, RankInfo)
         replicator = PeerReplicator([silent], TOKEN, reports, no_fault)
         replicator.replicate(replica_of(region, index, 4))
         replicator.close()
-    assert "rank 9 did not take the replica: TimeoutError" in only(reports).fields["reason"]
+    reason = only(reports).fields["reason"]
+    assert f"rank {HOLDER} did not take the replica: TimeoutError" in reason
+
+
+def test_peer_that_lets_in_and_does_not_read_is_given_up_after_a_time_without_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_ft.engine.peer_messages.PROGRESS_TIMEOUT_S", 0.2)
+    region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=1_000_000)
+    is_over = threading.Event()
+    with (
+        FakePeer(lambda _: bool(is_over.wait(DEADLINE_S))) as silent,
+        closing(PeerConnection(silent.address, TOKEN)) as connection,
+    ):
+        with pytest.raises(TimeoutError):
+            connection.put(replica_of(region, index, 4), (), no_fault)
+        is_over.set()
+
+
+def test_peer_that_takes_no_more_strangers_is_tried_until_it_does() -> None:
+    def serve(connection: socket.socket) -> None:
+        receive_header(connection, Deadline(DEADLINE_S))
+        send(connection, Reply(num_bytes=2), Deadline(DEADLINE_S))
+        send_all(connection, b"ok", Deadline(DEADLINE_S))
+
+    with (
+        FakePeer(serve, num_closed=2) as busy,
+        closing(PeerConnection(busy.address, TOKEN)) as connection,
+    ):
+        assert connection.get("file") == b"ok"
+
+
+def test_peer_that_sends_a_trickle_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_ft.engine.peer_messages.PROGRESS_TIMEOUT_S", 0.2)
+    is_over = threading.Event()
+
+    def trickle(connection: socket.socket) -> None:
+        receive_header(connection, Deadline(DEADLINE_S))
+        send(connection, Reply(num_bytes=1 << 20), Deadline(DEADLINE_S))
+        while not is_over.wait(0.02):
+            connection.send(b"x")
+
+    with FakePeer(trickle) as slow, closing(PeerConnection(slow.address, TOKEN)) as connection:
+        with pytest.raises(TimeoutError):
+            connection.get("file")
+        is_over.set()
 
 
 def test_peer_that_is_left_still_gets_replicas(
@@ -547,128 +609,8 @@ def test_rank_without_peers_that_listen_reports_nothing(tmp_path: Path, reports:
     assert reports.drain() == []
 
 
-# Serving a node's memory
-
-
-def test_file_of_the_node_is_served_whole(peer: Peer) -> None:
-    (peer.node_dir / "file").write_bytes(b"0123456789")
-    assert peer.connect().get("file") == b"0123456789"
-
-
-@pytest.mark.parametrize(
-    ("offset", "num_bytes", "expected"),
-    [(0, 3, b"012"), (7, -1, b"789"), (7, 100, b"789"), (10, -1, b""), (99, 1, b""), (2, 0, b"")],
-)
-def test_range_of_a_file_is_served_as_far_as_it_exists(
-    peer: Peer, offset: int, num_bytes: int, expected: bytes
-) -> None:
-    (peer.node_dir / "file").write_bytes(b"0123456789")
-    assert peer.connect().get("file", offset, num_bytes) == expected
-
-
-def test_connection_serves_many_requests_also_after_an_error(peer: Peer) -> None:
-    (peer.node_dir / "file").write_bytes(b"0123456789")
-    connection = peer.connect()
-    with pytest.raises(OSError, match="No such file"):
-        connection.get("missing")
-    assert connection.get("file", 4, 2) == b"45"
-
-
-def test_empty_file_is_served(peer: Peer) -> None:
-    (peer.node_dir / "empty").touch()
-    assert peer.connect().get("empty") == b""
-
-
-def test_directory_is_refused_as_an_error(peer: Peer) -> None:
-    with pytest.raises(OSError, match="Is a directory"):
-        peer.connect().get(peer.regions[0].directory.name)
-
-
-@pytest.mark.parametrize(
-    "path", ["../x", "/etc/hostname", "a/../../b", "..", "", "a\0b", "a\\..\\b"]
-)
-def test_path_outside_of_the_nodes_memory_is_refused(tmp_path: Path, peer: Peer, path: str) -> None:
-    (tmp_path / "x").write_bytes(b"secret")
-    with pytest.raises(OSError, match="leaves its directory"):
-        peer.connect().get(path)
-
-
-@pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN.upper(), "x" * 10_000])
-def test_request_with_a_wrong_token_is_refused(peer: Peer, token: str) -> None:
-    (peer.node_dir / "file").write_bytes(b"secret")
-    with pytest.raises(OSError, match="the token is wrong"):
-        peer.connect(token).get("file")
-
-
-def test_request_with_a_token_that_is_not_ascii_is_refused(peer: Peer) -> None:
-    (peer.node_dir / "file").write_bytes(b"secret")
-    with pytest.raises(OSError, match="token is wrong|ASCII"):
-        peer.connect("t\u00f6ken").get("file")
-
-
-def test_server_that_has_no_token_yet_answers_nobody(tmp_path: Path) -> None:
-    server = PeerServer(tmp_path, HOST)
-    server.start()
-    assert server.address is not None
-    connection = PeerConnection(server.address, "")
-    with pytest.raises(OSError, match="the token is wrong"):
-        connection.get("file")
-    connection.close()
-    server.close()
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\2{}", b"\0\0\0\3\xff\xfe\xfd"],
-)
-def test_server_closes_a_connection_that_is_not_of_moe_ft_and_serves_others(
-    peer: Peer, garbage: bytes
-) -> None:
-    (peer.node_dir / "file").write_bytes(b"data")
-    assert peer.server.address is not None
-    with socket.create_connection(peer.server.address, DEADLINE_S) as stranger:
-        stranger.sendall(garbage)
-        with suppress(ConnectionResetError):
-            while stranger.recv(1 << 16):  # it may be told why
-                pass
-    assert peer.connect().get("file") == b"data"
-
-
-def test_server_that_was_closed_refuses_connections(peer: Peer) -> None:
-    peer.server.close()
-    with pytest.raises(ConnectionRefusedError):
-        peer.connect().get("file")
-
-
-def test_server_can_be_closed_twice_and_before_it_started(tmp_path: Path) -> None:
-    server = PeerServer(tmp_path, HOST)
-    server.close()
-    server.start()
-    server.close()
-    server.close()
-
-
 def test_corrupt_replica_raises_what_the_peer_found(tmp_path: Path, peer: Peer) -> None:
     region, index = own_state(tmp_path, 5)
     spoil_data(region, index)
     with pytest.raises(CorruptStateError, match="rank 3: unit embedding does not match"):
         peer.connect().put(replica_of(region, index, 4), (), no_fault)
-
-
-def test_own_address_towards_this_host_is_the_loopback() -> None:
-    assert own_host(HOST) == HOST
-
-
-def test_own_address_towards_a_host_that_does_not_exist_is_the_hosts_name() -> None:
-    assert own_host("no-such-host.invalid") == socket.gethostname()
-
-
-def test_server_that_is_named_instead_of_numbered_is_reached_by_its_name(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"data")
-    server = PeerServer(tmp_path, "localhost")
-    server.start()
-    server.admit(TOKEN)
-    assert server.address is not None
-    with closing(PeerConnection(server.address, TOKEN)) as connection:
-        assert connection.get("file") == b"data"
-    server.close()

@@ -1,12 +1,12 @@
 """Windows go to storage whole and bit for bit, or not at all."""
 
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from moe_ft.engine.manifests import find_manifests, write_manifest
 from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag, rank_path
@@ -22,6 +22,7 @@ from tests.unit.moe_ft.builders import (
     fill_window,
     make_identity,
     make_window,
+    manifest_of,
     persist_rank,
     persist_window,
 )
@@ -48,7 +49,7 @@ class Office:
             previous="",
             tag=file_tag(make_identity()),
             writes_manifest=rank == 0,
-            deadline_s=time.time() + FAR_S,
+            deadline_s=FAR_S,
         )
         index, warning = self.worker.persist(msgspec.structs.replace(request, **changes))
         assert warning == ""
@@ -65,15 +66,17 @@ def office(tmp_path: Path) -> Office:
 
 
 def reader_of(storage: Storage, iteration: int) -> StorageReader:
-    (file,) = storage.manifest(iteration).files
+    manifest = manifest_of(storage, iteration)
+    (file,) = manifest.files
     version = Version(
         rank=0,
         iteration=iteration,
         lineage="run-a",
-        history=((0, 0),),
+        history=manifest.identity.history,
         node=None,
         path=file.index,
-        window=storage.manifest(iteration).window,
+        window=manifest.window,
+        file=file,
     )
     return StorageReader(storage, version)
 
@@ -87,7 +90,7 @@ def test_window_becomes_a_checkpoint_of_its_last_iteration(office: Office, lengt
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 def test_manifest_says_how_many_snapshots_the_files_hold(office: Office, length: int) -> None:
     office.persist(office.window(length=length)[0])
-    assert office.storage.manifest(5 + length - 1).window == length
+    assert manifest_of(office.storage, 5 + length - 1).window == length
 
 
 def test_every_version_of_a_window_is_read_back_bit_for_bit(office: Office) -> None:
@@ -104,13 +107,13 @@ def test_every_version_of_a_window_is_read_back_bit_for_bit(office: Office) -> N
 def test_file_of_a_window_is_the_region_as_it_is(office: Office) -> None:
     region, _ = office.window()
     office.persist(region)
-    (file,) = office.storage.manifest(7).files
+    (file,) = manifest_of(office.storage, 7).files
     assert office.storage.read(file.data) == bytes(region.mapping)
 
 
 def test_manifest_names_units_with_the_iterations_of_their_snapshots(office: Office) -> None:
     office.persist(office.window()[0])
-    units = office.storage.manifest(7).units
+    units = manifest_of(office.storage, 7).units
     assert {name: source.iteration for name, source in units.items()} == {
         "layer.0.expert.0": 5,
         "layer.0.expert.1": 5,
@@ -130,7 +133,7 @@ def test_window_that_is_not_whole_is_refused_and_nothing_written(
     assert office.storage.iterations() == []
 
 
-def test_window_that_began_anew_since_it_was_asked_for_is_refused(office: Office) -> None:
+def test_window_that_began_again_since_it_was_asked_for_is_refused(office: Office) -> None:
     office.window()
     region, _ = office.window(first_iteration=8, num_snapshots=1)
     with pytest.raises(CorruptStateError, match="holds iteration 8"):
@@ -186,7 +189,7 @@ def test_window_and_the_last_state_of_its_iteration_both_fit_on_storage(office: 
     region, _ = fill_region(office.tmp_path / "rank", 1, iteration=7)
     office.persist(region, tag=file_tag(make_identity(), is_last=True))
     assert complete_iterations(office.storage) == [7]
-    assert office.storage.manifest(7).window == 1
+    assert manifest_of(office.storage, 7).window == 1
 
 
 # Manifests over the files of several ranks
@@ -202,8 +205,8 @@ def write_window(storage: Storage, rank: int, length: int, num_snapshots: int) -
     storage.write_atomically(path, encode(window.up_to(num_snapshots)))
 
 
-def manifest_of(storage: Storage, identity: Identity = TWO_RANKS) -> None:
-    storage.write_manifest(7, file_tag(identity), identity.world_size)
+def complete(storage: Storage, identity: Identity = TWO_RANKS) -> None:
+    write_manifest(storage, 7, file_tag(identity), identity.world_size)
 
 
 def test_windows_of_all_ranks_become_one_checkpoint(office: Office) -> None:
@@ -220,19 +223,19 @@ def test_manifest_over_windows_of_different_lengths_or_without_an_end_is_refused
     write_window(office.storage, 1 - odd_rank, 3, 3)
     write_window(office.storage, odd_rank, length, num_snapshots)
     with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
-        manifest_of(office.storage)
-    assert not office.storage.has_manifest(7)
+        complete(office.storage)
+    assert find_manifests(office.storage, 7) == []
 
 
 def test_manifest_over_windows_none_of_which_is_whole_is_refused(office: Office) -> None:
     for rank in (0, 1):
         write_window(office.storage, rank, 3, 2)
     with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
-        manifest_of(office.storage)
+        complete(office.storage)
 
 
 def test_manifest_over_a_window_and_a_single_snapshot_is_refused(office: Office) -> None:
     write_window(office.storage, 0, 3, 3)
     persist_rank(office.storage, 1, 7, TWO_RANKS)
     with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
-        manifest_of(office.storage)
+        complete(office.storage)

@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import psutil
@@ -17,20 +17,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ft.engine.manifests import find_manifests, read_manifest, write_manifest
 from moe_ft.engine.persist import writer_command
 from moe_ft.engine.persist_worker import (
     HEARTBEAT_NAME,
     PersistRequest,
     PersistResult,
     PersistWorker,
+    WriterSettings,
     request_path,
     result_path,
 )
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region, write_atomically
 from moe_ft.engine.storage import Storage, file_tag, rank_path
-from moe_ft.errors import CorruptStateError
-from moe_ft.formats import MANIFEST_NAME, Index, decode, encode
+from moe_ft.engine.storage_lock import StorageLock
+from moe_ft.errors import CorruptStateError, LockLostError
+from moe_ft.formats import MANIFEST_NAME, FileEntry, Index, Manifest, checksum, decode, encode
 from moe_ft.planning.recovery import Version
 from moe_ft.recovery.sources import StorageReader, read_unit
 from tests.unit.moe_ft.builders import (
@@ -68,8 +71,14 @@ def request_for(region: Region) -> PersistRequest:
         previous="",
         tag=tag_of(region),
         writes_manifest=True,
-        deadline_s=time.time() + FAR_S,
+        deadline_s=FAR_S,
     )
+
+
+def manifest_of(storage: Storage, iteration: int) -> Manifest:
+    """Return the only manifest of an iteration."""
+    (path,) = find_manifests(storage, iteration)
+    return read_manifest(storage, path)
 
 
 class Office:
@@ -101,7 +110,7 @@ class Office:
             previous="",
             tag=tag_of(region),
             writes_manifest=rank == 0,
-            deadline_s=time.time() + waits_s,
+            deadline_s=waits_s,
         )
         write_atomically(request_path(self.directory, rank), msgspec.json.encode(request))
 
@@ -159,7 +168,7 @@ def test_request_becomes_files_that_hold_the_bytes_of_the_region(
     region, _ = fill_region(tmp_path / "rank", iteration=5)
     office.ask(region)
     office.result()
-    file = office.storage.manifest(5).files[0]
+    file = manifest_of(office.storage, 5).files[0]
     assert office.storage.read(file.data) == bytes(region.mapping)
     assert file.data.endswith(office.storage.index(file.index).file)
 
@@ -195,7 +204,7 @@ def test_request_without_the_manifest_writes_only_the_ranks_own_files(
     office.ask(region, rank=1)
     assert office.result(1).error == ""
     assert office.storage.iterations() == [5]
-    assert not office.storage.has_manifest(5)
+    assert not find_manifests(office.storage, 5)
 
 
 def test_manifest_waits_for_ranks_that_write_later(tmp_path: Path, office: Office) -> None:
@@ -204,7 +213,7 @@ def test_manifest_waits_for_ranks_that_write_later(tmp_path: Path, office: Offic
     office.ask(first, rank=0)
     own = Path(office.storage.url) / "iter_0000005"
     wait_for(lambda: list(own.glob("rank_00000_*.json")), "the files of rank 0")
-    assert not office.storage.has_manifest(5)
+    assert not find_manifests(office.storage, 5)
     office.ask(second, rank=1)
     assert (office.result(0).error, office.result(1).error) == ("", "")
     assert complete_iterations(office.storage) == [5]
@@ -251,7 +260,7 @@ class Rotation:
             previous=self.previous,
             tag=tag_of(region),
             writes_manifest=True,
-            deadline_s=time.time() + FAR_S,
+            deadline_s=FAR_S,
         )
 
     def persist(self, iteration: int, experts: Sequence[int]) -> None:
@@ -262,8 +271,8 @@ class Rotation:
 
     def readable(self, iteration: int) -> dict[int, int]:
         """Return the iteration of each expert that a checkpoint has, after reading all of its units."""
-        (file,) = self.storage.manifest(iteration).files
-        reader = StorageReader(self.storage, version_at(file.index, iteration))
+        (file,) = manifest_of(self.storage, iteration).files
+        reader = StorageReader(self.storage, version_of(file, iteration))
         for name in reader.index.units:
             read_unit(reader, name)
         units = reader.index.units
@@ -271,9 +280,15 @@ class Rotation:
         return {number: units[name].iteration for number, name in names.items() if name in units}
 
 
-def version_at(path: str, iteration: int) -> Version:
+def version_of(file: FileEntry, iteration: int) -> Version:
     return Version(
-        rank=0, iteration=iteration, lineage="run-a", history=((0, 0),), node=None, path=path
+        rank=0,
+        iteration=iteration,
+        lineage="run-a",
+        history=make_identity().history,
+        node=None,
+        path=file.index,
+        file=file,
     )
 
 
@@ -291,7 +306,7 @@ def test_checkpoint_has_the_chosen_experts_and_those_of_earlier_ones(rotation: R
 def test_manifest_says_how_old_each_expert_is_and_where_it_lies(rotation: Rotation) -> None:
     for iteration, experts in ((1, [0]), (2, [1])):
         rotation.persist(iteration, experts)
-    manifest = rotation.storage.manifest(2)
+    manifest = manifest_of(rotation.storage, 2)
     files = [file.data for file in (*manifest.files, *manifest.older)]
     source = manifest.units[str(rotating_unit(0))]
     assert source.iteration == 1
@@ -309,7 +324,7 @@ def test_retention_never_deletes_what_a_checkpoint_finds_in_older_files(
         for iteration, experts in enumerate(history, 1):
             rotation.persist(iteration, sorted(experts))
             complete = [
-                i for i in rotation.storage.iterations() if rotation.storage.has_manifest(i)
+                i for i in rotation.storage.iterations() if find_manifests(rotation.storage, i)
             ]
             assert len(complete) == min(keep, iteration)
             for each in complete:
@@ -350,12 +365,14 @@ def test_request_with_an_older_checkpoint_may_be_served_again(tmp_path: Path, ke
 
 
 def test_rank_of_which_other_ranks_save_everything_writes_its_record(tmp_path: Path) -> None:
-    region, index = fill_region(tmp_path / "rank")
-    index = msgspec.structs.replace(index, units={})
-    region.commit(encode(index), index.iteration)
     storage = Storage(str(tmp_path / "storage"))
-    request = request_for(region)
-    PersistWorker(tmp_path, storage, keep=1).persist(request)
+    worker = PersistWorker(tmp_path, storage, keep=1)
+    other, _ = fill_region(tmp_path / "rank_1", rank=1, identity=TWO_RANKS)
+    changes = {"rank": 1, "writes_manifest": False}
+    worker.persist(msgspec.structs.replace(request_for(other), **changes))
+    region, index = fill_region(tmp_path / "rank", identity=TWO_RANKS)
+    region.commit(encode(msgspec.structs.replace(index, units={})), index.iteration)
+    worker.persist(request_for(region))
     assert complete_iterations(storage) == [5]
 
 
@@ -413,6 +430,29 @@ def test_region_that_is_damaged_becomes_an_error_and_no_checkpoint(
     assert complete_iterations(office.storage) == []
 
 
+def test_state_that_is_not_finite_becomes_an_error_and_the_last_finite_ones_stay(
+    tmp_path: Path, office: Office
+) -> None:
+    for iteration in (3, 4):
+        office.ask(fill_region(tmp_path / "rank", iteration=iteration)[0])
+        assert office.result().error == ""
+    region, index = fill_region(tmp_path / "rank", iteration=5)
+    unit = index.units["embedding"]
+    at = unit.offset + unit.tensors[0].offset
+    region.mapping[at : at + 4] = b"\x00\x00\x80\xff"  # minus infinity
+    content = region.mapping[unit.offset : unit.offset + unit.num_bytes]
+    unit = msgspec.structs.replace(unit, checksum=checksum(bytes(content)))
+    units = {**index.units, "embedding": unit}
+    region.commit(encode(msgspec.structs.replace(index, units=units)), 5)
+    office.ask(region)
+    assert office.result().error == (
+        "CorruptStateError: iteration 5 is not written to storage: param of embedding.weight in unit "
+        "embedding holds NaN or infinity"
+    )
+    assert complete_iterations(office.storage) == [4, 3]
+    assert office.storage.names_in("iter_0000005") == []
+
+
 def test_region_that_holds_another_iteration_by_now_becomes_an_error(
     tmp_path: Path, office: Office
 ) -> None:
@@ -429,7 +469,7 @@ def test_ranks_that_do_not_write_until_the_deadline_are_named(
     office.ask(region, waits_s=0.0)
     error = office.result().error
     assert "ranks [1, 2] did not write their part of iteration 5 in time" in error
-    assert not office.storage.has_manifest(5)
+    assert not find_manifests(office.storage, 5)
 
 
 def test_worker_goes_on_after_an_error(tmp_path: Path, office: Office) -> None:
@@ -532,7 +572,63 @@ def test_request_that_arrives_while_the_last_one_is_removed_is_served(
     assert office.result().iteration == 6
 
 
+# The lock
+
+
+def locked_worker(tmp_path: Path) -> tuple[Storage, StorageLock, PersistWorker]:
+    storage = Storage(str(tmp_path / "storage"))
+    storage.make_root()
+    lock = StorageLock(storage)
+    assert lock.take("job", None)
+    return storage, lock, PersistWorker(tmp_path, storage, 1, lock)
+
+
+def test_request_of_a_start_that_has_lost_the_lock_writes_nothing(tmp_path: Path) -> None:
+    storage, lock, worker = locked_worker(tmp_path)
+    assert StorageLock(storage).take("other", lock.look())
+    region, _ = fill_region(tmp_path / "rank")
+    with pytest.raises(LockLostError, match="belongs to job 'other'"):
+        worker.persist(request_for(region))
+    assert storage.iterations() == []
+
+
+def test_lock_that_is_lost_while_ranks_write_leaves_no_manifest(tmp_path: Path) -> None:
+    storage, lock, worker = locked_worker(tmp_path)
+    region, _ = fill_region(tmp_path / "rank")
+
+    def lose() -> bool:
+        assert StorageLock(storage).take("other", lock.look())
+        return True
+
+    with pytest.raises(LockLostError):
+        worker.persist(request_for(region), is_wanted=lose)
+    assert complete_iterations(storage) == []
+
+
+def test_lock_that_is_lost_with_the_manifest_leaves_old_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, lock, worker = locked_worker(tmp_path)
+    worker.persist(request_for(fill_region(tmp_path / "rank")[0]))
+
+    def write_and_lose(*arguments: Any) -> Manifest:
+        assert StorageLock(storage).take("other", lock.look())
+        return write_manifest(*arguments)
+
+    monkeypatch.setattr("moe_ft.engine.persist_worker.write_manifest", write_and_lose)
+    region, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+    request = msgspec.structs.replace(request_for(region), iteration=6)
+    _, warning = worker.persist(request)
+    assert "old checkpoints cannot be removed: LockLostError" in warning
+    assert complete_iterations(storage) == [6, 5]
+
+
 # The process
+
+
+def settings_of(url: str, parent: int) -> bytes:
+    settings = WriterSettings(url=url, keep=2, parent=parent, lock_owner="")
+    return msgspec.json.encode(settings)
 
 
 class Parent:
@@ -541,18 +637,17 @@ class Parent:
     def __init__(self, directory: Path, url: str) -> None:
         self.directory = directory
         directory.mkdir()
-        command = writer_command(directory, url, 2, 0, "job", "run-a", renew_lock=True)
         code = (
-            "import os, subprocess, sys\n"
-            "command = sys.argv[1:]\n"
-            "command[command.index('--parent') + 1] = str(os.getpid())\n"
-            "child = subprocess.Popen(command, stdin=subprocess.PIPE)\n"
+            "import json, os, subprocess, sys\n"
+            "settings = json.loads(sys.argv[1]) | {'parent': os.getpid()}\n"
+            "child = subprocess.Popen(sys.argv[2:], stdin=subprocess.PIPE, bufsize=0)\n"
+            "child.stdin.write(json.dumps(settings).encode() + b'\\n')\n"
             "print(child.pid, flush=True)\n"
             "child.wait()\n"
         )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *command], stdout=subprocess.PIPE, text=True
-        )
+        settings = settings_of(url, parent=0).decode()  # the process itself says who it is
+        command = [sys.executable, "-c", code, settings, *writer_command(directory)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.writer = psutil.Process(self.process.pid)
 
     def start(self) -> "Parent":
@@ -610,17 +705,11 @@ def test_writer_that_is_told_to_end_by_a_launcher_serves_on(
     assert complete_iterations(Storage(str(tmp_path / "storage"))) == [5]
 
 
-def test_writer_renews_the_lock_in_the_name_of_its_job(tmp_path: Path, parent: Parent) -> None:
-    lock = wait_for(Storage(str(tmp_path / "storage")).lock, "the lock")
-    assert (lock.job_id, lock.lineage) == ("job", "run-a")
-
-
-def test_writer_whose_parent_is_dead_already_ends_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [b"", settings_of("/nowhere", 2**22)])
+def test_writer_whose_parent_is_dead_already_ends_at_once(tmp_path: Path, settings: bytes) -> None:
     (tmp_path / "persist").mkdir()
-    command = writer_command(
-        tmp_path / "persist", str(tmp_path / "storage"), 2, 2**22, "job", "run-a", renew_lock=True
-    )
-    done = subprocess.run(command, stdin=subprocess.PIPE, timeout=30)
+    command = writer_command(tmp_path / "persist")
+    done = subprocess.run(command, input=settings, timeout=30)
     assert done.returncode == 0
     assert not (tmp_path / "persist" / HEARTBEAT_NAME).exists()
 
@@ -629,10 +718,11 @@ def test_second_writer_of_a_node_waits_until_the_first_has_ended(
     tmp_path: Path, parent: Parent
 ) -> None:
     heartbeat = parent.directory / HEARTBEAT_NAME
-    command = writer_command(
-        parent.directory, str(tmp_path / "storage"), 2, os.getpid(), "job", "run-a", False
-    )
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as second:
+    settings = settings_of(str(tmp_path / "storage"), os.getpid()) + b"\n"
+    command = writer_command(parent.directory)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0) as second:
+        assert second.stdin is not None
+        second.stdin.write(settings)
         parent.process.kill()
         wait_for(lambda: is_gone(parent.writer), "the first writer's end")
         heartbeat.unlink(missing_ok=True)
@@ -649,5 +739,5 @@ def test_writer_that_is_killed_while_it_waits_leaves_no_checkpoint(
     own = tmp_path / "storage" / "iter_0000005"
     wait_for(lambda: list(own.glob("rank_00000_*.json")), "the files of rank 0")
     parent.writer.kill()
-    assert not Storage(str(tmp_path / "storage")).has_manifest(5)
+    assert not find_manifests(Storage(str(tmp_path / "storage")), 5)
     assert request_path(parent.directory, 0).exists()  # the next writer serves it

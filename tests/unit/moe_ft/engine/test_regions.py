@@ -15,13 +15,11 @@ from moe_ft.engine.regions import (
     Role,
     file_system_type,
     index_paths,
-    make_private,
     node_directory,
     own_directory,
     replica_directory,
-    write_atomically,
 )
-from moe_ft.errors import SnapshotError
+from moe_ft.errors import SnapshotError, UnsafePathError
 
 NUM_BYTES = 3 * 4096 + 17
 TMPFS_BYTES = 1 << 20
@@ -107,7 +105,7 @@ def test_open_region_has_its_size_in_allocated_memory(tmp_path: Path) -> None:
 def test_region_without_a_commit_has_no_index(tmp_path: Path) -> None:
     region = opened(tmp_path / "node" / "rank_00000")
     region.mapping[:4] = b"data"
-    assert list(index_paths(tmp_path / "node")) == []
+    assert index_paths(tmp_path / "node") == ([], [])
 
 
 def test_committed_region_has_exactly_the_index_it_was_given(tmp_path: Path) -> None:
@@ -227,12 +225,25 @@ def test_directory_and_files_of_a_region_are_private(tmp_path: Path) -> None:
     assert (mode_of(region.data_path), mode_of(region.index_path)) == (0o600, 0o600)
 
 
-def test_directory_that_was_open_to_others_is_made_private(tmp_path: Path) -> None:
-    directory = tmp_path / "rank"
-    directory.mkdir()
-    directory.chmod(0o777)
-    make_private(directory)
-    assert mode_of(directory) == 0o700
+@pytest.mark.parametrize("num_bytes", [NUM_BYTES, NUM_BYTES + 1])
+def test_region_that_is_a_link_is_refused_and_its_target_stays(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"S" * num_bytes)
+    (tmp_path / "rank").mkdir()
+    (tmp_path / "rank" / "region_0.safetensors").symlink_to(target)
+    with pytest.raises(UnsafePathError, match=r"region_0\.safetensors is a symbolic link"):
+        opened(tmp_path / "rank")
+    assert target.read_bytes() == b"S" * num_bytes
+
+
+def test_region_in_a_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "rank").symlink_to(tmp_path / "target")
+    with pytest.raises(UnsafePathError, match="rank is a symbolic link"):
+        opened(tmp_path / "rank")
+    assert list((tmp_path / "target").iterdir()) == []
 
 
 def test_region_that_does_not_fit_raises_instead_of_killing_the_process(small_tmpfs: Path) -> None:
@@ -284,12 +295,6 @@ def test_type_of_a_mounted_tmpfs_is_tmpfs(small_tmpfs: Path) -> None:
     assert file_system_type(small_tmpfs / "not" / "yet") == "tmpfs"
 
 
-def test_small_file_of_any_size_is_written_whole(tmp_path: Path) -> None:
-    for num_bytes in (0, 1, 1 << 22):
-        write_atomically(tmp_path / "file", b"x" * num_bytes)
-        assert (tmp_path / "file").stat().st_size == num_bytes
-
-
 def test_indexes_of_a_node_are_found_in_order_and_nothing_else(tmp_path: Path) -> None:
     wanted = []
     for directory in (own_directory(tmp_path, 2), replica_directory(tmp_path, 0, 2)):
@@ -302,12 +307,20 @@ def test_indexes_of_a_node_are_found_in_order_and_nothing_else(tmp_path: Path) -
     (tmp_path / "persist").mkdir()
     (tmp_path / "persist" / "request_00000.json").touch()
     (tmp_path / "a file").touch()
+    assert index_paths(tmp_path) == (wanted, [])
+
+
+def test_directory_that_is_a_link_has_no_indexes_and_is_said_to_be_one(tmp_path: Path) -> None:
+    opened(own_directory(tmp_path, 2)).commit(b"an index", 1)
     (tmp_path / "rank_00003").symlink_to(tmp_path / "rank_00002")
-    assert list(index_paths(tmp_path)) == wanted
+    found, problems = index_paths(tmp_path)
+    assert [path.parent.name for path in found] == ["rank_00002"]
+    assert [problem.split(":")[0] for problem in problems] == ["rank_00003"]
+    assert "is a symbolic link" in problems[0]
 
 
 def test_node_without_memory_has_no_indexes(tmp_path: Path) -> None:
-    assert list(index_paths(tmp_path / "missing")) == []
+    assert index_paths(tmp_path / "missing") == ([], [])
 
 
 def test_directories_of_jobs_nodes_ranks_and_replicas_are_those_of_the_documentation() -> None:

@@ -13,9 +13,17 @@ from moe_ft.engine.regions import Region, Role, own_directory
 from moe_ft.engine.restored_memory import keep_restored, replica_to_send
 from moe_ft.formats import Index, decode, encode
 from moe_ft.topology import RankInfo, Topology
-from tests.unit.moe_ft.builders import fill_region, fill_window, make_state, make_window
+from tests.unit.moe_ft.builders import (
+    FRESH,
+    fill_region,
+    fill_window,
+    make_history,
+    make_state,
+    make_window,
+)
 
 State = tuple[Index, bytes]
+START = make_history(FRESH)[-1]
 
 
 def sparse_state() -> State:
@@ -44,7 +52,7 @@ def memory_for(node_dir: Path, file_bytes: int) -> RankMemory:
         num_slots=0,
     )
     memory = RankMemory(node_dir, 0, Topology(ranks=(info,)), [], persists=False)
-    memory.open(("run-a", 7))
+    memory.open((START, 7))
     return memory
 
 
@@ -63,7 +71,7 @@ def restored(
         indexes=frozenset(),
         rotating={},
         persisted_index="",
-        family=(7, -3 if index is None else -index.window, 0),
+        family=(7, -3 if index is None else -index.window, START),
         window=window,
         peers_without=peers,
     )
@@ -76,7 +84,7 @@ def test_state_that_was_read_from_a_peer_is_a_region_of_this_rank_again(
     index, content = make()
     memory = memory_for(tmp_path, index.file_bytes)
     (region,) = keep_restored(memory, restored(index, content))
-    assert holds(region.index_path, "run-a", 7)
+    assert holds(region.index_path, START, 7)
     assert (region.role, region.iteration) == (Role.RECOVERY, 7)
     found = decode(region.index_path.read_bytes(), Index, "")
     assert found == msgspec.structs.replace(index, file=region.data_path.name)
@@ -185,4 +193,5 @@ def test_state_that_is_in_more_than_its_region_is_not_sent(tmp_path: Path) -> No
     pooled = msgspec.structs.replace(unit, file="pool_1x64.safetensors")
     index = msgspec.structs.replace(index, units={**index.units, name: pooled})
     region.commit(encode(index), 7)
-    assert replica_to_send([region], restored(peers=frozenset({3}))) is None
+    state = restored(index, bytes(region.mapping), frozenset({3}))
+    assert replica_to_send([region], state) is None

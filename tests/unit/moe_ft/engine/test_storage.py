@@ -1,7 +1,7 @@
-"""The storage tier: what makes a checkpoint, what retention removes, and what a killed writer leaves."""
+"""The storage tier: what makes a checkpoint, and what a killed writer leaves."""
 
-import time
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,55 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.engine.storage import (
-    LOCK_NAME,
-    Lock,
-    Storage,
-    file_tag,
-    iteration_directory,
-    rank_path,
-)
+from moe_ft.engine.manifests import find_manifests, write_manifest
+from moe_ft.engine.storage import Storage, file_tag, hide_password, rank_path
 from moe_ft.errors import CorruptStateError
-from moe_ft.formats import MANIFEST_NAME, Identity, Manifest, encode
+from moe_ft.formats import MANIFEST_NAME, Identity, encode
 from tests.unit.moe_ft.builders import (
     complete_iterations,
     make_identity,
     make_state,
+    manifest_of,
     persist_checkpoint,
     persist_rank,
 )
+from tests.unit.moe_ft.engine.checkpoints import save
 from tests.unit.moe_ft.faulty_storage import Injector, KilledError, faulty_urls, install
 
 TWO_RANKS = make_identity(world_size=2)
-OTHER_RUN = make_identity("run-b")
 BACK_ENDS = pytest.mark.parametrize("back_end", ["local", "objects"])
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage(str(tmp_path / "persist"))
-
-
-@pytest.fixture
-def injector() -> Iterator[Injector]:
-    with install() as injector:
-        yield injector
-
-
-def save(storage: Storage, iteration: int, identity: Identity, keep: int) -> Manifest:
-    """Do all that one checkpoint takes, as the writer process does."""
-    manifest = persist_checkpoint(storage, iteration, identity)
-    storage.retain(manifest, keep)
-    return manifest
-
-
-def names(storage: Storage, iteration: int) -> set[str]:
-    directory = Path(storage.url) / iteration_directory(iteration)
-    return {path.name for path in directory.iterdir()} if directory.exists() else set()
-
-
-def manifest_path(iteration: int) -> str:
-    return f"{iteration_directory(iteration)}/{MANIFEST_NAME}"
 
 
 # What is a checkpoint
@@ -73,7 +41,7 @@ def test_checkpoint_that_was_written_is_read_back_bit_for_bit(storage: Storage) 
 
 def test_manifest_names_the_files_that_hold_each_unit(storage: Storage) -> None:
     manifest = persist_checkpoint(storage, 5, TWO_RANKS)
-    assert storage.manifest(5) == manifest
+    assert manifest_of(storage, 5) == manifest
     assert {source.files for source in manifest.units.values()} == {(0, 1)}
     assert set(manifest.units) == {"embedding", "layer.0.expert.0", "layer.0.expert.1"}
 
@@ -81,16 +49,15 @@ def test_manifest_names_the_files_that_hold_each_unit(storage: Storage) -> None:
 def test_files_without_a_manifest_are_no_checkpoint(storage: Storage) -> None:
     persist_rank(storage, 0, 5, make_identity())
     assert storage.iterations() == [5]
-    assert not storage.has_manifest(5)
-    with pytest.raises(OSError, match="manifest"):
-        storage.manifest(5)
+    assert find_manifests(storage, 5) == []
+    assert complete_iterations(storage) == []
 
 
 def test_manifest_while_a_rank_is_missing_is_not_written(storage: Storage) -> None:
     persist_rank(storage, 0, 5, TWO_RANKS)
     with pytest.raises(FileNotFoundError):
-        storage.write_manifest(5, file_tag(TWO_RANKS), 2)
-    assert not storage.has_manifest(5)
+        write_manifest(storage, 5, file_tag(TWO_RANKS), 2)
+    assert find_manifests(storage, 5) == []
 
 
 @pytest.mark.parametrize(
@@ -105,8 +72,8 @@ def test_manifest_of_indexes_that_do_not_belong_together_is_refused(
     index, _ = make_state(rank, iteration, identity)
     storage.write_atomically(rank_path(5, 1, file_tag(TWO_RANKS), "json"), encode(index))
     with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
-        storage.write_manifest(5, file_tag(TWO_RANKS), 2)
-    assert not storage.has_manifest(5)
+        write_manifest(storage, 5, file_tag(TWO_RANKS), 2)
+    assert find_manifests(storage, 5) == []
 
 
 def test_manifest_over_a_corrupt_index_is_refused(storage: Storage) -> None:
@@ -114,14 +81,14 @@ def test_manifest_over_a_corrupt_index_is_refused(storage: Storage) -> None:
     path = rank_path(5, 0, file_tag(make_identity()), "json")
     storage.write_atomically(path, storage.read(path).replace(b"run-a", b"run-b"))
     with pytest.raises(CorruptStateError, match="its checksum does not match"):
-        storage.write_manifest(5, file_tag(make_identity()), 1)
+        write_manifest(storage, 5, file_tag(make_identity()), 1)
 
 
 def test_incarnations_that_write_one_iteration_have_files_of_their_own(storage: Storage) -> None:
     first, second = make_identity(), make_identity(history=((0, 0), (1, 3)))
     before = persist_checkpoint(storage, 5, first)
     persist_rank(storage, 0, 5, second)
-    assert storage.manifest(5) == before
+    assert manifest_of(storage, 5) == before
     assert complete_iterations(storage) == [5]
 
 
@@ -141,7 +108,8 @@ def test_local_files_are_synced_before_the_manifest_appears(
 ) -> None:
     persist_checkpoint(Storage(faulty_urls(tmp_path)["local"]), 5, make_identity())
     steps = [name for name, _ in injector.operations if name in ("open", "fsync", "replace")]
-    data, small_file = ["open", "fsync"], ["open", "fsync", "replace", "fsync"]
+    names = ["fsync", "fsync"]  # of the file in its directory, and of that in the persist directory
+    data, small_file = ["open", "fsync", *names], ["open", "fsync", "replace", *names]
     index_is_read, manifest = ["open"], small_file
     assert [*data, *small_file, *index_is_read, *manifest] == steps
 
@@ -182,238 +150,6 @@ def test_directory_that_cannot_be_looked_at_raises_instead_of_seeming_empty(
     injector.broken = (("info", "persist"), ("info", "p"))
     with pytest.raises(OSError, match="injected failure"):
         storage.iterations()
-
-
-# Retention
-
-
-@given(
-    keep=st.integers(1, 4),
-    iterations=st.lists(st.integers(1, 30), unique=True, min_size=1, max_size=8).map(sorted),
-)
-@settings(max_examples=30)
-def test_retention_of_a_run_keeps_the_newest_and_all_that_they_name(
-    keep: int, iterations: list[int]
-) -> None:
-    with install():
-        storage = Storage(faulty_urls(Path())["objects"])
-        for iteration in iterations:
-            save(storage, iteration, TWO_RANKS, keep)
-        kept = sorted(iterations, reverse=True)[:keep]
-        assert complete_iterations(storage) == kept
-        assert storage.iterations() == kept
-
-
-@given(
-    keep=st.integers(1, 3),
-    steps=st.lists(
-        st.tuples(st.sampled_from(["run-a", "run-b"]), st.integers(1, 15)),
-        unique_by=lambda step: step[1],
-        max_size=10,
-    ),
-)
-@settings(max_examples=50)
-def test_retention_of_runs_in_one_directory_follows_the_rule_for_the_writing_run_only(
-    keep: int, steps: list[tuple[str, int]]
-) -> None:
-    expected: dict[str, set[int]] = {"run-a": set(), "run-b": set()}
-    with install():
-        storage = Storage(faulty_urls(Path())["objects"])
-        for lineage, iteration in steps:
-            save(storage, iteration, make_identity(lineage), keep)
-            # Those from beyond it stay until the run passes them; another run's is replaced.
-            newer = {each for each in expected[lineage] if each > iteration}
-            older = sorted(each for each in expected[lineage] if each < iteration)
-            kept = older[len(older) - min(keep - 1, len(older)) :]
-            for other in expected.values():
-                other.discard(iteration)
-            expected[lineage] = {iteration, *kept, *newer}
-            assert set(complete_iterations(storage)) == set.union(*expected.values())
-
-
-def test_removed_checkpoints_are_named(storage: Storage) -> None:
-    for iteration in (1, 2, 3):
-        persist_checkpoint(storage, iteration, make_identity())
-    assert storage.retain(storage.manifest(3), 1) == [2, 1]
-
-
-def test_checkpoint_is_unmade_before_its_files_are_removed(
-    tmp_path: Path, injector: Injector
-) -> None:
-    storage = Storage(faulty_urls(tmp_path)["local"])
-    save(storage, 1, TWO_RANKS, 1)
-    injector.forget()
-    save(storage, 2, TWO_RANKS, 1)
-    removed = [path for name, path in injector.operations if name == "rm_file"]
-    assert removed[0].endswith(manifest_path(1))
-    assert len(removed) == 5
-
-
-def test_checkpoints_beyond_the_one_that_a_run_went_back_behind_stay_until_it_passes_them(
-    storage: Storage,
-) -> None:
-    for iteration in (4, 6, 8):
-        persist_checkpoint(storage, iteration, make_identity())
-    again = make_identity(history=((0, 0), (1, 4)))
-    save(storage, 5, again, 2)
-    assert complete_iterations(storage) == [8, 6, 5, 4]
-    save(storage, 9, again, 2)
-    assert complete_iterations(storage) == [9, 8]
-
-
-def test_checkpoint_of_an_earlier_incarnation_is_replaced_at_the_same_iteration(
-    storage: Storage,
-) -> None:
-    save(storage, 5, make_identity(), 2)
-    again = make_identity(history=((0, 0), (1, 3)))
-    save(storage, 5, again, 2)
-    assert storage.manifest(5).identity == again
-    assert len(names(storage, 5)) == 3
-
-
-def test_checkpoints_of_another_lineage_stay(storage: Storage) -> None:
-    for iteration in (1, 2, 9):
-        persist_checkpoint(storage, iteration, make_identity())
-    for iteration in (3, 4):
-        save(storage, iteration, OTHER_RUN, 1)
-    assert complete_iterations(storage) == [9, 4, 2, 1]
-
-
-def test_checkpoint_of_another_lineage_is_replaced_at_the_same_iteration_only(
-    storage: Storage,
-) -> None:
-    for iteration in (4, 5):
-        persist_checkpoint(storage, iteration, make_identity())
-    save(storage, 5, OTHER_RUN, 1)
-    assert storage.manifest(5).identity == OTHER_RUN
-    assert storage.manifest(4).identity == make_identity()
-    assert complete_iterations(storage) == [5, 4]
-
-
-def rewritten(storage: Storage, iteration: int, older: Manifest) -> Manifest:
-    """Return a manifest of an iteration whose units lie in the directory of an older one."""
-    manifest = msgspec.structs.replace(older, iteration=iteration)
-    storage.write_atomically(manifest_path(iteration), encode(manifest))
-    return manifest
-
-
-def test_older_files_that_a_kept_manifest_names_stay(storage: Storage) -> None:
-    older = persist_checkpoint(storage, 1, make_identity())
-    rewritten(storage, 2, older)
-    save(storage, 3, make_identity(), 2)
-    assert not storage.has_manifest(1)
-    assert complete_iterations(storage) == [3, 2]
-
-
-def test_older_files_that_a_manifest_of_another_lineage_names_stay(storage: Storage) -> None:
-    older = persist_checkpoint(storage, 1, make_identity())
-    storage.retain(rewritten(storage, 2, older), 1)
-    save(storage, 3, OTHER_RUN, 1)
-    assert complete_iterations(storage) == [3, 2]
-
-
-def test_older_files_that_a_kept_manifest_names_are_not_incomplete(storage: Storage) -> None:
-    older = persist_checkpoint(storage, 1, make_identity())
-    storage.retain(rewritten(storage, 2, older), 1)
-    storage.remove_incomplete(before=3)
-    assert complete_iterations(storage) == [2]
-
-
-def test_files_that_never_became_a_checkpoint_are_removed(storage: Storage) -> None:
-    for rank in (0, 1):
-        persist_rank(storage, rank, 3, TWO_RANKS)
-    storage.remove_incomplete(before=4)
-    assert storage.iterations() == []
-
-
-def test_files_of_this_or_a_newer_iteration_are_not_removed_as_incomplete(
-    storage: Storage,
-) -> None:
-    for iteration in (4, 5):
-        persist_rank(storage, 0, iteration, make_identity())
-    storage.remove_incomplete(before=4)
-    assert storage.iterations() == [5, 4]
-
-
-@BACK_ENDS
-def test_checkpoint_whose_manifest_cannot_be_looked_at_is_not_incomplete(
-    tmp_path: Path, injector: Injector, back_end: str
-) -> None:
-    storage = Storage(faulty_urls(tmp_path)[back_end])
-    persist_checkpoint(storage, 1, make_identity())
-    injector.broken = (("info", manifest_path(1)),)
-    with suppress(OSError):
-        storage.remove_incomplete(before=2)
-    injector.forget()
-    assert complete_iterations(storage) == [1]
-
-
-def test_files_that_are_not_of_moe_ft_stay(storage: Storage) -> None:
-    persist_checkpoint(storage, 1, make_identity())
-    foreign = [
-        Path(storage.url) / "iter_0000001" / name
-        for name in ("notes.txt", "rank_00000.safetensors", "rank_00000_0123abcd.pt")
-    ]
-    foreign += [Path(storage.url) / "latest", Path(storage.url) / "iter_0000001.tar"]
-    for path in foreign:
-        path.write_text("mine")
-    save(storage, 2, make_identity(), 1)
-    assert [path.read_text() for path in foreign] == ["mine"] * len(foreign)
-    assert names(storage, 1) == {path.name for path in foreign[:3]}
-
-
-def test_older_iteration_that_was_never_completed_is_removed(storage: Storage) -> None:
-    persist_rank(storage, 0, 3, TWO_RANKS)
-    (Path(storage.url) / rank_path(3, 1, "0123abcd", "safetensors.part")).touch()
-    save(storage, 4, TWO_RANKS, 2)
-    assert storage.iterations() == [4]
-
-
-def test_older_iteration_whose_manifest_was_being_written_is_removed(storage: Storage) -> None:
-    persist_rank(storage, 0, 3, make_identity())
-    (Path(storage.url) / f"{manifest_path(3)}.part").write_bytes(b'{"xxh3_64"')
-    save(storage, 4, make_identity(), 2)
-    assert storage.iterations() == [4]
-
-
-def test_newer_iteration_that_is_not_complete_yet_stays(storage: Storage) -> None:
-    persist_rank(storage, 0, 6, TWO_RANKS)
-    before = names(storage, 6)
-    save(storage, 5, TWO_RANKS, 1)
-    assert names(storage, 6) == before
-
-
-def test_corrupt_manifest_and_its_files_are_not_deleted(storage: Storage) -> None:
-    persist_checkpoint(storage, 3, make_identity())
-    spoiled = storage.read(manifest_path(3))[:-9]
-    storage.write_atomically(manifest_path(3), spoiled)
-    before = names(storage, 3)
-    for iteration in (4, 5, 6):
-        save(storage, iteration, make_identity(), 1)
-    assert names(storage, 3) == before
-    assert storage.read(manifest_path(3)) == spoiled
-
-
-def test_corrupt_checkpoint_does_not_count_among_those_that_are_kept(storage: Storage) -> None:
-    for iteration in (1, 2):
-        persist_checkpoint(storage, iteration, make_identity())
-    storage.write_atomically(manifest_path(2), b"{}")
-    save(storage, 3, make_identity(), 2)
-    assert storage.has_manifest(1)
-
-
-@BACK_ENDS
-def test_checkpoint_whose_manifest_cannot_be_looked_at_stays(
-    tmp_path: Path, injector: Injector, back_end: str
-) -> None:
-    storage = Storage(faulty_urls(tmp_path)[back_end])
-    persist_checkpoint(storage, 1, OTHER_RUN)
-    manifest = persist_checkpoint(storage, 2, make_identity())
-    injector.broken = (("info", manifest_path(1)),)
-    with suppress(OSError):
-        storage.retain(manifest, 1)
-    injector.forget()
-    assert complete_iterations(storage) == [2, 1]
 
 
 # A writer that is killed or meets failures
@@ -522,7 +258,7 @@ def try_to_save_third(storage: Storage) -> None:
         return
 
 
-# The lock
+# Names, directories and URLs
 
 
 def test_last_checkpoint_of_an_iteration_has_files_of_its_own() -> None:
@@ -538,59 +274,37 @@ def test_manifest_of_an_index_that_names_an_unknown_file_is_refused(storage: Sto
     units = {**index.units, "embedding": unit}
     storage.write_atomically(path, encode(msgspec.structs.replace(index, units=units)))
     with pytest.raises(CorruptStateError, match="unit embedding is in iter_0000001/x.safetensors"):
-        storage.write_manifest(5, file_tag(make_identity()), 1)
+        write_manifest(storage, 5, file_tag(make_identity()), 1)
 
 
-def test_lock_that_was_written_says_who_and_when(storage: Storage) -> None:
-    before = time.time()
-    storage.write_lock("job", "run-a", "host")
-    lock = storage.lock()
-    assert lock is not None
-    assert (lock.job_id, lock.lineage, lock.host) == ("job", "run-a", "host")
-    assert before <= lock.heartbeat_s <= time.time()
+def test_checkpoint_that_is_written_brings_the_names_of_new_directories_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(
+        "moe_ft.engine.storage.os.fsync",
+        lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")),
+    )
+    storage = Storage(str(tmp_path / "persist"))
+    storage.make_root()
+    assert synced == [str(tmp_path)]
+    synced.clear()
+    storage.write("iter_0000001/data", [memoryview(b"x")])
+    directories = [str(tmp_path / "persist/iter_0000001"), str(tmp_path / "persist")]
+    assert synced == [f"{directories[0]}/data", *directories]
+    synced.clear()
+    storage.write_atomically("iter_0000002/index", b"x")
+    assert synced[-2:] == [str(tmp_path / "persist/iter_0000002"), str(tmp_path / "persist")]
 
 
-def test_lock_that_is_renewed_says_when_it_was_renewed(storage: Storage) -> None:
-    old = Lock(job_id="job", lineage="run-a", host="host", heartbeat_s=1.0)
-    storage.write_atomically(LOCK_NAME, msgspec.json.encode(old))
-    storage.write_lock("job", "run-a", "host")
-    lock = storage.lock()
-    assert lock is not None
-    assert lock.heartbeat_s > 1.0
-
-
-def test_directory_without_a_lock_has_none(storage: Storage) -> None:
-    assert storage.lock() is None
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]", b'{"job_id": 1}'])
-def test_lock_that_cannot_be_understood_is_none(storage: Storage, content: bytes) -> None:
-    storage.write_atomically(LOCK_NAME, content)
-    assert storage.lock() is None
-
-
-def test_lock_of_this_job_is_released(storage: Storage) -> None:
-    storage.write_lock("job", "run-a", "host")
-    storage.release_lock("job")
-    assert not storage.exists(LOCK_NAME)
-
-
-def test_lock_of_another_job_is_not_released(storage: Storage) -> None:
-    storage.write_lock("other job", "run-a", "host")
-    storage.release_lock("job")
-    assert storage.lock() is not None
-
-
-def test_lock_is_neither_an_iteration_nor_removed_by_retention(storage: Storage) -> None:
-    storage.write_lock("job", "run-a", "host")
-    save(storage, 1, make_identity(), 1)
-    assert storage.iterations() == [1]
-    assert storage.lock() is not None
-
-
-def test_readers_during_renewals_see_a_whole_lock(storage: Storage) -> None:
-    for count in range(20):
-        storage.write_lock("job", "x" * 5000 * count, "host")
-        lock = storage.lock()
-        assert lock is not None
-        assert len(lock.lineage) == 5000 * count
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://key:se%2Fcret@bucket/a", "s3://key:***@bucket/a"),
+        ("abfs://container@account.dfs.core.windows.net/a", None),
+        ("s3://bucket/a:b@c", None),
+        ("/a/b", None),
+    ],
+)
+def test_url_that_is_shown_has_no_password(url: str, shown: str | None) -> None:
+    assert hide_password(url) == (shown or url)

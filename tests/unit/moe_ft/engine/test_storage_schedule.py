@@ -12,6 +12,7 @@ from moe_ft.engine.persist import PersistClient
 from moe_ft.engine.persist_worker import PersistRequest, PersistWorker, request_path
 from moe_ft.engine.pool import Pool, PoolVersions
 from moe_ft.engine.regions import Region, Role
+from moe_ft.engine.retention import Retention
 from moe_ft.engine.storage import Storage, iteration_directory
 from moe_ft.engine.storage_schedule import StorageSchedule
 from moe_ft.faults import Phase
@@ -21,6 +22,7 @@ from tests.unit.moe_ft.builders import (
     add_units,
     fill_region,
     make_identity,
+    manifest_of,
     put_in_slot,
     rotating_unit,
 )
@@ -104,7 +106,7 @@ class Rank:
 
     def on_storage(self, iteration: int) -> Sequence[str]:
         """Return the experts that a checkpoint has."""
-        units = self.storage.manifest(iteration).units
+        units = manifest_of(self.storage, iteration).units
         return sorted(name for name in units if name.startswith(LAYER))
 
 
@@ -176,7 +178,7 @@ def test_old_files_that_cannot_be_removed_do_not_undo_a_checkpoint(
     def fail(*_: object) -> None:
         raise OSError("stale handle")
 
-    monkeypatch.setattr(rank.storage, "retain", fail)
+    monkeypatch.setattr(Retention, "retain", fail)
     for iteration in (1, 2):
         rank.write(iteration)
         assert not rank.schedule.has_failed
@@ -198,3 +200,65 @@ def test_last_checkpoint_has_every_expert_and_files_of_its_own(rank: Rank) -> No
     rank.serve(region)
     assert rank.schedule.is_at_end(1)
     assert rank.on_storage(1) == ALL
+
+
+def test_last_state_that_was_submitted_is_not_at_the_end_before_all_ranks_have_written_it(
+    rank: Rank,
+) -> None:
+    region = rank.complete(1)
+    rank.schedule.submit(region, is_last=True)
+    assert not rank.schedule.is_at_end(1)
+    rank.serve(region)
+    assert rank.schedule.is_at_end(1)
+
+
+def test_last_state_that_another_rank_could_not_write_is_not_at_the_end(rank: Rank) -> None:
+    region = rank.complete(1)
+    rank.schedule.submit(region, is_last=True)
+    assert rank.schedule.poll(region, can_go_on=False)
+    assert rank.schedule.confirm(are_idle=True, can_persist=False) is False
+    assert not rank.schedule.is_at_end(1)
+
+
+def test_last_state_that_failed_and_was_written_again_is_at_the_end(rank: Rank) -> None:
+    region = rank.complete(1)
+    rank.schedule.submit(region, is_last=True)
+    rank.schedule.poll(region, can_go_on=False)
+    rank.schedule.confirm(are_idle=True, can_persist=False)
+    rank.schedule.submit(region, is_last=True)
+    rank.serve(region)
+    assert rank.schedule.is_at_end(1)
+
+
+def test_writer_that_cannot_be_asked_counts_as_one_that_fails(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise MemoryError
+
+    region = rank.complete(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.strategy, "plan_persist", fail)
+        with pytest.raises(MemoryError):
+            rank.schedule.submit(region)
+    assert rank.schedule.is_busy
+    assert rank.schedule.poll(region, can_go_on=True)
+    assert rank.schedule.has_failed
+    assert region.role is Role.RECOVERY
+
+
+def test_checkpoint_after_one_that_could_not_be_asked_for_is_complete(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise MemoryError
+
+    region = rank.complete(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.strategy, "plan_persist", fail)
+        with pytest.raises(MemoryError):
+            rank.schedule.submit(region)
+    rank.schedule.poll(region, can_go_on=True)
+    rank.schedule.confirm(are_idle=True, can_persist=False)
+    rank.write(2)
+    assert rank.on_storage(2)

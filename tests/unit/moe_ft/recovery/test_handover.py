@@ -16,7 +16,7 @@ from moe_ft.recovery.recover import Recovered
 from moe_ft.recovery.restore import FetchedState, FetchedUnit
 from moe_ft.topology import RankInfo
 from moe_ft.units import parse_unit
-from tests.unit.moe_ft.builders import make_window
+from tests.unit.moe_ft.builders import FRESH, make_history, make_window
 
 PEERS = [
     RankInfo(
@@ -32,6 +32,7 @@ PEERS = [
     for rank, node in ((2, "b"), (5, "c"))
 ]
 WINDOW = make_window()
+HISTORY = make_history(FRESH)
 Contents = dict[int, bytes]
 
 
@@ -42,7 +43,7 @@ def source(tier: Tier, node: str | None, path: str, window: int = 3) -> Source:
             rank=0,
             iteration=7,
             lineage="run-a",
-            history=((0, 0),),
+            history=HISTORY,
             node=node,
             path=path,
             is_replica=path.startswith("replica"),
@@ -86,7 +87,11 @@ def hand(
 ) -> Any:
     """Return what the engine of rank 0 is told."""
     plan = RecoveryPlan(
-        iteration=7, lineage="run-a", history=((0, 0),), sources={0: tuple(sources)}
+        iteration=7,
+        lineage="run-a",
+        history=HISTORY,
+        start=HISTORY[-1],
+        sources={0: tuple(sources)},
     )
     recovered = Recovered(plan=plan, fetched=state or fetched())
     used = SimpleNamespace(rotating=frozenset(), saves_all=saves_all)
@@ -123,7 +128,7 @@ def test_peers_without_the_state_are_named(sources: list[Source], lacking: set[i
 
 
 def test_family_is_that_of_the_versions_that_were_put_back() -> None:
-    assert hand([AT_2, OWN]).family == (7, -3, 0)
+    assert hand([AT_2, OWN]).family == (7, -3, HISTORY[-1])
 
 
 def test_window_that_is_intact_in_own_memory_is_not_handed_over_and_goes_to_peers() -> None:

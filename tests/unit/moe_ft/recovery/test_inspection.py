@@ -1,24 +1,20 @@
-"""What is shown of windows, and that every byte of them is verified."""
+"""Contents of directories as `inspect` shows them."""
 
-import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.regions import Region, own_directory, replica_directory
+from moe_ft.engine.regions import Region, own_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import ConfigError
-from moe_ft.formats import UnitEntry
-from moe_ft.recovery.inspection import find_holdings, render_holdings, verify
+from moe_ft.recovery.inspection import find_holdings, render_holdings
 from tests.unit.moe_ft.builders import (
     WindowState,
     fill_region,
     fill_window,
     make_identity,
     make_window,
-    persist_checkpoint,
     persist_window,
 )
 
@@ -99,64 +95,3 @@ def test_units_of_a_window_are_listed_with_their_own_iterations(tmp_path: Path) 
 def test_directory_without_state_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no state of moe_ft.*Give a persist directory"):
         find_holdings(str(tmp_path))
-
-
-# Verified
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_window_in_memory_as_it_was_written_is_right(tmp_path: Path, length: int) -> None:
-    in_memory(tmp_path, length=length)
-    right, wrong = verify(str(tmp_path))
-    assert (len(right), wrong) == (1, [])
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_window_on_storage_as_it_was_written_is_right(tmp_path: Path, length: int) -> None:
-    on_storage(tmp_path, length)
-    right, wrong = verify(str(tmp_path))
-    assert (len(right), wrong) == (1, [])
-
-
-@pytest.mark.parametrize("num_snapshots", [1, 2])
-def test_part_of_a_window_is_right_as_far_as_it_goes(tmp_path: Path, num_snapshots: int) -> None:
-    region, window = in_memory(tmp_path, num_snapshots=num_snapshots)
-    rest = window.layout.ends[num_snapshots - 1]
-    region.mapping[rest:] = bytes(len(window.content) - rest)
-    assert verify(str(tmp_path))[1] == []
-
-
-@pytest.mark.parametrize("number", range(len(ENTRIES)))
-@pytest.mark.parametrize("tier", ["memory", "storage"])
-@pytest.mark.parametrize("place", [lambda unit: 0, lambda unit: unit.num_bytes - 1])
-def test_flipped_byte_in_any_version_of_a_window_is_found_and_named(
-    tmp_path: Path, tier: str, number: int, place: Callable[[UnitEntry], int]
-) -> None:
-    data = in_memory(tmp_path)[0].data_path if tier == "memory" else on_storage(tmp_path)
-    name, unit = ENTRIES[number]
-    content = bytearray(data.read_bytes())
-    content[unit.offset + place(unit)] ^= 0x40
-    data.write_bytes(content)
-    (problem,) = verify(str(tmp_path))[1]
-    assert f"unit {name} does not match its checksum" in problem
-
-
-@pytest.mark.parametrize("tier", ["memory", "storage"])
-def test_window_whose_file_is_cut_off_is_wrong(tmp_path: Path, tier: str) -> None:
-    data = in_memory(tmp_path)[0].data_path if tier == "memory" else on_storage(tmp_path)
-    os.truncate(data, data.stat().st_size - 1)
-    assert len(verify(str(tmp_path))[1]) == 1
-
-
-def test_window_at_a_peer_is_verified_like_the_ranks_own(tmp_path: Path) -> None:
-    region, window = fill_window(replica_directory(tmp_path, 0, 9))
-    region.mapping[window.layout.ends[-1] - 1] ^= 0x01
-    (problem,) = verify(str(tmp_path))[1]
-    assert "replica" in problem
-
-
-def test_window_and_single_snapshot_side_by_side_are_both_verified(tmp_path: Path) -> None:
-    on_storage(tmp_path)
-    persist_checkpoint(Storage(str(tmp_path)), 9, make_identity())
-    right, wrong = verify(str(tmp_path))
-    assert (len(right), wrong) == (2, [])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,14 +11,8 @@ import pytest
 
 from moe_ft.engine.regions import Region, own_directory, replica_directory
 from moe_ft.engine.storage import Storage
-from moe_ft.formats import Identity
-from moe_ft.recovery.inventory import (
-    Inventory,
-    look_at_memory,
-    look_at_storage,
-    measure,
-    other_jobs,
-)
+from moe_ft.formats import encode
+from moe_ft.recovery.inventory import Inventory, Problem, look_at_memory, look_at_storage
 from tests.unit.moe_ft.builders import (
     fill_region,
     fill_window,
@@ -48,11 +43,7 @@ def test_version_says_where_it_is_and_which_run_it_belongs_to(tmp_path: Path) ->
     fill_region(own_directory(tmp_path, 2), 1, rank=2, iteration=5, identity=identity)
     (version,) = look(tmp_path).versions
     assert (version.node, version.path) == ("node-a", "rank_00002/region_1.json")
-    assert (version.lineage, version.history, version.incarnation) == (
-        "run-b",
-        ((0, 0), (1, 4)),
-        1,
-    )
+    assert (version.lineage, version.history) == ("run-b", identity.history)
 
 
 @pytest.mark.parametrize("is_replica", [False, True])
@@ -77,9 +68,8 @@ def test_state_of_another_job_is_rejected_by_name(tmp_path: Path) -> None:
     inventory = look(tmp_path)
     assert inventory.versions == []
     assert inventory.identities == []
-    assert inventory.problems == [
-        "memory of node node-a: rank_00000/region_0.json is of another job, 'other'"
-    ]
+    text = "memory of node node-a: rank_00000/region_0.json is of another job, 'other'"
+    assert inventory.problems == [Problem(text=text, is_state=False)]
 
 
 def truncate_index(region: Region) -> None:
@@ -114,10 +104,10 @@ def hide_index_in_directory(region: Region) -> None:
     [
         (truncate_index, "is not a complete file of moe_ft"),
         (flip_index, "its checksum does not match"),
-        (truncate_data, r"region_0\.safetensors is shorter than it says"),
-        (empty_data, r"region_0\.safetensors is shorter than it says"),
+        (truncate_data, r"region_0\.safetensors has \d+ bytes, not \d+"),
+        (empty_data, r"region_0\.safetensors has 0 bytes, not \d+"),
         (remove_data, "No such file"),
-        (hide_index_in_directory, "Is a directory"),
+        (hide_index_in_directory, "is not a regular file"),
     ],
 )
 def test_state_that_is_damaged_is_a_problem_with_its_place_and_reason(
@@ -129,12 +119,24 @@ def test_state_that_is_damaged_is_a_problem_with_its_place_and_reason(
     inventory = look(tmp_path)
     assert [version.rank for version in inventory.versions] == [1]
     (problem,) = inventory.problems
-    assert problem.startswith("memory of node node-a: rank_00000/region_0.json")
-    pytest.raises(ValueError, _raise, problem).match(reason)
+    assert problem.text.startswith("memory of node node-a: rank_00000/region_0.json")
+    assert re.search(reason, problem.text)
+    assert inventory.has_state
 
 
-def _raise(text: str) -> None:
-    raise ValueError(text)
+@pytest.mark.parametrize("num_snapshots", [1, 3])
+@pytest.mark.parametrize("complete_iteration", [None, 4])
+def test_memory_is_state_that_is_lost_only_if_all_ranks_had_one(
+    tmp_path: Path, num_snapshots: int, complete_iteration: int | None
+) -> None:
+    region, window = fill_window(own_directory(tmp_path, 0))
+    index = msgspec.structs.replace(
+        window.up_to(num_snapshots),
+        file=region.data_path.name,
+        complete_iteration=complete_iteration,
+    )
+    region.commit(encode(index), index.iteration)
+    assert look(tmp_path).has_state == (complete_iteration is not None)
 
 
 def test_look_at_memory_changes_nothing(tmp_path: Path) -> None:
@@ -161,14 +163,21 @@ def test_index_that_a_stored_version_names_is_that_of_its_rank(tmp_path: Path) -
         assert storage.index(version.path).rank == version.rank
 
 
+def test_checkpoint_on_storage_is_state_that_all_ranks_had(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    persist_rank(storage, 0, 4, make_identity())
+    assert not look_at_storage(storage).has_state
+    persist_checkpoint(storage, 5, make_identity())
+    assert look_at_storage(storage).has_state
+
+
 def test_iteration_without_a_manifest_is_a_problem_and_no_version(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     persist_rank(storage, 0, 5, make_identity())
     inventory = look_at_storage(storage)
     assert inventory.versions == []
-    assert inventory.problems == [
-        f"{tmp_path}/iter_0000005 has no manifest: it was never completed"
-    ]
+    text = f"{tmp_path}/iter_0000005 has no manifest: it was never completed"
+    assert inventory.problems == [Problem(text=text, is_state=False)]
 
 
 def test_manifest_that_is_corrupt_is_a_problem_and_others_are_found(tmp_path: Path) -> None:
@@ -180,7 +189,8 @@ def test_manifest_that_is_corrupt_is_a_problem_and_others_are_found(tmp_path: Pa
     inventory = look_at_storage(storage)
     assert [version.iteration for version in inventory.versions] == [5]
     (problem,) = inventory.problems
-    assert "iter_0000006/manifest.json is not a complete file" in problem
+    assert "iter_0000006/manifest.json is not a complete file" in problem.text
+    assert problem.is_state
 
 
 def test_storage_that_was_never_written_has_nothing(tmp_path: Path) -> None:
@@ -194,7 +204,8 @@ def test_storage_that_cannot_be_listed_is_a_problem(tmp_path: Path) -> None:
         injector.broken = (("ls", "p"),)
         inventory = look_at_storage(storage)
     assert inventory.versions == []
-    assert [problem for problem in inventory.problems if "cannot be read" in problem]
+    assert [problem for problem in inventory.problems if "cannot be read" in problem.text]
+    assert (inventory.is_unreadable, inventory.has_state) == (True, True)
 
 
 @pytest.mark.parametrize("back_end", ["local", "objects"])
@@ -206,7 +217,8 @@ def test_storage_that_cannot_be_looked_at_is_a_problem_instead_of_empty(
         persist_checkpoint(storage, 5, make_identity())
         injector.broken = (("info", ""),)
         inventory = look_at_storage(storage)
-    assert [problem for problem in inventory.problems if "injected failure" in problem]
+    assert [problem for problem in inventory.problems if "injected failure" in problem.text]
+    assert inventory.is_unreadable
 
 
 # Windows
@@ -229,8 +241,8 @@ def test_window_that_is_not_whole_is_a_problem_and_no_version(
     inventory = look(tmp_path)
     assert inventory.versions == []
     (problem,) = inventory.problems
-    assert f"has {num_snapshots} of the 3 snapshots of a window" in problem
-    assert problem.startswith(f"memory of node node-a: {directory.name}/region_0.json")
+    assert f"has {num_snapshots} of the 3 snapshots of a window" in problem.text
+    assert problem.text.startswith(f"memory of node node-a: {directory.name}/region_0.json")
 
 
 def test_whole_window_is_found_beside_one_that_is_not(tmp_path: Path) -> None:
@@ -255,7 +267,7 @@ def test_window_whose_data_is_cut_off_is_a_problem(tmp_path: Path) -> None:
     os.truncate(region.data_path, region.num_bytes - 1)
     inventory = look(tmp_path)
     assert inventory.versions == []
-    assert "is shorter than it says" in inventory.problems[0]
+    assert re.search(r"has \d+ bytes, not \d+", inventory.problems[0].text)
 
 
 def test_window_on_storage_is_found_for_every_rank_with_its_length(tmp_path: Path) -> None:
@@ -291,48 +303,34 @@ def test_window_says_with_which_settings_it_must_be_replayed(tmp_path: Path, tie
 
 
 def test_merged_inventory_has_everything_of_both() -> None:
-    first, second = Inventory(problems=["one"]), Inventory(problems=["two"])
+    problems = [Problem(text=text, is_state=False) for text in ("one", "two")]
+    first, second = (Inventory(problems=[problem]) for problem in problems)
     first.add_identity("here", make_identity("run-a"))
     second.add_identity("there", make_identity("run-b"))
     first.merge(second)
-    assert first.problems == ["one", "two"]
+    assert first.problems == problems
     assert [where for where, _ in first.identities] == ["here", "there"]
 
 
-def test_run_that_was_seen_in_several_places_is_listed_once() -> None:
+def test_start_that_was_seen_in_several_places_is_listed_once() -> None:
     inventory = Inventory()
-    for where, history in (("here", ((0, 0),)), ("there", ((0, 0), (1, 4)))):
-        inventory.add_identity(where, make_identity(history=history))
+    found = [inventory.add_identity(where, make_identity()) for where in ("here", "there")]
     assert [where for where, _ in inventory.identities] == ["here"]
+    assert found[0] is found[1]
 
 
 def test_run_with_other_settings_is_listed_again() -> None:
     inventory = Inventory()
     inventory.add_identity("here", make_identity())
     inventory.add_identity("there", make_identity(world_size=8))
-    other = Identity("job", "run-a", ((0, 0),), {"--seed": 2}, 1, "dense")
+    other = msgspec.structs.replace(make_identity(), fingerprint={"--seed": 2})
     inventory.add_identity("elsewhere", other)
     assert [where for where, _ in inventory.identities] == ["here", "there", "elsewhere"]
 
 
-def test_other_jobs_are_described_and_this_one_is_not(tmp_path: Path) -> None:
-    for job in ("job", "other-job"):
-        (tmp_path / job / "node").mkdir(parents=True)
-    (tmp_path / "other-job" / "node" / "data").write_bytes(bytes(3 << 20))
-    (tmp_path / "a file").touch()
-    (found,) = other_jobs(str(tmp_path), "job")
-    assert found == "job 'other-job': 3 MiB, 0 minutes old"
-
-
-def test_memory_directory_that_does_not_exist_has_no_other_jobs(tmp_path: Path) -> None:
-    assert other_jobs(str(tmp_path / "missing"), "job") == []
-
-
-def test_directory_is_measured_with_all_below_it_and_its_newest_change(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    path = tmp_path / "sub" / "file"
-    path.write_bytes(bytes(10 * 4096))
-    os.utime(path, (4e9, 4e9))
-    num_bytes, newest_s = measure(tmp_path)
-    assert num_bytes >= 10 * 4096
-    assert newest_s == 4e9
+def test_names_of_starts_are_all_that_were_seen_or_remembered_the_latest_last() -> None:
+    first, second = Inventory(), Inventory()
+    first.add_identity("here", make_identity(history=((0, 0), (2, 4))))
+    second.add_identity("there", make_identity(history=((0, 0), (1, 3)), superseded=("old",)))
+    first.merge(second)
+    assert first.names == ["old", "run-a-0-0", "run-a-1-3", "run-a-2-4"]

@@ -6,29 +6,33 @@ import pytest
 
 from moe_ft.config import RecoveryConfig
 from moe_ft.errors import ConfigError
-from moe_ft.planning.recovery import RecoveryPlan, Version, plan_recovery
+from moe_ft.planning.recovery import RecoveryPlan
 from moe_ft.recovery.recover import Recoverer
+from tests.unit.moe_ft.recovery.starts import plans_of, site, start, versions_of, wish
 
 SETTINGS = {"--clip-grad": 1.0, "--global-batch-size": 8}
 NOBODY: Any = None
 
 
 def recoverer(settings: dict[str, Any]) -> Recoverer:
-    return Recoverer(RecoveryConfig(), NOBODY, None, NOBODY, NOBODY, NOBODY, {}, settings, "token")
+    return Recoverer(
+        RecoveryConfig(),
+        site(),
+        None,
+        NOBODY,
+        NOBODY,
+        NOBODY,
+        {},
+        settings,
+        wish(),
+        "token",
+    )
 
 
 def plan(window: int, replay_settings: str) -> RecoveryPlan:
-    version = Version(
-        rank=0,
-        iteration=7,
-        lineage="run-a",
-        history=((0, 0),),
-        node="a",
-        path="rank_00000/region_0.json",
-        window=window,
-        replay_settings=replay_settings,
-    )
-    (found,), _ = plan_recovery([version], ["a"])
+    history = (start(0, 0),)
+    versions = versions_of(history, 7, window=window, replay_settings=replay_settings)
+    (found,), _ = plans_of(versions)
     return found
 
 

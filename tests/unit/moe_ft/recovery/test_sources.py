@@ -88,6 +88,11 @@ def test_units_of_every_tier_are_read_bit_for_bit(place: Place) -> None:
     reader.close()
 
 
+def test_header_of_every_tier_is_read_bit_for_bit(place: Place) -> None:
+    index, content = make_state()
+    assert place.reader().read_header() == content[: index.header_bytes]
+
+
 def test_unit_with_a_flipped_byte_is_refused_and_the_others_read(place: Place) -> None:
     index, _ = make_state()
     spoiled, *intact = index.units

@@ -1,0 +1,104 @@
+"""The address by which other hosts of the job reach this one, and listening there and nowhere else."""
+
+import errno
+import ipaddress
+import socket
+from contextlib import suppress
+
+_BACKLOG = 128
+_MAX_TRIES = 8  # to find a port that is free on several addresses
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def own_host(master_addr: str) -> str:
+    """Return the name or address by which the job's other hosts reach this one.
+
+    It is the address of the interface towards the job's master. On the master itself its name may lead to the
+    loopback interface, as Debian's /etc/hosts has it: others know it by that name.
+    """
+    for family, target in _resolve(master_addr):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 1))  # sends nothing
+            address = str(probe.getsockname()[0])
+            is_others_name = not _is_address(master_addr) and not _is_localhost(master_addr)
+            return master_addr if is_others_name and _is_loopback(address) else address
+    return socket.gethostname()
+
+
+def listen(host: str) -> list[socket.socket]:
+    """Listen on one free port of this host's interfaces that a name or an address leads to.
+
+    A name of this host that leads to no interface but the loopback is known to the others by an address that
+    cannot be found out here: for such a name alone, on all interfaces.
+
+    Raises:
+        OSError: if the address is not one of this host, or no port is free.
+    """
+    if _is_address(host):
+        family = socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6
+        return [socket.create_server((host, 0), family=family, backlog=_BACKLOG)]
+    addresses = _resolve(host)
+    if not _is_localhost(host):
+        addresses = [each for each in addresses if not _is_loopback(each[1])]
+    num_tries = 0
+    while True:
+        num_tries += 1
+        try:
+            return _listen_on(addresses) or [_listen_everywhere()]
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or num_tries == _MAX_TRIES:
+                raise
+
+
+def _listen_on(addresses: list[tuple[socket.AddressFamily, str]]) -> list[socket.socket]:
+    """Listen on the same port of all addresses that are of this host."""
+    listeners: list[socket.socket] = []
+    try:
+        for family, address in addresses:
+            port = listeners[0].getsockname()[1] if listeners else 0
+            try:
+                listener = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+            except OSError as error:
+                if error.errno in _NOT_HERE:
+                    continue
+                raise
+            listeners.append(listener)
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+def _listen_everywhere() -> socket.socket:
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), backlog=_BACKLOG)
+    return socket.create_server(
+        ("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+    )
+
+
+def _resolve(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """Return the addresses that a name or an address leads to, none if it is unknown."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # UnicodeError: a label that is too long
+        return []
+    return list(dict.fromkeys((family, str(target[0])) for family, _, _, _, target in found))
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _is_localhost(name: str) -> bool:
+    """Return whether a name means the loopback interface on every host (RFC 6761)."""
+    return name in ("localhost", "localhost.localdomain") or name.endswith(".localhost")

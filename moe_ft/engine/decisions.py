@@ -1,0 +1,159 @@
+"""Decisions of all ranks together in each iteration, and the way out when they no longer can decide.
+
+Each rank votes before the optimizer step; the least of all votes, read at the end of the iteration, is what
+all of them act on. How votes travel is engine/agreement.py, what follows from them engine/engine.py.
+
+A rank that cannot vote, hear the result or act on it leaves for the rest of this start: it begins no snapshot
+and frees no region any more. The others cannot complete the next vote without it, and leave there. Then one
+complete state of all ranks is left, although some may have heard the last result and others not:
+
+- A window counts as complete when all ranks vote so: each of them has committed it by then.
+- A rank that hears this result may fill the region of the window before it. One that does not hear it keeps
+  both.
+- The complete window itself is overwritten after a newer one is complete, which takes a later vote of all
+  ranks. There is none.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+
+import torch
+
+from moe_ft.engine.agreement import Agreement, StageSum
+from moe_ft.engine.background import Reports, describe
+from moe_ft.engine.snapshot_job import SnapshotState
+from moe_ft.planning.selection import Counts
+
+_REMINDER_S = 300.0
+_OFF = (
+    "checkpointing is off until the next start, because the ranks cannot decide together any more; the last "
+    "complete state stays in memory"
+)
+
+
+class Turn(IntEnum):
+    """Next step at the end of training, ordered so that the least over all ranks is that of the job."""
+
+    GIVE_UP = 0
+    WAIT = 1
+    TRY = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Votes:
+    """Votes of a rank, or the least of those of all ranks.
+
+    Attributes:
+        state: how far the window under way is.
+        is_ready: whether there is memory for the next window.
+        is_idle: whether nothing is being written to storage.
+        can_persist: whether nothing has failed of what was written last.
+        is_protected: whether peers have the window.
+        can_grow: whether no snapshot of the window has failed.
+        turn: at the end of training.
+        strategy, tuner: what these have measured.
+    """
+
+    state: SnapshotState
+    is_ready: bool
+    is_idle: bool
+    can_persist: bool
+    is_protected: bool
+    can_grow: bool
+    turn: Turn
+    strategy: Sequence[int]
+    tuner: Sequence[int]
+
+    def as_numbers(self) -> list[int]:
+        """Return all votes; equally many on all ranks."""
+        flags = (self.is_ready, self.is_idle, self.can_persist, self.is_protected, self.can_grow)
+        return [int(self.state), int(self.turn), *map(int, flags), *self.strategy, *self.tuner]
+
+    def with_numbers(self, numbers: Sequence[int]) -> "Votes":
+        """Return what `as_numbers` gave, after it has been reduced; these votes say where what is."""
+        state, turn, is_ready, is_idle, can_persist, is_protected, can_grow, *measured = numbers
+        return Votes(
+            state=SnapshotState(state),
+            is_ready=bool(is_ready),
+            is_idle=bool(is_idle),
+            can_persist=bool(can_persist),
+            is_protected=bool(is_protected),
+            can_grow=bool(can_grow),
+            turn=Turn(turn),
+            strategy=measured[: len(self.strategy)],
+            tuner=measured[len(self.strategy) :],
+        )
+
+
+class Decisions:
+    """Owned by the training thread. Nothing here raises: without an answer, checkpointing is off.
+
+    Attributes:
+        is_off: whether this rank has left.
+    """
+
+    def __init__(self, agreement: Agreement, stage_load: StageSum | None, reports: Reports) -> None:
+        """Begin.
+
+        Args:
+            agreement: reduces votes.
+            stage_load: adds up what the ranks of the stage count; None where nothing is counted.
+            reports: gets what goes wrong.
+        """
+        self._agreement, self._stage_load, self._reports = agreement, stage_load, reports
+        self._votes: Votes | None = None
+        self._reminded_s = 0.0
+        self.is_off = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this rank has voted and not heard the result."""
+        return self._agreement.is_under_way
+
+    def begin_count(self, tokens: torch.Tensor | None, iteration: int) -> None:
+        """Put in the ``[layer, expert]`` tokens of an iteration. All ranks of a stage do or do not."""
+        if not self.is_off and self._stage_load is not None and tokens is not None:
+            self.attempt(iteration, partial(self._stage_load.begin, tokens))
+
+    def begin(self, votes: Callable[[], Votes], iteration: int) -> None:
+        """Vote. Called by all ranks once per iteration."""
+        if not self.is_off:
+            self.attempt(iteration, partial(self._begin, votes))
+
+    def _begin(self, votes: Callable[[], Votes]) -> None:
+        self._votes = votes()
+        self._agreement.begin(self._votes.as_numbers())
+
+    def read(self, iteration: int) -> tuple[Votes, Counts | None] | None:
+        """Return what was decided, and the stage's tokens if they were counted; None if this is off."""
+        if self.is_off:
+            self._remind(iteration)
+            return None
+        return self.attempt(iteration, self._read)
+
+    def _read(self) -> tuple[Votes, Counts | None]:
+        assert self._votes is not None
+        votes = self._votes.with_numbers(self._agreement.result())
+        load = self._stage_load
+        return votes, load.result() if load is not None and load.is_under_way else None
+
+    def attempt[Answer](self, iteration: int, act: Callable[[], Answer]) -> Answer | None:
+        """Do what the other ranks do in the same way, and return its answer; if it raises, leave."""
+        try:
+            return act()
+        except Exception as error:  # whatever it is, training continues and says so
+            self._reminded_s = time.monotonic()
+            self.is_off = True
+            self._reports.degraded("agreement", iteration, f"{_OFF} ({describe(error)})", error)
+            for group in (self._agreement, self._stage_load):
+                if group is not None:
+                    group.leave()
+            return None
+
+    def _remind(self, iteration: int) -> None:
+        if time.monotonic() - self._reminded_s >= _REMINDER_S:
+            self._reminded_s = time.monotonic()
+            self._reports.degraded("agreement", iteration, _OFF)

@@ -1,0 +1,42 @@
+"""Number of files and sockets that a rank may open: checked at the start, raised where that is allowed."""
+
+import os
+import resource
+
+from moe_ft.errors import ConfigError
+
+# Connections of peers and of strangers, mapped files of regions, pools and replicas, pipes.
+_NUM_OWN = 128
+_NUM_SPARE = 512  # for what the job opens later: communicators, data sets, checkpoints
+_OPEN_FILES = "/proc/self/fd"
+
+
+def allow_descriptors(world_size: int, stage_size: int) -> None:
+    """Raise the soft limit of this process to what its rank needs; call before groups are made.
+
+    A group of gloo connects every rank to every other one. There are two, one of all ranks and one of the
+    stage; what Megatron has opened before counts as well.
+
+    Args:
+        world_size: ranks of the job.
+        stage_size: of them, those with this one's pipeline rank.
+
+    Raises:
+        ConfigError: if the hard limit is lower.
+    """
+    num_open = len(os.listdir(_OPEN_FILES))
+    needed = num_open + world_size + stage_size + _NUM_OWN
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"the limit of open files (ulimit -Hn) is {hard}, and a rank of this job needs {needed}: "
+            f"{num_open} are open, and sockets follow to {world_size} ranks of the job and {stage_size} of "
+            f"the stage, and {_NUM_OWN} others. Raise it where the job is started: ulimit -n {needed}, which "
+            "may need LimitNOFILE= of systemd, /etc/security/limits.conf or docker run --ulimit nofile="
+            f"{needed}."
+        )
+    wanted = needed + _NUM_SPARE
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,142 @@
+"""The end of training: how the last state is brought to storage, and what to say when it is not there.
+
+The steps are the engine's (engine/engine.py); here is how often and how long they are tried.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from moe_ft.engine.decisions import Turn
+
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # before each further try
+_POLL_S = 0.01
+
+
+class Outcome(Enum):
+    """Place of the last state when training has ended."""
+
+    SAVED = auto()  # on storage: all ranks know that the checkpoint is complete
+    UNSAVED = auto()  # not on storage, where it should be
+    NO_STORAGE = auto()  # nothing was to go to storage
+    NOTHING_NEW = auto()  # no iteration was trained since a fresh start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """End of a training, as the engine has left it.
+
+    Attributes:
+        iteration: the last state's.
+        outcome: where it is.
+        newest_in_memory: the iteration of the newest state that the memory of the nodes is known to hold as a
+            whole, None if there is none.
+        is_agreed: whether the ranks could decide together until the end.
+    """
+
+    iteration: int
+    outcome: Outcome
+    newest_in_memory: int | None
+    is_agreed: bool
+
+    def may_lose_memory(self, *, is_complete: bool) -> bool:
+        """Return whether nothing in memory is needed any more.
+
+        Args:
+            is_complete: whether training has reached its last iteration, rather than an --exit-* flag.
+        """
+        is_finished = self.outcome is Outcome.NO_STORAGE and is_complete
+        return self.is_agreed and (self.outcome is Outcome.SAVED or is_finished)
+
+    def advice(self, persist_dir: str, memory_dir: str, job_id: str) -> str:
+        """Return what to tell the user of a state that is not saved."""
+        what = (
+            f"the last state (iteration {self.iteration}) is not on storage "
+            f"(--moe-ft-persist-dir={persist_dir})"
+        )
+        if self.newest_in_memory is None:
+            return (
+                f"{what}, and the memory of the nodes has no state of this start: the next start recovers "
+                "the newest checkpoint on storage."
+            )
+        start = "Mend the storage and start" if self.is_agreed else "Start"
+        held = f"it under {memory_dir}"
+        if self.newest_in_memory != self.iteration:
+            held = f"that of iteration {self.newest_in_memory} or a later one under {memory_dir}"
+        return (
+            f"{what}. The memory of the nodes still holds {held}. {start} the job again "
+            f"on these nodes, before they are rebooted, with --moe-ft-job-id={job_id}: it recovers from "
+            "memory and writes to storage what it ends with."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Progress of the last state on its way to storage, as all ranks have agreed.
+
+    Attributes:
+        turn: the least of what the ranks want.
+        is_saved: whether it is there.
+        has_failed: whether a step has failed on some rank.
+        is_idle: whether no step is under way.
+    """
+
+    turn: Turn
+    is_saved: bool
+    has_failed: bool
+    is_idle: bool
+
+
+class _Tries:
+    """How often something was tried, and when the next try is."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._end_s = time.monotonic() + deadline_s
+        self._num_failed, self._next_s = 0, 0.0
+
+    @property
+    def turn(self) -> Turn:
+        """What this rank wants."""
+        now = time.monotonic()
+        if now > self._end_s or self._num_failed > len(_PAUSES_S):
+            return Turn.GIVE_UP
+        return Turn.WAIT if now < self._next_s else Turn.TRY
+
+    def note_failure(self) -> None:
+        """All ranks have heard that the last try failed."""
+        if self._num_failed < len(_PAUSES_S):
+            self._next_s = time.monotonic() + _PAUSES_S[self._num_failed]
+        self._num_failed += 1
+
+
+def bring_to_storage(
+    advance: Callable[[Turn], Progress | None],
+    begin_step: Callable[[], None],
+    tell: Callable[[], None],
+    deadline_s: float,
+) -> bool:
+    """Try until the last state is on storage, some tries have failed, or there is no time left.
+
+    Called by all ranks, which leave it in the same round.
+
+    Args:
+        advance: tells all ranks what this one wants and returns how far they are, None if they cannot agree.
+        begin_step: begins the next step, a snapshot or writing it.
+        tell: hands over what was reported.
+        deadline_s: for all tries together.
+
+    Returns:
+        Whether the last state is on storage.
+    """
+    tries = _Tries(deadline_s)
+    while (progress := advance(tries.turn)) is not None:
+        tell()
+        if progress.is_saved or progress.turn is Turn.GIVE_UP:
+            return progress.is_saved
+        if progress.has_failed:
+            tries.note_failure()
+        elif progress.turn is Turn.TRY and progress.is_idle:
+            begin_step()
+        time.sleep(_POLL_S)
+    return False

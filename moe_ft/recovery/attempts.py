@@ -1,0 +1,75 @@
+"""Failures of starts that continued from a state: after two that are the same the state is passed over.
+
+Only failures that speak against the state are noted: a recovery that fails while it puts back or replays, and
+training that computes something that is not finite. A machine that breaks twice says nothing of a state. Each
+rank writes to its node's memory directory; what a node has noted is lost with its memory.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from moe_ft.engine.private_files import write_atomically
+
+_MOST_TRIES = 2
+_MOST_NOTES = 32
+_MOST_CHARACTERS = 200
+
+
+class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A start that continued from a state and failed.
+
+    Attributes:
+        start: name of the start that wrote the state.
+        iteration: of the state.
+        failure: how and where it failed, equal for equal failures.
+        by: name of the start that failed.
+    """
+
+    start: str
+    iteration: int
+    failure: str
+    by: str
+
+
+def note_attempt(node_dir: Path, rank: int, attempt: Attempt) -> None:
+    """Add a failure to those of a rank; raises OSError if the directory cannot be written."""
+    attempts = [*_read(_path(node_dir, rank)), attempt]
+    write_atomically(_path(node_dir, rank), msgspec.json.encode(attempts[-_MOST_NOTES:]))
+
+
+def read_attempts(node_dir: Path) -> list[Attempt]:
+    """Return all failures that the ranks of a node have noted."""
+    paths = sorted(node_dir.glob("failed_*.json"))
+    return [attempt for path in paths for attempt in _read(path)]
+
+
+def failed_too_often(attempts: Iterable[Attempt]) -> dict[tuple[str, int], str]:
+    """Return how states failed that did so twice in the same way, by their writer's name and iteration."""
+    starts: dict[tuple[str, int, str], set[str]] = defaultdict(set)
+    for each in attempts:
+        starts[each.start, each.iteration, each.failure].add(each.by)
+    return {
+        (start, iteration): failure
+        for (start, iteration, failure), by in starts.items()
+        if len(by) >= _MOST_TRIES
+    }
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception in a form that is the same when it happens again."""
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}"[:_MOST_CHARACTERS]
+
+
+def _path(node_dir: Path, rank: int) -> Path:
+    return node_dir / f"failed_{rank:05d}.json"
+
+
+def _read(path: Path) -> list[Attempt]:
+    with suppress(OSError, msgspec.MsgspecError):  # a hint that is lost costs one more try
+        return msgspec.json.decode(path.read_bytes(), type=list[Attempt])
+    return []

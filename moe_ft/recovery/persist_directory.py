@@ -1,0 +1,130 @@
+"""Opening the persist directory at a start: whether it can be used, and whose lock may be taken over.
+
+The lock itself is engine/storage_lock.py; other directories and memory are recovery/preflight.py.
+"""
+
+import secrets
+import time
+
+from moe_ft.engine.patience import PATIENCE_S
+from moe_ft.engine.storage import Storage, hide_password
+from moe_ft.engine.storage_lock import LOCK_NAME, LOCK_STALE_S, Lock, SeenLock, StorageLock
+from moe_ft.errors import ConfigError
+from moe_ft.recovery.preflight import Site, say
+
+_LOCK_POLL_S = 0.5
+_LOCK_ATTEMPTS = 5
+_LONGEST_LOOK_S = 2.0
+
+
+def open_storage(site: Site) -> tuple[Storage | None, StorageLock | None]:
+    """Return the persist directory after trying to write there, None without one; and its lock, on rank 0.
+
+    A lock of the same job is left until `take_lock`: an earlier start may be alive, and this one be refused.
+
+    Raises:
+        ConfigError: if it cannot be used, does not answer, or another running job uses it.
+    """
+    url = site.config.storage.persist_dir
+    if url is None:
+        return None, None
+    try:
+        storage = Storage(url, PATIENCE_S)
+        if not site.config.storage.persists:
+            return storage, None
+        if site.is_lowest_on_node:
+            storage.make_root()
+            probe = f".probe_{site.rank:05d}_{secrets.token_hex(4)}"
+            storage.write_atomically(probe, b"moe_ft")
+            storage.remove(probe)
+        is_free = site.rank == 0 and not _is_own_jobs(site, StorageLock(storage).look())
+        return storage, take_lock(site, storage) if is_free else None
+    except ConfigError:
+        raise
+    except Exception as error:  # fsspec raises whatever its back ends do
+        raise ConfigError(
+            f"--moe-ft-persist-dir={hide_password(url)} cannot be used on node {site.node}: "
+            f"{type(error).__name__}: {error}. Name a directory that can be written and answers within "
+            f"{PATIENCE_S:.0f} s, or an fsspec URL whose package is installed."
+        ) from error
+
+
+def release_lock(lock: StorageLock) -> None:
+    """Let other jobs have the persist directory, after a clean end; say so if that fails. Rank 0 only."""
+    try:
+        lock.release()
+    except Exception as error:  # fsspec raises whatever its back ends do
+        say(
+            f"{LOCK_NAME} stays in the persist directory, where another job waits {LOCK_STALE_S:.0f} s for "
+            f"it: {type(error).__name__}: {error}"
+        )
+
+
+def _is_own_jobs(site: Site, seen: SeenLock | None) -> bool:
+    return seen is not None and seen.lock is not None and seen.lock.job_id == site.job_id
+
+
+def take_lock(site: Site, storage: Storage) -> StorageLock:
+    """Return the lock of the persist directory, taken and being renewed. Rank 0 only.
+
+    The same job's is taken over at once: its earlier start, if it still runs, notices that and stops writing.
+
+    Raises:
+        ConfigError: if another job has it and is alive, or what is there is no lock.
+        OSError: if storage fails.
+    """
+    lock = StorageLock(storage)
+    for _ in range(_LOCK_ATTEMPTS):
+        seen = lock.look()
+        if seen is not None:
+            seen = _wait_for_stale(site, storage, lock, seen)
+        if lock.take(site.job_id, seen):
+            lock.start(say)
+            return lock
+        time.sleep(_LOCK_POLL_S)
+    raise ConfigError(
+        f"--moe-ft-persist-dir={storage.url}: {LOCK_NAME} there could not be taken, as it changed each of "
+        f"{_LOCK_ATTEMPTS} times: several jobs start in this directory, and only one may write to it. Give "
+        "each another one."
+    )
+
+
+def _wait_for_stale(
+    site: Site, storage: Storage, lock: StorageLock, seen: SeenLock
+) -> SeenLock | None:
+    """Return the lock that may be taken over, None if it has gone, after watching another job's."""
+    before = _readable(storage, seen)
+    if before.job_id == site.job_id:
+        return seen
+    say(
+        f"{LOCK_NAME} in {storage.url} is that of job '{before.job_id}' on {before.host}: watching for "
+        f"{LOCK_STALE_S:.0f} s whether it is alive"
+    )
+    watched_s, looked_s = 0.0, time.monotonic()
+    while watched_s < LOCK_STALE_S:
+        time.sleep(_LOCK_POLL_S)
+        now = lock.look()
+        # While storage hangs for us, its job cannot renew the lock either: that is no time of watching.
+        before_s, looked_s = looked_s, time.monotonic()
+        watched_s += min(looked_s - before_s, _LONGEST_LOOK_S)
+        if now is None:
+            return None
+        if now != seen:
+            holder = _readable(storage, now)
+            raise ConfigError(
+                f"--moe-ft-persist-dir={storage.url} is used by job '{holder.job_id}' on {holder.host}, "
+                f"which has just renewed {LOCK_NAME}: two jobs cannot write to one directory. Name "
+                "another one, or wait until that job has ended."
+            )
+    say(f"taking over {storage.url} from job '{before.job_id}', which does not run any more")
+    return seen
+
+
+def _readable(storage: Storage, seen: SeenLock) -> Lock:
+    if seen.lock is None:
+        raise ConfigError(
+            f"--moe-ft-persist-dir={storage.url}: {LOCK_NAME} there may be a running job's, and it cannot be "
+            f"read ({seen.problem}): two jobs cannot write to one directory. Name another one, or, if no job "
+            f"uses this one, remove {storage.url}/{LOCK_NAME} by hand."
+        )
+    return seen.lock

@@ -1,0 +1,74 @@
+"""Telling a launcher's restart of a job from a start that a person or a scheduler made.
+
+Flags that say where to begin hold for the first start of a launcher only. torchrun counts its restarts after
+failures, but not those after nodes have come or gone; so each node remembers which launcher started it last,
+and which starts there were before that.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from moe_ft.engine.private_files import read_private, write_atomically
+
+_NAME = "launcher"
+_START_TICKS = 19  # in /proc/PID/stat after the name
+
+
+class Launcher(msgspec.Struct, frozen=True):
+    """Note of a node on what started its ranks.
+
+    Attributes:
+        process: torchrun's agent; empty for anything else.
+        known: names of the starts that something was left of when it started the job for the first time.
+    """
+
+    process: str
+    known: tuple[str, ...]
+
+
+def is_counted_restart(environment: Mapping[str, str]) -> bool:
+    """Return whether torchrun or SLURM say that they have started this job before."""
+    counts = (environment.get(f"{name}_RESTART_COUNT", "0") for name in ("TORCHELASTIC", "SLURM"))
+    return any(count.isdecimal() and int(count) > 0 for count in counts)
+
+
+def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher | None:
+    """Return what a node remembers of its launcher, None if that has not started its ranks before.
+
+    Args:
+        node_dir: the memory directory of the job on this node.
+        environment: of this process.
+    """
+    with suppress(OSError, msgspec.MsgspecError):
+        known = msgspec.json.decode(read_private(node_dir / _NAME), type=Launcher)
+        process = _process(environment)
+        is_requeued = environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+        is_same = known.process == process if process else is_counted_restart(environment)
+        return known if is_same or is_requeued else None
+    return None
+
+
+def note_launcher(node_dir: Path, environment: Mapping[str, str], known: Iterable[str]) -> None:
+    """Have a node remember what has started its ranks for the first time. Called by one rank of a node.
+
+    Args:
+        node_dir: the memory directory of the job on this node.
+        environment: of this process.
+        known: names of the starts that something was found of.
+    """
+    launcher = Launcher(process=_process(environment), known=tuple(known))
+    with suppress(OSError):  # only a flag that names where to begin would hold for one start more
+        write_atomically(node_dir / _NAME, msgspec.json.encode(launcher))
+
+
+def _process(environment: Mapping[str, str]) -> str:
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return ""
+    # Ticks since boot: the time since 1970 changes when the clock is set.
+    fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{os.getppid()} {fields[_START_TICKS]} {boot}"

@@ -1,0 +1,123 @@
+"""Messages of a start on state that it does not use, and its refusals to begin without it."""
+
+from collections.abc import Sequence
+
+from moe_ft.engine.storage import hide_password
+from moe_ft.errors import UnrecoverableError
+from moe_ft.planning.recovery import RecoveryPlan, Rejection, newer_than
+from moe_ft.recovery.choice import Wish
+from moe_ft.recovery.inventory import Inventory
+from moe_ft.recovery.preflight import Site, say
+
+_MOST_REASONS = 12  # printed at a time
+_IGNORING = (
+    "To begin from --load or afresh without it, add --moe-ft-recover-from load: what is on storage stays, "
+    "what is in memory is overwritten."
+)
+
+
+class Verdict:
+    """Speaks for one start; prints on rank 0 only."""
+
+    def __init__(self, site: Site, wish: Wish, url: str | None) -> None:
+        self._site, self._wish = site, wish
+        self._looked_at = (
+            f"the memory of job '{site.job_id}' on nodes {', '.join(site.topology.nodes)}"
+        )
+        if url is not None:
+            self._looked_at += f" and {url}"
+
+    def say_rejected(
+        self, plan: RecoveryPlan, inventory: Inventory, rejected: Sequence[Rejection]
+    ) -> None:
+        """Say which state may be newer than what was recovered, and why it is not used."""
+        reasons = [each.reason for each in newer_than(plan, rejected)]
+        reasons += [each.text for each in inventory.problems if each.is_state]
+        if reasons and self._site.rank == 0:
+            say(f"continuing from iteration {plan.iteration}; what may be newer is not used:")
+            _say_all(reasons)
+
+    def say_load(self, plans: Sequence[RecoveryPlan], problems: Sequence[str]) -> None:
+        """Say that --load comes before the state of moe_ft."""
+        if self._site.rank == 0:
+            loaded = self._wish.loaded_iteration
+            older = [plan.iteration for plan in plans if plan.iteration < loaded]
+            than = f"usable state of iteration {older[0]}" if older else "state, none of it usable"
+            say(
+                f"continuing from --load at iteration {loaded}, as a new run: newer than moe_ft's {than}"
+            )
+            _say_all(problems)
+
+    def say_others(self, inventory: Inventory, lineage: str) -> None:
+        """Say which checkpoints on storage are of other runs, which nobody deletes."""
+        others = sorted(
+            {
+                version.iteration
+                for version in inventory.versions
+                if version.node is None and version.lineage != lineage
+            }
+        )
+        if others and self._site.rank == 0:
+            shown = ", ".join(map(str, others[:_MOST_REASONS]))
+            more = ", ..." if len(others) > _MOST_REASONS else ""
+            url = hide_password(self._site.config.storage.persist_dir or "")
+            say(
+                f"{url} also holds checkpoints of other runs, which stay until you delete them: iterations "
+                f"{shown}{more}"
+            )
+
+    def check_is_empty(
+        self, inventory: Inventory, plans: Sequence[RecoveryPlan], problems: Sequence[str]
+    ) -> None:
+        """Raise unless there is nothing to continue from and the user is content with that.
+
+        Args:
+            inventory: what was found.
+            plans: all that there were, whatever the flags ask for.
+            problems: what was found and is not used, and why.
+
+        Raises:
+            UnrecoverableError: names what was found and why it is not used.
+        """
+        reasons = "; ".join(problems[:_MOST_REASONS]) or "it is empty"
+        if self._wish.only_iteration is not None:
+            there = sorted({plan.iteration for plan in plans})
+            found = ", ".join(map(str, there)) if there else "none"
+            rejected = f"Rejected: {reasons}. " if problems else ""
+            raise UnrecoverableError(
+                f"--moe-ft-recover-from={self._wish.recover_from}: that cannot be used. Complete in "
+                f"{self._looked_at}: {found}. {rejected}Name one of those, or auto. {_IGNORING}"
+            )
+        self._check_strategy(inventory)
+        if inventory.is_unreadable or inventory.has_state or plans:
+            raise UnrecoverableError(
+                f"there is state of this job in {self._looked_at}, and none of it can be used: {reasons}. "
+                f"Make it usable (bring back the nodes, the files, or the version that wrote it). {_IGNORING}"
+            )
+        if problems and self._site.rank == 0:
+            say(f"nothing to recover from was found in {self._looked_at}:")
+            _say_all(problems)
+        if self._site.config.recovery.on_missing == "fail":
+            raise UnrecoverableError(
+                f"--moe-ft-on-missing=fail: nothing to recover from in {self._looked_at}: {reasons}. Use "
+                "--moe-ft-on-missing start to begin from --load or afresh."
+            )
+
+    def _check_strategy(self, inventory: Inventory) -> None:
+        """Raise UnrecoverableError if what was found may be usable with the strategy that wrote it."""
+        ours = self._site.config.strategy.strategy
+        for where, identity in inventory.identities:
+            if identity.strategy != ours and identity.lineage in inventory.lineages:
+                raise UnrecoverableError(
+                    f"--moe-ft-strategy={ours} cannot continue from {where}, which was written with "
+                    f"{identity.strategy}: experts are of several iterations there, or frozen parts are "
+                    "not. Start with that strategy until training ends, which saves everything, or "
+                    "ignore what is there with --moe-ft-recover-from load."
+                )
+
+
+def _say_all(reasons: Sequence[str]) -> None:
+    for reason in reasons[:_MOST_REASONS]:
+        say(f"  {reason}")
+    if len(reasons) > _MOST_REASONS:
+        say(f"  and {len(reasons) - _MOST_REASONS} more: the event log has all of them")

@@ -1,0 +1,131 @@
+"""Ranks that decide together notice when one of them leaves or falls silent, and none of them waits long."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_ft.engine import agreement as agreement_file
+from moe_ft.engine.agreement import Agreement, StageSum
+from moe_ft.engine.background import Reports
+from moe_ft.engine.decisions import Decisions, Turn, Votes
+from moe_ft.engine.snapshot_job import SnapshotState
+from tests.harness import run_ranks
+
+NUM_RANKS = 3
+GROUP_TIMEOUT_S = 600.0  # the test fails long before
+ANSWER_S = 0.5
+DEADLINE_S = 60.0
+
+
+def votes() -> Votes:
+    """Return those of a rank that is ready for everything."""
+    return Votes(
+        state=SnapshotState.COMPLETE,
+        is_ready=True,
+        is_idle=True,
+        can_persist=True,
+        is_protected=True,
+        can_grow=True,
+        turn=Turn.TRY,
+        strategy=(7,),
+        tuner=(dist.get_rank(),),
+    )
+
+
+def decide(act: Callable[[Decisions], None]) -> None:
+    """Run one rank, whose decisions work in the first iteration. Runs on every rank."""
+    dist.init_process_group("gloo")
+    agreement, stage = Agreement(GROUP_TIMEOUT_S), StageSum(GROUP_TIMEOUT_S)
+    agreement.start()
+    stage.start([0] * NUM_RANKS, dist.get_rank())
+    decisions = Decisions(agreement, stage, Reports())
+    decisions.begin_count(torch.ones(1, 2, dtype=torch.int64), 0)
+    decisions.begin(votes, 0)
+    decided = decisions.read(0)
+    assert decided is not None
+    assert decided[0].tuner == [0]
+    assert decided[1] is not None
+    assert decided[1].tolist() == [[NUM_RANKS] * 2]
+    act(decisions)
+    # Also the last rank to notice has noticed: nobody needs the process that keeps the store any more.
+    dist.barrier()
+
+
+def pass_iterations(decisions: Decisions, last: int) -> None:
+    """Decide in each iteration, as training does, whether that is possible or not."""
+    for iteration in range(1, last + 1):
+        decisions.begin(votes, iteration)
+        decisions.read(iteration)
+
+
+def leave_on_one(decisions: Decisions) -> None:
+    """Fail on the last rank: all ranks are off in the same iteration."""
+    if dist.get_rank() == NUM_RANKS - 1:
+        decisions.attempt(1, lambda: 1 // 0)
+    pass_iterations(decisions, 1)
+    assert decisions.is_off
+
+
+def fall_silent_on_one(decisions: Decisions) -> None:
+    """Have the last rank not vote: the others are off when they have waited."""
+    if dist.get_rank() != NUM_RANKS - 1:
+        pass_iterations(decisions, 1)
+        assert decisions.is_off
+
+
+def leave_after_voting_on_one(decisions: Decisions) -> None:
+    """Have the last rank vote and not read the result: the others hear it, and cannot hear another one."""
+    decisions.begin(votes, 1)
+    if dist.get_rank() == NUM_RANKS - 1:
+        dist.barrier()
+        decisions.attempt(1, lambda: 1 // 0)
+    else:
+        assert decisions.read(1) is not None
+        dist.barrier()
+        decisions.begin(votes, 2)
+        assert decisions.read(2) is None
+    assert decisions.is_off
+
+
+def leave_while_others_owe_an_answer(decisions: Decisions) -> None:
+    """Have one rank leave in the middle of a vote: it does not wait for the end of it."""
+    agreement_file._ANSWER_S = GROUP_TIMEOUT_S
+    slow = Agreement(2 * GROUP_TIMEOUT_S)
+    slow.start()
+    if dist.get_rank() == 0:
+        slow.begin([1])
+        slow.leave()
+
+
+def test_rank_that_leaves_takes_all_others_with_it_at_once(tmp_path: Path) -> None:
+    run_ranks(decide, NUM_RANKS, leave_on_one, log_dir=tmp_path, deadline_s=DEADLINE_S).check()
+
+
+def test_rank_that_falls_silent_is_waited_for_a_while_only(tmp_path: Path) -> None:
+    run_ranks(
+        with_short_answers, NUM_RANKS, fall_silent_on_one, log_dir=tmp_path, deadline_s=DEADLINE_S
+    ).check()
+
+
+def with_short_answers(act: Callable[[Decisions], None]) -> None:
+    """Run one rank that waits for others for a moment only."""
+    agreement_file._ANSWER_S = ANSWER_S
+    decide(act)
+
+
+def test_result_that_one_rank_does_not_hear_is_the_last_one(tmp_path: Path) -> None:
+    run_ranks(
+        decide, NUM_RANKS, leave_after_voting_on_one, log_dir=tmp_path, deadline_s=DEADLINE_S
+    ).check()
+
+
+def test_rank_that_leaves_does_not_wait_for_what_is_under_way(tmp_path: Path) -> None:
+    run_ranks(
+        decide,
+        NUM_RANKS,
+        leave_while_others_owe_an_answer,
+        log_dir=tmp_path,
+        deadline_s=DEADLINE_S,
+    ).check()

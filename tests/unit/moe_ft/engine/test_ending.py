@@ -1,0 +1,167 @@
+"""The last state's way to storage: tries, pauses, when it is given up, and what is said then."""
+
+from collections.abc import Iterator
+from itertools import chain, repeat
+
+import pytest
+
+from moe_ft.engine import ending
+from moe_ft.engine.decisions import Turn
+from moe_ft.engine.ending import Ending, Outcome, Progress, bring_to_storage
+
+DEADLINE_S = 100.0
+
+
+class Clock:
+    """Time that passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """Return the time."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let it pass."""
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(ending, "time", found)
+    return found
+
+
+def progress(turn: Turn, *, saved: bool = False, failed: bool = False) -> Progress:
+    return Progress(turn=turn, is_saved=saved, has_failed=failed, is_idle=not failed)
+
+
+class Rank:
+    """A rank whose steps end at once, as they are told to."""
+
+    def __init__(self, clock: Clock, results: Iterator[bool]) -> None:
+        self._clock, self._results = clock, results
+        self._result: bool | None = None
+        self.started_s: list[float] = []
+        self.num_told = 0
+
+    def advance(self, turn: Turn) -> Progress:
+        """Say how the last step ended."""
+        result, self._result = self._result, None
+        return progress(turn, saved=result is True, failed=result is False)
+
+    def begin_step(self) -> None:
+        """Begin a step."""
+        self.started_s.append(self._clock.now)
+        self._result = next(self._results)
+
+    def tell(self) -> None:
+        """Count that it was told."""
+        self.num_told += 1
+
+    def bring(self) -> bool:
+        """Bring the last state to storage."""
+        return bring_to_storage(self.advance, self.begin_step, self.tell, DEADLINE_S)
+
+
+def test_state_that_is_written_at_the_first_try_is_saved(clock: Clock) -> None:
+    rank = Rank(clock, iter([True]))
+    assert rank.bring()
+    assert len(rank.started_s) == 1
+
+
+def test_failed_try_is_repeated_after_a_pause_that_grows(clock: Clock) -> None:
+    rank = Rank(clock, iter([False, False, True]))
+    assert rank.bring()
+    first, second, third = rank.started_s
+    assert 1.0 <= second - first < 2.0 <= third - second
+
+
+def test_state_that_cannot_be_written_is_given_up_after_several_tries(clock: Clock) -> None:
+    rank = Rank(clock, repeat(False))
+    assert not rank.bring()
+    assert len(rank.started_s) == 6
+    assert clock.now < DEADLINE_S
+
+
+def test_state_whose_write_never_ends_is_given_up_at_the_deadline(clock: Clock) -> None:
+    def advance(turn: Turn) -> Progress:
+        return Progress(turn=turn, is_saved=False, has_failed=False, is_idle=False)
+
+    assert not bring_to_storage(advance, lambda: None, lambda: None, DEADLINE_S)
+    assert clock.now == pytest.approx(DEADLINE_S, abs=1.0)
+
+
+def test_ranks_that_cannot_agree_give_up_at_once(clock: Clock) -> None:
+    assert not bring_to_storage(lambda turn: None, lambda: None, lambda: None, DEADLINE_S)
+    assert clock.now == 0.0
+
+
+def test_try_waits_until_every_rank_has_paused(clock: Clock) -> None:
+    turns = chain([Turn.WAIT, Turn.WAIT, Turn.TRY], repeat(Turn.GIVE_UP))
+    started: list[float] = []
+    bring_to_storage(
+        lambda turn: progress(next(turns)),
+        lambda: started.append(clock.now),
+        lambda: None,
+        DEADLINE_S,
+    )
+    assert len(started) == 1
+    assert started[0] > 0.0
+
+
+def test_what_was_reported_is_told_at_each_failure(clock: Clock) -> None:
+    rank = Rank(clock, iter([False, True]))
+    rank.bring()
+    assert rank.num_told >= 2
+
+
+def ended(outcome: Outcome, *, agreed: bool = True, in_memory: int | None = 6) -> Ending:
+    return Ending(iteration=6, outcome=outcome, newest_in_memory=in_memory, is_agreed=agreed)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_complete", "agreed", "may_lose"),
+    [
+        (Outcome.SAVED, False, True, True),
+        (Outcome.SAVED, True, True, True),
+        (Outcome.SAVED, True, False, False),
+        (Outcome.UNSAVED, True, True, False),
+        (Outcome.UNSAVED, False, True, False),
+        (Outcome.NO_STORAGE, True, True, True),
+        (Outcome.NO_STORAGE, True, False, False),
+        (Outcome.NO_STORAGE, False, True, False),  # an exit flag: training continues from memory
+        (Outcome.NOTHING_NEW, True, True, False),
+    ],
+)
+def test_memory_goes_when_the_last_state_is_on_storage_or_nobody_needs_it(
+    outcome: Outcome, is_complete: bool, agreed: bool, may_lose: bool
+) -> None:
+    assert ended(outcome, agreed=agreed).may_lose_memory(is_complete=is_complete) is may_lose
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "expected"),
+    [
+        (6, "The memory of the nodes still holds it under /memory"),
+        (5, "still holds that of iteration 5 or a later one under /memory"),
+        (None, "memory of the nodes has no state of this start"),
+    ],
+)
+def test_advice_says_where_the_newest_state_is(in_memory: int | None, expected: str) -> None:
+    text = ended(Outcome.UNSAVED, in_memory=in_memory).advice("/storage", "/memory", "job")
+    assert "the last state (iteration 6) is not on storage (--moe-ft-persist-dir=/storage)" in text
+    assert expected in text
+
+
+def test_advice_says_how_the_state_gets_to_storage() -> None:
+    text = ended(Outcome.UNSAVED).advice("/storage", "/memory", "job")
+    assert "Mend the storage and start the job again on these nodes" in text
+    assert "--moe-ft-job-id=job" in text
+
+
+def test_advice_blames_the_storage_only_if_the_ranks_could_agree() -> None:
+    text = ended(Outcome.UNSAVED, agreed=False).advice("/storage", "/memory", "job")
+    assert "Start the job again on these nodes" in text

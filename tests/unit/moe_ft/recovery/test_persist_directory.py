@@ -1,0 +1,266 @@
+"""Opening the persist directory: what is refused, and whose lock is taken over."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moe_ft.config import MemoryConfig, MoeFtConfig, StorageConfig
+from moe_ft.engine import storage_lock
+from moe_ft.engine.storage_lock import LOCK_NAME, SeenLock, StorageLock
+from moe_ft.errors import ConfigError, LockLostError
+from moe_ft.recovery import persist_directory
+from moe_ft.recovery.persist_directory import open_storage, release_lock, take_lock
+from moe_ft.recovery.preflight import Site
+from moe_ft.topology import RankInfo, Topology
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persist_directory, "_LOCK_POLL_S", 0.01)
+    monkeypatch.setattr(storage_lock, "LOCK_RENEWAL_S", 0.02)
+
+
+class Opener:
+    """Starts of jobs in one directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.url, self._locks = str(root / "persist"), list[StorageLock]()
+
+    def site(self, job_id: str, persist_interval: int = 1) -> Site:
+        """Return the site of the only rank of a job."""
+        storage = StorageConfig(persist_dir=self.url, persist_interval=persist_interval)
+        info = RankInfo(rank=0, node="n", stage=0, pid=1, address=None, region_bytes=1)
+        return Site(
+            config=MoeFtConfig(memory=MemoryConfig(job_id=job_id), storage=storage),
+            job_id=job_id,
+            node="n",
+            node_dir=Path("/nowhere"),
+            rank=0,
+            topology=Topology(ranks=(info,)),
+        )
+
+    def open(self, job_id: str) -> StorageLock:
+        """Open the directory for a job, and return the lock."""
+        storage, lock = open_storage(self.site(job_id))
+        assert storage is not None
+        lock = lock or take_lock(self.site(job_id), storage)
+        self._locks.append(lock)
+        return lock
+
+    def leave_lock(self, job_id: str) -> StorageLock:
+        """Leave what a job that was killed leaves."""
+        lock = self.open(job_id)
+        lock.close()
+        return lock
+
+    def close(self) -> None:
+        """End all renewals."""
+        for lock in self._locks:
+            lock.close()
+
+
+@pytest.fixture
+def opener(tmp_path: Path) -> Iterator[Opener]:
+    opener = Opener(tmp_path)
+    yield opener
+    opener.close()
+
+
+def test_directory_that_is_opened_is_made_and_locked(opener: Opener) -> None:
+    opener.open("a").check()
+    assert os.listdir(opener.url) == [LOCK_NAME]
+
+
+def test_lock_of_another_job_that_does_not_change_is_taken_over(
+    opener: Opener, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persist_directory, "LOCK_STALE_S", 0.2)
+    opener.leave_lock("dead")
+    opener.open("new").check()
+    assert f"taking over {opener.url} from job 'dead'" in capsys.readouterr().err
+
+
+def test_lock_of_another_job_that_changes_is_refused(opener: Opener) -> None:
+    alive = opener.open("alive")
+    with pytest.raises(ConfigError, match="is used by job 'alive' on .*Name another one, or wait"):
+        opener.open("new")
+    alive.check()
+
+
+def test_time_in_which_storage_hung_is_no_time_of_watching(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Storage hangs for both jobs; then the other one renews its lock.
+    opener.leave_lock("other")
+    path, look, now_s, looks = Path(opener.url) / LOCK_NAME, StorageLock.look, [0.0], [0]
+
+    def look_slowly(lock: StorageLock) -> SeenLock | None:
+        looks[0] += 1
+        now_s[0] += 29.0
+        if looks[0] == 5:
+            path.write_text('{"job_id":"other","host":"h","heartbeat":7}')
+        return look(lock)
+
+    monkeypatch.setattr(StorageLock, "look", look_slowly)
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(persist_directory, "time", clock)
+    with pytest.raises(ConfigError, match="is used by job 'other'"):
+        opener.open("new")
+
+
+def test_lock_of_the_same_job_is_left_until_the_start_is_not_refused_any_more(
+    opener: Opener,
+) -> None:
+    alive = opener.open("job")
+    storage, lock = open_storage(opener.site("job"))
+    assert storage is not None
+    assert lock is None
+    alive.check()
+    lock = take_lock(opener.site("job"), storage)
+    lock.close()
+    with pytest.raises(LockLostError):
+        alive.check()
+
+
+def test_lock_that_two_jobs_want_at_the_same_moment_goes_to_one(opener: Opener) -> None:
+    barrier, answers = threading.Barrier(2), list[str]()
+
+    def start(job_id: str) -> None:
+        barrier.wait()
+        try:
+            opener.open(job_id)
+            answers.append("taken")
+        except ConfigError as error:
+            answers.append(str(error))
+
+    threads = [threading.Thread(target=start, args=(job_id,)) for job_id in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused, taken = sorted(answers)
+    assert taken == "taken"
+    assert "two jobs cannot write to one directory" in refused
+
+
+@pytest.mark.parametrize("heartbeat_s", [-1e9, 1e12])
+def test_lock_of_a_job_whose_clock_is_wrong_is_refused_when_it_changes(
+    opener: Opener, heartbeat_s: float
+) -> None:
+    path, ended = Path(opener.url) / LOCK_NAME, threading.Event()
+    path.parent.mkdir()
+
+    def renew(number: int) -> None:  # as an earlier version does, with a time
+        times = f'"heartbeat_s":{heartbeat_s + number}'
+        path.with_suffix(".part").write_text(f'{{"job_id":"live","host":"h",{times}}}')
+        path.with_suffix(".part").rename(path)
+
+    def live() -> None:
+        number = 1
+        while not ended.wait(0.02):
+            renew(number := number + 1)
+
+    renew(0)
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="is used by job 'live'"):
+            opener.open("thief")
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_lock_of_an_earlier_start_of_the_job_is_taken_over_at_once_and_lost_to_that(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persist_directory, "LOCK_STALE_S", 1e6)
+    zombie = opener.open("job")
+    present = opener.open("job")
+    with pytest.raises(LockLostError):
+        zombie.check()
+    present.check()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"job_id":"live","lin', b'{"job_id": [], "pid": 1}'])
+def test_lock_that_cannot_be_understood_is_refused_and_stays(
+    opener: Opener, content: bytes
+) -> None:
+    path = Path(opener.url) / LOCK_NAME
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"if no job uses this one, remove {path} by hand"):
+        opener.open("new")
+    assert path.read_bytes() == content
+
+
+def test_directory_in_the_place_of_the_lock_is_refused(opener: Opener) -> None:
+    (Path(opener.url) / LOCK_NAME).mkdir(parents=True)
+    with pytest.raises(ConfigError, match="it cannot be read .*Is a directory"):
+        opener.open("new")
+
+
+def test_lock_that_goes_away_while_it_is_watched_is_free(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = opener.leave_lock("other")
+    monkeypatch.setattr(persist_directory, "LOCK_STALE_S", 1e6)
+    monkeypatch.setattr(persist_directory, "say", lambda line: other.release())
+    opener.open("new").check()
+
+
+def test_lock_that_always_changes_hands_is_given_up(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StorageLock, "take", lambda lock, job_id, seen: False)
+    with pytest.raises(ConfigError, match="several jobs start in this directory"):
+        opener.open("new")
+
+
+def test_storage_that_does_not_answer_is_refused(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persist_directory, "PATIENCE_S", 1.0)
+    path = Path(opener.url) / LOCK_NAME
+    path.parent.mkdir()
+    os.mkfifo(path)
+    with pytest.raises(
+        ConfigError, match=f"--moe-ft-persist-dir={opener.url} cannot be used .*: read {LOCK_NAME}"
+    ):
+        opener.open("new")
+    with path.open("wb"):  # lets the reader go
+        pass
+
+
+def test_lock_on_storage_that_does_not_answer_at_the_end_is_said_to_stay(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(persist_directory, "PATIENCE_S", 1.0)
+    lock, path = opener.open("job"), Path(opener.url) / LOCK_NAME
+    lock.close()
+    path.unlink()
+    os.mkfifo(path)
+    release_lock(lock)
+    with path.open("wb"):  # lets the reader go
+        pass
+    said = capsys.readouterr().err
+    assert f"{LOCK_NAME} stays in the persist directory" in said
+    assert f"TimeoutError: {opener.url}: read {LOCK_NAME}" in said
+
+
+def test_password_of_a_url_that_cannot_be_used_is_not_shown(opener: Opener) -> None:
+    opener.url = "nosuch://user:secret@host/path"
+    with pytest.raises(ConfigError, match="cannot be used") as caught:
+        opener.open("new")
+    assert "secret" not in str(caught.value)
+
+
+def test_storage_that_is_only_read_is_neither_made_nor_locked(opener: Opener) -> None:
+    storage, lock = open_storage(opener.site("reader", persist_interval=0))
+    assert storage is not None
+    assert lock is None
+    assert not Path(opener.url).exists()

@@ -1,0 +1,183 @@
+"""What a start says of state that it does not use, and when it refuses to begin without it."""
+
+import msgspec
+import pytest
+
+from moe_ft.errors import UnrecoverableError
+from moe_ft.planning.recovery import RecoveryPlan, Rejection, Version
+from moe_ft.recovery.choice import Wish
+from moe_ft.recovery.inventory import Inventory
+from moe_ft.recovery.verdict import Verdict
+from tests.unit.moe_ft.builders import make_identity
+from tests.unit.moe_ft.recovery.starts import plans_of, site, start, versions_of, wish
+
+FIRST = (start(0, 0),)
+SECOND = (*FIRST, start(1, 8))
+KNOWN = (FIRST[0].name,)
+
+
+def verdict(
+    asked: Wish | None = None, *, rank: int = 0, url: str | None = None, on_missing: str = "start"
+) -> Verdict:
+    return Verdict(site(rank, on_missing=on_missing), asked or wish(), url)
+
+
+def inventory(text: str = "", *, is_state: bool = False) -> Inventory:
+    found = Inventory()
+    if text:
+        found.add_problem(text, is_state=is_state)
+    return found
+
+
+def plans(*versions: Version) -> list[RecoveryPlan]:
+    return plans_of(versions)[0]
+
+
+def refusal(
+    speaker: Verdict, found: Inventory, plans: list[RecoveryPlan], problems: list[str]
+) -> str:
+    with pytest.raises(UnrecoverableError) as refused:
+        speaker.check_is_empty(found, plans, problems)
+    return str(refused.value)
+
+
+# Beginning without state
+
+
+def test_start_that_finds_nothing_begins_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    verdict().check_is_empty(inventory(), [], [])
+    assert capsys.readouterr().err == ""
+
+
+def test_start_that_finds_only_what_not_all_ranks_had_says_so_and_begins(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    problems = ["iteration 2: no state of rank 1 in any tier"]
+    verdict().check_is_empty(inventory(), [], problems)
+    said = capsys.readouterr().err
+    assert "nothing to recover from was found in the memory of job 'job' on nodes a, b" in said
+    assert problems[0] in said
+
+
+def test_start_that_finds_nothing_and_is_to_fail_then_says_where_it_looked_and_the_remedy() -> None:
+    speaker = verdict(on_missing="fail", url="/persist")
+    message = refusal(speaker, inventory(), [], [])
+    assert message.startswith("--moe-ft-on-missing=fail: nothing to recover from in the memory")
+    assert "nodes a, b and /persist: it is empty" in message
+    assert "--moe-ft-on-missing start" in message
+
+
+def test_start_refuses_to_begin_without_state_that_cannot_be_used_and_names_why() -> None:
+    found = inventory("region_0.json is cut off", is_state=True)
+    message = refusal(verdict(), found, [], ["region_0.json is cut off"])
+    assert "none of it can be used: region_0.json is cut off." in message
+    assert "add --moe-ft-recover-from load: what is on storage stays" in message
+
+
+def test_start_refuses_to_begin_where_a_place_cannot_be_looked_at() -> None:
+    found = Inventory()
+    found.add_problem("storage is away", is_state=True, is_unread=True)
+    assert "storage is away" in refusal(verdict(), found, [], ["storage is away"])
+
+
+def test_start_refuses_to_begin_where_all_plans_were_given_up() -> None:
+    given_up = plans(*versions_of(FIRST, 7))
+    assert "two starts failed" in refusal(verdict(), inventory(), given_up, ["two starts failed"])
+
+
+def test_refusal_names_a_few_of_very_many_reasons() -> None:
+    reasons = [f"reason {number};" for number in range(50)]
+    message = refusal(verdict(), inventory("damaged", is_state=True), [], reasons)
+    assert ("reason 11;" in message, "reason 12;" in message) == (True, False)
+
+
+def test_iteration_that_is_not_there_is_refused_with_those_that_are() -> None:
+    there = plans(*versions_of(FIRST, 12, 8))
+    message = refusal(verdict(wish("iter_9")), inventory(), there, ["iteration 9: rank 1 has none"])
+    assert message.startswith("--moe-ft-recover-from=iter_9: that cannot be used.")
+    assert ": 8, 12. Rejected: iteration 9: rank 1 has none. Name one of those, or auto." in message
+    assert "add --moe-ft-recover-from load: what is on storage stays" in message
+
+
+def test_iteration_where_nothing_is_there_is_refused_with_that() -> None:
+    message = refusal(verdict(wish("iter_9")), inventory(), [], [])
+    assert "nodes a, b: none. Name one" in message
+
+
+@pytest.mark.parametrize("had_state", [True, False])
+def test_state_of_another_strategy_is_refused_only_if_all_ranks_had_one(had_state: bool) -> None:
+    found = Inventory()
+    identity = msgspec.structs.replace(make_identity(), strategy="sparse")
+    found.add_identity("the memory of a", identity)
+    if not had_state:
+        verdict().check_is_empty(found, [], [])
+        return
+    found.lineages.add(identity.lineage)
+    message = refusal(verdict(), found, [], [])
+    assert "cannot continue from the memory of a, which was written with sparse" in message
+    assert "Start with that strategy" in message
+
+
+# What is said of state that is not used
+
+
+def rejection(iteration: int, *, of: int = 0) -> Rejection:
+    return Rejection(
+        iteration=iteration, start=SECOND[of], reason=f"iteration {iteration}: rank 1 lacks it"
+    )
+
+
+def said(
+    capsys: pytest.CaptureFixture[str],
+    rejected: list[Rejection],
+    found: Inventory | None = None,
+    *,
+    rank: int = 0,
+) -> list[str]:
+    """Return what a rank that continues from iteration 9 of the second start has printed."""
+    (plan,) = plans(*versions_of(SECOND, 9, superseded=KNOWN))
+    verdict(rank=rank).say_rejected(plan, found or inventory(), rejected)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_state_that_may_be_newer_is_said_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = said(capsys, [rejection(10, of=1), rejection(3)])
+    assert lines == [
+        "moe_ft: continuing from iteration 9; what may be newer is not used:",
+        "moe_ft:   iteration 10: rank 1 lacks it",
+    ]
+
+
+def test_older_state_that_is_not_used_is_not_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, [rejection(3)], inventory("another job's")) == []
+
+
+def test_state_that_is_damaged_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found = inventory("region_0.json is cut off", is_state=True)
+    assert said(capsys, [], found)[1:] == ["moe_ft:   region_0.json is cut off"]
+
+
+def test_very_many_states_are_said_up_to_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said(capsys, [rejection(each, of=1) for each in range(10, 60)])
+    assert len(lines) == 14
+    assert lines[-1] == "moe_ft:   and 38 more: the event log has all of them"
+
+
+def test_load_that_is_preferred_is_said_with_the_state_that_it_is_newer_than(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left = plans(*versions_of(FIRST, 12), *versions_of(SECOND, 9, superseded=KNOWN))
+    verdict(wish(loaded_iteration=11)).say_load(left, ["iteration 10: rank 1 lacks it"])
+    first, second = capsys.readouterr().err.splitlines()
+    assert "continuing from --load at iteration 11, as a new run" in first
+    assert first.endswith("newer than moe_ft's usable state of iteration 9")
+    assert second == "moe_ft:   iteration 10: rank 1 lacks it"
+
+
+def test_other_ranks_than_the_first_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, [rejection(10)], inventory("damaged", is_state=True), rank=1) == []
+    verdict(wish(loaded_iteration=11), rank=1).say_load(plans(*versions_of(FIRST, 9)), ["reason"])
+    verdict(rank=1).check_is_empty(inventory(), [], ["reason"])
+    assert capsys.readouterr().err == ""
