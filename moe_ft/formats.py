@@ -419,9 +419,14 @@ def check_path(path: str, where: str) -> None:
 
 
 def differing_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Describe the settings in which two fingerprints differ."""
+    """Describe the settings in which two fingerprints differ, of those that both have."""
     return [
-        f"{name}: {theirs.get(name)} there, {ours.get(name)} now"
-        for name in sorted({*ours, *theirs})
-        if ours.get(name) != theirs.get(name)
+        f"{name}: {theirs[name]} there, {ours[name]} now"
+        for name in sorted(ours.keys() & theirs.keys())
+        if ours[name] != theirs[name]
     ]
+
+
+def incomparable_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Name the settings that only one of two fingerprints has, as those of two versions may."""
+    return sorted(ours.keys() ^ theirs.keys())

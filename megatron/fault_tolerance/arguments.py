@@ -18,6 +18,8 @@ from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance import cpu_device
 from megatron.fault_tolerance.data import check_splits
+from megatron.fault_tolerance.flag_classes import untested_flags
+from megatron.fault_tolerance.refusals import check_refusals, check_yaml
 from megatron.fault_tolerance.text_dataset import BYTE_VOCABULARY, TextSource, prepare_cached
 from megatron.fault_tolerance.validation import check_arguments, check_state_dtype
 from moe_ft.config import MoeFtConfig
@@ -60,11 +62,13 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
         ConfigError: with one line that names flag, value, rule and remedy; also for what Megatron's
             own validation refuses.
     """
+    check_yaml(command_line)
     # Megatron parses sys.argv and nothing else.
     sys.argv = [sys.argv[0], *command_line]
-    args = megatron_arguments.parse_args(add_flags)
+    args, parser = _parse()
     config = config_from_arguments(args)
     check_arguments(args)
+    untested = _untested(args, parser)
     config.validate(args.world_size)
     if config.strategy.strategy == "partial":
         config.partial.check_experts(args.num_experts or 0)
@@ -79,12 +83,30 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     with refusals_of_megatron():
         args = megatron_arguments.parse_and_validate_args(add_flags)
         check_splits(args)
+    check_refusals(args)  # Megatron's validation may have changed them
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
     if config.strategy.strategy == "sparse":
         config.sparse.check_length(iterations)
-    for line in config.warnings(iterations or None) if args.rank == 0 else ():
+    for line in (*untested, *config.warnings(iterations or None)) if args.rank == 0 else ():
         say(f"warning: {line}")
     return args, config
+
+
+def _parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    """Return what Megatron parses, and the parser."""
+    parsers = []
+
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parsers.append(add_flags(parser))
+        return parsers[0]
+
+    return megatron_arguments.parse_args(add), parsers[0]
+
+
+def _untested(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """Return one line on the flags that no test of moe_ft runs with, or none."""
+    flags = untested_flags(args, parser)
+    return [f"no test of moe_ft runs with {', '.join(flags)}"] if flags else []
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -4,146 +4,72 @@ What is done with them is moe_ft/recovery/session.py; when, is run.py.
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import fields
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron.fault_tolerance import cpu_device
+from megatron.fault_tolerance.flag_classes import Kind, names_of
 from moe_ft.record_formats import IterationRecord
 from moe_ft.recovery.assembly import ExpertFacts
 from moe_ft.recovery.job import JobFacts
 from moe_ft.state.parameters import GroupPlace, StatePlaces
 from moe_ft.state.record import IterationFacts
 
-# What decides the shape and meaning of the state: a checkpoint of a run that differs in one of them is
-# another run's. Learning rates, batch sizes and lengths may change from start to start.
-_FINGERPRINT = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "multi_latent_attention",
-    "qk_layernorm",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_layer_freq",
-    "moe_router_topk",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_enable_expert_bias",
-    "moe_grouped_gemm",
-    "mtp_num_layers",
-    "swiglu",
-    "normalization",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "position_embedding_type",
-    "max_position_embeddings",
-    "untie_embeddings_and_output_weights",
-    "padded_vocab_size",
-    "seq_length",
-    "transformer_impl",
-    "world_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "optimizer",
-    "use_distributed_optimizer",
-    "use_precision_aware_optimizer",
-    "main_params_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "bf16",
-    "fp16",
-    "ddp_bucket_size",
-    "ddp_num_buckets",
-    "data_path",
-    "train_data_path",
-    "split",
-    "seed",
+# Of paths the last part counts: where files lie may change.
+_PATH_LISTS = frozenset({"data_path", "train_data_path"})
+_PATHS = frozenset(
+    {
+        *("tokenizer_model", "vocab_file", "merge_file", "metadata_path"),
+        *("te_precision_config_file", "heterogeneous_layers_config_path"),
+        *("nccl_communicator_config_path", "tp_comm_overlap_cfg"),
+    }
 )
-
-# What decides besides what an iteration computes, beyond Megatron's TransformerConfig: one that is run again
-# must have the same.
-_REPLAY_SETTINGS = (
-    "global_batch_size",
-    "micro_batch_size",
-    "step_batch_size_schedule",
-    "decrease_batch_size_if_needed",
-    "clip_grad",
-    "accumulate_allreduce_grads_in_fp32",
-    "grad_reduce_in_bf16",
-    "main_grads_dtype",
-    "decoupled_weight_decay",
-    "dataloader_type",
-    "data_sharding",
-    "eod_mask_loss",
-    "reset_position_ids",
-    "reset_attention_mask",
-    "create_attention_mask_in_dataloader",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "squared_relu",
-    "moe_aux_loss_coeff",
-    "moe_router_load_balancing_type",
-    "apply_layernorm_1p",
-    "norm_epsilon",
-)
-# Of the TransformerConfig what may change: how something is computed, not what.
-_FREE_SETTINGS = (
-    "recompute_",
-    "overlap_",
-    "tp_comm_",
-    "cpu_offloading",
-    "cuda_graph",
-    "distribute_saved_activations",
-    "batch_p2p_",
-    "barrier_",
-    "perform_initialization",
-    "use_cpu_initialization",
-    "moe_per_layer_logging",
-)
+# Files that list paths, with weights: what they say counts.
+_LISTING_FILES = frozenset({"data_args_path", "per_split_data_args_path"})
 
 
 def fingerprint(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the training state depends on, by flag, as JSON values."""
-    values = _values_of(args, _FINGERPRINT)
-    for flag in ("--data-path", "--train-data-path"):  # where the data lies may change
-        words = getattr(args, flag[2:].replace("-", "_")) or ()
-        values[flag] = [str(word).rpartition("/")[2] for word in words]
-    return {flag: _as_json(value) for flag, value in values.items()}
+    """Return the settings that the training state depends on, by flag, as JSON values.
+
+    State of a run that differs in one of them is another run's. Call it after Megatron's validation.
+    """
+    return _values_of(args, Kind.FINGERPRINT)
 
 
 def replay_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that an iteration which is run again must share, by flag, as JSON values."""
-    values = {flag: _as_json(value) for flag, value in _values_of(args, _REPLAY_SETTINGS).items()}
-    config = core_transformer_config_from_args(args)
-    for each in fields(config):
-        value = getattr(config, each.name)
-        if callable(value):  # an activation or an initialization
-            value = getattr(value, "__name__", None)
-        is_plain = value is None or isinstance(value, bool | int | float | str | list | tuple)
-        if is_plain and not each.name.startswith(_FREE_SETTINGS):
-            values["--" + each.name.replace("_", "-")] = _as_json(value)
-    return values
+    """Return the settings that an iteration which is run again must share, by flag, as JSON values.
+
+    Those of the fingerprint are not repeated. Call it after Megatron's validation.
+    """
+    return _values_of(args, Kind.REPLAY)
 
 
-def _values_of(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    return {"--" + name.replace("_", "-"): getattr(args, name, None) for name in names}
+def _values_of(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
+    return {
+        "--" + name.replace("_", "-"): _setting(name, getattr(args, name, None))
+        for name in names_of(kind)
+    }
+
+
+def _setting(name: str, value: Any) -> Any:
+    if name in _PATH_LISTS:
+        return [_last_part(str(word)) for word in value or ()]
+    if name in _PATHS and value is not None:
+        return _last_part(value)
+    if name in _LISTING_FILES and value is not None:
+        words = re.findall(r"[^\s\"\[\]{}:,]+", Path(value).read_text(encoding="utf-8"))
+        return [_last_part(word) for word in words]
+    return _as_json(value)
+
+
+def _last_part(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def _as_json(value: Any) -> Any:

@@ -295,7 +295,8 @@ class TrainingRun:
         self.enter(Phase.BETWEEN)
         args = get_args()
         self.iteration += 1
-        num_samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
+        num_readers = args.data_parallel_size * args.gtp_weight_remat_size
+        num_samples = get_num_microbatches() * args.micro_batch_size * num_readers
         iteration_s = self._iteration_s = time.perf_counter() - self._iteration_start_s
         self._is_in_iteration = False
         stall_s, self._stall_s = self._stall_s, 0.0

@@ -1,86 +1,24 @@
 """Rules on Megatron's arguments, checked before any process group or model is built.
 
-Each rule names the flag, its value, the rule and the remedy. Rules on --moe-ft-* values alone are in
-moe_ft/config.py; rules that only Megatron knows are left to Megatron.
+Each rule names the flag, its value, the rule and the remedy. Flags that are not supported are in refusals.py,
+rules on --moe-ft-* values alone in moe_ft/config.py; rules that only Megatron knows are left to Megatron.
 """
 
 import argparse
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from megatron.fault_tolerance.refusals import check_refusals
 from moe_ft.errors import ConfigError
 from moe_ft.packings import Packing
 from moe_ft.precision_config import PrecisionConfig
 
 TESTED_MEGATRON_VERSIONS = ("0.19.2",)
 
-# (the flag that is refused, whether the arguments use it, what to do instead)
-_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "--cuda-graph-impl full_iteration",
-        lambda args: args.cuda_graph_impl == "full_iteration",
-        "Use --cuda-graph-impl transformer_engine or none",
-    ),
-    ("--optimizer-cuda-graph", lambda args: args.optimizer_cuda_graph, "Leave it out"),
-    (
-        "--use-megatron-fsdp",
-        lambda args: args.use_megatron_fsdp,
-        "Use --use-distributed-optimizer",
-    ),
-    ("--use-torch-fsdp2", lambda args: args.use_torch_fsdp2, "Use --use-distributed-optimizer"),
-    (
-        "--optimizer with a layer-wise optimizer (muon, dist_muon, adaptive_muon, soap)",
-        lambda args: args.optimizer in ("muon", "dist_muon", "adaptive_muon", "soap"),
-        "Use --optimizer adam",
-    ),
-    ("--optimizer-cpu-offload", lambda args: args.optimizer_cpu_offload, "Leave it out"),
-    (
-        "--num-distributed-optimizer-instances above 1",
-        lambda args: args.num_distributed_optimizer_instances > 1,
-        "Use one instance",
-    ),
-    (
-        "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
-        lambda args: args.fp8_param_gather and args.reuse_grad_buf_for_mxfp8_param_ag,
-        "Leave one of the two out",
-    ),
-    (
-        "--moe-single-grouped-weight",
-        lambda args: args.moe_single_grouped_weight,
-        "Leave it out, so that every expert has parameters of its own",
-    ),
-    (
-        "--hybrid-context-parallel",
-        lambda args: args.hybrid_context_parallel,
-        "Use --context-parallel-size alone",
-    ),
-)
-
-# Flags that Megatron parses and leaves to the program that calls it: this one does not use them.
-_UNUSED: tuple[tuple[str, str], ...] = (
-    ("--sft", "sft"),
-    ("--fim-data", "fim_data"),
-    ("--dataloader-inter-document-masking", "dataloader_inter_document_masking"),
-    ("--per-dataset-sequences-path", "per_dataset_sequences_path"),
-    ("--check-for-spiky-loss", "check_for_spiky_loss"),
-)
-
-
 # The parts of the state that --moe-ft-state-dtype can name.
 _PARTS_OF_OPTIMIZERS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "lion": ("master", "exp_avg")}
-
-# Refused with a strategy only: what they keep in the optimizer or the model is not captured yet.
-_REFUSED_WITH_CHECKPOINTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "--fp8-param-gather",
-        lambda args: args.fp8_param_gather,
-        "Leave it out; FP8 compute with bf16 parameters works",
-    ),
-)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -88,7 +26,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     _check_megatron_version(args.moe_ft_allow_untested_megatron)
     _check_world_size(args)
     _check_experts(args)
-    _check_refused(args)
+    check_refusals(args)
+    _check_local_norm(args)
     _check_transformer_engine(args)
     _check_data(args)
     _check_event_log(args.moe_ft_event_log)
@@ -206,25 +145,7 @@ def _check_experts(args: argparse.Namespace) -> None:
         )
 
 
-def _check_refused(args: argparse.Namespace) -> None:
-    for flag, is_used, remedy in _REFUSED:
-        if is_used(args):
-            raise ConfigError(
-                f"{flag} is not supported: the state it makes cannot be taken apart into units. "
-                f"{remedy}."
-            )
-    for flag, is_used, remedy in _REFUSED_WITH_CHECKPOINTS:
-        if args.moe_ft_strategy != "none" and is_used(args):
-            raise ConfigError(
-                f"{flag} is not supported with --moe-ft-strategy={args.moe_ft_strategy}: parameters kept "
-                f"in FP8 cannot be restored bit for bit yet. {remedy}."
-            )
-    _check_refused_with_strategy(args)
-    for flag, name in _UNUSED:
-        if getattr(args, name):
-            raise ConfigError(
-                f"{flag} is not supported by pretrain_gpt_moe.py, which would ignore it. Leave it out."
-            )
+def _check_local_norm(args: argparse.Namespace) -> None:
     if (
         args.sequence_parallel
         and args.transformer_impl == "local"
@@ -233,31 +154,6 @@ def _check_refused(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--apply-layernorm-1p is not supported by the local implementation's norm. Leave it out, "
             "or use --transformer-impl transformer_engine."
-        )
-
-
-def _check_refused_with_strategy(args: argparse.Namespace) -> None:
-    """Check what one strategy cannot do with."""
-    strategy = args.moe_ft_strategy
-    # The older flags become --cuda-graph-impl only when Megatron validates.
-    older = [
-        name for name in ("enable_cuda_graph", "external_cuda_graph") if getattr(args, name, False)
-    ]
-    has_graphs = args.cuda_graph_impl not in (None, "none") or older
-    if strategy in ("partial", "sparse") and has_graphs:
-        reason = {
-            "partial": "so the tokens that a failure loses could not be counted",
-            "sparse": "and compute the gradients that they were captured with, frozen units or not",
-        }
-        raise ConfigError(
-            f"--cuda-graph-impl={args.cuda_graph_impl}{''.join(f' with {name}' for name in older)} is not "
-            f"supported with --moe-ft-strategy={strategy}: replayed graphs run no hooks, "
-            f"{reason[strategy]}. Use --cuda-graph-impl none."
-        )
-    if strategy == "sparse" and args.qk_clip:
-        raise ConfigError(
-            "--qk-clip is not supported with --moe-ft-strategy=sparse: it changes weights behind the "
-            "optimizer step, which a recovery runs again without it. Leave it out, or use dense."
         )
 
 

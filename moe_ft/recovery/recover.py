@@ -20,7 +20,7 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peers import PeerConnection
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import ConfigError, UnrecoverableError
-from moe_ft.formats import FROZEN, Identity, Index, Start, differing_settings
+from moe_ft.formats import FROZEN, Identity, Index, Start, differing_settings, incomparable_settings
 from moe_ft.planning.recovery import (
     RecoveryPlan,
     Rejection,
@@ -284,6 +284,8 @@ class Recoverer:
                 f"'{division}' now. Start with the flags of that run, or ignore it with "
                 "--moe-ft-recover-from load."
             )
+        unknown = incomparable_settings(self._fingerprint, identity.fingerprint)
+        self._verdict.say_incomparable(where, unknown)
         differences = differing_settings(self._fingerprint, identity.fingerprint)
         if differences:
             raise ConfigError(
@@ -299,6 +301,10 @@ class Recoverer:
         if version.window == 1:
             return
         theirs = msgspec.json.decode(version.replay_settings)
+        self._verdict.say_incomparable(
+            f"the window of iteration {plan.iteration}",
+            incomparable_settings(self._replay_settings, theirs),
+        )
         if differences := differing_settings(self._replay_settings, theirs):
             raise ConfigError(
                 f"iteration {plan.iteration} is in a window of {version.window} snapshots, and recovering it "

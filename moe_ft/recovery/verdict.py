@@ -21,6 +21,7 @@ class Verdict:
 
     def __init__(self, site: Site, wish: Wish, url: str | None) -> None:
         self._site, self._wish = site, wish
+        self._incomparable: set[str] = set()
         self._looked_at = (
             f"the memory of job '{site.job_id}' on nodes {', '.join(site.topology.nodes)}"
         )
@@ -65,6 +66,17 @@ class Verdict:
                 f"{url} also holds checkpoints of other runs, which stay until you delete them: iterations "
                 f"{shown}{more}"
             )
+
+    def say_incomparable(self, where: str, names: Sequence[str]) -> None:
+        """Say, once, that some settings could not be compared with those that state was made with."""
+        if names and self._site.rank == 0 and where not in self._incomparable:
+            shown = ", ".join(names[:_MOST_REASONS])
+            more = f" and {len(names) - _MOST_REASONS} more" if len(names) > _MOST_REASONS else ""
+            say(
+                f"warning: {where} comes from another version, which noted other settings. Not compared, and "
+                f"to be the same for an exact recovery: {shown}{more}"
+            )
+        self._incomparable.add(where)
 
     def check_is_empty(
         self, inventory: Inventory, plans: Sequence[RecoveryPlan], problems: Sequence[str]

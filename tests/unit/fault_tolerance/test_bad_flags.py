@@ -98,7 +98,11 @@ REFUSED = {
     "--expert-model-parallel-size=2",
     "--expert-model-parallel-size 2 --num-experts": "argument --num-experts: expected one argument",
     "--tensor-model-parallel-size 0": "--tensor-model-parallel-size=0 must be at least 1",
-    "--sft": "--sft is not supported by pretrain_gpt_moe.py",
+    "--sft": "--sft is not supported: pretrain_gpt_moe.py would ignore it. Leave it out.",
+    "--yaml-cfg DIR/file": "--yaml-cfg=DIR/file is not supported: Megatron then reads no other flag, those "
+    "of moe_ft included. Give the settings as flags.",
+    "--moe-ft-strategy sparse --enable-cuda-graph": "--cuda-graph-impl=local is not supported with --moe-ft-"
+    "strategy=sparse: replayed graphs run no hooks",
     "--moe-router-topk 8": "--moe-router-topk=8 must be at most",
     "--tensor-model-parallel-size 2 --sequence-parallel --apply-layernorm-1p": "--apply-layernorm-1p is not "
     "supported by the local implementation's norm",
@@ -208,6 +212,18 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 def test_event_log_on_a_read_only_file_system_is_refused(parse: Parse, read_only: Path) -> None:
     with pytest.raises(ConfigError, match=r"--moe-ft-event-log=.*/x cannot be written \(Read-only"):
         parse(f"--moe-ft-event-log {read_only}/x")
+
+
+def test_flags_that_no_test_runs_with_are_named_in_one_line(
+    parse: Parse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse("--log-interval 3 --disable-bias-linear")
+    assert "no test of" not in capsys.readouterr().err
+    parse("--rotary-interleaved --log-interval 3 --mtp-detach-heads --no-rope-fusion")
+    named = [line for line in capsys.readouterr().err.splitlines() if "no test of" in line]
+    assert named == [
+        "moe_ft: warning: no test of moe_ft runs with --mtp-detach-heads, --rotary-interleaved"
+    ]
 
 
 @pytest.mark.parametrize("flags", WITHOUT_EFFECT)

@@ -1,0 +1,289 @@
+"""Refusals: the flags of Megatron that are not supported, each with the reason and the remedy.
+
+Flags that are refused as such are in the class `refused` of flag_table.py, and each has one rule here. Other
+rules refuse single values. Rules on how flags fit together and to this machine are in validation.py.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ft.errors import ConfigError
+
+Strategies = tuple[str, ...]
+ALL: Strategies = ("dense", "partial", "sparse")
+
+_NO_UNITS = "the state it makes cannot be taken apart into units"
+_IGNORED = "pretrain_gpt_moe.py would ignore it"
+_UNREAD = "nothing in Megatron reads it, so the run would not be what it says"
+_NOT_GPT = "pretrain_gpt_moe.py trains GPTs only, and would ignore it"
+_LEAVE = "Leave it out"
+_OWN_PARAMETERS = "Leave it out, so that every expert has parameters of its own"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One rule.
+
+    Attributes:
+        dest: the flag, as argparse calls it.
+        flag: as messages name it.
+        reason: why it is refused.
+        remedy: what to do instead.
+        is_used: whether parsed arguments use it.
+        strategies: those that it is refused with; empty for always.
+        is_whole: whether any use of the flag is refused, and not only some values or combinations.
+    """
+
+    dest: str
+    flag: str
+    reason: str
+    remedy: str
+    is_used: Callable[[Any], bool]
+    strategies: Strategies = ()
+    is_whole: bool = True
+
+
+def _flag(dest: str, reason: str, remedy: str = _LEAVE, strategies: Strategies = ()) -> Refusal:
+    """Return a rule that refuses a flag whose default is false or None."""
+    return Refusal(
+        dest=dest,
+        flag="--" + dest.replace("_", "-"),
+        reason=reason,
+        remedy=remedy,
+        is_used=lambda args: bool(getattr(args, dest, None)),
+        strategies=strategies,
+    )
+
+
+def _values(
+    dest: str,
+    flag: str,
+    is_used: Callable[[Any], bool],
+    reason: str,
+    remedy: str = _LEAVE,
+    *,
+    strategies: Strategies = (),
+    is_whole: bool = False,
+) -> Refusal:
+    """Return a rule that refuses some values of a flag."""
+    return Refusal(
+        dest=dest,
+        flag=flag,
+        reason=reason,
+        remedy=remedy,
+        is_used=is_used,
+        strategies=strategies,
+        is_whole=is_whole,
+    )
+
+
+def _shards_weights(args: Any) -> bool:
+    return bool((args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size)
+
+
+def _shards_experts(args: Any) -> bool:
+    default = args.tensor_model_parallel_size
+    size = default if args.expert_tensor_parallel_size is None else args.expert_tensor_parallel_size
+    return bool((args.expert_tensor_parallel_num_weight_shards or 0) > size)
+
+
+def _has_graphs(args: Any) -> bool:
+    return args.cuda_graph_impl not in (None, "none")
+
+
+_LAYER_WISE = ("muon", "dist_muon", "adaptive_muon", "soap")
+_SHARDED_WEIGHTS = "the groups that its shards of weights are in are not known to snapshots"
+
+REFUSALS: tuple[Refusal, ...] = (
+    # What makes state that snapshots cannot take.
+    _values(
+        "cuda_graph_impl",
+        "--cuda-graph-impl full_iteration",
+        lambda args: args.cuda_graph_impl == "full_iteration",
+        _NO_UNITS,
+        "Use --cuda-graph-impl transformer_engine or none",
+    ),
+    _flag("optimizer_cuda_graph", _NO_UNITS),
+    _flag("use_megatron_fsdp", _NO_UNITS, "Use --use-distributed-optimizer"),
+    _flag("use_torch_fsdp2", _NO_UNITS, "Use --use-distributed-optimizer"),
+    _values(
+        "optimizer",
+        f"--optimizer with a layer-wise optimizer ({', '.join(_LAYER_WISE)})",
+        lambda args: args.optimizer in _LAYER_WISE,
+        _NO_UNITS,
+        "Use --optimizer adam",
+    ),
+    _flag("optimizer_cpu_offload", _NO_UNITS),
+    _values(
+        "num_distributed_optimizer_instances",
+        "--num-distributed-optimizer-instances above 1",
+        lambda args: args.num_distributed_optimizer_instances > 1,
+        _NO_UNITS,
+        "Use one instance",
+        is_whole=True,
+    ),
+    _values(
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
+        lambda args: args.fp8_param_gather and args.reuse_grad_buf_for_mxfp8_param_ag,
+        _NO_UNITS,
+        "Leave one of the two out",
+    ),
+    _flag(
+        "fp8_param_gather",
+        "parameters kept in FP8 cannot be restored bit for bit yet",
+        "Leave it out; FP8 compute with bf16 parameters needs none of it",
+        ALL,
+    ),
+    _flag(
+        "fp4_param_gather",
+        "parameters kept in FP4 cannot be restored bit for bit yet",
+        "Leave it out; FP4 compute with bf16 parameters needs none of it",
+        ALL,
+    ),
+    _flag("moe_single_grouped_weight", _NO_UNITS, _OWN_PARAMETERS),
+    _flag("moe_single_grouped_bias", _NO_UNITS, _OWN_PARAMETERS),
+    _flag("hybrid_context_parallel", _NO_UNITS, "Use --context-parallel-size alone"),
+    _values(
+        "tensor_parallel_num_weight_shards",
+        "--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
+        _shards_weights,
+        _SHARDED_WEIGHTS,
+        "Leave it out, or raise --tensor-model-parallel-size instead",
+        strategies=ALL,
+        is_whole=True,
+    ),
+    _values(
+        "expert_tensor_parallel_num_weight_shards",
+        "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
+        _shards_experts,
+        _SHARDED_WEIGHTS,
+        "Leave it out, or raise --expert-tensor-parallel-size instead",
+        strategies=ALL,
+        is_whole=True,
+    ),
+    _flag(
+        "fake_process_group",
+        "its ranks exchange nothing, so they cannot agree on a checkpoint",
+        strategies=ALL,
+    ),
+    # What a strategy cannot do with.
+    _values(
+        "cuda_graph_impl",
+        "--cuda-graph-impl",
+        _has_graphs,
+        "replayed graphs run no hooks, so the tokens that a failure loses could not be counted",
+        "Use --cuda-graph-impl none",
+        strategies=("partial",),
+    ),
+    _values(
+        "cuda_graph_impl",
+        "--cuda-graph-impl",
+        _has_graphs,
+        "replayed graphs run no hooks, and compute the gradients that they were captured with, frozen "
+        "units or not",
+        "Use --cuda-graph-impl none",
+        strategies=("sparse",),
+    ),
+    _values(
+        "qk_clip",
+        "--qk-clip",
+        lambda args: args.qk_clip,
+        "it changes weights behind the optimizer step, which a recovery runs again without it",
+        "Leave it out, or use dense",
+        strategies=("sparse",),
+    ),
+    _values(
+        "phase_transition_iterations",
+        "--phase-transition-iterations",
+        lambda args: bool(args.phase_transition_iterations),
+        "Megatron reads a phase's data from where training goes on, and a recovery runs iterations before "
+        "that again",
+        "Use --moe-ft-strategy dense or partial",
+        strategies=("sparse",),
+    ),
+    # What the program would have to do, and this one does not.
+    _flag("sft", _IGNORED),
+    _flag("fim_data", _IGNORED),
+    _flag("dataloader_inter_document_masking", _IGNORED),
+    _flag("per_dataset_sequences_path", _IGNORED),
+    _flag("check_for_spiky_loss", _IGNORED),
+    _flag(
+        "inprocess_restart",
+        _IGNORED,
+        "Leave it out: let torchrun restart the ranks (--max-restarts), and recover from memory with "
+        "--moe-ft-strategy dense, partial or sparse",
+    ),
+    _flag(
+        "logits_load_dir",
+        "pretrain_gpt_moe.py has no loss for it, and would train without the teacher",
+        "Leave it out, or distill with Megatron's own pretrain_gpt.py",
+    ),
+    _flag(
+        "log_straggler",
+        _IGNORED,
+        "Leave it out; --timing-log-level 2 --timing-log-option all shows the times of every rank",
+    ),
+    _flag("perform_rl_step", _NOT_GPT, "Leave it out, or use Megatron's own program for it"),
+    _flag("vision_pretraining", _NOT_GPT, "Leave it out, or use Megatron's own program for it"),
+    *(
+        _flag(dest, _NOT_GPT, "Describe the model with --num-layers and --moe-layer-freq")
+        for dest in (
+            "hybrid_layer_pattern",
+            "hybrid_override_pattern",
+            "mtp_hybrid_override_pattern",
+            "is_hybrid_model",
+        )
+    ),
+    _flag(
+        "yaml_cfg",
+        "Megatron then reads no other flag, those of moe_ft included",
+        "Give the settings as flags",
+    ),
+    _flag(
+        "lazy_mpu_init", "Megatron then leaves the process groups to its caller, who builds none"
+    ),
+    # What nothing reads, and would be another training if something did.
+    _flag("apply_residual_connection_post_layernorm", _UNREAD),
+    _flag("openai_gelu", _UNREAD),
+    _values(
+        "sample_rate", "--sample-rate", lambda args: args.sample_rate != 1.0, _UNREAD, is_whole=True
+    ),
+)
+
+
+def check_refusals(args: argparse.Namespace) -> None:
+    """Raise ConfigError on the first flag, or value of one, that is not supported.
+
+    Args:
+        args: Megatron's arguments; its validation may add to what was given (older flags, arguments of a
+            checkpoint).
+    """
+    strategy = args.moe_ft_strategy
+    for rule in REFUSALS:
+        if rule.strategies and strategy not in rule.strategies:
+            continue
+        if rule.is_used(args):
+            where = f" with --moe-ft-strategy={strategy}" if rule.strategies else ""
+            given = _as_given(rule, getattr(args, rule.dest, None))
+            raise ConfigError(f"{given} is not supported{where}: {rule.reason}. {rule.remedy}.")
+
+
+def _as_given(rule: Refusal, value: Any) -> str:
+    """Return a flag with its value, where the rule's name for it does not say which."""
+    if " " in rule.flag or isinstance(value, bool):
+        return rule.flag
+    return f"{rule.flag}={' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def check_yaml(command_line: Sequence[str]) -> None:
+    """Raise ConfigError for --yaml-cfg, with which nothing else of a command line would be parsed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--yaml-cfg", nargs="?", const="")
+    args, _ = parser.parse_known_args(command_line)
+    rule = next(rule for rule in REFUSALS if rule.dest == "yaml_cfg")
+    if args.yaml_cfg is not None:
+        given = _as_given(rule, args.yaml_cfg)
+        raise ConfigError(f"{given} is not supported: {rule.reason}. {rule.remedy}.")
