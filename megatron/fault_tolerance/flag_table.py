@@ -28,13 +28,10 @@ FLAGS: dict[str, dict[str, str]] = {
     "model": {
         "fingerprint": """
             add_bias_linear add_qkv_bias ffn_hidden_size group_query_attention hidden_size
-            kv_channels kv_lora_rank layernorm_epsilon layernorm_zero_centered_gamma
-            make_vocab_size_divisible_by max_position_embeddings mscale mscale_all_dim
-            mtp_num_layers multi_latent_attention normalization num_attention_heads num_layers
-            num_query_groups padded_vocab_size position_embedding_type q_lora_rank qk_head_dim
-            qk_layernorm qk_pos_emb_head_dim rope_type rotary_base rotary_percent
-            rotary_scaling_factor seq_length swiglu transformer_impl
-            untie_embeddings_and_output_weights v_head_dim vocab_size""",
+            kv_channels layernorm_epsilon make_vocab_size_divisible_by max_position_embeddings
+            mtp_num_layers normalization num_attention_heads num_layers num_query_groups
+            position_embedding_type qk_layernorm rotary_base rotary_percent seq_length swiglu
+            transformer_impl untie_embeddings_and_output_weights vocab_size""",
         "fingerprint untested": """
             activation_func_clamp_value add_position_embedding apply_query_key_layer_scaling
             attention_output_gate decoder_seq_length dsa_indexer_head_dim
@@ -42,16 +39,18 @@ FLAGS: dict[str, dict[str, str]] = {
             dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
             dsa_indexer_topk dsa_indexer_topk_freq encoder_num_layers encoder_seq_length
             experimental_attention_variant freeze_all_layers glu_linear_offset
-            heterogeneous_layers_config_encoded_json linear_attention_freq
-            linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
-            linear_num_value_heads linear_value_head_dim mla_down_proj_fusion mrope_section
-            mtp_use_repeated_layer mup_attn_scale_power mup_base_head_dim mup_base_hidden_size
+            heterogeneous_layers_config_encoded_json kv_lora_rank layernorm_zero_centered_gamma
+            linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+            linear_num_key_heads linear_num_value_heads linear_value_head_dim
+            mla_down_proj_fusion mrope_section mscale mscale_all_dim mtp_use_repeated_layer
+            multi_latent_attention mup_attn_scale_power mup_base_head_dim mup_base_hidden_size
             mup_embedding_mult mup_output_mult mup_width_mult no_rope_freq pad_vocab_size
-            qk_l2_norm quick_geglu relative_attention_max_distance
-            relative_attention_num_buckets rope_scaling_factor rotary_interleaved
+            padded_vocab_size q_lora_rank qk_head_dim qk_l2_norm qk_pos_emb_head_dim quick_geglu
+            relative_attention_max_distance relative_attention_num_buckets rope_scaling_factor
+            rope_type rotary_interleaved rotary_scaling_factor
             rotary_seq_len_interpolation_factor softmax_type spec squared_relu use_mup
             use_rope_scaling use_rotary_position_embeddings use_transformer_engine_op_fuser
-            window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow
+            v_head_dim window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow
             yarn_correction_range_round_to_int yarn_original_max_position_embeddings""",
         "replay": """
             attention_backend attention_dropout calculate_per_token_loss hidden_dropout
@@ -111,16 +110,15 @@ FLAGS: dict[str, dict[str, str]] = {
     },
     "precision": {
         "fingerprint": "bf16 exp_avg_dtype exp_avg_sq_dtype fp16 main_params_dtype",
-        "replay": """
-            accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 deterministic_mode
-            main_grads_dtype""",
+        "replay": "accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32",
         "replay untested": """
-            batch_invariant_mode disable_bf16_reduced_precision_matmul first_last_layers_bf16
-            fp16_lm_cross_entropy fp32_residual_connection fp4 fp4_quantizer_factory fp4_recipe
-            fp8 fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin
-            fp8_output_proj fp8_quantizer_factory fp8_recipe fp8_wgrad grad_reduce_in_bf16
-            num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
-            reuse_grad_buf_for_mxfp8_param_ag te_precision_config_file""",
+            batch_invariant_mode deterministic_mode disable_bf16_reduced_precision_matmul
+            first_last_layers_bf16 fp16_lm_cross_entropy fp32_residual_connection fp4
+            fp4_quantizer_factory fp4_recipe fp8 fp8_amax_compute_algo fp8_amax_history_len
+            fp8_interval fp8_margin fp8_output_proj fp8_quantizer_factory fp8_recipe fp8_wgrad
+            grad_reduce_in_bf16 main_grads_dtype num_layers_at_end_in_bf16
+            num_layers_at_start_in_bf16 reuse_grad_buf_for_mxfp8_param_ag
+            te_precision_config_file""",
         "record": "hysteresis initial_loss_scale loss_scale loss_scale_window min_loss_scale",
         "refused": "fp4_param_gather fp8_param_gather",
     },
@@ -178,17 +176,16 @@ FLAGS: dict[str, dict[str, str]] = {
         "refused": "fake_process_group lazy_mpu_init",
     },
     "data": {
-        "fingerprint": """
-            data_args_path data_path mock_data seed split tokenizer_type train_data_path""",
-        "fingerprint untested": "per_split_data_args_path phase_transition_iterations",
+        "fingerprint": "data_args_path data_path mock_data seed split tokenizer_type",
+        "fingerprint untested": """
+            per_split_data_args_path phase_transition_iterations train_data_path""",
         "replay": """
-            create_attention_mask_in_dataloader data_sharding dataloader_type eod_mask_loss
-            reset_attention_mask reset_position_ids""",
+            data_sharding dataloader_type eod_mask_loss reset_attention_mask reset_position_ids""",
         "replay untested": """
-            allow_ambiguous_pad_tokens merge_file metadata_path mid_level_dataset_surplus
-            null_tokenizer_eod_id null_tokenizer_pad_id special_tokens
-            tiktoken_num_special_tokens tiktoken_pattern tokenizer_hf_no_include_special_tokens
-            tokenizer_hf_no_use_fast tokenizer_model
+            allow_ambiguous_pad_tokens create_attention_mask_in_dataloader merge_file
+            metadata_path mid_level_dataset_surplus null_tokenizer_eod_id null_tokenizer_pad_id
+            special_tokens tiktoken_num_special_tokens tiktoken_pattern
+            tokenizer_hf_no_include_special_tokens tokenizer_hf_no_use_fast tokenizer_model
             tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_sentencepiece_legacy
             vocab_file""",
         "neutral": """
