@@ -1,11 +1,15 @@
 """Sparse windows in the training loop, beside what the matrix of faults and features covers."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import pretrain_gpt_moe
 from moe_ft.formats import Index, decode
+from moe_ft.recovery.session import Session
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob, flip_byte
 from tests.demo_model import event_flags
 from tests.harness import digests, events, run_training
@@ -173,17 +177,35 @@ def test_window_length_may_change_with_a_start(job: CheckpointJob, expected: Dig
     assert job.digests() == expected
 
 
+def train_and_die_at_the_end(flags: list[str]) -> None:
+    """Train, and die before the memory of the job that has ended is removed."""
+    finish = Session.finish
+
+    def finish_and_die(*args: Any, **kwargs: Any) -> None:
+        finish(*args, **kwargs)
+        os._exit(1)
+
+    Session.finish = finish_and_die  # type: ignore[assignment,method-assign]
+    pretrain_gpt_moe.main(flags)
+
+
 def test_replay_behind_the_last_iteration_happens_before_training_ends(
-    job: CheckpointJob, dataset_flags: list[str], tmp_path: Path
+    job: CheckpointJob, expected: Digests
 ) -> None:
-    shorter = ("--train-iters", "4")
-    log = tmp_path / "shorter"
-    run_training([*job.base, *shorter, *event_flags(log)], NUM_RANKS, log_dir=log).check()
+    job.train = train_and_die_at_the_end
+    job.run(*SPARSE, "2")
+    job.train = None
+    job.run(*SPARSE, "2").check()
+    assert recoveries(job) == [(5, 6)]
+    assert job.digests() == expected
+
+
+def test_other_length_of_training_which_may_order_data_otherwise_is_refused_with_a_window(
+    job: CheckpointJob,
+) -> None:
     job.run(*SPARSE, "2", "--moe-ft-inject-fault", "kill:1@5:backward")
-    result = job.run(*SPARSE, "2", *shorter, "--moe-ft-inject-fault", "kill:1@5:backward").check()
-    assert recoveries(job) == [(3, 4)]
-    assert job.digests() == digests(log, NUM_RANKS)
-    assert "inflicts" not in result.output(1)
+    message = refusal_of(job, [*SPARSE, "2", "--train-iters", "5"])
+    assert "settings that have changed: --train-iters: 6 there, 5 now." in message
 
 
 def test_evaluation_inside_of_a_window_changes_nothing(job: CheckpointJob) -> None:
