@@ -68,6 +68,12 @@ def test_every_refused_flag_has_one_rule_and_every_rule_its_row() -> None:
             assert flag_classes()[rule.dest].kind is not Kind.REFUSED, rule.flag
 
 
+def test_every_refused_flag_is_in_the_documentation(parser: argparse.ArgumentParser) -> None:
+    text = (TESTS.parent / "docs/flags.md").read_text()
+    written = megatron_flags(parser)
+    assert [rule.flag for rule in REFUSALS if f"`{written[rule.dest]}" not in text] == []
+
+
 def used(rule: Refusal, parser: argparse.ArgumentParser) -> object:
     """Return a value of a flag that is not its default."""
     (action,) = [each for each in parser._actions if each.dest == rule.dest]

@@ -107,6 +107,11 @@ def test_recomputing_layernorm_needs_transformer_engine() -> None:
             ("--qk-clip",),
             "--qk-clip is not supported with --moe-ft-strategy=sparse: .* Leave it out, or use dense",
         ),
+        (
+            ("--phase-transition-iterations", "2,4"),
+            "--phase-transition-iterations=2,4 is not supported with --moe-ft-strategy=sparse: .* Use "
+            "--moe-ft-strategy dense or partial",
+        ),
     ],
 )
 def test_feature_that_a_replay_could_not_repeat_is_refused_with_sparse_windows(
