@@ -48,6 +48,17 @@ def test_every_flag_of_the_installed_parser_is_in_the_table(
     assert not gone, "Megatron has these no more: take them out of flag_table.py"
 
 
+def test_flag_that_decides_something_is_read_by_megatron() -> None:
+    # What nothing reads is neutral, or refused because a user expects that something does.
+    folder = Path(megatron_arguments.__file__).parents[1]
+    words: set[str] = set()
+    for path in (*folder.glob("core/**/*.py"), *folder.glob("training/**/*.py")):
+        words.update(re.findall(r"[.\"'](\w+)", path.read_text(encoding="utf-8")))
+    decides = (Kind.FINGERPRINT, Kind.REPLAY, Kind.RECORD, Kind.BEGINNING)
+    read = [dest for dest, each in flag_classes().items() if each.kind in decides]
+    assert [dest for dest in read if dest not in words] == []
+
+
 def test_flag_that_is_in_the_table_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FLAGS, "a second time", {"neutral": "lr"})
     with pytest.raises(ValueError, match="flag lr is in the table twice"):
