@@ -119,6 +119,14 @@ def test_defaults_are_neither_refused_nor_untested(
     assert untested_flags(args, parser) == []
 
 
+def test_flag_of_a_megatron_that_the_table_does_not_know_is_untested() -> None:
+    newer = argparse.ArgumentParser()
+    newer.add_argument("--no-gravity", dest="gravity", action="store_false")
+    newer.add_argument("--lr")
+    given = newer.parse_args(["--no-gravity", "--lr", "1"])
+    assert untested_flags(given, newer) == ["--no-gravity"]
+
+
 @pytest.mark.parametrize("kind", [Kind.FINGERPRINT, Kind.REPLAY])
 def test_captured_flag_that_is_not_called_untested_is_in_a_test(
     kind: Kind, parser: argparse.ArgumentParser
