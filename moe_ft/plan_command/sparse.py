@@ -5,6 +5,7 @@ Its flags are sparse_flags.py; what is calculated, planning/sparse_size.py.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tabulate import tabulate
 
@@ -12,11 +13,10 @@ from moe_ft.engine.memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.plan_command.sparse_flags import SparsePlan, read_plan
 from moe_ft.planning.partial_size import reduction, smallest_interval
 from moe_ft.planning.sparse_size import (
+    Machine,
     WindowSize,
     ettr,
     expect_recovery,
-    position_work,
-    stage_units,
     work_to_redo,
 )
 
@@ -30,14 +30,14 @@ def render_sparse(options: argparse.Namespace) -> str:
         ConfigError: if the flags do not fit together.
     """
     plan = read_plan(options)
-    window = plan.choose_window()
+    window, order = plan.choose_window()
     parts = [
         _describe(plan),
         "\n".join((_describe_window(plan, window), *_warn_of_length(plan))),
         _snapshot_table(window),
         _memory_table(plan, window),
         *_storage(plan, window),
-        *_recovery(plan, window),
+        *_recovery(plan, window, order),
     ]
     return "\n\n".join(parts)
 
@@ -187,14 +187,12 @@ def _storage(plan: SparsePlan, window: WindowSize) -> list[str]:
     ]
 
 
-def _recovery(plan: SparsePlan, window: WindowSize) -> list[str]:
+def _recovery(plan: SparsePlan, window: WindowSize, order: int) -> list[str]:
     """Return what a failure costs and, if failures are known, what is left of the training time."""
     machine = plan.machine
     if machine is None:
         return []
-    units = stage_units(plan.shape, plan.num_stages)
-    works = [position_work(each, plan.layout, plan.active_share) for each in units]
-    recovery = expect_recovery(window, machine, works, plan.restart_s)
+    recovery = expect_recovery(window, machine, plan.works(order), plan.restart_s)
     least, mean, most = work_to_redo(window.length, machine.lag_iterations(window.snapshots))
     replays = window.length - 1
     rows = [
@@ -212,6 +210,7 @@ def _recovery(plan: SparsePlan, window: WindowSize) -> list[str]:
     lines = [
         f"iterations that run again, conversion included: {least} to {most}, {mean:.1f} on average; "
         f"frozen units save {recovery.frozen_s:.2f} s of the conversion at best"
+        f"{_other_saving(plan, machine, window.length)}"
     ]
     if plan.mtbf_s is not None:
         overhead = machine.overhead(window.snapshots)
@@ -221,6 +220,20 @@ def _recovery(plan: SparsePlan, window: WindowSize) -> list[str]:
             f"overhead of {overhead:.2%}"
         )
     return [_table(cells, ("recovery", "", "s")), "\n".join(lines)]
+
+
+def _other_saving(plan: SparsePlan, machine: Machine, length: int) -> str:
+    """Return what frozen units save if experts freeze the other way, where that makes a difference."""
+    if plan.shape.num_experts == plan.layout.ep or not plan.shape.num_moe_layers:
+        return ""
+    other = replace(plan, is_grouped=not plan.is_grouped, window=length)
+    window, order = other.choose_window()
+    recovery = expect_recovery(window, machine, other.works(order), plan.restart_s)
+    way = "with" if other.is_grouped else "without"
+    return (
+        f", {recovery.frozen_s:.2f} s {way} grouped GEMM (largest snapshot "
+        f"{_megabytes(window.largest_bytes)} MB)"
+    )
 
 
 def _table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:

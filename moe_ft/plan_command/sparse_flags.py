@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_ft.errors import ConfigError
 from moe_ft.plan_command.flags import (
@@ -30,6 +31,7 @@ from moe_ft.planning.sparse_size import (
     choose_length,
     measure_window,
     position_sizes,
+    position_work,
     region_bytes,
     stage_units,
 )
@@ -75,6 +77,11 @@ def add_sparse_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--moe-router-topk", type=int, default=2, metavar="N", help="of a token (default 2)"
     )
+    group.add_argument(
+        "--moe-grouped-gemm",
+        action="store_true",
+        help="Transformer Engine's grouped experts: those of a layer on a rank freeze together or not at all",
+    )
     group.add_argument("--mtbf-s", type=float, metavar="S", help="mean time between failures")
     group.add_argument(
         "--restart-s",
@@ -93,6 +100,7 @@ class SparsePlan:
         window: None for automatic.
         longest: that automatic may choose.
         active_share: of the experts of a layer, those that a token goes to.
+        is_grouped: whether a rank's experts of a layer are one module, frozen only as a whole.
         machine: None if no bandwidth was given.
         mtbf_s: None if not given.
     """
@@ -108,6 +116,7 @@ class SparsePlan:
     replication_factor: int
     persists: bool
     active_share: float
+    is_grouped: bool
     machine: Machine | None
     mtbf_s: float | None
     restart_s: float
@@ -121,12 +130,31 @@ class SparsePlan:
     def stages(self, seed: int = 0) -> list[PositionSizes]:
         """Return ``[stage]`` what ranks save in an order of popularity; training begins with that of 0."""
         return [
-            position_sizes(each, self.layout, self.byte_model, np.random.default_rng(seed))
+            position_sizes(
+                each,
+                self.layout,
+                self.byte_model,
+                np.random.default_rng(seed),
+                is_grouped=self.is_grouped,
+            )
             for each in stage_units(self.shape, self.num_stages)
         ]
 
-    def choose_window(self) -> WindowSize:
-        """Return the window, in the order of popularity whose largest snapshot is the largest.
+    def works(self, seed: int = 0) -> list[npt.NDArray[np.float64]]:
+        """Return ``[stage][position]`` the work that freezes there, in the same order."""
+        return [
+            position_work(
+                each,
+                self.layout,
+                self.active_share,
+                np.random.default_rng(seed),
+                is_grouped=self.is_grouped,
+            )
+            for each in stage_units(self.shape, self.num_stages)
+        ]
+
+    def choose_window(self) -> tuple[WindowSize, int]:
+        """Return the window, and the order of popularity whose largest snapshot is the largest.
 
         Which experts will be popular has nothing to do with who owns them: orders are drawn.
         """
@@ -137,11 +165,17 @@ class SparsePlan:
             budget = self.machine.budget_bytes
             length = max(choose_length(stages, budget, self.longest) for stages in orders)
         windows = [measure_window(stages, length) for stages in orders]
-        return max(windows, key=lambda window: window.largest_bytes)
+        seed = max(range(self.num_orders), key=lambda number: windows[number].largest_bytes)
+        return windows[seed], seed
 
     def reserve(self) -> int:
         """Return the bytes of a region of the rank that needs the most."""
-        return region_bytes(self.stages(), self.window or self.longest, MEMORY_MARGIN)
+        return region_bytes(
+            self.stages(),
+            self.window or self.longest,
+            MEMORY_MARGIN,
+            shortest=self.window or 1,
+        )
 
 
 def read_plan(options: argparse.Namespace) -> SparsePlan:
@@ -179,6 +213,7 @@ def read_plan(options: argparse.Namespace) -> SparsePlan:
         replication_factor=replication_factor,
         persists=options.storage or schedule.storage_bandwidth is not None,
         active_share=min(1.0, options.moe_router_topk / shape.num_experts),
+        is_grouped=options.moe_grouped_gemm,
         machine=machine,
         mtbf_s=options.mtbf_s,
         restart_s=options.restart_s,

@@ -4,15 +4,15 @@ A position is one unit of every rank: the k-th experts of the expert-parallel ra
 ones, or the same unit of all. Windows divide positions (windows.py).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moe_ft.planning.popularity import Scores, order_experts
-from moe_ft.planning.windows import Bytes, PositionSizes
+from moe_ft.planning.popularity import Scores, fractions_of_layers, order_experts
+from moe_ft.planning.windows import Bytes, PositionSizes, count_splits
 from moe_ft.units import UnitId, UnitKind
 
 
@@ -23,10 +23,12 @@ class RankUnits:
     Attributes:
         ep_rank: its expert-parallel rank.
         sizes: bytes that it saves at FULL and at COMPUTE, by unit; 0 where other ranks save all.
+        grouped_layers: whose experts on a rank are one module, and can be frozen only together.
     """
 
     ep_rank: int
     sizes: Mapping[UnitId, tuple[int, int]]
+    grouped_layers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -66,10 +68,10 @@ class StageUnits:
         self._others, self._other_sizes = [others[index] for index in order], sizes[:, order]
 
     def order(self, scores: Scores) -> StageOrder:
-        """Put experts in ascending order of popularity, and everything else behind them, back to front.
+        """Put experts in ascending order of popularity, and everything else after them, back to front.
 
         Later layers first is MoEvement, Appendix E. Both orders are followed within what each rank owns;
-        see `spread_over_ranks`.
+        see `spread_over_ranks`. Experts that are one module stay together; see `order_modules`.
 
         Args:
             scores: ``[layer, expert]`` popularity.
@@ -77,15 +79,20 @@ class StageUnits:
         most = max(len(each.units) for each in self._experts)
         sizes = np.zeros((self._num_ranks, most, 2), np.int64)
         columns = {}
+        modules: list[list[str]] = []
         for each in self._experts:
             order = each.order(scores)
             sizes[np.array(each.members)[:, None], np.arange(len(order))] = each.sizes[:, order]
             padding = [None] * (most - len(order))
             own = [each.units[index] for index in order]
             columns[each.ep_rank] = (*own, *padding, *self._others)
+            modules.append([each.modules[index] for index in order])
         both = np.concatenate([sizes, self._other_sizes], axis=1)
+        is_grouped = any(each.is_grouped for each in self._experts)
+        splits = count_splits(modules, both.shape[1]) if is_grouped else None
         return StageOrder(
-            columns=columns, sizes=PositionSizes(full=both[:, :, 0], compute=both[:, :, 1])
+            columns=columns,
+            sizes=PositionSizes(full=both[:, :, 0], compute=both[:, :, 1], splits=splits),
         )
 
 
@@ -102,6 +109,11 @@ class _Experts:
     ) -> None:
         self.ep_rank, self.members, self.units = ep_rank, members, units
         self.sizes = _sizes_of([ranks[rank] for rank in members], units)
+        grouped = {layer for rank in members for layer in ranks[rank].grouped_layers}
+        self.modules = [
+            unit.layer_name if unit.layer_name in grouped else str(unit) for unit in units
+        ]
+        self.is_grouped = len(set(self.modules)) < len(self.modules)
         numbers = {layer: number for number, layer in enumerate(layers)}
         # Experts of a layer in which nothing is counted, because none is trained, come first.
         self._uncounted = [
@@ -115,9 +127,44 @@ class _Experts:
 
     def order(self, scores: Scores) -> list[int]:
         """Return the indices of the units in the order in which they are saved."""
+        if self.is_grouped:
+            fractions = fractions_of_layers(scores)
+            popularity = [-1.0] * len(self.units)
+            for key, index in self._counted.items():
+                popularity[index] = float(fractions[key])
+            return order_modules(popularity, self.modules, self.sizes[:, :, 0])
         by_popularity = [self._counted[key] for key in order_experts(scores, list(self._counted))]
         order = [*self._uncounted, *by_popularity]
         return [order[place] for place in spread_over_ranks(self.sizes[:, order, 0])]
+
+
+def order_modules(
+    popularity: Sequence[float], modules: Sequence[Hashable], full: Bytes
+) -> list[int]:
+    """Put experts in ascending order of the popularity of their modules, the experts of one together.
+
+    Transformer Engine computes the weight gradients of all experts of a grouped module or of none, so what
+    one expert more saves depends on all of them. A module whose parts several ranks own goes where as much
+    lies before it for one as for the other, as far as popularity leaves that open: else its experts would be
+    far apart in the merged order of `spread_over_ranks`.
+
+    Args:
+        popularity: ``[expert]``, comparable between layers. A module has the mean of its experts', because a
+            window is divided by bytes; with equal modules that is the order of the sums.
+        modules: ``[expert]`` the module that it belongs to.
+        full: ``[rank, expert]`` bytes at FULL.
+
+    Returns:
+        Indices of the experts, in the new order.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for index, module in enumerate(modules):
+        members.setdefault(module, []).append(index)
+    means = [(sum(popularity[each] for each in own) / len(own), own) for own in members.values()]
+    ascending = [own for _, own in sorted(means)]
+    whole = np.array([full[:, own].sum(axis=1) for own in ascending]).reshape(-1, len(full)).T
+    order = [index for place in spread_over_ranks(whole) for index in ascending[place]]
+    return [order[place] for place in spread_over_ranks(full[:, order])]
 
 
 def spread_over_ranks(full: Bytes) -> list[int]:

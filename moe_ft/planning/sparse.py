@@ -19,6 +19,7 @@ from moe_ft.planning.windows import (
     PositionSizes,
     WindowCuts,
     cut_window,
+    most_window_bytes,
     snapshot_bytes,
 )
 from moe_ft.units import Level, UnitId
@@ -126,20 +127,22 @@ class SparseStrategy:
 
         In a random order a unit is at COMPUTE in half of the other snapshots.
         """
-        longest, sizes = self._lengths()[-1], self._sizes
+        (shortest, longest), sizes = self._limits_of_length, self._sizes
         by_chance = sizes.full.sum(axis=1) + sizes.compute.sum(axis=1) * (longest - 1) / 2
-        return np.maximum(self._window_bytes(sizes, longest), by_chance)
+        return np.maximum(most_window_bytes(sizes, shortest, longest), by_chance)
 
     @property
     def memory_margin(self) -> float:
         """How much more memory than `possible_windows` this rank's may take, as a fraction."""
-        longest = self._window_bytes(self._sizes, self._lengths()[-1])[self._rank]
+        longest = self._window_bytes(self._sizes, self._limits_of_length[1])[self._rank]
         most = self._most_bytes()[self._rank] * (1 + MEMORY_MARGIN)
         return float(most / longest - 1) if longest else MEMORY_MARGIN
 
-    def _lengths(self) -> list[int]:
+    @property
+    def _limits_of_length(self) -> tuple[int, int]:
+        """The shortest and the longest window that there may be."""
         fixed = self._settings.window
-        return [fixed] if fixed is not None else list(range(1, self._longest + 1))
+        return (1, self._longest) if fixed is None else (fixed, fixed)
 
     @staticmethod
     def _window_bytes(sizes: PositionSizes, length: int) -> Any:
@@ -181,7 +184,7 @@ class SparseStrategy:
 
     def possible_windows(self) -> list[WindowPlan]:
         """Return the longest window, which takes the most memory, and the one that ends a training."""
-        return [self._plan(self._lengths()[-1]), self._whole()]
+        return [self._plan(self._limits_of_length[1]), self._whole()]
 
     def _reorder(self) -> _Reorder:
         """Order experts anew if their popularity has changed.
@@ -217,8 +220,11 @@ class SparseStrategy:
 
     def _fits(self, sizes: PositionSizes) -> bool:
         """Return whether windows of an order fit into memory, now and when they get longer."""
-        lengths = {self.window, self._lengths()[-1]}
-        return all(np.all(self._window_bytes(sizes, each) <= self._limits) for each in lengths)
+        found = [
+            self._window_bytes(sizes, self.window),
+            most_window_bytes(sizes, *self._limits_of_length),
+        ]
+        return all(np.all(each <= self._limits) for each in found)
 
     def is_whole(self, iteration: int) -> bool:
         """Return whether a snapshot of this iteration holds everything."""

@@ -15,13 +15,15 @@ import numpy.typing as npt
 from moe_ft.errors import PlanError
 from moe_ft.planning.model_size import ByteModel, ModelShape, unit_parameters
 from moe_ft.planning.partial_size import SavingLayout, Sharding
-from moe_ft.planning.popularity import order_experts
-from moe_ft.planning.positions import spread_over_ranks
+from moe_ft.planning.popularity import Scores, fractions_of_layers, order_experts
+from moe_ft.planning.positions import order_modules, spread_over_ranks
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
 from moe_ft.planning.windows import (
     PositionSizes,
     WindowCuts,
+    count_splits,
     cut_window,
+    most_window_bytes,
     shortest_window,
     snapshot_bytes,
 )
@@ -62,6 +64,8 @@ def position_sizes(
     layout: SavingLayout,
     byte_model: ByteModel,
     popularity: np.random.Generator | None = None,
+    *,
+    is_grouped: bool = False,
 ) -> PositionSizes:
     """Return what every rank of a stage saves at each position of its order.
 
@@ -77,6 +81,7 @@ def position_sizes(
         byte_model: master weights and moments are what FULL is, weights what COMPUTE is.
         popularity: draws how popular experts are; from seed 0 the order that training begins with. None:
             the order of the model.
+        is_grouped: whether a rank's experts of a layer are one module, frozen only as a whole.
 
     Raises:
         PlanError: if the layout is adaptive, its ranks cannot share the experts equally, or COMPUTE is
@@ -84,35 +89,85 @@ def position_sizes(
     """
     if layout.sharding is Sharding.ADAPTIVE:
         raise PlanError("sparse windows hold every unit, so there is nothing to adapt shares to")
-    by_ep_rank = _experts_of(units, layout.ep)
-    orders = _orders(by_ep_rank, popularity)
-    experts = np.zeros((layout.dp, len(by_ep_rank[0])), np.int64)
-    for ep_rank, (own, order) in enumerate(zip(by_ep_rank, orders, strict=True)):
-        owned = _owned([units[unit] for unit in own], layout.num_groups, layout)[:, order]
-        experts[ep_rank :: layout.ep] = owned[:, spread_over_ranks(owned)]
+    columns = _columns(units, layout, popularity, is_grouped=is_grouped)
+    experts = np.zeros((layout.dp, len(columns[0].units)), np.int64)
+    for ep_rank, column in enumerate(columns):
+        experts[ep_rank :: layout.ep] = column.owned
     elements = np.concatenate([experts, _others_of(units, layout)[1]], axis=1)
+    modules = [[unit.layer_name for unit in column.units] for column in columns]
     return PositionSizes(
-        full=elements * byte_model.optimizer, compute=elements * byte_model.weights
+        full=elements * byte_model.optimizer,
+        compute=elements * byte_model.weights,
+        splits=count_splits(modules, elements.shape[1]) if is_grouped else None,
     )
 
 
 def position_work(
-    units: Units, layout: SavingLayout, active_share: float
+    units: Units,
+    layout: SavingLayout,
+    active_share: float,
+    popularity: np.random.Generator | None = None,
+    *,
+    is_grouped: bool = False,
 ) -> npt.NDArray[np.float64]:
-    """Return ``[position]`` the parameters that a token passes through there, on average.
+    """Return ``[position]`` the parameters that a token passes through and that freeze there, on average.
+
+    Experts that are one module are frozen for as long as the first of them is.
 
     Args:
         units: of the stage.
         layout: of its ranks.
         active_share: of the experts of a layer, those that a token goes to.
+        popularity: as of `position_sizes`.
+        is_grouped: likewise.
     """
-    experts = np.array(
-        [[units[unit] for unit in own] for own in _experts_of(units, layout.ep)], dtype=np.float64
-    ).sum(axis=0)
+    columns = _columns(units, layout, popularity, is_grouped=is_grouped)
+    experts = np.zeros(len(columns[0].units))
+    for column in columns:
+        firsts: dict[str, int] = {}
+        for place, unit in enumerate(column.units):
+            at = firsts.setdefault(unit.layer_name, place) if is_grouped else place
+            experts[at] += units[unit]
     others, _ = _others_of(units, layout)
     # An embedding is looked up: there is no matrix product whose gradient could be left out.
     others_work = [0 if unit.kind is UnitKind.EMBEDDING else units[unit] for unit in others]
     return np.concatenate([experts * active_share, others_work])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Column:
+    """The experts of an expert-parallel rank, in the order in which they are saved.
+
+    Attributes:
+        owned: ``[rank, position]`` the parameters that each of the ranks that have them saves.
+    """
+
+    units: list[UnitId]
+    owned: Numbers
+
+
+def _columns(
+    units: Units,
+    layout: SavingLayout,
+    popularity: np.random.Generator | None,
+    *,
+    is_grouped: bool,
+) -> list[_Column]:
+    """Return ``[expert-parallel rank]`` its experts as the strategy orders them."""
+    by_ep_rank = _experts_of(units, layout.ep)
+    scores = _draw_scores(by_ep_rank, popularity)
+    columns = []
+    for own in by_ep_rank:
+        owned = _owned([units[unit] for unit in own], layout.num_groups, layout)
+        if is_grouped:
+            shares = fractions_of_layers(scores)
+            popular = [float(shares[place]) for place in _places(own)]
+            order = order_modules(popular, [unit.layer_name for unit in own], owned)
+        else:
+            order = _order_by_popularity(own, None if popularity is None else scores)
+            order = [order[place] for place in spread_over_ranks(owned[:, order])]
+        columns.append(_Column(units=[own[place] for place in order], owned=owned[:, order]))
+    return columns
 
 
 def _experts_of(units: Units, ep: int) -> list[list[UnitId]]:
@@ -141,19 +196,27 @@ def _num_experts(experts: Iterable[UnitId]) -> int:
     return 1 + max((unit.expert for unit in experts), default=-1)
 
 
-def _orders(
+def _draw_scores(
     by_ep_rank: Sequence[Sequence[UnitId]], popularity: np.random.Generator | None
-) -> list[list[int]]:
-    """Return ``[expert-parallel rank]`` the indices of its experts, the least popular first."""
-    if popularity is None or not by_ep_rank[0]:
-        return [list(range(len(own))) for own in by_ep_rank]
-    index = {layer: number for number, layer in enumerate(sorted({u.layer for u in by_ep_rank[0]}))}
-    scores = popularity.random((len(index), _num_experts(by_ep_rank[-1])))
-    orders = []
-    for own in by_ep_rank:
-        places = {(index[unit.layer], unit.expert): place for place, unit in enumerate(own)}
-        orders.append([places[expert] for expert in order_experts(scores, list(places))])
-    return orders
+) -> Scores:
+    """Return ``[layer, expert]`` how popular experts are, all alike if that is not drawn."""
+    num_layers = len({unit.layer for unit in by_ep_rank[0]})
+    shape = (num_layers, _num_experts(by_ep_rank[-1]))
+    return np.zeros(shape) if popularity is None else popularity.random(shape)
+
+
+def _places(experts: Sequence[UnitId]) -> list[tuple[int, int]]:
+    """Return of each expert the index of its layer, counted among those with experts, and its number."""
+    index = {layer: number for number, layer in enumerate(sorted({u.layer for u in experts}))}
+    return [(index[unit.layer], unit.expert) for unit in experts]
+
+
+def _order_by_popularity(experts: Sequence[UnitId], scores: Scores | None) -> list[int]:
+    """Return the indices of a rank's experts, the least popular first."""
+    if scores is None:
+        return list(range(len(experts)))
+    places = {place: index for index, place in enumerate(_places(experts))}
+    return [places[expert] for expert in order_experts(scores, list(places))]
 
 
 def _owned(counts: Sequence[int], num_ranks: int, layout: SavingLayout) -> Numbers:
@@ -235,7 +298,9 @@ def choose_length(stages: Sequence[PositionSizes], budget_bytes: float, longest:
     )
 
 
-def region_bytes(stages: Sequence[PositionSizes], longest: int, margin: float) -> int:
+def region_bytes(
+    stages: Sequence[PositionSizes], longest: int, margin: float, *, shortest: int = 1
+) -> int:
     """Return what a region of the rank that needs the most has room for.
 
     It is made for the longest window, in the order that training begins with or in one that is as good as
@@ -245,8 +310,9 @@ def region_bytes(stages: Sequence[PositionSizes], longest: int, margin: float) -
         stages: of the job, in the order that training begins with.
         longest: snapshots that a window may have.
         margin: fraction that is reserved besides, for other orders.
+        shortest: snapshots that a window may have.
     """
-    most = max(_most_window_bytes(stage, _longest(stage, longest)) for stage in stages)
+    most = max(_most_window_bytes(stage, shortest, _longest(stage, longest)) for stage in stages)
     return math.ceil(most * (1 + margin))
 
 
@@ -254,9 +320,9 @@ def _longest(stage: PositionSizes, longest: int) -> int:
     return max(1, min(longest, stage.num_positions))
 
 
-def _most_window_bytes(stage: PositionSizes, length: int) -> float:
-    of_window = snapshot_bytes(stage, cut_window(stage, length).ends).sum(axis=1)
-    by_chance = stage.full.sum(axis=1) + stage.compute.sum(axis=1) * (length - 1) / 2
+def _most_window_bytes(stage: PositionSizes, shortest: int, longest: int) -> float:
+    of_window = most_window_bytes(stage, min(shortest, longest), longest)
+    by_chance = stage.full.sum(axis=1) + stage.compute.sum(axis=1) * (longest - 1) / 2
     return float(np.maximum(of_window, by_chance).max())
 
 

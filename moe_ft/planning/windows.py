@@ -7,7 +7,7 @@ algorithm as the paper prints it is paper_windows.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +25,13 @@ class PositionSizes:
     Attributes:
         full: ``[rank, position]`` bytes at FULL; 0 where another rank saves the state. At least one rank.
         compute: likewise at COMPUTE, no more than at FULL.
+        splits: ``[border]`` how many modules that can be frozen only as a whole have units on both sides of
+            the border before each position, and last of the one after all; None if there are no such modules.
     """
 
     full: Bytes
     compute: Bytes
+    splits: Bytes | None = None
 
     def __post_init__(self) -> None:
         if self.full.ndim != 2 or len(self.full) == 0 or self.full.shape != self.compute.shape:
@@ -43,6 +46,11 @@ class PositionSizes:
                 f"rank {rank} has {self.compute[rank, position]} bytes at COMPUTE and "
                 f"{self.full[rank, position]} at FULL at position {position}; "
                 "they must satisfy 0 <= COMPUTE <= FULL"
+            )
+        if self.splits is not None and self.splits.shape != (self.num_positions + 1,):
+            raise PlanError(
+                f"splits of shape {self.splits.shape} must be of {self.num_positions + 1} borders, "
+                f"one more than the positions"
             )
 
     @property
@@ -113,6 +121,8 @@ def cut_window(sizes: PositionSizes, length: int) -> WindowCuts:
     """Divide the positions so that the largest snapshot of any rank is as small as possible, to the byte.
 
     Among the divisions that reach that, the one whose groups end the latest: it holds the least at COMPUTE.
+    Where modules freeze only as a whole, groups end earlier if that splits fewer of them, and no later: what
+    is FULL later is frozen longer.
 
     Args:
         sizes: of the stage, in the order in which units are to be saved.
@@ -125,6 +135,35 @@ def cut_window(sizes: PositionSizes, length: int) -> WindowCuts:
     if length < 1:
         raise PlanError(f"a window must have at least 1 snapshot, got {length}")
     return _cut(_Packing(sizes), length)
+
+
+def most_window_bytes(sizes: PositionSizes, shortest: int, longest: int) -> Bytes:
+    """Return ``[rank]`` the most bytes of a window, of those with so many snapshots.
+
+    The longest window takes the most, unless groups end earlier to keep modules whole: then a shorter one
+    may hold more at COMPUTE.
+    """
+    lengths = [longest] if sizes.splits is None else range(shortest, longest + 1)
+    cuts = [cut_window(sizes, each).ends for each in lengths]
+    return np.stack([snapshot_bytes(sizes, ends).sum(axis=1) for ends in cuts]).max(axis=0)
+
+
+def count_splits(columns: Iterable[Sequence[Hashable | None]], num_positions: int) -> Bytes:
+    """Return ``[border]`` how many modules have units on both sides, as of `PositionSizes`.
+
+    Args:
+        columns: of each expert-parallel rank, ``[position]`` the module of its unit, None if it has none.
+        num_positions: of the order; columns may be shorter.
+    """
+    splits = np.zeros(num_positions + 1, np.int64)
+    for column in columns:
+        places: dict[Hashable, list[int]] = {}
+        for place, module in enumerate(column):
+            if module is not None:
+                places.setdefault(module, []).append(place)
+        for own in places.values():
+            splits[own[0] + 1 : own[-1] + 1] += 1
+    return splits
 
 
 def shortest_window(sizes: PositionSizes, budget_bytes: float, longest: int) -> WindowFit:
@@ -181,6 +220,7 @@ class _Packing:
         self.num_positions = sizes.num_positions
         self.most_bytes = int(full[:, -1].max())
         self.most_single_bytes = int(single.max(initial=0))
+        self.full, self.compute, self.splits = full, compute, sizes.splits
         # The ranks' left sides one behind the other, moved apart, are one ascending sequence: one call
         # searches for all. 64 bits are enough for 9000 different ranks of a petabyte each.
         self._offsets = np.arange(len(ranks)) * self.most_bytes
@@ -188,13 +228,25 @@ class _Packing:
         self._left_sides = (full - compute + self._offsets[:, None]).ravel()
         self._right_sides = np.ascontiguousarray((full - compute[:, -1:]).T)  # less the budget
 
-    def _reach(self, start: int, budget: int) -> int:
+    def reach(self, start: int, budget: int) -> int:
         """Return where a snapshot that begins at a position ends at the latest, < 0 if nothing fits."""
         limits = self._right_sides[start] + budget
         # A limit below or above all of a rank's left sides may be found among those of another rank. The
         # result is still negative, or no less than all positions; for the last rank it is never more.
         found = self._left_sides.searchsorted(limits + self._offsets, side="right")
         return int((found - self._firsts).min()) - 1
+
+    def earliest_ends(self, budget: int, length: int) -> list[int]:
+        """Return ``[snapshot]`` where each group may end at the earliest, so that the rest still fits.
+
+        A group that ends earlier may begin no later, so this is the packing from the back.
+        """
+        found = [self.num_positions]
+        for _ in range(length - 1):
+            needed = (self.full - self.compute)[:, found[-1]] - budget + self.compute[:, -1]
+            starts = [row.searchsorted(each) for row, each in zip(self.full, needed, strict=True)]
+            found.append(int(max(starts)))
+        return found[::-1]
 
     def pack(self, budget: int, most: int) -> list[int] | None:
         """Return the ends of the fewest groups whose snapshots fit, None if `most` are not enough.
@@ -205,7 +257,7 @@ class _Packing:
         ends: list[int] = []
         end = 0
         while end < self.num_positions:
-            start, end = end, self._reach(end, budget)
+            start, end = end, self.reach(end, budget)
             if end <= start or len(ends) == most:
                 return None
             ends.append(end)
@@ -226,7 +278,31 @@ def _cut(packing: _Packing, length: int) -> WindowCuts:
             high = middle
     ends = packing.pack(high, length)
     assert ends is not None, "one group with everything fits"
-    return WindowCuts(ends=_spread(ends, packing.num_positions, length), largest_bytes=high)
+    used = _spread(ends, packing.num_positions, length)
+    if packing.splits is not None and length < packing.num_positions:
+        used = _keep_modules(packing, used, high)
+    return WindowCuts(ends=used, largest_bytes=high)
+
+
+def _keep_modules(packing: _Packing, latest: Sequence[int], budget: int) -> tuple[int, ...]:
+    """End groups earlier where that splits fewer modules; among equals as late as possible.
+
+    Args:
+        packing: of the positions, more of them than groups.
+        latest: ends of a division that fits.
+        budget: that it fits.
+    """
+    splits = packing.splits
+    assert splits is not None, "only where modules freeze as a whole"
+    earliest = packing.earliest_ends(budget, len(latest))
+    ends: list[int] = []
+    end = 0
+    for first, last in zip(earliest[:-1], latest[:-1], strict=True):
+        low, high = max(first, end + 1), min(packing.reach(end, budget), last)
+        fewest = splits[low : high + 1][::-1].argmin()
+        end = high - int(fewest)
+        ends.append(end)
+    return (*ends, packing.num_positions)
 
 
 def _spread(ends: list[int], num_positions: int, length: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
 from moe_ft.planning.sparse import SparseSettings, SparseStrategy
 from moe_ft.planning.strategies import DenseStrategy, Strategy
 from moe_ft.state.catalog import UnitCatalog
+from moe_ft.state.freezing import grouped_layers
 from moe_ft.state.parameters import AssignSlices, GroupPlace
 from moe_ft.units import Level, UnitKind
 
@@ -129,7 +130,10 @@ def _build_sparse(
         )
         for unit in catalog.units
     }
-    everyone = gather((rank, RankUnits(ep_rank=experts.ep.rank, sizes=sizes)))
+    own_units = RankUnits(
+        ep_rank=experts.ep.rank, sizes=sizes, grouped_layers=grouped_layers(catalog.parameters)
+    )
+    everyone = gather((rank, own_units))
     layers, _ = _experts_of_stage(catalog, experts.num_experts, gather)
     sparse = config.sparse
     settings = SparseSettings(

@@ -5,7 +5,7 @@ together with those of others keep their gradients, which are then dropped.
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,11 @@ _COUPLING_MARKS = (
     "pipeline_parallel",  # summed over all stages
     "flextron_router_pp_sync",
 )
+
+
+def grouped_layers(parameters: Iterable[LocalParameter]) -> frozenset[str]:
+    """Return the layers whose experts on a rank can be frozen only together."""
+    return frozenset(each.unit.layer_name for each in parameters if _grouped_module(each.name))
 
 
 class Freezing:
