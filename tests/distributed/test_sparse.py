@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob, flip_byte
 from tests.demo_model import event_flags
 from tests.harness import digests, events, run_training
 from tests.slow_copies import train_with_budgets
+from tests.watched_replays import replays_of, train_watched
 
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window")
 Digests = list[tuple[str, str]]
@@ -35,9 +37,29 @@ def recoveries(job: CheckpointJob) -> list[tuple[int, int]]:
 def test_window_is_recovered_bitwise_and_the_next_one_follows_it(
     job: CheckpointJob, expected: Digests
 ) -> None:
-    job.run_with_faults("kill:1@4:backward", flags=[*SPARSE, "2"])
-    assert recoveries(job) == [(3, 4)] or recoveries(job) == [(1, 2)]
+    job.train = partial(train_watched, str(job.folder), False)
+    job.run_with_faults("kill:1@5:backward", flags=[*SPARSE, "2"])
+    assert recoveries(job) == [(3, 4)]
     assert job.digests() == expected
+    # The order was made anew when the first tokens were known, and it is that of the window recovered from.
+    assert job.events("window")[1]["reordered"]
+    for rank in range(NUM_RANKS):
+        (replay,) = replays_of(job.folder, rank)
+        check_gradients(replay)
+        experts = [each for each in replay if each["kind"] == "expert"]
+        assert 0 < sum(each["is_trained"] for each in experts) < len(experts)
+
+
+def check_gradients(replay: Sequence[dict[str, Any]]) -> None:
+    """Check that what is frozen has no gradient, and what is not has one, but for experts without a token."""
+    for each in replay:
+        if not each["is_trained"]:
+            assert each["is_to_come"] and not each["has_gradient"], each
+        elif each["kind"] != "expert":
+            assert each["has_gradient"], each
+        if each["is_to_come"] and each["kind"] not in ("embedding", "expert"):
+            assert not each["is_trained"], each
+    assert any(each["is_trained"] and each["has_gradient"] for each in replay)
 
 
 def test_failure_before_the_first_window_is_complete_begins_again(
@@ -169,12 +191,26 @@ def test_other_strategy_goes_on_from_what_one_left(
     assert job.digests() == expected
 
 
-def test_window_length_may_change_with_a_start(job: CheckpointJob, expected: Digests) -> None:
-    fault = ("--moe-ft-inject-fault", "kill:1@4:backward")
-    job.run(*SPARSE, "3", *fault)
-    job.run(*SPARSE, "1", *fault).check()
-    assert recoveries(job) == [(1, 3)]
+def test_length_and_rules_of_order_may_change_with_a_start(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    faults = ("kill:1@3:backward", "kill:0@5:backward")
+    flags = [word for fault in faults for word in ("--moe-ft-inject-fault", fault)]
+    job.run(*SPARSE, "2", *flags)
+    job.train = partial(train_watched, str(job.folder), True)
+    job.run(*SPARSE, "2", *flags)  # reads a window of single experts
+    job.run(*SPARSE, "1", *flags).check()  # reads one of whole modules
+    assert recoveries(job) == [(1, 2), (3, 4)]
     assert job.digests() == expected
+    for rank in range(NUM_RANKS):
+        (replay,) = replays_of(job.folder, rank)
+        check_gradients(replay)
+        modules: dict[str, set[bool]] = {}
+        for each in replay:
+            if each["kind"] == "expert":
+                modules.setdefault(each["layer"], set()).add(each["is_trained"])
+        assert {True} in modules.values() and {False} in modules.values()
+        assert {True, False} not in modules.values()
 
 
 def train_and_die_at_the_end(flags: list[str]) -> None:

@@ -1,12 +1,20 @@
 """Orders of a stage: nobody's state is bunched together, and within what a rank owns the order is kept."""
 
+import random
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.planning.positions import RankUnits, StageUnits, spread_over_ranks
+from moe_ft.planning.positions import (
+    RankUnits,
+    StageUnits,
+    order_modules,
+    spread_over_ranks,
+)
 from moe_ft.planning.windows import PositionSizes, cut_window
 from moe_ft.units import UnitId, UnitKind
 
@@ -138,3 +146,87 @@ def test_rank_with_fewer_experts_has_none_at_the_last_positions() -> None:
     order = StageUnits(ranks, ["layer.0"]).order(np.ones((1, 3)))
     assert [str(unit) for unit in order.columns[1]] == ["layer.0.expert.2", "None", "final-norm"]
     assert order.sizes.full.tolist() == [[12, 12, 6], [12, 0, 6]]
+
+
+# Experts that freeze only together
+
+
+def test_modules_are_in_ascending_order_of_popularity_and_their_experts_together() -> None:
+    popularity, modules = [0.9, 0.1, 0.3, 0.4, 0.0, 0.6], list("aabbcc")
+    # 0.5, 0.35 and 0.3 on average; the most popular expert does not make its module the last.
+    assert order_modules([0.6, 0.4, 0.3, 0.4, 0.0, 0.6], modules, runs(1, 6)) == [4, 5, 2, 3, 0, 1]
+    assert order_modules(popularity, modules, runs(1, 6)) == [4, 5, 2, 3, 0, 1]
+
+
+def test_modules_that_are_equally_popular_are_in_the_order_of_the_model() -> None:
+    assert order_modules([0.5] * 6, list("abcabc"), runs(1, 6)) == [0, 3, 1, 4, 2, 5]
+
+
+def test_ranks_with_whole_modules_have_one_after_the_other() -> None:
+    # Rank 0 owns modules a and b, rank 1 c and d. Both are in the second expert of their first at once.
+    order = order_modules([4, 4, 3, 3, 2, 2, 1, 1], list("aabbccdd"), runs(2, 4))
+    assert order == [6, 2, 7, 3, 4, 0, 5, 1]
+
+
+def test_module_that_two_ranks_share_stays_together_as_far_as_their_other_modules_allow() -> None:
+    # Module c is rank 0's most popular and rank 1's least popular one, and each has half of it. In the
+    # order of popularity its experts would be first and last.
+    modules = list("aabbccddee")
+    order = order_modules([1, 1, 2, 2, 3, 3, 4, 4, 5, 5], modules, runs(2, 5))
+    places = [order.index(index) for index in (4, 5)]
+    assert max(places) - min(places) == 1
+    by_popularity = spread_over_ranks(runs(2, 5))
+    places = [by_popularity.index(index) for index in (4, 5)]
+    assert max(places) - min(places) == 7
+
+
+@given(owned(), st.randoms(use_true_random=False))
+def test_every_expert_has_one_place_whatever_the_modules(
+    full: npt.NDArray[np.int64], seed: random.Random
+) -> None:
+    popularity = [seed.random() for _ in full[0]]
+    modules = [seed.randint(0, 4) for _ in full[0]]
+    order = order_modules(popularity, modules, full)
+    assert sorted(order) == list(range(full.shape[1]))
+    assert order == order_modules(popularity, modules, full)
+    together = order_modules(popularity, modules, full.sum(axis=0, keepdims=True))
+    changes = sum(a != b for a, b in pairwise([modules[index] for index in together]))
+    assert changes == max(0, len(set(modules)) - 1)
+
+
+def test_only_the_layers_that_are_grouped_are_ordered_as_a_whole() -> None:
+    # Layer 0 is grouped, layer 1 is not; equal shares of tokens are in the order of the model.
+    experts = [
+        UnitId(kind=UnitKind.EXPERT, layer=layer, expert=each)
+        for layer in (0, 1)
+        for each in (0, 1)
+    ]
+    sizes = {unit: (12, 2) for unit in experts}
+    scores = np.array([[0.2, 0.8], [0.6, 0.4]])
+
+    def order(grouped: frozenset[str]) -> tuple[list[str], list[int] | None]:
+        units = RankUnits(ep_rank=0, sizes=sizes, grouped_layers=grouped)
+        found = StageUnits([units], ["layer.0", "layer.1"]).order(scores)
+        splits = found.sizes.splits
+        return [str(unit) for unit in found.columns[0]], None if splits is None else splits.tolist()
+
+    a, b, c, d = map(str, experts)
+    assert order(frozenset()) == ([a, d, c, b], None)
+    assert order(frozenset({"layer.0"})) == ([d, a, b, c], [0, 0, 1, 0, 0])
+    assert order(frozenset({"layer.0", "layer.1"})) == ([a, b, c, d], [0, 1, 0, 1, 0])
+
+
+def test_experts_that_are_alone_on_their_rank_are_ordered_as_ever() -> None:
+    ranks = [
+        RankUnits(
+            ep_rank=rank,
+            sizes={
+                UnitId(kind=UnitKind.EXPERT, layer=layer, expert=rank): (12, 2) for layer in (0, 1)
+            },
+            grouped_layers=frozenset({"layer.0", "layer.1"}),
+        )
+        for rank in (0, 1)
+    ]
+    order = StageUnits(ranks, ["layer.0", "layer.1"]).order(np.array([[0.3, 0.7], [0.2, 0.8]]))
+    assert order.sizes.splits is None
+    assert [unit.layer for unit in order.columns[0] if unit] == [1, 0]

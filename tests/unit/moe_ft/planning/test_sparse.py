@@ -78,8 +78,11 @@ def expert(layer: int, number: int) -> UnitId:
     return UnitId(kind=UnitKind.EXPERT, layer=layer, expert=number)
 
 
-def random_stage(number: int, window: int | None) -> Stage:
-    """Return a stage of random sizes, whose data-parallel ranks divide every unit at random places."""
+def random_stage(number: int, window: int | None, *, is_grouped: bool = False) -> Stage:
+    """Return a stage of random sizes, whose data-parallel ranks divide every unit at random places.
+
+    If it is grouped, experts of some of its layers freeze only together.
+    """
     seed = random.Random(number)
     ep_size, num_layers, num_dp = seed.randint(1, 3), seed.randint(1, 3), seed.randint(1, 2)
     num_local, expert_elements = seed.randint(0, 3), seed.randint(1, 1000)
@@ -100,15 +103,24 @@ def random_stage(number: int, window: int | None) -> Stage:
         longest=seed.randint(1, 8),
         measure=seed.choice(["count", "soft-count", "decayed", "capacity"]),
     )
-    ranks = [RankUnits(ep_rank=ep_rank, sizes=each) for (ep_rank, _), each in sizes.items()]
+    layers = [f"layer.{layer}" for layer in range(num_layers)]
+    grouped = frozenset(seed.sample(layers, seed.randint(1, num_layers)) if is_grouped else ())
+    ranks = [
+        RankUnits(ep_rank=ep_rank, sizes=each, grouped_layers=grouped)
+        for (ep_rank, _), each in sizes.items()
+    ]
     return Stage(ranks, num_layers, ep_size * num_local, config)
 
 
 ANY_WINDOW = st.none() | st.integers(1, 6)
+ANY_KIND = st.booleans()
 
 
-def stages(window: st.SearchStrategy[int | None] = ANY_WINDOW) -> st.SearchStrategy[Stage]:
-    return st.builds(random_stage, st.integers(0, 2**32), window)
+def stages(
+    window: st.SearchStrategy[int | None] = ANY_WINDOW,
+    is_grouped: st.SearchStrategy[bool] = ANY_KIND,
+) -> st.SearchStrategy[Stage]:
+    return st.builds(random_stage, st.integers(0, 2**32), window, is_grouped=is_grouped)
 
 
 def _divide(
@@ -273,7 +285,7 @@ def test_possible_windows_are_the_longest_that_may_be_chosen_and_the_last_one(st
 
 
 @settings(max_examples=20)
-@given(stages(window=st.none()), st.integers(1, 40_000))
+@given(stages(window=st.none(), is_grouped=st.just(False)), st.integers(1, 40_000))
 def test_longest_window_takes_the_most_memory(stage: Stage, budget: int) -> None:
     longest = [sum(window_bytes(*each)) for each in zip(stage.plan(), sizes_of(stage), strict=True)]
     stage.settle(budget)
@@ -300,9 +312,12 @@ ROUTERS = [UnitId(kind=UnitKind.ROUTER, layer=layer) for layer in range(2)]
 SIZES = dict.fromkeys([*UNITS, EMBEDDING, NORM, *DENSE, *ROUTERS], (120, 20))
 
 
-def by_hand(window: int | None = 5, longest: int = 8, **changes: Any) -> Stage:
+def by_hand(
+    window: int | None = 5, longest: int = 8, *, is_grouped: bool = False, **changes: Any
+) -> Stage:
     config = SparseSettings(window=window, longest=longest, **changes)
-    return Stage([RankUnits(ep_rank=0, sizes=SIZES)], 2, 2, config)
+    grouped = frozenset({"layer.0", "layer.1"} if is_grouped else ())
+    return Stage([RankUnits(ep_rank=0, sizes=SIZES, grouped_layers=grouped)], 2, 2, config)
 
 
 def groups(window: WindowPlan) -> list[list[UnitId]]:
@@ -379,6 +394,83 @@ def test_ranks_of_one_expert_parallel_rank_order_alike_and_others_their_own() ->
     stage.count([[5, 1, 3, 4]])
     found = [[unit.expert for group in groups(each) for unit in group] for each in stage.plan()]
     assert found == [[2, 0], [2, 0], [1, 3], [1, 3]]
+
+
+# Experts that freeze only together
+
+
+def grouped_stage(num_layers: int, num_local: int, window: int, num_owners: int = 1) -> Stage:
+    """Return a stage of two expert-parallel ranks, whose equal experts so many ranks share layer by layer."""
+    layers = frozenset(f"layer.{layer}" for layer in range(num_layers))
+    ranks = []
+    for ep_rank in range(2):
+        own = range(ep_rank * num_local, (ep_rank + 1) * num_local)
+        for owner in range(num_owners):
+            sizes = {
+                expert(layer, each): (12, 2)
+                if layer * num_owners // num_layers == owner
+                else (0, 0)
+                for layer in range(num_layers)
+                for each in own
+            }
+            ranks.append(RankUnits(ep_rank=ep_rank, sizes=sizes, grouped_layers=layers))
+    config = SparseSettings(window=window, longest=window)
+    return Stage(ranks, num_layers, 2 * num_local, config)
+
+
+def frozen_modules(stage: Stage, rank: int = 0) -> list[list[int]]:
+    """Return ``[replay]`` the layers of which a rank has no expert at FULL yet."""
+    full_at = positions(stage.plan()[rank])
+    first = {
+        layer: min(own for unit, own in full_at.items() if unit.layer == layer)
+        for layer in {unit.layer for unit in full_at}
+    }
+    num_replays = max(full_at.values())
+    return [
+        sorted(layer for layer, own in first.items() if own > replay)
+        for replay in range(num_replays)
+    ]
+
+
+def test_modules_are_frozen_from_the_most_popular_on_in_every_replay() -> None:
+    stage = grouped_stage(num_layers=4, num_local=4, window=4)
+    # Of the second expert-parallel rank's tokens each layer has what the first one's has not.
+    stage.count([[1, 0, 0, 99] + [25] * 4, [20] * 4 + [5] * 4, [4] * 4 + [21] * 4, [9] * 8])
+    # The first rank's shares are 0.5, 0.8, 0.16 and 0.5, the second's the rest: 0.5, 0.2, 0.84 and 0.5.
+    assert frozen_modules(stage) == [[0, 1, 3], [1, 3], [1]]
+    assert frozen_modules(stage, 1) == [[0, 2, 3], [2, 3], [2]]
+
+
+def test_modules_of_two_owners_are_frozen_as_many_of_each() -> None:
+    stage = grouped_stage(num_layers=6, num_local=2, window=3, num_owners=2)
+    stage.count([[each + 1, 1, 10, 10] for each in range(6)])
+    assert frozen_modules(stage) == [[1, 2, 4, 5], [2, 5]]
+    stage.count([[60 - 10 * each, 1, 10, 10] for each in range(6)])
+    assert stage.plan()[0].facts["reordered"]
+    assert frozen_modules(stage) == [[0, 1, 3, 4], [0, 3]]
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), SEEDS)
+def test_with_groups_of_modules_no_replay_freezes_a_module_less_than_can_be(
+    num_layers: int, num_local: int, window: int, num_owners: int, seed: random.Random
+) -> None:
+    # A border between two groups divides one module of each owner at most.
+    stage = grouped_stage(num_layers, num_local, window, num_owners)
+    stage.count(counts_of(stage, seed))
+    plans = stage.plan()
+    for rank, plan in enumerate(plans):
+        full_at = positions(plan)
+        for replay, frozen in enumerate(frozen_modules(stage, rank)):
+            num_frozen = sum(own > replay for own in full_at.values())
+            assert num_frozen - num_local * len(frozen) <= num_owners * (num_local - 1)
+
+
+def test_grouped_experts_make_no_snapshot_larger_where_one_rank_has_them_all() -> None:
+    for window in range(1, 6):
+        grouped, single = by_hand(window=window), by_hand(window=window, is_grouped=True)
+        facts = [stage.plan()[0].facts["largest_bytes"] for stage in (grouped, single)]
+        assert facts == [LARGEST[window - 1]] * 2
 
 
 # When the order changes

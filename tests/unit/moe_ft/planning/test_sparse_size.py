@@ -179,18 +179,21 @@ def test_ranks_with_the_same_experts_have_them_in_the_same_order() -> None:
     assert together.tolist() == [[120] * 4] * 2
 
 
-@given(models(), st.integers(1, 5))
+@given(models(), st.integers(1, 5), st.booleans())
 def test_windows_are_those_of_the_strategy_that_runs(
-    model: tuple[ModelShape, SavingLayout], length: int
+    model: tuple[ModelShape, SavingLayout], length: int, is_grouped: bool
 ) -> None:
     shape, layout = model
     layout = replace(layout, is_optimizer_distributed=True)
     (units,) = stage_units(shape, 1)
-    ranks = [rank_units(units, shape, layout, rank) for rank in range(layout.dp)]
     layers = [f"layer.{layer}" for layer in shape.moe_layers]
+    ranks = [rank_units(units, shape, layout, rank) for rank in range(layout.dp)]
+    ranks = [replace(each, grouped_layers=frozenset(layers * is_grouped)) for each in ranks]
     flags = SparseSettings(window=length, longest=8)
     plan = SparseStrategy(0, ranks, layers, flags).plan_window(0)
-    sizes = position_sizes(units, layout, ByteModel(), np.random.default_rng(0))
+    sizes = position_sizes(
+        units, layout, ByteModel(), np.random.default_rng(0), is_grouped=is_grouped
+    )
     window = measure_window([sizes], length)
     actual = [
         sum(ranks[0].sizes[unit][level is Level.COMPUTE] for unit, level in snapshot.levels.items())
@@ -285,15 +288,16 @@ def test_region_is_made_for_the_first_order_where_that_takes_more() -> None:
 
 
 @settings(max_examples=40)
-@given(models(), st.integers(1, 5))
+@given(models(), st.integers(1, 5), st.booleans())
 def test_region_is_that_of_the_strategy_that_runs(
-    model: tuple[ModelShape, SavingLayout], longest: int
+    model: tuple[ModelShape, SavingLayout], longest: int, is_grouped: bool
 ) -> None:
     shape, layout = model
     layout = replace(layout, is_optimizer_distributed=True)
     (units,) = stage_units(shape, 1)
-    ranks = [rank_units(units, shape, layout, rank) for rank in range(layout.dp)]
     layers = [f"layer.{layer}" for layer in shape.moe_layers]
+    ranks = [rank_units(units, shape, layout, rank) for rank in range(layout.dp)]
+    ranks = [replace(each, grouped_layers=frozenset(layers * is_grouped)) for each in ranks]
     flags = SparseSettings(window=None, longest=longest)
     reserved = []
     for rank, own in enumerate(ranks):
@@ -307,7 +311,9 @@ def test_region_is_that_of_the_strategy_that_runs(
             for window in strategy.possible_windows()
         )
         reserved.append(largest * (1 + strategy.memory_margin))
-    sizes = position_sizes(units, layout, ByteModel(), np.random.default_rng(0))
+    sizes = position_sizes(
+        units, layout, ByteModel(), np.random.default_rng(0), is_grouped=is_grouped
+    )
     assert region_bytes([sizes], longest, MEMORY_MARGIN) == pytest.approx(max(reserved), abs=1)
 
 
@@ -443,6 +449,14 @@ def test_work_of_a_position_is_what_a_token_passes_through() -> None:
     assert sorted(work[4:]) == [0, 1, 4, 4, 6, 6]
     owned = position_sizes(units, SavingLayout(dp=4, ep=2), ByteModel()).full[:, 4:].sum(axis=0)
     assert [size // 12 for size in owned] == [max(1, size) for size in work[4:]]
+
+
+def test_work_of_a_module_is_where_the_first_of_its_experts_is() -> None:
+    (units,) = stage_units(TINY, 1)
+    # One owner: two modules of two experts; two owners of a module each have their experts in turn.
+    alone, shared = SavingLayout(dp=2, ep=2), SavingLayout(dp=4, ep=2)
+    assert position_work(units, alone, 0.5, is_grouped=True)[:4].tolist() == [20, 0, 20, 0]
+    assert position_work(units, shared, 0.5, is_grouped=True)[:4].tolist() == [20, 20, 0, 0]
 
 
 def test_ettr_is_the_product_of_overhead_and_recovery() -> None:

@@ -1,6 +1,7 @@
 """Windows are cut so that the largest snapshot is the smallest possible, and are no longer than needed."""
 
 import math
+from dataclasses import replace
 from itertools import combinations_with_replacement
 
 import numpy as np
@@ -12,7 +13,9 @@ from moe_ft.errors import PlanError
 from moe_ft.planning.windows import (
     PositionSizes,
     WindowCuts,
+    count_splits,
     cut_window,
+    most_window_bytes,
     shortest_window,
     snapshot_bytes,
 )
@@ -199,6 +202,69 @@ def test_groups_of_a_window_name_the_snapshot_of_each_position() -> None:
 
 def test_groups_of_a_window_with_empty_snapshots_name_only_the_others() -> None:
     assert WindowCuts(ends=(1, 2, 2, 2), largest_bytes=0).groups().tolist() == [0, 1]
+
+
+# Modules that freeze only as a whole
+
+
+def with_modules(sizes: PositionSizes, module_size: int) -> PositionSizes:
+    """Return sizes of which so many neighbours at a time are a module."""
+    modules = [place // module_size for place in range(sizes.num_positions)]
+    return replace(sizes, splits=count_splits([modules], sizes.num_positions))
+
+
+def test_splits_of_a_border_are_the_modules_with_units_on_both_sides() -> None:
+    columns = [["a", "a", "b", "b"], ["a", "c", "a", None]]
+    # The second column's a is another module than the first's.
+    assert count_splits(columns, 5).tolist() == [0, 2, 1, 1, 0, 0]
+
+
+def test_group_ends_earlier_where_that_keeps_a_module_whole() -> None:
+    # The last unit is alone in its snapshot and decides; where the others are divided is free.
+    sizes = sizes_of([[12, 12, 12, 12, 60]], [[2, 2, 2, 2, 10]])
+    assert cut_window(sizes, 3) == WindowCuts(ends=(3, 4, 5), largest_bytes=60)
+    assert cut_window(with_modules(sizes, 2), 3) == WindowCuts(ends=(2, 4, 5), largest_bytes=60)
+
+
+def test_module_is_divided_where_only_that_keeps_the_largest_snapshot_small() -> None:
+    assert cut_window(with_modules(EQUAL, 4), 3).ends == (2, 4, 6)
+
+
+@given(small_sizes(), st.integers(2, 5), st.integers(1, 3))
+def test_as_few_modules_as_possible_are_divided_and_the_largest_snapshot_is_the_same(
+    sizes: PositionSizes, length: int, module_size: int
+) -> None:
+    plain, grouped = cut_window(sizes, length), with_modules(sizes, module_size)
+    found = cut_window(grouped, length)
+    assert grouped.splits is not None
+    assert found.largest_bytes == plain.largest_bytes == largest_of(sizes, found.ends)
+    assert all(end <= latest for end, latest in zip(found.ends, plain.ends, strict=True))
+    if length >= sizes.num_positions:
+        return
+    possible = [
+        ends
+        for ends in all_ends(sizes.num_positions, length)
+        if largest_of(sizes, ends) == plain.largest_bytes and np.diff(ends, prepend=0).all()
+    ]
+    assert found.ends in possible
+    counts = [int(grouped.splits[list(ends)].sum()) for ends in possible]
+    assert int(grouped.splits[list(found.ends)].sum()) == min(counts)
+
+
+@given(small_sizes(), st.integers(1, 4), st.integers(0, 3), st.integers(1, 3))
+def test_no_window_takes_more_than_the_most_of_its_lengths(
+    sizes: PositionSizes, shortest: int, more: int, module_size: int
+) -> None:
+    for each in (sizes, with_modules(sizes, module_size)):
+        most = most_window_bytes(each, shortest, shortest + more)
+        for length in range(shortest, shortest + more + 1):
+            ends = cut_window(each, length).ends
+            assert np.all(snapshot_bytes(each, ends).sum(axis=1) <= most)
+
+
+def test_splits_that_are_not_of_every_border_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"splits of shape \(6,\) must be of 7 borders"):
+        replace(EQUAL, splits=np.zeros(6, np.int64))
 
 
 @pytest.mark.parametrize(
