@@ -51,6 +51,11 @@ def _describe(plan: SparsePlan) -> str:
         else ", no experts"
     )
     optimizer = "distributed" if layout.is_optimizer_distributed else "on every rank"
+    grouped = (
+        "\ngrouped GEMM: a rank's experts of a layer freeze together, so they are saved together"
+        if plan.is_grouped
+        else ""
+    )
     drawn = (
         f"\nwho owns which expert matters: of {plan.num_orders} orders of popularity, drawn at random, the "
         "one with the largest snapshot"
@@ -61,7 +66,7 @@ def _describe(plan: SparsePlan) -> str:
         f"{_count(shape.num_parameters)} parameters{experts}\n"
         f"pp {plan.num_stages}, dp {layout.dp}, ep {layout.ep}; sharding {layout.sharding}; optimizer "
         f"{optimizer}; {plan.byte_model.optimizer} bytes per parameter at FULL, "
-        f"{plan.byte_model.weights} at COMPUTE{drawn}"
+        f"{plan.byte_model.weights} at COMPUTE{grouped}{drawn}"
     )
 
 
@@ -209,7 +214,7 @@ def _recovery(plan: SparsePlan, window: WindowSize, order: int) -> list[str]:
     cells = [(name, what, f"{seconds:.2f}") for name, what, seconds in rows]
     lines = [
         f"iterations that run again, conversion included: {least} to {most}, {mean:.1f} on average; "
-        f"frozen units save {recovery.frozen_s:.2f} s of the conversion at best"
+        f"frozen units save {recovery.frozen_s:.3f} s of the conversion at best"
         f"{_other_saving(plan, machine, window.length)}"
     ]
     if plan.mtbf_s is not None:
@@ -231,7 +236,7 @@ def _other_saving(plan: SparsePlan, machine: Machine, length: int) -> str:
     recovery = expect_recovery(window, machine, other.works(order), plan.restart_s)
     way = "with" if other.is_grouped else "without"
     return (
-        f", {recovery.frozen_s:.2f} s {way} grouped GEMM (largest snapshot "
+        f", {recovery.frozen_s:.3f} s {way} grouped GEMM (largest snapshot "
         f"{_megabytes(window.largest_bytes)} MB)"
     )
 

@@ -329,6 +329,23 @@ def test_orders_of_popularity_are_drawn_where_experts_have_several_owners(sparse
     assert "of 4 orders of popularity, drawn at random, the one with the largest snapshot" in text
 
 
+def test_saving_of_frozen_experts_is_given_with_and_without_grouped_gemm(sparse: Plan) -> None:
+    flags = (*SMALL, *MEASURED, "--window", "3")
+    saving = r"save ([\d.]+) s of the conversion at best, ([\d.]+) s {} grouped GEMM"
+    alone = re.search(saving.format("with"), sparse(*flags))
+    text = sparse(*flags, "--moe-grouped-gemm")
+    together = re.search(saving.format("without"), text)
+    assert alone and together
+    assert alone.groups() == together.groups()[::-1]
+    assert 0 < float(together[1]) < float(together[2])
+    assert "freeze together, so they are saved together" in text
+
+
+def test_grouped_gemm_makes_no_difference_with_one_expert_on_a_rank(sparse: Plan) -> None:
+    text = sparse(*SMALL, "--dp", "8", "--ep", "8", *MEASURED, "--ranks-per-node", "16")
+    assert "of the conversion at best\n" in text
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

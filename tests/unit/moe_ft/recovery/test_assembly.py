@@ -33,11 +33,13 @@ EXPERT_ELEMENTS, DENSE_ELEMENTS = 1000, 7777
 OPTIMIZER: Any = SimpleNamespace(config=SimpleNamespace(optimizer="adam"))
 
 
-def parameter(unit: UnitId, num_elements: int, slice_: tuple[int, int]) -> LocalParameter:
+def parameter(
+    unit: UnitId, num_elements: int, slice_: tuple[int, int], name: str = ""
+) -> LocalParameter:
     live = torch.nn.Parameter(torch.zeros(num_elements))
     return LocalParameter(
         unit=unit,
-        name=f"{unit}.weight",
+        name=name or f"{unit}.weight",
         entry=ParameterEntry(shape=(num_elements,)),
         parameter=live,
         start=slice_[0],
@@ -201,6 +203,42 @@ def test_sparse_strategy_counts_the_tokens_of_the_layers_with_experts_and_needs_
     assert strategy.counted_layers == ("layer.0", "layer.1", "layer.2")
     sizes = measure_sizes(strategy, UnitLayouts(catalog_of(0), 0))
     assert (sizes.slot_bytes, sizes.num_slots) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        (
+            "local_experts.{}.linear_fc1.weight",
+            [{(1, 0), (0, 1), (0, 2)}, {(0, 0), (1, 1), (1, 2)}],
+        ),
+        ("linear_fc1.weight{}", [{(1, 0), (1, 1), (1, 2)}, {(0, 0), (0, 1), (0, 2)}]),
+    ],
+)
+def test_experts_of_one_module_are_saved_together_which_is_known_by_their_names(
+    name: str, groups: list[set[tuple[int, int]]]
+) -> None:
+    parameters = [
+        parameter(
+            UnitId(kind=UnitKind.EXPERT, layer=layer, expert=each),
+            EXPERT_ELEMENTS,
+            (0, EXPERT_ELEMENTS),
+            f"decoder.layers.{layer}.mlp.experts.{name.format(each)}",
+        )
+        for layer in (0, 1)
+        for each in range(3)
+    ]
+    catalog = UnitCatalog(parameters, leaves_out_frozen=False)
+    strategy = build_strategy(
+        sparse_config("2"), catalog, facts(0, num_experts=6), [0], lambda value: [value]
+    )
+    # Shares 0.5, 0.1, 0.1 and 0.1, 0.2, 0.3; the other expert-parallel rank's experts get the rest.
+    strategy.add_tokens(np.array([[5, 1, 1, 1, 1, 1], [1, 2, 3, 2, 1, 1]]))
+    found = [
+        {(unit.layer, unit.expert) for unit, level in each.levels.items() if level is Level.FULL}
+        for each in strategy.plan_window(0).snapshots
+    ]
+    assert found == groups
 
 
 def test_sparse_strategy_of_a_model_without_experts_is_planned() -> None:

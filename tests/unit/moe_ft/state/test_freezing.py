@@ -2,14 +2,17 @@
 
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.state.freezing import Freezing
+from moe_ft.planning.positions import RankUnits
+from moe_ft.planning.sparse import SparseSettings, SparseStrategy
+from moe_ft.state.freezing import Freezing, grouped_layers
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.units import UnitId, UnitKind
+from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_parameter
 
 EMBEDDING, OTHER = UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.OTHER)
@@ -94,6 +97,47 @@ def test_grouped_experts_of_a_layer_are_frozen_all_or_none(chosen: set[tuple[int
         names = {each.name for each in grouped(layer)}
         is_whole = {(layer, each) for each in range(3)} <= chosen
         assert found & names == (names if is_whole else set())
+
+
+def test_layers_whose_experts_freeze_together_are_known_by_the_names_of_their_parameters() -> None:
+    alone = "decoder.layers.2.mlp.experts.local_experts.0.linear_fc1.weight"
+    unit = UnitId(kind=UnitKind.EXPERT, layer=2, expert=0)
+    mtp = UnitId(kind=UnitKind.EXPERT, block="mtp", layer=0, expert=0)
+    name = "mtp.layers.0.mtp_model_layer.mlp.experts.linear_fc1.weight0"
+    parameters = [*grouped(1), make_parameter(unit, alone), make_parameter(mtp, name)]
+    assert grouped_layers([*parameters, make_parameter(NORM)]) == {"layer.1", "mtp.0"}
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_replays_of_a_window_of_grouped_experts_freeze_whole_modules_the_popular_ones_longest(
+    window: int,
+) -> None:
+    parameters = [each for layer in range(3) for each in grouped(layer)]
+    units = RankUnits(
+        ep_rank=0,
+        sizes={each.unit: (12, 2) for each in parameters},
+        grouped_layers=grouped_layers(parameters),
+    )
+    layers = ["layer.0", "layer.1", "layer.2"]
+    flags = SparseSettings(window=window, longest=window)
+    strategy = SparseStrategy(0, [units], layers, flags)
+    # The rank has 3 of 6 experts: 0.6, 0.3 and 0.9 of the tokens of their layers.
+    counts = [[3, 3, 0, 4, 0, 0], [1, 1, 1, 7, 0, 0], [1, 1, 7, 1, 0, 0]]
+    strategy.add_tokens(np.array(counts))
+    snapshots = strategy.plan_window(0).snapshots
+    found = freezing(parameters)
+    frozen = []
+    for position in range(window - 1):
+        later = [
+            unit
+            for snapshot in snapshots[position + 1 :]
+            for unit, level in snapshot.levels.items()
+            if level is Level.FULL
+        ]
+        names = frozen_names(found, parameters, *later)
+        frozen.append({int(name.split(".")[2]) for name in names})
+        assert len(names) == 12 * len(frozen[-1])
+    assert frozen == {2: [{2}], 3: [{0, 2}, {2}]}[window]
 
 
 def test_experts_that_are_modules_of_their_own_are_frozen_one_by_one() -> None:
