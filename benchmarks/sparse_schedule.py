@@ -28,6 +28,7 @@ from tabulate import tabulate
 
 from benchmarks.output import show
 from benchmarks.routing_trace import load_routing, spread
+from benchmarks.sparse_modules import module_rows
 from benchmarks.sparse_orders import (
     EP_SIZE,
     NUM_EXPERTS,
@@ -316,12 +317,12 @@ def _largest(sizes: PositionSizes, length: int) -> float:
 
 
 def time_of(function: Callable[[], object], repetitions: int) -> str:
-    """Return how long a call takes, in ms."""
+    """Return the processor time of a call, in ms: nothing in it waits."""
     times = []
     for _ in range(repetitions):
-        begin = time.perf_counter()
+        begin = time.process_time()
         function()
-        times.append((time.perf_counter() - begin) * 1e3)
+        times.append((time.process_time() - begin) * 1e3)
     return f"{median(times):.2f} ({min(times):.2f}-{max(times):.2f})"
 
 
@@ -346,14 +347,19 @@ def cut_rows(repetitions: int) -> Iterator[Row]:
 
 def plan_rows(repetitions: int) -> Iterator[Row]:
     """Yield how long the training thread of a rank plans a window, in ms."""
-    for num_ranks, ep, num_layers, num_local in ((8, 8, 4, 8), (16, 8, 7, 32), (64, 8, 28, 8)):
-        ranks = [stage_rank(rank % ep, num_layers, num_local) for rank in range(num_ranks)]
+    stages = ((8, 8, 4, 8), (16, 8, 7, 32), (64, 8, 28, 8))
+    for (num_ranks, ep, num_layers, num_local), is_grouped in itertools.product(
+        stages, (False, True)
+    ):
         layers = [f"layer.{layer}" for layer in range(num_layers)]
+        ranks = [stage_rank(rank % ep, num_layers, num_local) for rank in range(num_ranks)]
+        if is_grouped:
+            ranks = [replace(each, grouped_layers=frozenset(layers)) for each in ranks]
         strategy = SparseStrategy(0, ranks, layers, SparseSettings(window=6, longest=8))
         generator = np.random.default_rng(0)
         shape = (num_layers, ep * num_local)
         another = partial(plan_another_order, strategy, generator, shape)
-        name = f"{num_ranks} ranks, {len(ranks[0].sizes)} units each"
+        name = f"{num_ranks} ranks, {len(ranks[0].sizes)} units each" + ", grouped" * is_grouped
         yield name, "plan_window, 6, another order", time_of(another, repetitions)
         counts = generator.integers(0, 1000, shape)
         for _ in range(2):  # the first plan orders by them, later ones find them again
@@ -436,8 +442,20 @@ def main() -> None:
         rows = itertools.chain.from_iterable(trace_rows(each, name) for name, each in variants)
         headers = ("tokens", "W", "reorders", "measure", "times", "skipped, %")
         parts += [f"Played back: the routing trace, ep {EP_SIZE}", _table(rows, headers)]
+        module_headers = (
+            "stage: experts of a module",
+            "owners",
+            "W",
+            "one by one",
+            "grouped, old order",
+        )
+        prices = ("modules", "largest, +%", "window, +%", "whole modules only", "largest, +%")
+        parts += [
+            "Played back: grouped GEMM, weight gradients of experts that a conversion skips, in %",
+            _table(module_rows(tokens), (*module_headers, *prices)),
+        ]
     parts += [
-        "Measured: planning, ms",
+        "Measured: planning, ms of processor time",
         _table(
             itertools.chain(cut_rows(options.repetitions), plan_rows(options.repetitions)),
             ("stage", "function", "ms"),
