@@ -1,6 +1,6 @@
 """The plan of sparse windows (MoEvement): the window, what its snapshots take, what a fault costs.
 
-Its flags are sparse_flags.py; what is calculated, planning/sparse_size.py.
+Its flags are sparse_flags.py; what is calculated, planning/sparse_size.py and sparse_cost.py.
 """
 
 import argparse
@@ -12,12 +12,9 @@ from tabulate import tabulate
 from moe_ft.engine.memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.plan_command.sparse_flags import SparsePlan, read_plan
 from moe_ft.planning.partial_size import reduction, smallest_interval
+from moe_ft.planning.sparse_cost import Machine, ettr, expect_recovery, work_to_redo
 from moe_ft.planning.sparse_size import (
-    Machine,
     WindowSize,
-    ettr,
-    expect_recovery,
-    work_to_redo,
 )
 
 _MOST_SNAPSHOT_ROWS = 16

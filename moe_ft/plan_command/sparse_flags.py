@@ -25,8 +25,8 @@ from moe_ft.planning.model_size import ByteModel, ModelShape
 from moe_ft.planning.partial_size import ExpertUnit, NonExpertUnit, SavingLayout, Sharding
 from moe_ft.planning.placement import default_replication_factor
 from moe_ft.planning.sparse import MEMORY_MARGIN
+from moe_ft.planning.sparse_cost import Machine
 from moe_ft.planning.sparse_size import (
-    Machine,
     WindowSize,
     choose_length,
     measure_window,
