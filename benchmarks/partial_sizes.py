@@ -20,14 +20,14 @@ from tabulate import tabulate
 
 from benchmarks.output import show
 from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape
-from moe_ft.planning.partial_size import (
+from moe_ft.planning.ownership import Sharding
+from moe_ft.planning.paper_sizes import (
     NonExpertUnit,
-    SavingLayout,
-    Sharding,
+    PaperLayout,
     checkpoint_bytes,
-    plan_workload,
-    reduction,
+    paper_workload,
 )
+from moe_ft.planning.partial_size import reduction
 
 CASES = {"Case 1": (8, 8), "Case 2": (16, 16), "Case 3": (16, 8)}  # Table 2: (dp, ep)
 KS = (1, 2, 4, 8, 16)
@@ -111,11 +111,11 @@ def bottlenecks(
     """Return the bytes of the bottleneck rank with every sharding."""
     dp, ep = CASES[case]
     return {
-        sharding: plan_workload(
+        sharding: paper_workload(
             shape,
             k,
             byte_model,
-            SavingLayout(dp=dp, ep=ep, sharding=sharding, non_expert_unit=unit),
+            PaperLayout(dp=dp, ep=ep, sharding=sharding, non_expert_unit=unit),
         ).bottleneck_bytes
         for sharding in Sharding
     }

@@ -41,8 +41,8 @@ from benchmarks.sparse_orders import (
     trace_rows,
 )
 from moe_ft.planning.model_size import PRESETS, ByteModel
+from moe_ft.planning.ownership import SavingLayout
 from moe_ft.planning.paper_windows import OperatorProfile, find_window_size, generate_schedule
-from moe_ft.planning.partial_size import SavingLayout
 from moe_ft.planning.positions import RankUnits
 from moe_ft.planning.sparse import SparseSettings, SparseStrategy
 from moe_ft.planning.sparse_size import Units, position_sizes, stage_units

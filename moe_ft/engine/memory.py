@@ -23,29 +23,11 @@ from moe_ft.engine.regions import (
 )
 from moe_ft.errors import SnapshotError
 from moe_ft.formats import IndexHead, Start, decode
+from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.topology import RankInfo, Topology
 
-NUM_REPLICA_REGIONS = 2
 _REGION = re.compile(r"region_(\d+)\.safetensors")
 _OURS = re.compile(r"(region_\d+\.(safetensors|json))|(pool_\d+x\d+\.safetensors)")
-
-
-def num_regions(*, persists: bool) -> int:
-    """Return how many regions a rank needs, each for a window of snapshots.
-
-    One is the newest that is complete, one is being filled, one is being written to storage.
-    """
-    return 3 if persists else 2
-
-
-def num_slots(num_units: int, most_in_snapshot: int) -> int:
-    """Return how many slots a pool needs.
-
-    They are for the newest version of each unit, those of the snapshot under way and, of the units that are
-    being written to storage, the versions that are written; after a recovery for what the index that
-    it rests on names besides the newest versions.
-    """
-    return num_units + 2 * most_in_snapshot if num_units else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

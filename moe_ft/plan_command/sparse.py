@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from tabulate import tabulate
 
-from moe_ft.engine.memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.plan_command.sparse_flags import SparsePlan, read_plan
+from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.partial_size import reduction, smallest_interval
 from moe_ft.planning.sparse_cost import Machine, ettr, expect_recovery, work_to_redo
 from moe_ft.planning.sparse_size import (

@@ -1,80 +1,36 @@
-"""How much each rank saves with partial experts: sizes, the bottleneck rank, what hides behind training.
+"""What each rank saves with partial experts, as training divides state among ranks.
 
-One pipeline stage without tensor parallelism, as in MoC-System's evaluation. Which experts are selected
-is planning/selection.py; sizes of models are planning/model_size.py; the rules by which replicated state
-is divided are planning/sharding.py.
+Master weights and moments, without tensor parallelism; records, headers and the gaps that align tensors are
+left out. Which experts are selected is planning/selection.py; who has which part of an expert,
+planning/ownership.py; sizes of models, planning/model_size.py. The paper counts other bytes and other slices:
+planning/paper_sizes.py.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from itertools import accumulate, chain, pairwise
 
-from moe_ft.errors import PlanError
-from moe_ft.planning.model_size import ByteModel, ModelShape, non_expert_modules
+import numpy as np
+
+from moe_ft.planning.host_memory import MemoryShare, num_slots, slot_bytes
+from moe_ft.planning.model_size import ByteModel, ModelShape
+from moe_ft.planning.ownership import SavingLayout, Sharding, owned_experts
 from moe_ft.planning.selection import (
     ExpertLayout,
+    Selection,
     advance,
     check_k,
+    most_on_a_rank,
     rank_counts,
     select_sequential,
+    sequential_bottleneck,
 )
-from moe_ft.planning.sharding import adaptive_shares, assign_greedy
+from moe_ft.planning.sharding import adaptive_shares
+from moe_ft.units import UnitId, UnitKind
 
-
-class Sharding(StrEnum):
-    """Who saves what several ranks hold alike."""
-
-    NONE = "none"  # rank 0 all non-experts, the first expert-parallel group all experts
-    EQUAL = "equal"  # experts and non-experts in equal parts
-    ADAPTIVE = "adaptive"  # experts in equal parts; non-experts where there are fewer experts
-
-
-class ExpertUnit(StrEnum):
-    """The smallest part of the experts that a rank saves, where several ranks hold the same experts."""
-
-    EXPERT = "expert"  # whole experts go to one of them (MoC-System, section 4.1, its text)
-    FRACTION = "fraction"  # each has a part of every expert (its Figure 7)
-
-
-class NonExpertUnit(StrEnum):
-    """The smallest part of the non-experts that a rank saves."""
-
-    ELEMENT = "element"
-    MODULE = "module"  # MoC-System, section 4.2: attention, FFN, the word embeddings...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavingLayout:
-    """The ranks of a stage and who of them saves what.
-
-    Attributes:
-        dp: data-parallel ranks, all of which hold the non-experts.
-        ep: expert-parallel ranks; dp / ep groups of them hold the same experts. Rank r is rank r % ep
-            of group r // ep.
-        sharding: of what several ranks hold alike.
-        is_optimizer_distributed: whether each rank owns a slice of the optimizer's state already, which
-            it saves whatever the sharding. Slices are taken to be equal, also of each expert.
-        expert_unit: smallest part of the experts.
-        non_expert_unit: smallest part of the non-experts.
-    """
-
-    dp: int
-    ep: int
-    sharding: Sharding = Sharding.EQUAL
-    is_optimizer_distributed: bool = True
-    expert_unit: ExpertUnit = ExpertUnit.FRACTION
-    non_expert_unit: NonExpertUnit = NonExpertUnit.ELEMENT
-
-    def __post_init__(self) -> None:
-        if self.dp < 1 or self.ep < 1 or self.dp % self.ep:
-            raise PlanError(f"ep={self.ep} must divide dp={self.dp}, both at least 1")
-
-    @property
-    def num_groups(self) -> int:
-        """Expert-parallel groups, that is, ranks that hold the same experts."""
-        return self.dp // self.ep
+Units = Mapping[UnitId, int]  # parameters of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,119 +67,9 @@ class Workload:
         return [sum(of_rank) / len(of_rank) for of_rank in zip(*self.rotation, strict=True)]
 
 
-def checkpoint_bytes(shape: ModelShape, k: int, byte_model: ByteModel) -> int:
-    """Return the bytes of a checkpoint with k experts of each MoE layer, over all ranks.
-
-    Source: MoC-System, equations 5 (k = N) and 6, with the classes of bytes kept apart.
-
-    Raises:
-        PlanError: unless 1 <= k <= the experts of a layer.
-    """
-    _check_k(shape, k)
-    partial = byte_model.weights_by_rule[0] + byte_model.optimizer_by_rule[0]
-    experts = k * partial + shape.num_experts * (byte_model.total - partial)
-    return (
-        shape.num_non_expert_parameters * byte_model.total
-        + shape.num_moe_layers * shape.expert_parameters * experts
-    )
-
-
-def rank_bytes(
-    shape: ModelShape, expert_counts: Sequence[int], byte_model: ByteModel, layout: SavingLayout
-) -> list[int]:
-    """Return ``[rank]`` the bytes that each saves in one snapshot.
-
-    Args:
-        shape: of the model.
-        expert_counts: ``[expert-parallel rank]`` selected experts, over all layers.
-        byte_model: bytes per parameter.
-        layout: of the ranks.
-
-    Source: MoC-System, equation 8; its optimizer terms are divided by D_dp, because only then the ranks
-    together save the state once where there are several groups.
-    """
-    loads = _expert_loads(shape, expert_counts, byte_model, layout)
-    replicated = byte_model.total
-    if layout.is_optimizer_distributed:
-        replicated = byte_model.weights
-        owned = shape.num_non_expert_parameters * byte_model.optimizer
-        loads = _add(loads, _equal_parts(owned, layout.dp))
-    return _add(loads, _non_expert_shares(shape, replicated, loads, layout))
-
-
-def plan_workload(
-    shape: ModelShape, k: int, byte_model: ByteModel, layout: SavingLayout
-) -> Workload:
-    """Return what every rank saves while sequential selection goes around the ranks once.
-
-    Args:
-        shape: of the model.
-        k: experts of each MoE layer in a snapshot.
-        byte_model: bytes per parameter.
-        layout: of the ranks.
-
-    Raises:
-        PlanError: unless 1 <= k <= the experts of a layer, which the expert-parallel ranks must divide.
-    """
-    _check_k(shape, k)
-    experts = _experts_of(shape, layout.ep)
-    cursors = experts.first_cursors(k)
-    rotation = []
-    # Which ranks the next k experts are on depends only on the cursors modulo ep, which divides N.
-    for _ in range(layout.ep // math.gcd(layout.ep, k)):
-        counts = rank_counts(experts, select_sequential(experts, cursors, k))
-        rotation.append(tuple(rank_bytes(shape, counts, byte_model, layout)))
-        cursors = advance(experts, cursors, k)
-    return Workload(tuple(rotation))
-
-
-def is_imbalanced(shape: ModelShape, k: int, layout: SavingLayout) -> bool:
-    """Return whether equal sharding leaves ranks with more experts than others.
-
-    Source: MoC-System, equation 9. Its second condition asks whether whole experts can be divided among
-    the groups: it does not arise with fractions of experts.
-    """
-    selected = k * shape.num_moe_layers
-    if selected % layout.ep:
-        return True
-    has_whole_experts = layout.expert_unit is ExpertUnit.EXPERT
-    return has_whole_experts and selected // layout.ep % layout.num_groups != 0
-
-
 def reduction(num_bytes: float, reference_bytes: float) -> float:
     """Return by which fraction something is smaller than a reference; negative if it is larger."""
     return 1 - num_bytes / reference_bytes
-
-
-def largest_hidden_k(
-    shape: ModelShape,
-    byte_model: ByteModel,
-    layout: SavingLayout,
-    *,
-    bandwidth_bytes_per_s: float,
-    hidden_s: float,
-) -> int:
-    """Return the largest k whose snapshots end while the next iteration runs forward and backward.
-
-    Args:
-        shape: of the model.
-        byte_model: bytes per parameter.
-        layout: of the ranks.
-        bandwidth_bytes_per_s: from device to host, of each rank.
-        hidden_s: forward and backward of an iteration.
-
-    Returns:
-        Between 1 and the experts of a layer; 0 if not even one expert per layer is hidden. The
-        bottleneck grows with k; only with whole modules may a slightly larger k fit as well.
-
-    Source: MoC-System, section 5.3.
-    """
-    most = bandwidth_bytes_per_s * hidden_s
-
-    def bottleneck_bytes(k: int) -> int:
-        return plan_workload(shape, k, byte_model, layout).bottleneck_bytes
-
-    return bisect_right(range(1, shape.num_experts + 1), most, key=bottleneck_bytes)
 
 
 def smallest_interval(
@@ -241,66 +87,190 @@ def smallest_interval(
     return max(1, math.ceil(bottleneck_bytes / bandwidth_bytes_per_s / iteration_s))
 
 
-def _experts_of(shape: ModelShape, ep: int) -> ExpertLayout:
-    return ExpertLayout(num_layers=shape.num_moe_layers, num_experts=shape.num_experts, ep_size=ep)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedModel:
+    """A model and the ranks that save it.
+
+    Attributes:
+        shape: of the model.
+        stages: ``[stage]`` the parameters of its units (sparse_size.stage_units).
+        layout: of the ranks of each stage; expert-parallel ranks divide the experts of a layer.
+        byte_model: of what a snapshot holds: master weights and moments.
+        bucket_parameters: after which a bucket of the distributed optimizer is full on the first stage
+            (--overlap-grad-reduce); None: every buffer is one.
+    """
+
+    shape: ModelShape
+    stages: tuple[Units, ...]
+    layout: SavingLayout
+    byte_model: ByteModel
+    bucket_parameters: int | None = None
+
+    def plan_workload(self, k: int) -> Workload:
+        """Return what every rank of every stage saves while sequential selection goes around the experts.
+
+        Args:
+            k: experts of each MoE layer in a snapshot.
+
+        Raises:
+            PlanError: unless 1 <= k <= the experts of a layer, which the expert-parallel ranks must divide.
+        """
+        by_stage = [stage.rotation(k) for stage in self._stages()]
+        return Workload(tuple(tuple(chain(*of_ranks)) for of_ranks in zip(*by_stage, strict=True)))
+
+    def automatic_k(self, budget_bytes: float) -> int:
+        """Return the k that --moe-ft-k-snapshot auto takes where ranks can copy so many bytes.
+
+        It allows for one rank having all experts that are selected on its expert-parallel rank, and so is
+        less than the largest that is hidden where several ranks share these.
+        """
+        return min(stage.automatic_k(budget_bytes) for stage in self._stages())
+
+    def memory_share(self, k: int | None) -> MemoryShare:
+        """Return the host memory of the rank that needs the most.
+
+        Args:
+            k: experts of each MoE layer in a snapshot; None if it may become all of them (auto, Dynamic-K).
+        """
+        shares = chain.from_iterable(stage.memory_shares(k) for stage in self._stages())
+        return max(shares, key=lambda share: share.own_bytes(persists=False))
+
+    def _stages(self) -> "Iterator[_Stage]":
+        for number, units in enumerate(self.stages):
+            yield _Stage(self, units, self.bucket_parameters if number == 0 else None)
 
 
-def _check_k(shape: ModelShape, k: int) -> None:
-    check_k(_experts_of(shape, 1), k)
+class _Stage:
+    """What the ranks of one stage save; ranks are numbered within it."""
+
+    def __init__(self, model: SavedModel, units: Units, bucket_parameters: int | None) -> None:
+        moe_layers = {unit.layer for unit in units if unit.kind is UnitKind.EXPERT}
+        layout = model.layout
+        self._layout = layout
+        self._experts = ExpertLayout(
+            num_layers=len(moe_layers), num_experts=model.shape.num_experts, ep_size=layout.ep
+        )
+        self._owned = owned_experts(
+            model.shape, len(moe_layers), layout, bucket_parameters=bucket_parameters
+        )
+        self._rotating_bytes, self._fixed_bytes = model.byte_model.optimizer_by_rule
+        self._bytes = model.byte_model.optimizer
+        self._num_others = sum(
+            count for unit, count in units.items() if unit.kind is not UnitKind.EXPERT
+        )
+
+    @property
+    def _unit_bytes(self) -> int:
+        """The most that a rank saves of an expert."""
+        return int(self._owned.max(initial=0)) * self._rotating_bytes
+
+    def rotation(self, k: int) -> Iterator[list[int]]:
+        """Yield ``[rank]`` bytes, for each snapshot until the selection is that of the first."""
+        experts = self._experts
+        check_k(experts, k)
+        cursors = experts.first_cursors(k)
+        for _ in range(experts.num_experts // math.gcd(experts.num_experts, k)):
+            yield self._rank_bytes(select_sequential(experts, cursors, k))
+            cursors = advance(experts, cursors, k)
+
+    def _rank_bytes(self, selection: Selection) -> list[int]:
+        """Return ``[rank]`` the bytes that each saves in a snapshot."""
+        layout, experts = self._layout, self._experts
+        selected = np.zeros((experts.num_layers, experts.num_experts))
+        for layer, chosen in enumerate(selection):
+            selected[layer, list(chosen)] = 1
+        by_rank = selected.reshape(experts.num_layers, experts.ep_size, experts.num_local)
+        # In floating point, which is exact below 2 ** 53 elements and much faster.
+        elements = np.einsum("gle,lre->gr", self._owned.astype(np.float64), by_rank, optimize=True)
+        of_experts = elements.astype(np.int64) * self._rotating_bytes
+        others = self._others(rank_counts(experts, selection))
+        always = self._always_bytes()
+        return [
+            int(of_experts[divmod(rank, layout.ep)]) + always[rank // layout.ep] + others[rank]
+            for rank in range(layout.dp)
+        ]
+
+    def _always_bytes(self) -> list[int]:
+        """Return ``[group]`` what every snapshot holds of a rank's experts."""
+        return [int(count) * self._fixed_bytes for count in self._owned.sum(axis=(1, 2))]
+
+    def _others(self, counts: Sequence[int]) -> list[int]:
+        """Return ``[rank]`` the bytes of what is no expert.
+
+        Args:
+            counts: ``[expert-parallel rank]`` selected experts.
+        """
+        layout, total = self._layout, self._num_others
+        if layout.is_optimizer_distributed or layout.sharding is Sharding.EQUAL:
+            ends = [total * rank // layout.dp for rank in range(layout.dp + 1)]
+        elif layout.sharding is Sharding.NONE:
+            ends = [0, *[total] * layout.dp]
+        else:
+            # As planning/partial.py does, which takes whole experts for what each rank saves of them.
+            loads = [counts[rank % layout.ep] * self._unit_bytes for rank in range(layout.dp)]
+            shares = adaptive_shares(total * self._bytes, loads)
+            ends = [share // self._bytes for share in accumulate(shares, initial=0)]
+        return [(end - start) * self._bytes for start, end in pairwise(ends)]
+
+    def automatic_k(self, budget_bytes: float) -> int:
+        """Return the largest k that every rank would vote for; see `SavedModel.automatic_k`."""
+        experts = self._experts
+        if not experts.num_layers:
+            return experts.num_experts
+        room = budget_bytes - max(self._always_bytes()) - max(self._others([0] * experts.ep_size))
+        fitting = (
+            k
+            for k in range(1, experts.num_experts + 1)
+            if sequential_bottleneck(experts, k) * self._unit_bytes <= room
+        )
+        return max(fitting, default=1)
+
+    def memory_shares(self, k: int | None) -> Iterator[MemoryShare]:
+        """Yield what the checkpoints of the heaviest rank of each group take."""
+        experts, always = self._experts, self._always_bytes()
+        others = self._most_others(experts.num_experts if k is None else k)
+        for group, owned in enumerate(self._owned):
+            num_units = int(np.count_nonzero(owned))
+            most = num_units if k is None else min(num_units, most_on_a_rank(experts, k))
+            slot = slot_bytes(int(owned.max(initial=0)), self._rotating_bytes)
+            ranks = others[group * experts.ep_size : (group + 1) * experts.ep_size]
+            yield MemoryShare(
+                region_bytes=always[group] + max(ranks),
+                pool_bytes=num_slots(num_units, most) * slot,
+            )
+
+    def _most_others(self, k: int) -> list[int]:
+        """Return ``[rank]`` the most bytes of what is no expert in any snapshot."""
+        experts, cursors = self._experts, self._experts.first_cursors(k)
+        found = [self._others([0] * experts.ep_size)]
+        for _ in range(experts.num_experts // math.gcd(experts.num_experts, k)):
+            found.append(self._others(rank_counts(experts, select_sequential(experts, cursors, k))))
+            cursors = advance(experts, cursors, k)
+        return [max(of_rank) for of_rank in zip(*found, strict=True)]
 
 
-def _expert_loads(
-    shape: ModelShape, counts: Sequence[int], byte_model: ByteModel, layout: SavingLayout
-) -> list[int]:
-    """Return ``[rank]`` the bytes of experts that each saves."""
-    owned, shared = byte_model.optimizer_by_rule, byte_model.weights_by_rule
-    if not layout.is_optimizer_distributed:
-        shared = (shared[0] + owned[0], shared[1] + owned[1])
-        owned = (0, 0)
-    num_local = shape.num_moe_layers * shape.num_experts // layout.ep
-    size = shape.expert_parameters
-    loads = [0] * layout.dp
-    for ep_rank, selected in enumerate(counts):
-        owned_bytes = size * (selected * owned[0] + num_local * owned[1])
-        parts = _equal_parts(owned_bytes, layout.num_groups)
-        for num_experts, num_bytes in ((selected, shared[0]), (num_local, shared[1])):
-            parts = _add(parts, _replica_parts(num_experts, size * num_bytes, layout))
-        for group, part in enumerate(parts):
-            loads[group * layout.ep + ep_rank] = part
-    return loads
+def largest_hidden_k(
+    workload_of: Callable[[int], Workload],
+    num_experts: int,
+    *,
+    bandwidth_bytes_per_s: float,
+    hidden_s: float,
+) -> int:
+    """Return a k whose snapshots end while the next iteration runs forward and backward.
 
+    Args:
+        workload_of: what ranks save with k experts.
+        num_experts: of a layer.
+        bandwidth_bytes_per_s: from device to host, of each rank.
+        hidden_s: forward and backward of an iteration.
 
-def _replica_parts(num_experts: int, expert_bytes: int, layout: SavingLayout) -> list[int]:
-    """Return ``[group]`` the bytes of experts that the ranks with the same experts save."""
-    if layout.sharding is Sharding.NONE:
-        return [num_experts * expert_bytes, *[0] * (layout.num_groups - 1)]
-    if layout.expert_unit is ExpertUnit.FRACTION:
-        return _equal_parts(num_experts * expert_bytes, layout.num_groups)
-    least, more = divmod(num_experts, layout.num_groups)
-    return [(least + (group < more)) * expert_bytes for group in range(layout.num_groups)]
+    Returns:
+        k of which the next does not fit, 0 if not even one expert per layer is hidden. The bottleneck
+        grows with k, but for few bytes that depend on where snapshots begin.
 
-
-def _non_expert_shares(
-    shape: ModelShape, parameter_bytes: int, loads: Sequence[int], layout: SavingLayout
-) -> list[int]:
-    """Return ``[rank]`` the bytes of replicated non-experts that each saves."""
-    sizes = [count * parameter_bytes for count in non_expert_modules(shape).values()]
-    if layout.sharding is Sharding.NONE:
-        return [sum(sizes), *[0] * (layout.dp - 1)]
-    is_adaptive = layout.sharding is Sharding.ADAPTIVE
-    if layout.non_expert_unit is NonExpertUnit.ELEMENT:
-        total = sum(sizes)
-        return adaptive_shares(total, loads) if is_adaptive else _equal_parts(total, layout.dp)
-    shares = [0] * layout.dp
-    ranks = assign_greedy(sizes, loads if is_adaptive else shares)
-    for size, rank in zip(sizes, ranks, strict=True):
-        shares[rank] += size
-    return shares
-
-
-def _equal_parts(total: int, count: int) -> list[int]:
-    return [total * (index + 1) // count - total * index // count for index in range(count)]
-
-
-def _add(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    return [a + b for a, b in zip(first, second, strict=True)]
+    Source: MoC-System, section 5.3.
+    """
+    most = bandwidth_bytes_per_s * hidden_s
+    return bisect_right(
+        range(1, num_experts + 1), most, key=lambda k: workload_of(k).bottleneck_bytes
+    )

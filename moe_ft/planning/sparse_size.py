@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from moe_ft.errors import PlanError
 from moe_ft.planning.model_size import ByteModel, ModelShape, unit_parameters
-from moe_ft.planning.partial_size import SavingLayout, Sharding
+from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.popularity import Scores, fractions_of_layers, order_experts
 from moe_ft.planning.positions import order_modules, spread_over_ranks
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices

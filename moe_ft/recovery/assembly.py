@@ -6,10 +6,10 @@ from typing import Any
 
 from moe_ft.config import MoeFtConfig
 from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES
-from moe_ft.engine.memory import num_slots
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.formats import tensor_bytes
 from moe_ft.packings import ALIGNMENT_BYTES
+from moe_ft.planning.host_memory import num_slots
 from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare, divide_units
 from moe_ft.planning.positions import RankUnits
 from moe_ft.planning.selection import ExpertLayout

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine.job_directory import entered_job
-from moe_ft.engine.memory import RankMemory, holds, num_regions
+from moe_ft.engine.memory import RankMemory, holds
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import own_directory, replica_directory
 from moe_ft.formats import Start
@@ -66,10 +66,6 @@ def test_memory_has_the_regions_and_the_pool_that_the_topology_says(tmp_path: Pa
 
 def test_rank_whose_snapshots_hold_every_unit_has_no_pool(tmp_path: Path) -> None:
     assert memory_of(tmp_path, rank=1).pool is None
-
-
-def test_regions_are_as_many_as_their_uses() -> None:
-    assert (num_regions(persists=False), num_regions(persists=True)) == (2, 3)
 
 
 def test_regions_and_replicas_of_the_recovered_state_get_its_iteration(tmp_path: Path) -> None:

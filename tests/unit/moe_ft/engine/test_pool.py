@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from moe_ft.engine.memory import num_slots
 from moe_ft.engine.pool import Pool, PoolVersions, RestoredVersion
 from moe_ft.engine.regions import Region, Role
 from moe_ft.errors import SnapshotError
 from moe_ft.formats import UnitEntry
+from moe_ft.planning.host_memory import num_slots
 from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare
 from moe_ft.planning.selection import ExpertLayout
 from moe_ft.units import UnitId, UnitKind
@@ -209,14 +209,6 @@ def test_slots_that_are_needed_are_never_handed_out_and_there_are_always_enough(
     rank = Rank(tmp_path, *job)
     for step in steps:
         getattr(rank, step)()
-
-
-def test_pool_has_slots_for_the_newest_versions_a_snapshot_and_what_is_written() -> None:
-    assert num_slots(8, 2) == 12
-
-
-def test_rank_without_rotating_units_needs_no_slots() -> None:
-    assert num_slots(0, 0) == 0
 
 
 def test_versions_without_a_pool_find_nothing_and_hold_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from moe_ft.planning.model_size import (
     evenly_spaced_layers,
     unit_parameters,
 )
-from moe_ft.planning.partial_size import SavingLayout, Sharding
+from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.positions import RankUnits
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.planning.sparse import MEMORY_MARGIN, SparseSettings, SparseStrategy
