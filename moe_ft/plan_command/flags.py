@@ -5,14 +5,15 @@ A strategy's own flags are in its own file, beside this one.
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_ft.config_fields import parse_size
 from moe_ft.errors import ConfigError
 from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape, evenly_spaced_layers
-from moe_ft.planning.partial_size import ExpertUnit, NonExpertUnit, SavingLayout, Sharding
+from moe_ft.planning.ownership import SavingLayout, Sharding
+from moe_ft.planning.placement import default_replication_factor
 
 _REQUIRED = ("num_layers", "hidden_size", "num_experts")
 
@@ -51,8 +52,9 @@ _SWITCHES: Mapping[str, tuple[str, bool, str]] = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that all strategies share."""
     _add_model_flags(parser.add_argument_group("model"))
-    _add_layout_flags(parser.add_argument_group("layout, of one pipeline stage, and bytes"))
+    _add_layout_flags(parser.add_argument_group("layout and bytes"))
     _add_schedule_flags(parser.add_argument_group("schedule and machine"))
+    _add_memory_flags(parser.add_argument_group("host memory"))
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
@@ -71,30 +73,18 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_layout_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--pp", type=int, default=1, help="pipeline stages (default 1)")
     group.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default 1)")
     group.add_argument("--ep", type=int, default=1, help="expert-parallel ranks (default 1)")
     group.add_argument(
         "--sharding",
         choices=tuple(Sharding),
-        default=Sharding.EQUAL,
         help="who saves what several ranks hold alike (default equal)",
     )
     group.add_argument(
         "--no-distributed-optimizer",
         action="store_true",
         help="every rank holds the optimizer's whole state",
-    )
-    group.add_argument(
-        "--expert-unit",
-        choices=tuple(ExpertUnit),
-        default=ExpertUnit.FRACTION,
-        help="what ranks with the same experts divide (default fraction: every expert)",
-    )
-    group.add_argument(
-        "--non-expert-unit",
-        choices=tuple(NonExpertUnit),
-        default=NonExpertUnit.ELEMENT,
-        help="smallest part of the rest that a rank saves (default element)",
     )
     for name, value, text in (
         ("weight", ByteModel().weights, "weights of the forward pass"),
@@ -104,7 +94,6 @@ def _add_layout_flags(group: argparse._ArgumentGroup) -> None:
         group.add_argument(
             f"--{name}-bytes",
             type=int,
-            default=value,
             metavar="BYTES",
             help=f"of a parameter's {text} (default {value})",
         )
@@ -135,6 +124,17 @@ def _add_schedule_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--storage-bandwidth", metavar="BYTES", help="host to storage, per second and rank"
     )
+
+
+def _add_memory_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="(default 8)")
+    group.add_argument(
+        "--replication-factor",
+        default="auto",
+        metavar="N|auto",
+        help="copies in other nodes' memory; auto: 0 on one node, 1 on two, else 2",
+    )
+    group.add_argument("--storage", action="store_true", help="checkpoints also go to storage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,10 +262,8 @@ def read_layout(options: argparse.Namespace, shape: ModelShape) -> SavingLayout:
     return SavingLayout(
         dp=options.dp,
         ep=options.ep,
-        sharding=Sharding(options.sharding),
+        sharding=Sharding(options.sharding or Sharding.EQUAL),
         is_optimizer_distributed=not options.no_distributed_optimizer,
-        expert_unit=ExpertUnit(options.expert_unit),
-        non_expert_unit=NonExpertUnit(options.non_expert_unit),
     )
 
 
@@ -277,17 +275,63 @@ def read_byte_model(options: argparse.Namespace) -> ByteModel:
     """
     for name in ("weight_bytes", "master_bytes", "moment_bytes"):
         check_least(options, name, 0)
-    model = ByteModel(
-        weights=options.weight_bytes,
-        master=options.master_bytes,
-        moments=options.moment_bytes,
-    )
+    given = {
+        "weights": options.weight_bytes,
+        "master": options.master_bytes,
+        "moments": options.moment_bytes,
+    }
+    model = ByteModel(**{name: size for name, size in given.items() if size is not None})
     if model.total == 0:
         raise ConfigError(
             "--weight-bytes=0, --master-bytes=0 and --moment-bytes=0: at least one of them must be "
             "more than 0. Raise one."
         )
     return model
+
+
+def refuse_foreign(
+    options: argparse.Namespace, strategy: str, foreign: Sequence[tuple[str, object, str]]
+) -> None:
+    """Raise ConfigError if a flag was given that another strategy needs.
+
+    Args:
+        options: the flags.
+        strategy: that is planned.
+        foreign: name of each such flag, the value it has if it was left out, the reason.
+    """
+    for name, default, reason in foreign:
+        value = getattr(options, name)
+        if value != default:
+            given = _flag(name) if value is True else f"{_flag(name)}={value}"
+            raise ConfigError(
+                f"{given} does not go with --strategy={strategy}: {reason}. Leave it out."
+            )
+
+
+def read_replication(options: argparse.Namespace) -> int:
+    """Return how many peers keep each rank's state.
+
+    Raises:
+        ConfigError: if it is no number, or there are not so many other nodes.
+    """
+    for name in ("pp", "ranks_per_node"):
+        check_least(options, name, 1)
+    text = options.replication_factor
+    num_nodes = math.ceil(options.dp * options.pp / options.ranks_per_node)
+    if text == "auto":
+        return default_replication_factor(num_nodes)
+    if not text.isdecimal():
+        raise ConfigError(
+            f"--replication-factor={text} must be a whole number, at least 0, or auto. Give one of them."
+        )
+    if int(text) >= num_nodes:
+        raise ConfigError(
+            f"--replication-factor={text} must be less than the {num_nodes} nodes that "
+            f"--dp={options.dp} x --pp={options.pp} ranks are on with "
+            f"--ranks-per-node={options.ranks_per_node}: replicas go "
+            "to other nodes. Lower one of the first and the last."
+        )
+    return int(text)
 
 
 def read_schedule(options: argparse.Namespace) -> Schedule:

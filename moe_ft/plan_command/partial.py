@@ -9,25 +9,42 @@ from tabulate import tabulate
 from moe_ft.errors import ConfigError
 from moe_ft.plan_command.flags import (
     Schedule,
+    check_divides,
+    check_least,
     read_byte_model,
     read_layout,
+    read_replication,
     read_schedule,
     read_shape,
+    refuse_foreign,
 )
+from moe_ft.plan_command.memory import memory_table
+from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.lost_tokens import expected_plt
 from moe_ft.planning.model_size import ByteModel, ModelShape
+from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.partial_size import (
-    SavingLayout,
-    Sharding,
+    SavedModel,
     Workload,
-    is_imbalanced,
     largest_hidden_k,
-    plan_workload,
     reduction,
     smallest_interval,
 )
+from moe_ft.planning.sparse_size import stage_units
 
 _MAX_RANK_ROWS = 16
+_LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000  # Megatron's default
+
+# Flags of other strategies: name, the value it has if it was left out, the reason.
+_FOREIGN = (
+    ("window", "auto", "a snapshot holds what the next recovery needs"),
+    ("max_window", 8, "a snapshot holds what the next recovery needs"),
+    ("network_bandwidth", None, "what sending replicas takes is not planned"),
+    ("moe_router_topk", 2, "nothing is run again"),
+    ("mtbf_s", None, "what a recovery takes is not planned"),
+    ("restart_s", 0.0, "what a recovery takes is not planned"),
+    ("weight_bytes", None, "snapshots hold master weights and moments, not the weights of forward"),
+)
 
 
 def add_partial_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +57,27 @@ def add_partial_flags(parser: argparse.ArgumentParser) -> None:
         "--k-persist", type=int, metavar="K", help="of those, written to storage (default: all)"
     )
     group.add_argument(
+        "--partial-covers",
+        choices=("weights", "optimizer", "both"),
+        default="both",
+        help="what of an expert is saved only when it is selected: its master weights, its moments, "
+        "or both (default)",
+    )
+    group.add_argument(
         "--master-always-full",
         action="store_true",
         help="save the master weights of all experts, as the measurements of MoC-System imply",
+    )
+    group.add_argument(
+        "--overlap-grad-reduce",
+        action="store_true",
+        help="Megatron's: the first stage's buffers have buckets, each of which all ranks share",
+    )
+    group.add_argument(
+        "--ddp-bucket-size",
+        type=int,
+        metavar="N",
+        help="parameters of a bucket (default Megatron's: 40e6, or 1e6 for each data-parallel rank)",
     )
 
 
@@ -50,16 +85,34 @@ def add_partial_flags(parser: argparse.ArgumentParser) -> None:
 class PartialPlan:
     """What was asked about partial experts, checked."""
 
-    shape: ModelShape
-    layout: SavingLayout
-    byte_model: ByteModel
+    model: SavedModel
     schedule: Schedule
     k_by_target: Mapping[str, int]  # "snapshot", "persist"
+    persists: bool
+    ranks_per_node: int
+    replication_factor: int
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model."""
+        return self.model.shape
+
+    @property
+    def layout(self) -> SavingLayout:
+        """The ranks of a stage."""
+        return self.model.layout
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all stages."""
+        return self.layout.dp * len(self.model.stages)
 
     def workload(self, k: int, sharding: Sharding | None = None) -> Workload:
         """Return what every rank saves."""
-        layout = self.layout if sharding is None else replace(self.layout, sharding=sharding)
-        return plan_workload(self.shape, k, self.byte_model, layout)
+        if sharding is None:
+            return self.model.plan_workload(k)
+        layout = replace(self.layout, sharding=sharding)
+        return replace(self.model, layout=layout).plan_workload(k)
 
 
 def render_partial(options: argparse.Namespace) -> str:
@@ -68,19 +121,75 @@ def render_partial(options: argparse.Namespace) -> str:
     Raises:
         ConfigError: if the flags do not fit together.
     """
+    refuse_foreign(options, "partial", _FOREIGN)
+    model = _read_model(options)
+    k_snapshot, k_persist = _check_k(options, model.shape.num_experts)
+    schedule = read_schedule(options)
+    plan = PartialPlan(
+        model=model,
+        schedule=schedule,
+        k_by_target={"snapshot": k_snapshot, "persist": k_persist},
+        persists=options.storage or schedule.storage_bandwidth is not None,
+        ranks_per_node=options.ranks_per_node,
+        replication_factor=read_replication(options),
+    )
+    parts = [_describe(plan), _size_table(plan), _rank_table(plan), _memory(plan)]
+    return "\n\n".join([*parts, *_limits(plan), *_losses(plan)])
+
+
+def _read_model(options: argparse.Namespace) -> SavedModel:
     shape = read_shape(options)
     layout = read_layout(options, shape)
-    byte_model = replace(read_byte_model(options), master_always_full=options.master_always_full)
-    k_snapshot, k_persist = _check_k(options, shape.num_experts)
-    plan = PartialPlan(
+    check_least(options, "pp", 1)
+    check_divides(options, "pp", "num_layers", shape.num_layers)
+    if layout.is_optimizer_distributed and options.sharding is not None:
+        raise ConfigError(
+            f"--sharding={options.sharding} changes nothing with the distributed optimizer: every rank "
+            "saves the slices that it owns. Leave it out, or plan with --no-distributed-optimizer."
+        )
+    return SavedModel(
         shape=shape,
+        stages=tuple(stage_units(shape, options.pp)),
         layout=layout,
-        byte_model=byte_model,
-        schedule=read_schedule(options),
-        k_by_target={"snapshot": k_snapshot, "persist": k_persist},
+        byte_model=_read_bytes(options),
+        bucket_parameters=_read_bucket(options, layout),
     )
-    parts = [_describe(plan), _size_table(plan), _rank_table(plan), *_limits(plan), *_losses(plan)]
-    return "\n\n".join(parts)
+
+
+def _read_bytes(options: argparse.Namespace) -> ByteModel:
+    """Return the bytes of what snapshots hold: they take no weights where there are masters."""
+    covers = options.partial_covers
+    if covers == "weights" and options.master_always_full:
+        raise ConfigError(
+            "--partial-covers=weights with --master-always-full leaves nothing that a snapshot could leave "
+            "out. Drop one of them."
+        )
+    byte_model = replace(
+        read_byte_model(options),
+        weights=0,
+        master_always_full=options.master_always_full or covers == "optimizer",
+        moments_always_full=covers == "weights",
+    )
+    if byte_model.optimizer == 0:
+        raise ConfigError(
+            "--master-bytes=0 and --moment-bytes=0: snapshots hold master weights and moments, so at least "
+            "one of them must be more than 0. Raise one."
+        )
+    return byte_model
+
+
+def _read_bucket(options: argparse.Namespace, layout: SavingLayout) -> int | None:
+    """Return the parameters of a bucket, None where buffers are not divided into some."""
+    check_least(options, "ddp_bucket_size", 1)
+    size: int | None = options.ddp_bucket_size
+    if options.overlap_grad_reduce:
+        return size or max(_LEAST_BUCKET, _BUCKET_PER_RANK * layout.dp)
+    if size is not None:
+        raise ConfigError(
+            f"--ddp-bucket-size={size} needs --overlap-grad-reduce: without it there are no buckets. Give "
+            "both or neither."
+        )
+    return None
 
 
 def _check_k(options: argparse.Namespace, num_experts: int) -> tuple[int, int]:
@@ -103,31 +212,47 @@ def _check_k(options: argparse.Namespace, num_experts: int) -> tuple[int, int]:
 
 def _describe(plan: PartialPlan) -> str:
     shape, layout = plan.shape, plan.layout
+    ranks = "rank holds" if layout.num_groups == 1 else "ranks hold"
+    saved = f"{plan.model.byte_model.optimizer} bytes of a parameter saved"
+    division = (
+        "each saves its slices of the distributed optimizer"
+        if layout.is_optimizer_distributed
+        else f"optimizer on every rank, sharding {layout.sharding}"
+    )
     lines = [
         f"{_count(shape.num_parameters)} parameters, of which {_count(shape.num_expert_parameters)} "
         f"in {shape.num_experts} experts of each of {shape.num_moe_layers} MoE layers "
         f"({_count(shape.expert_parameters)} each)",
-        f"dp {layout.dp}, ep {layout.ep}: {layout.num_groups} "
-        f"{'rank holds' if layout.num_groups == 1 else 'ranks hold'} each expert; "
-        f"sharding {layout.sharding}; optimizer "
-        f"{'distributed' if layout.is_optimizer_distributed else 'on every rank'}",
+        f"pp {len(plan.model.stages)}, dp {layout.dp}, ep {layout.ep}: {layout.num_groups} {ranks} each "
+        f"expert; {division}; {saved}",
     ]
-    if layout.sharding is Sharding.EQUAL:
-        for target, k in plan.k_by_target.items():
-            if is_imbalanced(shape, k, layout):
-                lines.append(
-                    f"{target}: {k} x {shape.num_moe_layers} experts are not the same number for "
-                    "every rank; --sharding adaptive evens that out"
-                )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_adaptive_advice(plan)])
+
+
+def _adaptive_advice(plan: PartialPlan) -> list[str]:
+    """Return what adaptive sharding would do for the heaviest rank."""
+    if plan.layout.is_optimizer_distributed or plan.layout.sharding is Sharding.ADAPTIVE:
+        return []
+    lines = []
+    for target, k in plan.k_by_target.items():
+        now = plan.workload(k).bottleneck_bytes
+        saved = reduction(plan.workload(k, Sharding.ADAPTIVE).bottleneck_bytes, now)
+        if saved >= 0.001:
+            lines.append(
+                f"{target}: --sharding adaptive makes the heaviest rank {saved:.1%} lighter"
+            )
+    return lines
 
 
 def _size_table(plan: PartialPlan) -> str:
     """Return sizes at both levels beside those of full checkpoints, with this sharding and without."""
     num_experts = plan.shape.num_experts
-    full, baseline = plan.workload(num_experts), plan.workload(num_experts, Sharding.NONE)
+    full = plan.workload(num_experts)
     checkpoints = [(name, k, plan.workload(k)) for name, k in plan.k_by_target.items()]
-    checkpoints += [("full", num_experts, full), ("full, sharding none", num_experts, baseline)]
+    checkpoints.append(("full", num_experts, full))
+    if not plan.layout.is_optimizer_distributed:
+        baseline = plan.workload(num_experts, Sharding.NONE)
+        checkpoints.append(("full, sharding none", num_experts, baseline))
     headers = (
         "checkpoint",
         "k",
@@ -135,7 +260,7 @@ def _size_table(plan: PartialPlan) -> str:
         "of full",
         "bottleneck, MB",
         "its rank",
-        "less than full, sharding none",
+        "times the mean",
         "less than full",
     )
     rows = [
@@ -146,7 +271,7 @@ def _size_table(plan: PartialPlan) -> str:
             f"{workload.total_bytes / full.total_bytes:.1%}",
             _megabytes(workload.bottleneck_bytes),
             workload.bottleneck_rank,
-            f"{reduction(workload.bottleneck_bytes, baseline.bottleneck_bytes):.1%}",
+            f"{workload.bottleneck_bytes * plan.num_ranks / workload.total_bytes:.2f}",
             f"{reduction(workload.bottleneck_bytes, full.bottleneck_bytes):.1%}",
         )
         for name, k, workload in checkpoints
@@ -164,10 +289,10 @@ def _rank_table(plan: PartialPlan) -> str:
         for column in (workload.mean_by_rank(), workload.most_by_rank())
     ]
     headers = [
-        "rank" if plan.layout.dp <= _MAX_RANK_ROWS else "over ranks",
+        "rank" if plan.num_ranks <= _MAX_RANK_ROWS else "over ranks",
         *(f"{target}, {what}, MB" for target in targets for what in ("mean", "most")),
     ]
-    if plan.layout.dp <= _MAX_RANK_ROWS:
+    if plan.num_ranks <= _MAX_RANK_ROWS:
         rows = [
             (rank, *(_megabytes(value) for value in values))
             for rank, values in enumerate(zip(*columns, strict=True))
@@ -184,6 +309,24 @@ def _rank_table(plan: PartialPlan) -> str:
     )
 
 
+def _memory(plan: PartialPlan) -> str:
+    """Return host memory, also if k may become all experts, beside that of dense snapshots."""
+    dense_bytes = plan.workload(plan.shape.num_experts).bottleneck_bytes
+    k = plan.k_by_target["snapshot"]
+    shares = {
+        f"k {k}": plan.model.memory_share(k),
+        "k auto, or Dynamic-K": plan.model.memory_share(None),
+        "dense": MemoryShare(region_bytes=dense_bytes),
+    }
+    return memory_table(
+        shares,
+        dense_bytes / plan.model.byte_model.optimizer,
+        persists=plan.persists,
+        replication_factor=plan.replication_factor,
+        num_ranks=min(plan.ranks_per_node, plan.num_ranks),
+    )
+
+
 def _limits(plan: PartialPlan) -> list[str]:
     """Return what bandwidths allow, if they were given."""
     schedule, lines = plan.schedule, []
@@ -193,12 +336,12 @@ def _limits(plan: PartialPlan) -> list[str]:
         k = plan.k_by_target["snapshot"]
         copy_s = plan.workload(k).bottleneck_bytes / schedule.bandwidth
         largest = largest_hidden_k(
-            plan.shape,
-            plan.byte_model,
-            plan.layout,
+            plan.workload,
+            plan.shape.num_experts,
             bandwidth_bytes_per_s=schedule.bandwidth,
             hidden_s=schedule.hidden_s,
         )
+        automatic = plan.model.automatic_k(schedule.bandwidth * schedule.hidden_s)
         stall_s = max(0.0, copy_s - schedule.hidden_s)
         lines.append(
             f"snapshot: {copy_s:.3f} s, hidden behind {schedule.hidden_s:.3f} s of forward and "
@@ -209,6 +352,11 @@ def _limits(plan: PartialPlan) -> list[str]:
             if largest
             else "largest k-snapshot that stays hidden: none, not even 1"
         )
+        if automatic != max(1, largest):
+            lines.append(
+                f"auto takes {automatic}: it allows for one rank having every selected expert that its "
+                "expert-parallel rank holds"
+            )
     if schedule.storage_bandwidth:
         most = plan.workload(plan.k_by_target["persist"]).bottleneck_bytes
         interval = smallest_interval(

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from tabulate import tabulate
 
+from moe_ft.plan_command.memory import memory_table
 from moe_ft.plan_command.sparse_flags import SparsePlan, read_plan
-from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
+from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.partial_size import reduction, smallest_interval
 from moe_ft.planning.sparse_cost import Machine, ettr, expect_recovery, work_to_redo
 from moe_ft.planning.sparse_size import (
@@ -134,36 +135,17 @@ def _snapshot_table(window: WindowSize) -> str:
 
 def _memory_table(plan: SparsePlan, window: WindowSize) -> str:
     """Return the host memory of the rank that needs the most, and of a node of such ranks."""
-    own = num_regions(persists=plan.persists)
-    kept = NUM_REPLICA_REGIONS * plan.replication_factor
-    reserved = plan.reserve()
-    num_ranks = min(plan.ranks_per_node, plan.layout.dp * plan.num_stages)
-    rows = []
-    for name, count in (
-        ("a rank's own", own),
-        ("replicas that it keeps", kept),
-        ("a rank", own + kept),
-        (f"a node of {num_ranks}, at most", num_ranks * (own + kept)),
-    ):
-        sizes = (window.window_bytes, reserved, window.dense_bytes)
-        rows.append((name, count, *(_megabytes(count * size) for size in sizes)))
-    headers = (
-        "host memory",
-        "regions",
-        f"windows of {window.length}, MB",
-        "reserved, MB",
-        "dense, MB",
-    )
-    parameters = window.dense_bytes / plan.byte_model.optimizer
-    per_parameter = [
-        f"{count * size / parameters:.1f}"
-        for count in (own, own + kept)
-        for size in (window.window_bytes, window.dense_bytes)
-    ]
-    return _table(rows, headers) + (
-        "\n\nbytes per parameter of the rank: own {} (dense {}), with replicas {} (dense {})".format(
-            *per_parameter
-        )
+    regions = {
+        f"windows of {window.length}": window.window_bytes,
+        "reserved": plan.reserve(),
+        "dense": window.dense_bytes,
+    }
+    return memory_table(
+        {name: MemoryShare(region_bytes=size) for name, size in regions.items()},
+        window.dense_bytes / plan.byte_model.optimizer,
+        persists=plan.persists,
+        replication_factor=plan.replication_factor,
+        num_ranks=min(plan.ranks_per_node, plan.layout.dp * plan.num_stages),
     )
 
 

@@ -18,12 +18,13 @@ from moe_ft.plan_command.flags import (
     read_bandwidth,
     read_byte_model,
     read_layout,
+    read_replication,
     read_schedule,
     read_shape,
+    refuse_foreign,
 )
 from moe_ft.planning.model_size import ByteModel, ModelShape
-from moe_ft.planning.partial_size import ExpertUnit, NonExpertUnit, SavingLayout, Sharding
-from moe_ft.planning.placement import default_replication_factor
+from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.sparse import MEMORY_MARGIN
 from moe_ft.planning.sparse_cost import Machine
 from moe_ft.planning.sparse_size import (
@@ -45,8 +46,9 @@ _FOREIGN = (
     ("k_persist", None, "storage gets whole windows"),
     ("master_always_full", False, "every unit is at FULL once in a window"),
     ("interval", 1, "a window needs a snapshot of every iteration"),
-    ("expert_unit", ExpertUnit.FRACTION, "a rank saves the slices that it owns"),
-    ("non_expert_unit", NonExpertUnit.ELEMENT, "a rank saves the slices that it owns"),
+    ("partial_covers", "both", "every unit is at FULL once in a window"),
+    ("overlap_grad_reduce", False, "windows are planned for buffers of one bucket, the least even"),
+    ("ddp_bucket_size", None, "windows are planned for buffers of one bucket, the least even"),
 )
 
 
@@ -62,18 +64,9 @@ def add_sparse_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-window", type=int, default=8, metavar="N", help="longest with auto (default 8)"
     )
-    group.add_argument("--pp", type=int, default=1, help="pipeline stages (default 1)")
-    group.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="(default 8)")
-    group.add_argument(
-        "--replication-factor",
-        default="auto",
-        metavar="N|auto",
-        help="copies in other nodes' memory; auto: 0 on one node, 1 on two, else 2",
-    )
     group.add_argument(
         "--network-bandwidth", metavar="BYTES", help="to other nodes, per second and rank"
     )
-    group.add_argument("--storage", action="store_true", help="windows also go to storage")
     group.add_argument(
         "--moe-router-topk", type=int, default=2, metavar="N", help="of a token (default 2)"
     )
@@ -198,7 +191,7 @@ def read_plan(options: argparse.Namespace) -> SparsePlan:
             f"--num-experts={shape.num_experts}. Lower it."
         )
     window = _read_window(options)
-    replication_factor = _read_replication(options, layout.dp)
+    replication_factor = read_replication(options)
     machine = _read_machine(options, schedule, window, replication_factor)
     _check_failures(options, machine)
     return SparsePlan(
@@ -222,14 +215,7 @@ def read_plan(options: argparse.Namespace) -> SparsePlan:
 
 def _refuse_foreign(options: argparse.Namespace) -> None:
     """Raise ConfigError if a flag was given that another strategy needs."""
-    for name, default, reason in _FOREIGN:
-        value = getattr(options, name)
-        if value != default:
-            flag = "--" + name.replace("_", "-")
-            given = flag if value is True else f"{flag}={value}"
-            raise ConfigError(
-                f"{given} does not go with --strategy=sparse: {reason}. Leave it out."
-            )
+    refuse_foreign(options, "sparse", _FOREIGN)
     if options.sharding == Sharding.ADAPTIVE:
         raise ConfigError(
             "--sharding=adaptive does not go with --strategy=sparse: every window holds every expert, so "
@@ -264,25 +250,6 @@ def _read_window(options: argparse.Namespace) -> int | None:
             "when it is complete. Lower it, or use auto."
         )
     return window
-
-
-def _read_replication(options: argparse.Namespace, dp: int) -> int:
-    """Return how many peers keep each rank's windows."""
-    text = options.replication_factor
-    num_nodes = math.ceil(dp * options.pp / options.ranks_per_node)
-    if text == "auto":
-        return default_replication_factor(num_nodes)
-    if not text.isdecimal():
-        raise ConfigError(
-            f"--replication-factor={text} must be a whole number, at least 0, or auto. Give one of them."
-        )
-    if int(text) >= num_nodes:
-        raise ConfigError(
-            f"--replication-factor={text} must be less than the {num_nodes} nodes that --dp={dp} x "
-            f"--pp={options.pp} ranks are on with --ranks-per-node={options.ranks_per_node}: replicas go "
-            "to other nodes. Lower one of the first and the last."
-        )
-    return int(text)
 
 
 def _read_machine(

@@ -6,7 +6,7 @@ Training reserves them (recovery/assembly.py, engine/memory.py), checks them (re
 
 from dataclasses import dataclass
 
-from moe_ft.packings import DTYPE_BYTES, Packing, pieces
+from moe_ft.packings import Packing, pieces
 
 NUM_REPLICA_REGIONS = 2
 
@@ -29,18 +29,18 @@ def num_slots(num_units: int, most_in_snapshot: int) -> int:
     return num_units + 2 * most_in_snapshot if num_units else 0
 
 
-def slot_bytes(num_elements: int, element_bytes: int) -> int:
+def slot_bytes(num_elements: int, num_tensors: int) -> int:
     """Return what a slot has for a unit, whose version another start may have kept in any format.
 
     Args:
         num_elements: that the rank saves of the unit.
-        element_bytes: of masters and moments, all in fp32.
+        num_tensors: fp32 tensors of as many elements: the master weights, the moments.
     """
-    num_tensors = element_bytes // DTYPE_BYTES["F32"]
-    return num_tensors * max(
+    most = max(
         sum(piece.num_bytes for piece in pieces("F32", num_elements, packing))
         for packing in Packing
     )
+    return num_tensors * most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -153,8 +153,12 @@ class _Stage:
         self._owned = owned_experts(
             model.shape, len(moe_layers), layout, bucket_parameters=bucket_parameters
         )
-        self._rotating_bytes, self._fixed_bytes = model.byte_model.optimizer_by_rule
-        self._bytes = model.byte_model.optimizer
+        byte_model = model.byte_model
+        self._rotating_bytes, self._fixed_bytes = byte_model.optimizer_by_rule
+        self._bytes = byte_model.optimizer
+        self._num_rotating = (not byte_model.master_always_full) + 2 * (
+            not byte_model.moments_always_full
+        )
         self._num_others = sum(
             count for unit, count in units.items() if unit.kind is not UnitKind.EXPERT
         )
@@ -232,7 +236,7 @@ class _Stage:
         for group, owned in enumerate(self._owned):
             num_units = int(np.count_nonzero(owned))
             most = num_units if k is None else min(num_units, most_on_a_rank(experts, k))
-            slot = slot_bytes(int(owned.max(initial=0)), self._rotating_bytes)
+            slot = slot_bytes(int(owned.max(initial=0)), self._num_rotating)
             ranks = others[group * experts.ep_size : (group + 1) * experts.ep_size]
             yield MemoryShare(
                 region_bytes=always[group] + max(ranks),

@@ -1,6 +1,7 @@
 """Partial experts checkpointing in the real loop: what recoveries lose is what they say."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ from megatron.core.models.gpt import GPTModel
 import pretrain_gpt_moe
 from moe_ft.cli import main
 from moe_ft.engine.storage import Storage
+from moe_ft.planning.model_size import ByteModel, ModelShape
+from moe_ft.planning.ownership import SavingLayout, Sharding
+from moe_ft.planning.partial_size import SavedModel
+from moe_ft.planning.sparse_size import stage_units
 from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import digests, run_ranks, run_with_restarts
@@ -41,6 +46,45 @@ def follow(counted: Recount, job: CheckpointJob, incarnation: int, after: int, u
     last = {until} if until > after else set()
     for iteration in sorted({*taken(job, incarnation, until), *last}):
         counted.snapshot(iteration)
+
+
+# The model of tests/demo_model.py, as `plan` describes it.
+DEMO = ModelShape(
+    num_layers=4,
+    hidden_size=64,
+    num_experts=4,
+    moe_layers=(0, 1, 2, 3),
+    ffn_hidden_size=64,
+    vocab_size=256,
+    num_positions=0,
+    has_output_layer=True,
+    is_gated=True,
+    has_bias=False,
+)
+
+
+def planned_bytes(layout: SavingLayout, num_stages: int = 1, **changes: Any) -> list[list[int]]:
+    """Return ``[rank][snapshot]`` what `plan` says that each saves with one expert per layer."""
+    shape = replace(DEMO, **changes)
+    model = SavedModel(
+        shape=shape,
+        stages=tuple(stage_units(shape, num_stages)),
+        layout=layout,
+        byte_model=ByteModel(weights=0),
+    )
+    return [list(of_rank) for of_rank in zip(*model.plan_workload(1).rotation, strict=True)]
+
+
+def saved_bytes(job: CheckpointJob, num_ranks: int, until: int) -> list[list[int]]:
+    """Return ``[rank][snapshot]`` what each rank saved in the first start until an iteration."""
+    return [
+        [
+            line["bytes"]
+            for line in job.events("snapshot", rank)
+            if line["incarnation"] == 0 and line["iteration"] <= until
+        ]
+        for rank in range(num_ranks)
+    ]
 
 
 @pytest.mark.parametrize("selection", ["sequential", "load-aware"])
@@ -166,6 +210,9 @@ def test_replicated_state_is_saved_and_recovered_however_it_is_divided(
     counted = recount(job, 1, layers=LAYERS[:3])
     follow(counted, job, 0, 0, recovery["restored_iteration"])
     assert recovery["lost_per_expert"] == counted.recover(recovery["restored_iteration"])
+    layout = SavingLayout(dp=2, ep=2, sharding=Sharding(sharding), is_optimizer_distributed=False)
+    planned = planned_bytes(layout, num_layers=3, moe_layers=(0, 1, 2))
+    assert saved_bytes(job, 2, 6) == [of_rank[:3] for of_rank in planned]
 
 
 def test_peers_keep_experts_that_were_saved_long_ago(job: CheckpointJob) -> None:
@@ -332,8 +379,11 @@ def test_layouts_count_the_tokens_of_each_stage(
     num_ranks = 4
     extra = ["--sequence-parallel"] if "tp" in layout else []
     optimizer = {} if is_sharded else {"use_distributed_optimizer": False}
+    # Without stages an odd number, so that ranks which share an expert do not save as much of each.
+    num_layers = 4 if "pp" in layout else 3
+    layers = LAYERS[:num_layers]
     base = [
-        *model_flags(train_iters=8, hidden_dropout=0.1, **optimizer),
+        *model_flags(train_iters=8, hidden_dropout=0.1, num_layers=num_layers, **optimizer),
         *layout_flags(layout),
         *extra,
         *dataset_flags,
@@ -344,14 +394,21 @@ def test_layouts_count_the_tokens_of_each_stage(
     results = run_with_restarts(flags, num_ranks, log_dir=job.folder, max_restarts=2)
     results[-1].check()
     (recovery,) = job.events("recovery")
-    stages = [LAYERS[:2], LAYERS[2:]] if "pp" in layout else [LAYERS]
+    stages = [layers[:2], layers[2:]] if "pp" in layout else [layers]
     lost: dict[str, list[int]] = {}
-    for layers in stages:
-        counted = recount(job, 1, num_ranks=num_ranks, layers=layers)
+    for of_stage in stages:
+        counted = recount(job, 1, num_ranks=num_ranks, layers=of_stage)
         follow(counted, job, 0, 0, recovery["restored_iteration"])
         lost.update(counted.recover(recovery["restored_iteration"]))
     assert recovery["lost_per_expert"] == lost
     assert recovery["lost_tokens"] == sum(map(sum, lost.values())) > 0
+    if "tp" not in layout:
+        num_stages = layout.get("pp", 1)
+        saving = SavingLayout(dp=4 // num_stages, ep=2, is_optimizer_distributed=is_sharded)
+        planned = planned_bytes(
+            saving, num_stages, num_layers=num_layers, moe_layers=tuple(range(num_layers))
+        )
+        assert saved_bytes(job, num_ranks, 4) == [of_rank[:2] for of_rank in planned]
 
 
 def train_with_frozen_parts(flags: list[str]) -> None:
