@@ -21,7 +21,11 @@ from megatron.fault_tolerance.data import check_splits
 from megatron.fault_tolerance.flag_classes import untested_flags
 from megatron.fault_tolerance.refusals import check_refusals, check_yaml
 from megatron.fault_tolerance.text_dataset import BYTE_VOCABULARY, TextSource, prepare_cached
-from megatron.fault_tolerance.validation import check_arguments, check_state_dtype
+from megatron.fault_tolerance.validation import (
+    check_arguments,
+    check_state_dtype,
+    settings_without_effect,
+)
 from moe_ft.config import MoeFtConfig
 from moe_ft.config_fields import flag_of
 from moe_ft.errors import ConfigError
@@ -87,7 +91,9 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
     if config.strategy.strategy == "sparse":
         config.sparse.check_length(iterations)
-    for line in (*untested, *config.warnings(iterations or None)) if args.rank == 0 else ():
+    void = settings_without_effect(args, command_line)
+    warnings = [*untested, *config.warnings(iterations or None), *void]
+    for line in warnings if args.rank == 0 else ():
         say(f"warning: {line}")
     return args, config
 

@@ -8,6 +8,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.fault_tolerance.refusals import check_refusals
@@ -64,6 +65,22 @@ def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> N
                 f"{given}: masters can be split only where forward uses BF16 weights. Add --bf16, or use "
                 "master=exact."
             )
+
+
+def settings_without_effect(args: argparse.Namespace, command_line: Sequence[str]) -> list[str]:
+    """Describe flags of moe_ft that Megatron's arguments leave nothing to do.
+
+    Args:
+        args: parsed and validated.
+        command_line: as given: a flag may be given with its default.
+    """
+    is_given = any(word.partition("=")[0] == "--moe-ft-sharding" for word in command_line)
+    if not is_given or not args.use_distributed_optimizer or args.moe_ft_strategy == "none":
+        return []
+    return [
+        f"--moe-ft-sharding={args.moe_ft_sharding} changes nothing with --use-distributed-optimizer: every "
+        "rank saves the slices that the optimizer has given it (only frozen parameters are held alike)"
+    ]
 
 
 def _check_megatron_version(allow_untested: bool) -> None:

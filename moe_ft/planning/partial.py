@@ -4,6 +4,7 @@ Which experts is selection.py, counting their tokens token_ledger.py. All ranks 
 numbers and so choose the same; what differs is which of the experts are on the rank.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as bind
@@ -142,7 +143,8 @@ class PartialStrategy(SingleSnapshots):
         may_grow = self._settings.k_snapshot is None or self._settings.raises_k
         if may_grow:
             return len(self.rotating)
-        return min(len(self.rotating), most_on_a_rank(self._experts, self.k_snapshot))
+        by_layer = Counter(unit.layer_name for unit in self._rotating)
+        return sum(min(self.k_snapshot, count) for count in by_layer.values())
 
     def plan(self, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
         """Return the units of the next snapshot; what was planned and not completed is planned again."""

@@ -22,7 +22,6 @@ from moe_ft.planning.selection import (
     Selection,
     advance,
     check_k,
-    most_on_a_rank,
     rank_counts,
     select_sequential,
     sequential_bottleneck,
@@ -234,8 +233,9 @@ class _Stage:
         experts, always = self._experts, self._always_bytes()
         others = self._most_others(experts.num_experts if k is None else k)
         for group, owned in enumerate(self._owned):
-            num_units = int(np.count_nonzero(owned))
-            most = num_units if k is None else min(num_units, most_on_a_rank(experts, k))
+            by_layer = np.count_nonzero(owned, axis=1)
+            num_units = int(by_layer.sum())
+            most = num_units if k is None else int(np.minimum(by_layer, k).sum())
             slot = slot_bytes(int(owned.max(initial=0)), self._num_rotating)
             ranks = others[group * experts.ep_size : (group + 1) * experts.ep_size]
             yield MemoryShare(

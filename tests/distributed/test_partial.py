@@ -390,9 +390,11 @@ def test_layouts_count_the_tokens_of_each_stage(
     ]
     flags = [*job.flags(*PARTIAL, "--moe-ft-k-snapshot", "1")[len(job.base) :], *base]
     at = 7 if is_sharded else 5  # when some experts were never saved yet
-    flags += ["--moe-ft-inject-fault", f"kill:3@{at}:backward"]
+    flags += ["--moe-ft-inject-fault", f"kill:3@{at}:backward", "--moe-ft-sharding", "adaptive"]
     results = run_with_restarts(flags, num_ranks, log_dir=job.folder, max_restarts=2)
     results[-1].check()
+    warning = "--moe-ft-sharding=adaptive changes nothing with --use-distributed-optimizer"
+    assert (warning in results[0].output(0)) == is_sharded
     (recovery,) = job.events("recovery")
     stages = [layers[:2], layers[2:]] if "pp" in layout else [layers]
     lost: dict[str, list[int]] = {}
@@ -404,7 +406,12 @@ def test_layouts_count_the_tokens_of_each_stage(
     assert recovery["lost_tokens"] == sum(map(sum, lost.values())) > 0
     if "tp" not in layout:
         num_stages = layout.get("pp", 1)
-        saving = SavingLayout(dp=4 // num_stages, ep=2, is_optimizer_distributed=is_sharded)
+        saving = SavingLayout(
+            dp=4 // num_stages,
+            ep=2,
+            sharding=Sharding.ADAPTIVE,
+            is_optimizer_distributed=is_sharded,
+        )
         planned = planned_bytes(
             saving, num_stages, num_layers=num_layers, moe_layers=tuple(range(num_layers))
         )

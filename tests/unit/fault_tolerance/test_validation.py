@@ -7,7 +7,7 @@ import pytest
 from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.arguments import add_flags, config_from_arguments
-from megatron.fault_tolerance.validation import check_arguments
+from megatron.fault_tolerance.validation import check_arguments, settings_without_effect
 from moe_ft.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategy_config import SparseConfig
@@ -145,3 +145,29 @@ def test_settings_of_sparse_windows_reach_the_config() -> None:
         reorder_change=0.2,
         reorder_fraction=0.4,
     )
+
+
+PARTIAL = ("--moe-ft-strategy", "partial")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("--moe-ft-sharding", "adaptive"), ("--moe-ft-sharding=equal",), ("--moe-ft-sharding=none",)],
+)
+def test_sharding_that_the_distributed_optimizer_makes_void_is_warned_about(
+    given: tuple[str, ...],
+) -> None:
+    flags = (*PARTIAL, *given)
+    (line,) = settings_without_effect(parse(*flags), flags)
+    sharding = given[-1].rpartition("=")[2]
+    assert f"--moe-ft-sharding={sharding} changes nothing with --use-distributed-optimizer" in line
+
+
+def test_sharding_that_was_not_given_or_is_used_is_not_warned_about() -> None:
+    assert settings_without_effect(parse(*PARTIAL), PARTIAL) == []
+    flags = (*PARTIAL, "--moe-ft-sharding", "adaptive")
+    args = parse(*flags)
+    args.use_distributed_optimizer = False
+    assert settings_without_effect(args, flags) == []
+    flags = ("--moe-ft-sharding", "equal")  # nothing is saved
+    assert settings_without_effect(parse(*flags), flags) == []

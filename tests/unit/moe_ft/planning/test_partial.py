@@ -89,6 +89,25 @@ def take(strategy: PartialStrategy, iteration: int) -> set[UnitId]:
 # What a snapshot holds
 
 
+def test_rank_that_saves_experts_of_few_layers_makes_room_for_k_of_each() -> None:
+    # Of 4 layers with 4 experts the distributed optimizer has given this rank one and a half.
+    experts = ExpertLayout(num_layers=4, num_experts=4, ep_size=1)
+    own = [expert(1, number) for number in range(4)] + [expert(2, 0), expert(2, 1)]
+    layers = [f"layer.{layer}" for layer in range(4)]
+    most = [
+        PartialStrategy(
+            [DENSE],
+            own,
+            layers,
+            experts,
+            replace(SETTINGS, k_snapshot=k),
+            RankShare(always_bytes=100, unit_bytes=10),
+        ).most_rotating
+        for k in (1, 2, 3, 4, None)
+    ]
+    assert most == [2, 4, 5, 6, 6]
+
+
 @given(shapes())
 def test_sequential_snapshots_hold_every_expert_within_one_round(
     shape: tuple[ExpertLayout, int],
