@@ -2,6 +2,9 @@
 
 import argparse
 import importlib.metadata
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 from megatron.training import arguments as megatron_arguments
@@ -12,6 +15,8 @@ from moe_ft.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategy_config import SparseConfig
 from tests.demo_model import model_flags
+
+PRESETS = Path(__file__).parents[3] / "examples" / "presets"
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -171,3 +176,14 @@ def test_sharding_that_was_not_given_or_is_used_is_not_warned_about() -> None:
     assert settings_without_effect(args, flags) == []
     flags = ("--moe-ft-sharding", "equal")  # nothing is saved
     assert settings_without_effect(parse(*flags), flags) == []
+
+
+@pytest.mark.parametrize("preset", ["checkfreq", "gemini", "moc", "moevement"])
+def test_preset_has_no_flag_without_effect(preset: str) -> None:
+    command = [str(PRESETS / f"{preset}.sh")]
+    variables = {**os.environ, "PERSIST_DIR": "/somewhere"}
+    printed = subprocess.run(command, env=variables, capture_output=True, check=True, text=True)
+    flags = printed.stdout.split()
+    args = parse(*flags)
+    assert config_from_arguments(args).warnings(None) == []
+    assert settings_without_effect(args, flags) == []
