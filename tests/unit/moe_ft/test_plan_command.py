@@ -1,6 +1,7 @@
 """What ``python -m moe_ft plan`` prints and refuses."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,16 @@ def test_sizes_at_both_levels_stand_beside_full(plan: Plan) -> None:
 
 def test_baseline_stands_beside_a_sharding_that_has_an_effect(plan: Plan) -> None:
     assert row(plan(*REPLICATED), "full, sharding none")[4] == "5,481.5"
+
+
+def test_example_in_the_readme_is_what_the_command_prints(plan: Plan) -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    (example,) = re.findall(r"plan --strategy partial (.*\n\n(?:    \|.*\n)+)", readme)
+    flags, *table = example.split("\n")
+    lines = plan(*flags.split()).splitlines()
+    printed = [line.strip() for line in table if line]
+    assert len(printed) == 5
+    assert set(printed) <= set(lines)
 
 
 def test_experts_that_are_not_selected_are_left_out(plan: Plan) -> None:
