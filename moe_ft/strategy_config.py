@@ -101,7 +101,8 @@ class PartialConfig:
         False, "double k after a recovery if the next one might lose more than --moe-ft-plt-limit"
     )
     plt_limit: float = setting(
-        0.0375, "proportion of lost tokens that --moe-ft-dynamic-k keeps the run under"
+        0.0375,
+        "proportion of lost tokens past which the next failure must not be expected to take the run",
     )
 
     @property
