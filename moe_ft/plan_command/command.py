@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from moe_ft.plan_command.dense import render_dense
 from moe_ft.plan_command.flags import add_flags
 from moe_ft.plan_command.partial import add_partial_flags, render_partial
 from moe_ft.plan_command.sparse import render_sparse
@@ -21,6 +22,7 @@ class PlannedStrategy(NamedTuple):
 
 
 STRATEGIES: Mapping[str, PlannedStrategy] = {
+    "dense": PlannedStrategy(lambda parser: None, render_dense),
     "partial": PlannedStrategy(add_partial_flags, render_partial),
     "sparse": PlannedStrategy(add_sparse_flags, render_sparse),
 }

@@ -122,7 +122,7 @@ def render_partial(options: argparse.Namespace) -> str:
         ConfigError: if the flags do not fit together.
     """
     refuse_foreign(options, "partial", _FOREIGN)
-    model = _read_model(options)
+    model = read_model(options)
     k_snapshot, k_persist = _check_k(options, model.shape.num_experts)
     schedule = read_schedule(options)
     plan = PartialPlan(
@@ -137,8 +137,17 @@ def render_partial(options: argparse.Namespace) -> str:
     return "\n\n".join([*parts, *_limits(plan), *_losses(plan)])
 
 
-def _read_model(options: argparse.Namespace) -> SavedModel:
-    shape = read_shape(options)
+def read_model(options: argparse.Namespace, *, least_moe_layers: int = 1) -> SavedModel:
+    """Return the model and the ranks that save it.
+
+    Args:
+        options: the flags.
+        least_moe_layers: 0 for strategies that also save models without experts.
+
+    Raises:
+        ConfigError: if a flag cannot be, or two do not fit together.
+    """
+    shape = read_shape(options, least_moe_layers=least_moe_layers)
     layout = read_layout(options, shape)
     check_least(options, "pp", 1)
     check_divides(options, "pp", "num_layers", shape.num_layers)
@@ -211,22 +220,30 @@ def _check_k(options: argparse.Namespace, num_experts: int) -> tuple[int, int]:
 
 
 def _describe(plan: PartialPlan) -> str:
-    shape, layout = plan.shape, plan.layout
-    ranks = "rank holds" if layout.num_groups == 1 else "ranks hold"
-    saved = f"{plan.model.byte_model.optimizer} bytes of a parameter saved"
+    return "\n".join([describe_model(plan.model), *_adaptive_advice(plan)])
+
+
+def describe_model(model: SavedModel) -> str:
+    """Return what the model is, and who saves what of it."""
+    shape, layout = model.shape, model.layout
+    experts, owners = ", no experts", ""
+    if shape.num_moe_layers:
+        experts = (
+            f", of which {_count(shape.num_expert_parameters)} in {shape.num_experts} experts of each of "
+            f"{shape.num_moe_layers} MoE layers ({_count(shape.expert_parameters)} each)"
+        )
+        ranks = "rank holds" if layout.num_groups == 1 else "ranks hold"
+        owners = f"{layout.num_groups} {ranks} each expert; "
     division = (
-        "each saves its slices of the distributed optimizer"
+        "each rank saves its slices of the distributed optimizer"
         if layout.is_optimizer_distributed
         else f"optimizer on every rank, sharding {layout.sharding}"
     )
-    lines = [
-        f"{_count(shape.num_parameters)} parameters, of which {_count(shape.num_expert_parameters)} "
-        f"in {shape.num_experts} experts of each of {shape.num_moe_layers} MoE layers "
-        f"({_count(shape.expert_parameters)} each)",
-        f"pp {len(plan.model.stages)}, dp {layout.dp}, ep {layout.ep}: {layout.num_groups} {ranks} each "
-        f"expert; {division}; {saved}",
-    ]
-    return "\n".join([*lines, *_adaptive_advice(plan)])
+    return (
+        f"{_count(shape.num_parameters)} parameters{experts}\n"
+        f"pp {len(model.stages)}, dp {layout.dp}, ep {layout.ep}: {owners}{division}; "
+        f"{model.byte_model.optimizer} bytes of a parameter saved"
+    )
 
 
 def _adaptive_advice(plan: PartialPlan) -> list[str]:

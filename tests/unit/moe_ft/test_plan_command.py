@@ -32,6 +32,11 @@ def sparse(capsys: pytest.CaptureFixture[str]) -> "Plan":
     return Plan(capsys, "sparse")
 
 
+@pytest.fixture
+def dense(capsys: pytest.CaptureFixture[str]) -> "Plan":
+    return Plan(capsys, "dense")
+
+
 class Plan:
     """Runs the command."""
 
@@ -316,6 +321,42 @@ def test_bad_input_is_refused_with_flag_value_rule_and_remedy(
     plan: Plan, flags: tuple[str, ...], message: str
 ) -> None:
     assert re.search(message, plan.error(*flags))
+
+
+def test_dense_snapshots_are_planned_with_their_wait_and_their_memory(dense: Plan) -> None:
+    text = dense(
+        *(*LARGE, "--ranks-per-node", "4", "--iteration-s", "2", "--bandwidth", "1GB"),
+        *("--interval", "4", "--storage-bandwidth", "100MB", "--persist-interval", "2"),
+    )
+    assert "snapshot: 22,403.3 MB in all, 2,800.4 MB of rank 0, which has the most" in text
+    assert "copied in 2.800 s" in text
+    assert "stall 0.800 s, 10.0% of the time with --interval 4" in text
+    assert "persist: 28.004 s; smallest interval 15 iterations; the one planned, 8, is too" in text
+    assert row(text, "bytes per parameter, own")[1] == "36.0"
+    assert row(text, "bytes per parameter, all")[1] == "60.0"
+
+
+def test_dense_snapshots_of_a_model_without_experts_are_planned(dense: Plan) -> None:
+    text = dense(*SMALL[:-6], "--num-moe-layers", "0")
+    assert "parameters, no experts" in text
+    assert row(text, "bytes per parameter, all")[1] == "24.0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--k-snapshot", "1"),
+            "--k-snapshot=1 does not go with --strategy=dense: a snapshot holds",
+        ),
+        (("--window", "3"), "--window=3 does not go with --strategy=dense: a snapshot holds every"),
+        (("--sharding", "none"), "--sharding=none changes nothing with the distributed optimizer"),
+    ],
+)
+def test_bad_input_about_dense_snapshots_is_refused(
+    dense: Plan, flags: tuple[str, ...], message: str
+) -> None:
+    assert message in dense.error(*LARGE, *flags)
 
 
 def test_snapshots_of_a_given_window_stand_beside_a_dense_one(sparse: Plan) -> None:
