@@ -4,7 +4,7 @@ import argparse
 
 from moe_ft.plan_command.flags import Schedule, read_replication, read_schedule, refuse_foreign
 from moe_ft.plan_command.memory import memory_table
-from moe_ft.plan_command.partial import describe_model, read_model
+from moe_ft.plan_command.saved_model import describe_model, read_model
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.partial_size import smallest_interval
 
