@@ -41,6 +41,34 @@ _MODEL: dict[str, str | int | float | None] = {
 }
 
 
+# As in DeepSeek-V3: multi-latent attention, shared experts, a bias per expert, groups of experts, a dense
+# first layer, and a layer that predicts a second token.
+_DEEPSEEK: dict[str, str | int | float | bool] = {
+    "num_layers": 2,
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12,
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
+    "moe_layer_freq": "([0]*1+[1]*1)",
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "mtp_num_layers": 1,
+}
+
+
+def deepseek_flags(**changes: str | int | float | bool) -> list[str]:
+    """Return the flags of a small model of DeepSeek's kind; changes as those of `model_flags`."""
+    return model_flags(**{**_DEEPSEEK, **changes})
+
+
 def model_flags(**changes: str | int | float | bool | tuple[str, ...] | None) -> list[str]:
     """Return the flags of the small model.
 
@@ -65,6 +93,7 @@ def layout_flags(layout: Mapping[str, int]) -> list[str]:
         "pp": "--pipeline-model-parallel-size",
         "ep": "--expert-model-parallel-size",
         "etp": "--expert-tensor-parallel-size",
+        "cp": "--context-parallel-size",
     }
     return [word for name, size in layout.items() for word in (names[name], str(size))]
 

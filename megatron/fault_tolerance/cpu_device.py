@@ -67,11 +67,13 @@ def _replace(owner: Any, **functions: Any) -> None:
 
 
 def _with_cpu_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that a ``device=`` keyword that names a GPU becomes the CPU."""
+    """Wrap a function so that a ``device=`` that names a GPU becomes the CPU, and nothing is pinned."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _names_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
         return function(*args, **kwargs)
 
     return call

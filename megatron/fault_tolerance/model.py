@@ -1,8 +1,9 @@
-"""The GPT model: Megatron's own configuration of it, with a norm that works under sequence parallelism.
+"""The GPT model: Megatron's own configuration of it, with parts where its local implementation refuses.
 
 Megatron's torch norm, which the local implementation uses, refuses sequence parallelism because nobody
 would reduce its gradients over the tensor-parallel group. The norm here is the same torch module; its
-parameters are marked so that Megatron reduces them.
+parameters are marked so that Megatron reduces them. The attention for multi-latent attention and context
+parallelism is local_attention.py.
 """
 
 import argparse
@@ -10,24 +11,36 @@ import dataclasses
 from typing import Any
 
 import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+from megatron.training.models import gpt
 
 from megatron.fault_tolerance.arguments import refusals_of_megatron
+from megatron.fault_tolerance.local_attention import (
+    LocalAttention,
+    LocalLatentAttention,
+    check_latent_attention,
+)
+
+_megatrons_mtp_spec = gpt.mtp_block_spec
 
 
 def build_config(args: argparse.Namespace) -> Any:
     """Return what `megatron.training.pretrain` builds model, optimizer and loop from.
 
     Raises:
-        ConfigError: if Megatron refuses the combination.
+        ConfigError: if Megatron refuses the combination, or would train it wrongly.
     """
+    check_latent_attention(args)
     with refusals_of_megatron():
         model_config = gpt_config_from_args(args)
         # A spec given with --spec stays.
         model_config.transformer_layer_spec = model_config.transformer_layer_spec or layer_spec
+        # Megatron makes the layers of multi-token prediction from a spec of its own, whatever the model's is.
+        gpt.mtp_block_spec = mtp_spec
         return pretrain_cfg_container_from_args(args, model_config)
 
 
@@ -50,28 +63,51 @@ def sequence_parallel_norm(
     return norm
 
 
-def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Any:
-    """Return Megatron's default spec, with the norm replaced where the local one would refuse.
+def layer_spec(config: gpt.GPTModelConfig, vp_stage: int | None = None) -> Any:
+    """Return Megatron's default spec, with parts replaced where the local ones would refuse.
 
     Args:
-        config: the model; only sequence parallelism with the torch norm changes the spec.
+        config: the model.
         vp_stage: virtual pipeline stage.
     """
-    spec = default_layer_spec(config, vp_stage)
-    return _with_norm(spec) if config.transformer.sequence_parallel else spec
+    return _replaced(gpt.default_layer_spec(config, vp_stage), _replacements(config.transformer))
 
 
-def _with_norm(spec: Any) -> Any:
-    """Return a spec, or a part of one, with every WrappedTorchNorm replaced."""
-    if spec is WrappedTorchNorm:
-        return sequence_parallel_norm
+def mtp_spec(config: gpt.GPTModelConfig, layer: Any, vp_stage: int | None = None) -> Any:
+    """Return Megatron's spec of multi-token prediction, with the same parts replaced; None without.
+
+    Args:
+        config: the model.
+        layer: spec of the decoder's layers.
+        vp_stage: virtual pipeline stage.
+    """
+    spec = _megatrons_mtp_spec(config, layer, vp_stage)
+    return _replaced(spec, _replacements(config.transformer))
+
+
+def _replacements(config: Any) -> dict[Any, Any]:
+    """Return what stands in for which part of Megatron's local implementation."""
+    replacements: dict[Any, Any] = {}
+    if config.sequence_parallel:
+        replacements[WrappedTorchNorm] = sequence_parallel_norm
+    if config.multi_latent_attention or config.context_parallel_size > 1:
+        replacements[DotProductAttention] = LocalAttention
+        replacements[MLASelfAttention] = LocalLatentAttention
+    return replacements
+
+
+def _replaced(spec: Any, replacements: dict[Any, Any]) -> Any:
+    """Return a spec, or a part of one, with parts replaced."""
+    if isinstance(spec, type) and spec in replacements:
+        return replacements[spec]
     if isinstance(spec, ModuleSpec) or (
         dataclasses.is_dataclass(spec) and not isinstance(spec, type)
     ):
         changes = {
-            field.name: _with_norm(getattr(spec, field.name)) for field in dataclasses.fields(spec)
+            field.name: _replaced(getattr(spec, field.name), replacements)
+            for field in dataclasses.fields(spec)
         }
         return dataclasses.replace(spec, **changes)
     if isinstance(spec, list):
-        return [_with_norm(part) for part in spec]
+        return [_replaced(part, replacements) for part in spec]
     return spec
