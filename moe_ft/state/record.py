@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from moe_ft.errors import SnapshotError
+from moe_ft.errors import ConfigError, SnapshotError
 from moe_ft.record_formats import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, dtype_name
@@ -119,11 +120,16 @@ class RecordTaker:
 def buffer_places(
     model: Sequence[torch.nn.Module],
 ) -> dict[str, tuple[torch.nn.Module, str]]:
-    """Return the module and the key of every buffer, persistent or not, by name."""
+    """Return the module and the key of every buffer that is state, persistent or not, by name.
+
+    Those of rotary embeddings are not: the tables of sines, megabytes in each layer of multi-latent
+    attention, follow from the flags.
+    """
     return {
         f"chunk{index}.{module_name}{'.' if module_name else ''}{key}": (module, key)
         for index, chunk in enumerate(model)
         for module_name, module in chunk.named_modules()
+        if not isinstance(module, RotaryEmbedding)
         for key in module._buffers
     }
 
@@ -334,9 +340,18 @@ def apply(
 
     Not the random number states: setting up data and models draws from them, see `apply_rng`. Not
     the counters of the training loop, which its caller knows.
+
+    Raises:
+        ConfigError: if the model lacks a buffer that the record holds.
     """
     places = buffer_places(model)
     for name, packed in record.buffers.items():
+        if name not in places:
+            raise ConfigError(
+                f"the state of iteration {record.iteration} holds {name}, which this model lacks: it was "
+                "built with other flags. Start with those of the run, or ignore its state with "
+                "--moe-ft-recover-from load."
+            )
         module, key = places[name]
         value, buffer = unpack(packed), module._buffers[key]
         assert buffer is not None
