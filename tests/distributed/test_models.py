@@ -1,67 +1,170 @@
 """Models of DeepSeek's kind, and sequences that ranks share: they train and recover as all others."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tests.checkpoint_job import CheckpointJob
-from tests.demo_model import deepseek_flags, layout_flags
+import pretrain_gpt_moe
+from moe_ft.state.freezing import Freezing
+from tests.checkpoint_job import CheckpointJob, refusal
+from tests.demo_model import deepseek_flags, event_flags, layout_flags
 from tests.distributed.conftest import Reference
+from tests.harness import events, run_training
 from tests.recount import Recount
 
+BATCH, LENGTH, TOP_K, NUM_EXPERTS = 8, 32, 2, 4
+PIPELINE = {"pp": 2}
+CONTEXT = {"cp": 2, "ep": 2}
+TENSOR = {"tp": 2, "etp": 1}
+RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
+SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
 PARTIAL = ("--moe-ft-strategy", "partial", "--moe-ft-router-log", "--moe-ft-interval", "2")
-LAYOUTS = {
-    "pp": {"pp": 2, "ep": 1},
-    "cp": {"cp": 2, "ep": 2},
-    "tp": {"tp": 2, "etp": 1},
-}
 
 
-def taken(job: CheckpointJob, until: int) -> list[int]:
-    """Return the iterations of the snapshots in the first start."""
-    found = {line["iteration"] for line in job.events("snapshot") if line["incarnation"] == 0}
-    return sorted(iteration for iteration in found if iteration <= until)
+def set_model(job: CheckpointJob, layout: dict[str, int], dataset_flags: list[str]) -> None:
+    """Have a job train a model of DeepSeek's kind in a layout of two ranks."""
+    model = deepseek_flags(train_iters=8, hidden_dropout=0.1, global_batch_size=BATCH)
+    features = ["--sequence-parallel"] if "tp" in layout else list(RECOMPUTE)
+    job.base = [*model, *layout_flags(layout), *features, *dataset_flags]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_deepseek_model_recovers_bit_for_bit_from_dense_and_from_sparse_snapshots(
-    name: str, job: CheckpointJob, dataset_flags: list[str], reference: Reference
-) -> None:
-    features = ["--sequence-parallel"] if name == "tp" else []
-    model = deepseek_flags(train_iters=8, hidden_dropout=0.1)
-    job.base = [*model, *layout_flags(LAYOUTS[name]), *features, *dataset_flags]
-    job.run("--moe-ft-inject-fault", "kill:1@2:backward")
-    sparse = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
-    job.run(*sparse, "--moe-ft-inject-fault", "kill:0@7:before-step")
-    job.run(*sparse).check()
+def train_and_say_what_is_frozen(flags: list[str]) -> None:
+    """Train; in a replay print the parameters that compute and get no gradients."""
+    original = Freezing._to_freeze
+
+    def choose(freezing: Freezing, units: Any) -> Any:
+        chosen = original(freezing, units)
+        numbers = {id(parameter) for parameter in chosen}
+        for each in freezing._parameters:
+            if id(each.parameter) in numbers:
+                print(f"frozen: {each.name}", flush=True)
+        return chosen
+
+    Freezing._to_freeze = choose  # type: ignore[method-assign]
+    pretrain_gpt_moe.main(flags)
+
+
+def check_replay(job: CheckpointJob) -> list[str]:
+    """Train on from a sparse window, check the recovery, and return what was frozen on rank 1."""
+    job.train = train_and_say_what_is_frozen
+    result = job.run(*SPARSE).check()
     for rank in range(2):
-        dense, replayed = job.events("recovery", rank)
-        assert set(dense["sources"]) == set(replayed["sources"]) == {"memory"}
-        assert dense["restored_iteration"] == dense["target_iteration"] in (1, 2)
-        assert replayed["replayed_iterations"] == 2
-        assert replayed["restored_iteration"] >= 3
+        recovery = job.events("recovery", rank)[-1]
+        assert set(recovery["sources"]) == {"memory"}
+        assert recovery["replayed_iterations"] == 2
+        assert recovery["target_iteration"] - recovery["restored_iteration"] == 2
+        assert recovery["target_iteration"] in (4, 5, 6)
+    lines = result.output(1).splitlines()
+    return [line.removeprefix("frozen: ") for line in lines if line.startswith("frozen: ")]
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, CONTEXT], ids=str)
+def test_deepseek_model_recovers_bit_for_bit_from_dense_and_from_sparse_snapshots(
+    layout: dict[str, int], job: CheckpointJob, dataset_flags: list[str], reference: Reference
+) -> None:
+    set_model(job, layout, dataset_flags)
+    job.run("--moe-ft-inject-fault", "kill:1@2:backward")
+    job.run(*SPARSE, "--moe-ft-inject-fault", "kill:0@7:before-step")
+    (recovery,) = job.events("recovery", 1)
+    assert set(recovery["sources"]) == {"memory"}
+    assert recovery["restored_iteration"] == recovery["target_iteration"] in (1, 2)
+    frozen = check_replay(job)
+    attention = "self_attention.linear_kv_up_proj.weight"
+    assert f"decoder.layers.1.{attention}" in frozen
+    assert f"mtp.layers.0.mtp_model_layer.{attention}" in frozen
+    assert "mtp.layers.0.mtp_model_layer.self_attention.q_layernorm.weight" in frozen
+    assert not [name for name in frozen if name.startswith("embedding.")]  # MTP's copy is coupled
     assert job.digests() == reference(job.base, 2)
 
 
-def test_partial_snapshots_of_a_deepseek_model_lose_what_the_routing_log_says(
+def test_norms_of_latent_attention_are_not_frozen_where_tensor_parallel_ranks_add_them_up(
+    job: CheckpointJob, dataset_flags: list[str], reference: Reference
+) -> None:
+    set_model(job, TENSOR, dataset_flags)
+    job.run(*SPARSE, "--moe-ft-inject-fault", "kill:0@7:before-step")
+    frozen = check_replay(job)
+    assert "mtp.layers.0.mtp_model_layer.self_attention.linear_q_down_proj.weight" in frozen
+    assert not [name for name in frozen if "norm" in name or "router" in name]
+    assert job.digests() == reference(job.base, 2)
+
+
+def test_partial_snapshots_lose_what_the_routing_log_says_also_in_further_token_prediction(
     job: CheckpointJob, dataset_flags: list[str]
 ) -> None:
     layers = ("layer.1", "mtp.0")
-    model = deepseek_flags(train_iters=8, hidden_dropout=0.1)
-    job.base = [*model, *layout_flags(LAYOUTS["cp"]), *dataset_flags]
+    set_model(job, CONTEXT, dataset_flags)
     job.run_with_faults("kill:1@7:backward", flags=(*PARTIAL, "--moe-ft-k-snapshot", "1"))
     (recovery,) = job.events("recovery")
     iteration = recovery["restored_iteration"]
     counted = Recount(
-        folder=job.events_dir, num_ranks=2, layers=layers, num_experts=4, ep_size=2, k_snapshot=1
+        folder=job.events_dir,
+        num_ranks=2,
+        layers=layers,
+        num_experts=NUM_EXPERTS,
+        ep_size=2,
+        k_snapshot=1,
     )
     counted.read(0, 0)
-    # Each rank routes its half of a sequence.
+    per_iteration = BATCH * LENGTH * TOP_K  # once, though two ranks share each sequence
     for layer in layers:
         for at in range(1, iteration + 1):
-            routed = sum(counted.routed[layer, expert][at] for expert in range(4))
-            assert routed == 16 * 32 * 2
-    for at in sorted({*taken(job, iteration), iteration}):
+            experts = [counted.routed[layer, expert][at] for expert in range(NUM_EXPERTS)]
+            assert sum(experts) == per_iteration
+    snapshots = {line["iteration"] for line in job.events("snapshot") if not line["incarnation"]}
+    for at in sorted({*(each for each in snapshots if each < iteration), iteration}):
         counted.snapshot(at)
     lost = counted.recover(iteration)
     assert recovery["lost_per_expert"] == lost
     assert recovery["lost_tokens"] == sum(map(sum, lost.values())) > 0
-    assert recovery["plt"] == pytest.approx(recovery["lost_tokens"] / 2 / (8 * 16 * 32 * 2))
+    share = recovery["lost_tokens"] / len(layers) / (8 * per_iteration)
+    assert recovery["plt"] == pytest.approx(share)
+
+
+def test_gradients_are_those_of_one_rank_whatever_ranks_share(
+    dataset_flags: list[str], tmp_path: Path
+) -> None:
+    # Plain gradient descent with large steps: Adam would hide gradients of a wrong size. Without the loss of
+    # further tokens, which Megatron weights by the tokens that a rank of the context has.
+    flags = deepseek_flags(
+        bf16=False,
+        optimizer="sgd",
+        use_distributed_optimizer=False,
+        sgd_momentum=0.0,
+        lr=0.5,
+        clip_grad=100.0,
+        train_iters=5,
+        global_batch_size=BATCH,
+        mtp_num_layers=False,
+        make_vocab_size_divisible_by=128,
+        moe_router_load_balancing_type="none",
+    )
+    saved = tmp_path / "saved"
+    flags += dataset_flags
+    save = ["--save", str(saved), "--save-interval", "1", "--exit-interval", "1"]
+    run_training([*flags, *save], 1, log_dir=tmp_path / "save").check()
+    load = ["--load", str(saved), "--no-load-optim", "--no-load-rng", "--finetune"]
+
+    def losses(name: str, ranks: int, *extra: str) -> list[float]:
+        folder = tmp_path / name
+        words = [*flags, *load, *extra, *event_flags(folder)]
+        run_training(words, ranks, log_dir=folder).check()
+        return [line["loss"] for line in events(folder, ranks - 1, "iteration")]
+
+    one = losses("one", 1)
+    assert len(one) == 5
+    assert max(one) > 1.1 * min(one)
+    shared = losses("context", 2, *layout_flags(CONTEXT), *RECOMPUTE)
+    assert shared == pytest.approx(one, rel=1e-5)
+    divided = losses("tensor", 2, *layout_flags(TENSOR), "--sequence-parallel")
+    assert divided == pytest.approx(one, rel=1e-5)
+
+
+def test_latent_attention_with_wrong_gradients_is_refused(
+    job: CheckpointJob, dataset_flags: list[str]
+) -> None:
+    set_model(job, TENSOR, dataset_flags)
+    job.base.remove("--sequence-parallel")
+    assert "needs --sequence-parallel: without it Megatron's gradients are wrong" in refusal(
+        job.run()
+    )
