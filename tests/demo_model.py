@@ -43,7 +43,7 @@ _MODEL: dict[str, str | int | float | None] = {
 
 # As in DeepSeek-V3: multi-latent attention, shared experts, a bias per expert, groups of experts, a dense
 # first layer, and a layer that predicts a second token.
-_DEEPSEEK: dict[str, str | int | float | bool] = {
+DEEPSEEK: dict[str, str | int | float | bool] = {
     "num_layers": 2,
     "multi_latent_attention": True,
     "q_lora_rank": 24,
@@ -66,7 +66,7 @@ _DEEPSEEK: dict[str, str | int | float | bool] = {
 
 def deepseek_flags(**changes: str | int | float | bool) -> list[str]:
     """Return the flags of a small model of DeepSeek's kind; changes as those of `model_flags`."""
-    return model_flags(**{**_DEEPSEEK, **changes})
+    return model_flags(**{**DEEPSEEK, **changes})
 
 
 def model_flags(**changes: str | int | float | bool | tuple[str, ...] | None) -> list[str]:

@@ -13,7 +13,7 @@ from moe_ft.recovery.session import Session
 from moe_ft.state.slices import describe, live_tensor
 from moe_ft.state.tensors import named_optimizer_tensors, named_parameters
 from moe_ft.units import Level, UnitKind, parse_unit
-from tests.demo_model import event_flags, layout_flags, model_flags
+from tests.demo_model import DEEPSEEK, event_flags, layout_flags, model_flags
 from tests.harness import run_ranks
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
@@ -24,7 +24,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
     "fp32": ({"bf16": False}, {"ep": 2}, 2),
     "virtual-stages": ({"num_layers_per_virtual_pipeline_stage": 1}, {"pp": 2}, 2),
     "tied-embedding": ({"untie_embeddings_and_output_weights": False}, {"pp": 2}, 4),
-    "shared-experts": ({"moe_shared_expert_intermediate_size": 64}, {"ep": 2}, 2),
+    # Latent attention, shared experts, further token prediction, and sequences that two ranks share.
+    "deepseek": (DEEPSEEK, {"cp": 2, "ep": 2}, 2),
     "every-other-layer": ({"moe_layer_freq": 2}, {"pp": 2}, 2),
     "tp2-etp2": ({"sequence_parallel": True}, {"tp": 2, "etp": 2}, 4),
     "tp2-ep2": ({"sequence_parallel": True}, {"tp": 2, "ep": 2, "etp": 1}, 2),
