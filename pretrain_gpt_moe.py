@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from typing import NoReturn
 
 from megatron.core.enums import ModelType
@@ -18,7 +19,7 @@ from megatron.fault_tolerance.arguments import parse_arguments
 from megatron.fault_tolerance.data import provide_datasets
 from megatron.fault_tolerance.environment import end_with_rank, prepare_environment
 from megatron.fault_tolerance.forward_step import forward_step
-from megatron.fault_tolerance.model import build_config
+from megatron.fault_tolerance.model import build_config, embedding_ranks
 from megatron.fault_tolerance.run import TrainingRun
 from moe_ft.errors import ConfigError, MoeFtError, UnrecoverableError
 
@@ -45,7 +46,13 @@ def main(command_line: list[str] | None = None) -> None:
     reporting = failure_report.reporting(run, on_sigterm=not args.exit_signal_handler)
     try:
         with closing(run), reporting, hooks.installed(run):
-            pretrain(megatron_config, provide_datasets, ModelType.encoder_or_decoder, forward_step)
+            pretrain(
+                megatron_config,
+                provide_datasets,
+                ModelType.encoder_or_decoder,
+                forward_step,
+                get_embedding_ranks=partial(embedding_ranks, megatron_config.model),
+            )
     except (
         ConfigError,
         UnrecoverableError,

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -24,6 +26,7 @@ from megatron.fault_tolerance.local_attention import (
     LocalLatentAttention,
     check_latent_attention,
 )
+from moe_ft.errors import ConfigError
 
 _megatrons_mtp_spec = gpt.mtp_block_spec
 
@@ -41,7 +44,42 @@ def build_config(args: argparse.Namespace) -> Any:
         model_config.transformer_layer_spec = model_config.transformer_layer_spec or layer_spec
         # Megatron makes the layers of multi-token prediction from a spec of its own, whatever the model's is.
         gpt.mtp_block_spec = mtp_spec
-        return pretrain_cfg_container_from_args(args, model_config)
+        config = pretrain_cfg_container_from_args(args, model_config)
+    check_mtp_place(model_config)
+    return config
+
+
+def check_mtp_place(config: gpt.GPTModelConfig) -> None:
+    """Raise ConfigError if MTP layers are on the first rank of a pipeline, in a later virtual stage.
+
+    That stage would have a copy of the embedding that nothing keeps equal to the first virtual stage's:
+    Megatron does so between ranks only, and leaves the copy filled with zeros at the start.
+    """
+    layout = config.transformer.pipeline_model_parallel_layout
+    if layout is None or layout.virtual_pipeline_model_parallel_size == 1:
+        return
+    if LayerType.mtp in layout.layout[0][-1]:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout={layout} puts MTP layers on the first pipeline rank, in "
+            "another virtual stage than the embedding: Megatron would train them with an embedding of their "
+            "own. Put m into a stage of another pipeline rank."
+        )
+
+
+def embedding_ranks(config: gpt.GPTModelConfig, pipeline_ranks: list[int]) -> list[int]:
+    """Return which ranks of a pipeline hold the input embedding's weight, in their order.
+
+    Megatron keeps their copies equal: the first stage's, those of the stages with MTP layers, and the
+    last stage's if the output layer shares the weight. Its default is the first and the last stage.
+
+    Args:
+        config: the model.
+        pipeline_ranks: global ranks of one pipeline, first stage first.
+    """
+    ranks = {pipeline_ranks[0], *get_mtp_ranks(pipeline_ranks, config.transformer)}
+    if config.share_embeddings_and_output_weights:
+        ranks.add(pipeline_ranks[-1])
+    return sorted(ranks)
 
 
 def sequence_parallel_norm(
