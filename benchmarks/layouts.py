@@ -3,7 +3,7 @@
     python -m benchmarks.layouts [--iterations N] [--repetitions N]
 
 Both figures come from Megatron's own timer ("elapsed time per iteration"), the first two iterations left
-out. The seams are compared with the same job in which they are not installed, in turns.
+out. The seams are compared with the same job of the tests' stock program, which has none, in turns.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def seam_rows(
         for with_seams in (False, True):
             log_dir = folder / f"seams_{repetition}_{with_seams}"
             more = ["--moe-ft-event-log", str(log_dir / "events")] if with_seams else []
-            arguments = (flags + more, with_seams, str(log_dir))
+            arguments = (flags + more, not with_seams, str(log_dir))
             result = run_ranks(train_and_digest, 4, *arguments, log_dir=log_dir, deadline_s=600)
             medians[with_seams].append(median(iteration_seconds(result.check())))
     ratios = [a / b for a, b in zip(medians[True], medians[False], strict=True)]

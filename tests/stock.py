@@ -1,15 +1,19 @@
 """Runs this project's program or the stock one on the same command, and keeps all that can be compared.
 
-That is every number that Megatron itself writes to TensorBoard, and digests of the end.
+That is every number that Megatron itself writes to TensorBoard, digests of the end, and digests of the
+copies of the embedding, which must be equal. The stock program is stock_program.py.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.training import get_args, training
+import torch
+from megatron.training import get_args, get_tensorboard_writer, training
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pretrain_gpt_moe
@@ -17,9 +21,22 @@ from moe_ft.state.digest import digest_state
 from tests import stock_program
 from tests.harness import run_ranks
 
-Scalars = dict[str, list[tuple[int, float]]]
-Ends = list[list[str]]
-_TIMES = ("time", "throughput", "moe-ft/")
+_NOT_COMPARED = ("time", "throughput", "moe-ft/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a job left.
+
+    Attributes:
+        scalars: (iteration, value) of each number that Megatron logged, by name; without times.
+        ends: per rank the two digests of its state.
+        embeddings: per rank the digests of its copies of the embedding.
+    """
+
+    scalars: dict[str, list[tuple[int, float]]]
+    ends: list[list[str]]
+    embeddings: list[list[str]]
 
 
 @contextmanager
@@ -40,32 +57,49 @@ def remembering_what_is_built() -> Iterator[dict[str, Any]]:
 
 
 def train_and_digest(flags: list[str], is_stock: bool, folder: str) -> None:
-    """Train on this rank and write the state digest, taken after `pretrain` has returned."""
+    """Train on this rank and write its digests, taken after `pretrain` has returned."""
     with remembering_what_is_built() as built:
         (stock_program.train if is_stock else pretrain_gpt_moe.main)(flags)
+    if (writer := get_tensorboard_writer()) is not None:
+        writer.flush()  # the rank ends without tidying up
     args = get_args()
     counters = {"train": args.consumed_train_samples, "valid": args.consumed_valid_samples}
     digest = digest_state(*built["state"], counters)
-    path = Path(folder) / f"digest_{args.rank}.json"
-    path.write_text(json.dumps([digest.sha256, digest.sha256_all]))
+    is_tied = not args.untie_embeddings_and_output_weights
+    copies = _embeddings(built["state"][0], is_tied)
+    path = Path(folder) / f"digests_{args.rank}.json"
+    path.write_text(json.dumps([[digest.sha256, digest.sha256_all], copies]))
 
 
-def run_program(
-    flags: list[str], world_size: int, *, is_stock: bool, folder: Path
-) -> tuple[Scalars, Ends]:
-    """Train on all ranks of a new job; return what Megatron logged, by name, and every rank's digests."""
+def run_program(flags: list[str], world_size: int, *, is_stock: bool, folder: Path) -> Training:
+    """Train on all ranks of a new job and return what can be compared."""
     board = ["--tensorboard-dir", str(folder / "board"), "--tensorboard-log-interval", "1"]
     arguments = (flags + board, is_stock, str(folder))
     run_ranks(train_and_digest, world_size, *arguments, log_dir=folder).check()
-    paths = (folder / f"digest_{rank}.json" for rank in range(world_size))
-    return _scalars(folder / "board"), [json.loads(path.read_text()) for path in paths]
+    paths = (folder / f"digests_{rank}.json" for rank in range(world_size))
+    ends, embeddings = zip(*(json.loads(path.read_text()) for path in paths), strict=True)
+    return Training(
+        scalars=_scalars(folder / "board"), ends=list(ends), embeddings=list(embeddings)
+    )
 
 
-def _scalars(board: Path) -> Scalars:
+def _embeddings(model: Sequence[torch.nn.Module], is_tied: bool) -> list[str]:
+    """Digest each model chunk's weight of the embedding, which a tied output layer may be."""
+    suffixes = ["word_embeddings.weight", *(["output_layer.weight"] if is_tied else [])]
+    found = []
+    for chunk in model:
+        parameters = dict(chunk.named_parameters())
+        # A chunk with both uses the first only.
+        named = [name for suffix in suffixes for name in parameters if name.endswith(suffix)]
+        weights = [parameters[name].detach().float().numpy() for name in named[:1]]
+        found += [hashlib.sha256(weight.tobytes()).hexdigest() for weight in weights]
+    return found
+
+
+def _scalars(board: Path) -> dict[str, list[tuple[int, float]]]:
     accumulator = EventAccumulator(str(board)).Reload()
-    names = accumulator.Tags()["scalars"]
     return {
         name: [(point.step, point.value) for point in accumulator.Scalars(name)]
-        for name in names
-        if not any(word in name for word in _TIMES)
+        for name in accumulator.Tags()["scalars"]
+        if not any(word in name for word in _NOT_COMPARED)
     }

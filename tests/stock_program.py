@@ -84,7 +84,7 @@ def build_norm(_: Any, config: Any, hidden_size: int, eps: float = 1e-5, **__: A
     kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
     norm = kinds[config.normalization](hidden_size, eps=eps)
     for parameter in norm.parameters():
-        setattr(parameter, "sequence_parallel", True)
+        parameter.sequence_parallel = True
     return norm
 
 
@@ -178,7 +178,7 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
 
 
 # Megatron then calls it on every rank, not only on the first of each tensor-parallel group.
-setattr(provide_datasets, "is_distributed", True)
+provide_datasets.is_distributed = True
 
 
 def read_batch(data: Iterator[dict[str, Any]] | None, vp_stage: int | None) -> Batch:

@@ -69,12 +69,13 @@ def loss_curve_from(
 
 
 @pytest.mark.parametrize(
-    ("precision", "ranks", "layout", "tolerance"),
+    ("precision", "ranks", "layout", "tolerance", "placement"),
     [
-        ("bf16", 4, {"pp": 2, "ep": 2}, 0.02),
-        ("fp32", 4, {"pp": 2, "ep": 2}, 1e-4),
+        ("bf16", 4, {"pp": 2, "ep": 2}, 0.02, ""),
+        # Here the stage in the middle has to have the first stage's embedding.
+        ("fp32", 3, {"pp": 3}, 1e-4, "Ettt|tm|L"),
         # Here also the norms' gradients have to be summed over the tensor-parallel ranks.
-        ("fp32", 2, {"tp": 2, "etp": 2}, 1e-5),
+        ("fp32", 2, {"tp": 2, "etp": 2}, 1e-5, ""),
     ],
 )
 def test_layout_follows_the_loss_curve_of_one_rank(
@@ -82,6 +83,7 @@ def test_layout_follows_the_loss_curve_of_one_rank(
     ranks: int,
     layout: dict[str, int],
     tolerance: float,
+    placement: str,
     dataset_flags: list[str],
     tmp_path: Path,
 ) -> None:
@@ -89,11 +91,13 @@ def test_layout_follows_the_loss_curve_of_one_rank(
     # the expert of a token.
     flags = model_flags(bf16=precision == "bf16", train_iters=9, lr=2e-3) + dataset_flags
     flags += ["--make-vocab-size-divisible-by", "128"]
+    flags += ["--mtp-num-layers", "1"] if placement else []
     saved = tmp_path / "saved"
     save = ["--save", str(saved), "--save-interval", "1", "--exit-interval", "1"]
     run_training(flags + save, 1, log_dir=tmp_path / "save").check()
     reference = loss_curve_from(saved, flags, 1, {}, tmp_path / "one")
     flags += ["--sequence-parallel"] if "tp" in layout else []
+    flags += ["--pipeline-model-parallel-layout", placement] if placement else []
     curve = loss_curve_from(saved, flags, ranks, layout, tmp_path / "layout")
     assert len(reference) == 9
     assert curve == pytest.approx(reference, rel=tolerance)
