@@ -12,6 +12,7 @@ LAYOUT = ("--pipeline-model-parallel-layout", "Ett|ttm|L", "--mtp-num-layers", "
 STRATEGIES = {
     "dense": ["--moe-ft-interval", "2"],
     "sparse": ["--moe-ft-window", "2"],
+    "partial": ["--moe-ft-k-snapshot", "4"],  # all experts: nothing is lost
 }
 
 

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, object]]] = {
         2,
         {"pp": 2},
         TIED
+        | DROPOUT
         | EVALUATION
         | DOCUMENTS
         | {"num_layers_per_virtual_pipeline_stage": 1, "bf16": False, "fp16": True}
@@ -60,7 +61,7 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, object]]] = {
         DROPOUT
         | DOCUMENTS
         | GATED_EXPERT
-        | {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Ettt|tm|L"},
+        | {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Etttt|m|L"},
     ),
     "layout of virtual stages with MTP before the last, tied": (
         3,
@@ -93,7 +94,8 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, object]]] = {
         {"ep": 2},
         {"global_batch_size": False, "step_batch_size_schedule": ("0:8 512:16",)}
         | {"use_distributed_optimizer": False, "lr_warmup_iters": 2, "lr_decay_style": "cosine"}
-        | {"rotary_percent": 0.5, "no_create_attention_mask_in_dataloader": True},
+        | {"rotary_percent": 0.5, "rotary_seq_len_interpolation_factor": 2}
+        | {"calculate_per_token_loss": True, "no_create_attention_mask_in_dataloader": True},
     ),
 }
 
