@@ -115,7 +115,9 @@ def _read_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = dict.fromkeys(_BATCH_KEYS)
     if tp_rank == 0:
-        batch |= {key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items()}
+        sample = next(data_iterator)  # a blend's also say which dataset they are of
+        given = [key for key in _BATCH_KEYS if key in sample]
+        batch |= {key: sample[key].cuda(non_blocking=True) for key in given}
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,

@@ -123,8 +123,13 @@ def test_program_trains_as_the_stock_program_bit_for_bit(
 ) -> None:
     world_size, layout, changes = CASES[case]
     flags = model_flags(**changes) + layout_flags(layout)
-    if "mock_data" not in changes:
-        flags += short_documents if "eod_mask_loss" in changes else dataset_flags
+    if "eod_mask_loss" in changes:
+        flags += short_documents
+    elif "eval_iters" in changes:  # Megatron wants some validation data of a blend
+        blend = ["0.7", dataset_flags[1], "0.3", short_documents[1]]
+        flags += ["--data-path", *blend, *dataset_flags[2:]]
+    elif "mock_data" not in changes:
+        flags += dataset_flags
     log = ["--moe-ft-event-log", str(tmp_path / "events")]
     stock, ours = (
         run_program(words, world_size, is_stock=is_stock, folder=tmp_path / name)
