@@ -40,6 +40,12 @@ _MODEL: dict[str, str | int | float | None] = {
     "--seed": 1234,
 }
 
+# A failed check of the gradients is injected into all iterations after the first: Megatron runs them twice.
+RERUNS = (
+    *("--no-check-for-nan-in-loss-and-grad", "--check-for-large-grads"),
+    *("--error-injection-rate", "1", "--error-injection-type", "transient_error"),
+)
+
 
 # As in DeepSeek-V3: multi-latent attention, shared experts, a bias per expert, groups of experts, a dense
 # first layer, and a layer that predicts a second token.

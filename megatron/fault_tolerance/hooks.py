@@ -1,8 +1,8 @@
 """The seams into Megatron's training loop: which functions are wrapped, and when they call the run.
 
 `installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step` and `train` of
-megatron.training.training and `step_with_ready_grads` and `get_grad_norm` of the outermost optimizer, and
-restores the originals on exit. What happens at a seam is run.py; which versions fit is validation.py.
+megatron.training.training and `zero_grad`, `step_with_ready_grads` and `get_grad_norm` of the outermost
+optimizer, and restores the originals on exit. What happens at a seam is run.py; which versions fit is validation.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,6 +59,7 @@ def _setup_seam(run: TrainingRun, patches: Patches) -> Seam:
             model, optimizer, scheduler = original(*args, **kwargs)
             if optimizer is not None:  # --skip-train builds none
                 _mark_torn(run, optimizer, patches)
+                _wrap(patches, optimizer, "zero_grad", _attempt_seam(run))
                 _wrap(patches, optimizer, "step_with_ready_grads", _optimizer_seam(run, optimizer))
                 if hasattr(optimizer, "get_grad_norm"):
                     _wrap(patches, optimizer, "get_grad_norm", _grad_norm_seam(run))
@@ -171,6 +172,23 @@ def _train_seam(run: TrainingRun) -> Seam:
             return result
 
         return train
+
+    return seam
+
+
+def _attempt_seam(run: TrainingRun) -> Seam:
+    """Each attempt at an iteration begins with this call: that of train_step, and those that Megatron repeats.
+
+    It repeats forward and backward where results are rejected (its rerun state machine) and where a paged
+    stash overflows.
+    """
+
+    def seam(original: Callable[..., Any]) -> Callable[..., Any]:
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            run.begin_attempt()
+            return original(*args, **kwargs)
+
+        return zero_grad
 
     return seam
 

@@ -242,8 +242,11 @@ class TrainingRun:
         self.iteration, self._is_in_iteration = iteration, True
         self.num_tokens, self.grad_norm = None, None
         self._resume_rng()  # nothing draws random numbers any more before forward
-        self._router_load.begin()
         self._iteration_start_s = time.perf_counter()
+
+    def begin_attempt(self) -> None:
+        """Forward and backward of the iteration are about to run, perhaps not for the first time."""
+        self._router_load.begin()
 
     def skip_iteration(self) -> None:
         """The loop is about to go on, be it with a batch that nothing is computed from."""

@@ -41,7 +41,7 @@ class RouterLoad:
         self._handles.clear()
 
     def begin(self) -> None:
-        """Forget all counts: an iteration begins."""
+        """Forget all counts: an iteration begins, or is run again."""
         self._counts, self._probabilities = {}, {}
 
     def counts(self) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.checkpoint_job import NUM_ITERATIONS, NUM_RANKS, TWO_NODES, CheckpointJob
-from tests.demo_model import event_flags, layout_flags
+from tests.demo_model import RERUNS, event_flags, layout_flags
 from tests.harness import events, run_training
 
 KILL = "kill:1@4:backward"
@@ -204,7 +204,8 @@ FEATURES = {
         *("--num-layers-per-virtual-pipeline-stage", "1"),
         *("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3"),
     ),
-    "full-recomputation-and-shared-experts": (
+    "full-recomputation-and-shared-experts-and-reruns": (
+        *RERUNS,
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),
         *("--recompute-num-layers", "1", "--moe-shared-expert-intermediate-size", "64"),
     ),
