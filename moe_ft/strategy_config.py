@@ -9,7 +9,7 @@ from moe_ft.config_fields import count, one_of, setting
 from moe_ft.errors import ConfigError
 
 STRATEGIES = ("none", "dense", "partial", "sparse")
-UNIT_ORDERS = ("count", "soft-count", "decayed", "capacity")
+UNIT_ORDERS = ("count", "soft-count", "decayed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,9 +170,8 @@ class SparseConfig:
     )
     unit_order: str = setting(
         "count",
-        "what makes an expert popular, and so late in the window: its tokens, the sum of its gate "
-        "probabilities, a decaying average of its tokens, or its tokens relative to its capacity (as count, "
-        "where all experts have one)",
+        "what makes an expert popular, and so late in the window: its tokens, the probabilities that the "
+        "gate gives it for all tokens, or a decaying average of its tokens",
         choices=UNIT_ORDERS,
     )
     popularity_decay: float = setting(
@@ -187,7 +186,7 @@ class SparseConfig:
 
     @property
     def is_soft(self) -> bool:
-        """Whether gate probabilities are summed up, not tokens."""
+        """Whether the gate's probabilities are summed up, not tokens."""
         return self.unit_order == "soft-count"
 
     @property

@@ -77,7 +77,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "feature": tuple(FEATURES),
     "fault": tuple(FAULTS),
     "window": ("1", "2", "3", "5", "auto"),
-    "order": ("count", "soft-count", "decayed", "capacity"),
+    "order": ("count", "soft-count", "decayed"),
     "precision": ("bf16", "fp16", "fp32"),
     "iteration": ("8", "9", "10"),
     "optimizer": ("distributed", "replicated"),

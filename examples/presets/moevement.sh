@@ -10,7 +10,7 @@ set -euo pipefail
 WINDOW=${WINDOW:-auto}                    # snapshots; auto: as few as cost no time
 MAX_WINDOW=${MAX_WINDOW:-8}               # that auto may choose; memory is reserved for it
 REPLICATION=${REPLICATION:-auto}          # copies at other nodes
-UNIT_ORDER=${UNIT_ORDER:-count}           # popularity: count, soft-count, decayed or capacity
+UNIT_ORDER=${UNIT_ORDER:-count}           # popularity: count, soft-count or decayed
 PERSIST_DIR=${PERSIST_DIR:-}              # empty: nothing goes to storage
 PERSIST_INTERVAL=${PERSIST_INTERVAL:-10}  # windows for each one on storage
 

@@ -10,11 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_current_running_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.fault_tolerance import cpu_device
 from megatron.fault_tolerance.flag_classes import Kind, names_of
+from megatron.fault_tolerance.planned_samples import planned_samples
 from moe_ft.record_formats import IterationRecord
 from moe_ft.recovery.assembly import ExpertFacts
 from moe_ft.recovery.job import JobFacts
@@ -86,6 +92,7 @@ def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
         began: of `began_with`, before the model was built.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
+    num_planned = planned_samples(args)
     places = StatePlaces(
         dp=_place(groups.dp_cp),
         expt_dp=_place(groups.expt_dp),
@@ -104,9 +111,8 @@ def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
             num_experts=args.num_experts or 0,
             ep=_place(groups.ep),
             tokens_per_sample=args.seq_length * args.moe_router_topk,
-            planned_samples=args.train_samples or (args.train_iters or 0) * args.global_batch_size,
-            samples_per_iteration=args.global_batch_size,
-            capacity=_expert_capacity(args),
+            planned_samples=num_planned,
+            samples_per_iteration=num_planned // max(1, args.train_iters or 0),
         ),
         iteration=args.iteration,
         began_with=began,
@@ -132,15 +138,6 @@ def began_with(args: argparse.Namespace) -> str:
     return " ".join(flags)
 
 
-def _expert_capacity(args: argparse.Namespace) -> float:
-    """Return how many tokens of a sequence an expert takes at most; Megatron has one limit for all."""
-    factor = args.moe_expert_capacity_factor
-    if not factor or not args.num_experts:
-        return 1.0
-    tokens = args.seq_length * args.moe_router_topk / args.num_experts
-    return float(factor * tokens)
-
-
 def _place(group: Any) -> GroupPlace:
     return GroupPlace(rank=group.rank(), size=group.size())
 
@@ -162,17 +159,19 @@ def iteration_facts(
         iteration: the state's now.
         grad_norm: what train_step returned.
         num_tokens: of the batch, with --calculate-per-token-loss.
-        num_samples: of the iteration, if the loop has not counted them yet.
+        num_samples: of the iteration, if the loop has not counted them yet; nor has it counted those that
+            --decrease-batch-size-if-needed leaves out then.
         num_floating_point_operations: so far, this iteration included.
         tokens_per_expert: of this rank.
     """
+    num_left_out = get_current_global_batch_size() - get_current_running_global_batch_size()
     return IterationFacts(
         iteration=iteration,
         grad_norm=None if grad_norm is None else float(grad_norm),
         num_tokens=None if num_tokens is None else int(num_tokens),
         consumed_train_samples=args.consumed_train_samples + num_samples,
         consumed_valid_samples=args.consumed_valid_samples,
-        skipped_train_samples=args.skipped_train_samples,
+        skipped_train_samples=args.skipped_train_samples + num_left_out * (num_samples > 0),
         num_floating_point_operations=num_floating_point_operations,
         num_microbatches=get_num_microbatches(),
         tokens_per_expert=tokens_per_expert,

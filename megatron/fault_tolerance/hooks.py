@@ -2,7 +2,8 @@
 
 `installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step` and `train` of
 megatron.training.training and `zero_grad`, `step_with_ready_grads` and `get_grad_norm` of the outermost
-optimizer, and restores the originals on exit. What happens at a seam is run.py; which versions fit is validation.py.
+optimizer, and restores the originals on exit. What happens at a seam is run.py; which versions fit is
+validation.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -177,7 +178,7 @@ def _train_seam(run: TrainingRun) -> Seam:
 
 
 def _attempt_seam(run: TrainingRun) -> Seam:
-    """Each attempt at an iteration begins with this call: that of train_step, and those that Megatron repeats.
+    """An attempt at an iteration begins with this call, in train_step and wherever Megatron repeats one.
 
     It repeats forward and backward where results are rejected (its rerun state machine) and where a paged
     stash overflows.

@@ -1,8 +1,9 @@
 """How popular each expert is, when that has changed enough to reorder, and the order that follows.
 
 Popular experts are saved last in a sparse window: in a recovery they stay frozen the longest, which saves
-the most work (MoEvement, section 3.5; other measures are in its Appendix B). How the order is divided
-among snapshots is windows.py.
+the most work (MoEvement, section 3.5; other measures are in its Appendix B). Its capacity-aware measure is
+for experts of different capacities, which Megatron does not have: divided by one capacity, counts have the
+order that they have anyway. How the order is divided among snapshots is windows.py.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from moe_ft.errors import PlanError
 
 Scores = npt.NDArray[np.float64]  # [layer, expert]
 
-MEASURES = ("count", "soft-count", "decayed", "capacity")
+MEASURES = ("count", "soft-count", "decayed")
 
 
 class Popularity:
@@ -24,40 +25,32 @@ class Popularity:
     numbers have the same scores to the bit.
 
     - count: tokens since `restart`.
-    - soft-count: gate probabilities since `restart`, summed over tokens.
+    - soft-count: probabilities of the whole gate since `restart`, summed over all tokens.
     - decayed: after each iteration ``decay x score + (1 - decay) x tokens``.
-    - capacity: tokens since `restart`, divided by the capacity of the expert.
     """
 
-    def __init__(
-        self, measure: str, decay: float, capacities: npt.NDArray[np.float64] | None = None
-    ) -> None:
+    def __init__(self, measure: str, decay: float) -> None:
         """Begin with nothing counted.
 
         Args:
             measure: one of `MEASURES`.
             decay: alpha of "decayed", at least 0 and less than 1; other measures ignore it.
-            capacities: for "capacity" the tokens that an expert can process in an iteration, all > 0:
-                ``[layer, expert]``, or ``[expert]`` if the layers are alike; others ignore them.
 
         Raises:
-            PlanError: if the measure is unknown, or what it needs is missing or out of range.
+            PlanError: if the measure is unknown, or the decay out of range.
         """
         if measure not in MEASURES:
             raise PlanError(f"measure {measure!r} must be one of {', '.join(MEASURES)}")
         if measure == "decayed" and not 0 <= decay < 1:
             raise PlanError(f"decay={decay} must be at least 0 and less than 1")
-        if measure == "capacity" and (capacities is None or not np.all(capacities > 0)):
-            raise PlanError(f"capacities must be given and positive, got {capacities}")
         self._decay = decay if measure == "decayed" else None
-        self._capacities = capacities if measure == "capacity" else None
         self._total: Scores | None = None
 
     def add(self, counts: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
         """Note what the experts got in an iteration.
 
         Args:
-            counts: ``[layer, expert]`` tokens; for "soft-count" gate probabilities summed over tokens.
+            counts: ``[layer, expert]`` tokens; for "soft-count" probabilities, summed over tokens.
 
         Raises:
             PlanError: if the shape is not that of earlier counts.
@@ -86,9 +79,7 @@ class Popularity:
         """
         if self._total is None:
             raise PlanError("popularity is unknown before the counts of the first iteration")
-        if self._capacities is None:
-            return self._total.copy()
-        return np.asarray(self._total / self._capacities)
+        return self._total.copy()
 
     def frequencies(self) -> Scores:
         """Return ``[layer, expert]`` the scores as fractions of their layer.

@@ -46,7 +46,6 @@ class SparseSettings:
         longest: that automatic may choose.
         measure: of popularity, see `Popularity`.
         decay: of the time-decayed measure.
-        capacity: tokens that an expert takes at most, for the capacity-aware measure.
         change, fraction: the order changes when the frequencies of this fraction of the experts have
             changed by more than that.
     """
@@ -55,7 +54,6 @@ class SparseSettings:
     longest: int
     measure: str = "count"
     decay: float = 0.9
-    capacity: float = 1.0
     change: float = 0.10
     fraction: float = 0.25
 
@@ -92,8 +90,7 @@ class SparseStrategy:
         self._rank, self._ranks, self._settings = rank, tuple(ranks), settings
         self.counted_layers = tuple(layers)
         num_experts = 1 + max((unit.expert for each in ranks for unit in each.sizes), default=0)
-        capacities = np.full((len(layers), num_experts), settings.capacity)
-        self._popularity = Popularity(settings.measure, settings.decay, capacities)
+        self._popularity = Popularity(settings.measure, settings.decay)
         self._units = StageUnits(ranks, layers)
         # Until something is counted any order will do.
         self._order = self._units.order(np.random.default_rng(0).random((len(layers), num_experts)))

@@ -31,8 +31,7 @@ class ExpertFacts:
         ep: this rank's place among the expert-parallel ranks.
         tokens_per_sample: sequence length times top-k.
         planned_samples: of the whole planned run.
-        samples_per_iteration: global batch size.
-        capacity: tokens of a sequence that an expert takes at most; 1 without a limit.
+        samples_per_iteration: of that run, on average.
     """
 
     num_experts: int
@@ -40,7 +39,6 @@ class ExpertFacts:
     tokens_per_sample: int
     planned_samples: int
     samples_per_iteration: int
-    capacity: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +139,6 @@ def _build_sparse(
         longest=sparse.max_window,
         measure=sparse.unit_order,
         decay=sparse.popularity_decay,
-        capacity=experts.capacity,
         change=sparse.reorder_change,
         fraction=sparse.reorder_fraction,
     )

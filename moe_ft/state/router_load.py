@@ -1,12 +1,18 @@
 """Counts the tokens that each expert got, on this rank, by hooks on the routers.
 
-Adding the counts up over ranks is the engine's business.
+If asked for, also sums up what the gate gave each expert: its probability for every token, before the top-k
+are chosen and before capacity drops any (MoEvement, Appendix B, soft-count). Scores of a sigmoid gate are
+divided by their sum over the experts, as Megatron's balancing losses do, which compute them here as well.
+
+A router that is called several times for a token counts it as often: that of --mtp-use-repeated-layer is,
+once per depth. Adding the counts up over ranks is the engine's business.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 
 from moe_ft.state.parameters import global_name
@@ -20,25 +26,25 @@ class RouterLoad:
     def __init__(self) -> None:
         self._counts: dict[str, torch.Tensor] = {}
         self._probabilities: dict[str, torch.Tensor] = {}
-        self._sums_probabilities = False
         self._names: dict[torch.nn.Module, str] = {}
-        self._handles: list[Any] = []
+        self._remove: list[Callable[[], None]] = []
 
     def start(self, model: Sequence[torch.nn.Module], *, sums_probabilities: bool = False) -> None:
-        """Hook all routers of the model chunks; if asked for, sum up gate probabilities as well."""
-        self._sums_probabilities = sums_probabilities
+        """Hook all routers of the model chunks; if asked for, sum up the gate's probabilities as well."""
         for chunk in model:
             modules = dict(chunk.named_modules())
             for path, module in modules.items():
                 if isinstance(module, TopKRouter):
                     self._names[module] = global_name(f"{path}.weight", modules)[0].layer_name
-                    self._handles.append(module.register_forward_hook(self._count))
+                    self._remove.append(module.register_forward_hook(self._count).remove)
+                    if sums_probabilities:
+                        self._watch_gate(module)
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for remove in self._remove:
+            remove()
+        self._remove.clear()
 
     def begin(self) -> None:
         """Forget all counts: an iteration begins, or is run again."""
@@ -49,7 +55,7 @@ class RouterLoad:
         return dict(self._counts)
 
     def probabilities(self) -> dict[str, torch.Tensor]:
-        """Return ``[expert]`` the sums of gate probabilities by layer name, in units of 2^-20.
+        """Return ``[expert]`` the sums of the gate's probabilities by layer name, in units of 2^-20.
 
         Whole numbers, so that sums over ranks do not depend on their order.
         """
@@ -57,6 +63,32 @@ class RouterLoad:
             name: (sums * _PROBABILITY_UNITS).round().to(torch.int64)
             for name, sums in self._probabilities.items()
         }
+
+    def _watch_gate(self, router: Any) -> None:
+        """See what the router's gate says of each token; hooks see only what is chosen from it."""
+        routing = router.routing
+
+        def watched(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                self._add_gate(router, logits, kwargs.get("padding_mask"))
+            return routing(logits, *args, **kwargs)
+
+        router.routing = watched
+        self._remove.append(lambda: delattr(router, "routing"))
+
+    @torch.no_grad()
+    def _add_gate(
+        self, router: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> None:
+        _, scores = compute_routing_scores_for_aux_loss(
+            logits.detach().view(-1, logits.shape[-1]),
+            router.topk,
+            router.score_function,
+            fused=router.config.moe_router_fusion,
+            padding_mask=None if padding_mask is None else padding_mask.reshape(-1),
+        )
+        name, sums = self._names[router], scores.sum(dim=0, dtype=torch.float64)
+        self._probabilities[name] = self._probabilities.get(name, 0) + sums
 
     def _count(self, router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         # Full recomputation runs the forward pass twice, the first time without gradients; evaluation
@@ -73,9 +105,6 @@ class RouterLoad:
             self._counts[name] += tokens
         else:
             self._counts[name] = tokens
-        if self._sums_probabilities:
-            sums = probabilities.detach().sum(dim=0, dtype=torch.float64)
-            self._probabilities[name] = self._probabilities.get(name, 0) + sums
 
 
 def table(

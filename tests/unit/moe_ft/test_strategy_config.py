@@ -30,7 +30,7 @@ NAN, INFINITY = float("nan"), float("inf")
         (SparseConfig(max_window=-1), "--moe-ft-max-window=-1 must be at least 1"),
         (
             SparseConfig(unit_order="random"),
-            "--moe-ft-unit-order=random must be one of count, soft-count, decayed, capacity",
+            "--moe-ft-unit-order=random must be one of count, soft-count, decayed",
         ),
         (
             SparseConfig(popularity_decay=1.0),

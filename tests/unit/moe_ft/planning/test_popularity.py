@@ -17,11 +17,10 @@ from moe_ft.planning.popularity import (
 SEEDS = st.integers(0, 2**32 - 1)
 FIRST = np.array([[4, 0, 12], [1, 1, 2]])
 SECOND = np.array([[0, 8, 8], [3, 0, 1]])
-CAPACITIES = np.array([[1.0, 2.0, 4.0], [4.0, 2.0, 1.0]])
 
 
 def popularity_of(measure: str, counts: list[np.ndarray], decay: float = 0.75) -> Popularity:
-    popularity = Popularity(measure, decay, CAPACITIES)
+    popularity = Popularity(measure, decay)
     for each in counts:
         popularity.add(each)
     return popularity
@@ -38,7 +37,6 @@ def random_scores(seed: int, num_layers: int, num_experts: int) -> np.ndarray:
         ("count", [[4, 8, 20], [4, 1, 3]]),
         ("soft-count", [[4, 8, 20], [4, 1, 3]]),
         ("decayed", [[0.75, 2, 4.25], [0.9375, 0.1875, 0.625]]),  # 3/16 of first + 4/16 of second
-        ("capacity", [[4, 4, 5], [1, 0.5, 3]]),
     ],
 )
 def test_scores_after_two_iterations_are_those_worked_by_hand(
@@ -47,7 +45,7 @@ def test_scores_after_two_iterations_are_those_worked_by_hand(
     assert popularity_of(measure, [FIRST, SECOND]).scores().tolist() == expected
 
 
-@pytest.mark.parametrize("measure", ["count", "soft-count", "capacity"])
+@pytest.mark.parametrize("measure", ["count", "soft-count"])
 def test_scores_after_a_restart_are_those_of_what_came_after(measure: str) -> None:
     popularity = popularity_of(measure, [FIRST])
     popularity.restart()
@@ -84,12 +82,6 @@ def test_iteration_in_which_no_expert_got_a_token_is_no_count() -> None:
 def test_soft_counts_add_up_fractions() -> None:
     halves = np.full((1, 2), 0.5)
     assert popularity_of("soft-count", [halves, halves, halves]).scores().tolist() == [[1.5, 1.5]]
-
-
-def test_capacities_of_experts_apply_to_every_layer() -> None:
-    popularity = Popularity("capacity", 0.9, np.array([1.0, 2.0, 4.0]))
-    popularity.add(FIRST)
-    assert popularity.scores().tolist() == [[4, 0, 3], [1, 0.5, 0.5]]
 
 
 def test_scores_that_were_returned_do_not_change_later() -> None:
@@ -230,16 +222,8 @@ def test_decay_that_forgets_nothing_or_is_negative_is_refused(decay: float) -> N
         Popularity("decayed", decay)
 
 
-@pytest.mark.parametrize("capacities", [None, np.array([1.0, 0.0])])
-def test_capacities_that_are_missing_or_not_positive_are_refused(
-    capacities: np.ndarray | None,
-) -> None:
-    with pytest.raises(PlanError, match="capacities must be given and positive"):
-        Popularity("capacity", 0.9, capacities)
-
-
-def test_decay_and_capacities_are_ignored_by_measures_without_them() -> None:
-    popularity = Popularity("count", 7.0, np.zeros(3))
+def test_decay_is_ignored_by_measures_without_it() -> None:
+    popularity = Popularity("count", 7.0)
     popularity.add(FIRST)
     assert np.array_equal(popularity.scores(), FIRST)
 

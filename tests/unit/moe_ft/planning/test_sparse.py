@@ -101,7 +101,7 @@ def random_stage(number: int, window: int | None, *, is_grouped: bool = False) -
     config = SparseSettings(
         window=window,
         longest=seed.randint(1, 8),
-        measure=seed.choice(["count", "soft-count", "decayed", "capacity"]),
+        measure=seed.choice(["count", "soft-count", "decayed"]),
     )
     layers = [f"layer.{layer}" for layer in range(num_layers)]
     grouped = frozenset(seed.sample(layers, seed.randint(1, num_layers)) if is_grouped else ())

@@ -1,10 +1,13 @@
-"""Tokens and gate probabilities of a router, as the hook sees its output."""
+"""Tokens of a router as the hook sees its output, and the probabilities of a real one's gate."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_ft.state.router_load import RouterLoad, table
 
@@ -13,24 +16,18 @@ MAP = torch.tensor([[True, False, True], [True, False, False]])
 PROBABILITIES = torch.tensor([[0.75, 0.0, 0.25], [0.5, 0.0, 0.0]])
 
 
-def router(*, pads: bool = False) -> torch.nn.Module:
-    module: Any = torch.nn.Module()
-    module.config = SimpleNamespace(moe_pad_expert_input_to_capacity=pads)
-    return module  # type: ignore[no-any-return]
-
-
 class Load(RouterLoad):
     """Router load of one layer, whose router is called by hand."""
 
-    def __init__(self, *, is_soft: bool = False, pads: bool = False) -> None:
+    def __init__(self, *, pads: bool = False) -> None:
         super().__init__()
-        self.router = router(pads=pads)
-        self.start([], sums_probabilities=is_soft)
+        self.router: Any = torch.nn.Module()
+        self.router.config = SimpleNamespace(moe_pad_expert_input_to_capacity=pads)
         self._names[self.router] = "layer.0"
 
-    def route(self, probabilities: torch.Tensor = PROBABILITIES, map_: torch.Tensor = MAP) -> None:
+    def route(self, map_: torch.Tensor = MAP) -> None:
         """Have the router pass tokens on."""
-        self._count(self.router, None, (probabilities, map_))
+        self._count(self.router, None, (PROBABILITIES, map_))
 
 
 def test_tokens_are_added_up_over_micro_batches() -> None:
@@ -40,58 +37,155 @@ def test_tokens_are_added_up_over_micro_batches() -> None:
     assert load.counts()["layer.0"].tolist() == [4, 0, 2]
 
 
-def test_probabilities_are_added_up_over_tokens_and_micro_batches() -> None:
-    load = Load(is_soft=True)
-    load.route()
-    load.route()
-    assert load.probabilities()["layer.0"].tolist() == [int(2.5 * UNITS), 0, UNITS // 2]
-
-
-def test_probabilities_are_whole_numbers_whatever_they_were() -> None:
-    load = Load(is_soft=True)
-    load.route(torch.full((2, 3), 1 / 3))
-    assert load.probabilities()["layer.0"].dtype is torch.int64
-    assert load.probabilities()["layer.0"].tolist() == [round(2 / 3 * UNITS)] * 3
-
-
-def test_probabilities_of_half_precision_lose_nothing_over_many_tokens() -> None:
-    load = Load(is_soft=True)
-    probabilities = torch.full((4096, 3), 0.125, dtype=torch.bfloat16)
-    load.route(probabilities, probabilities > 0)
-    assert load.probabilities()["layer.0"].tolist() == [512 * UNITS] * 3
-
-
-def test_probabilities_are_not_summed_up_where_nobody_wants_them() -> None:
+def test_new_attempt_begins_with_nothing() -> None:
     load = Load()
     load.route()
-    assert load.probabilities() == {}
-
-
-def test_probabilities_carry_no_graph() -> None:
-    load = Load(is_soft=True)
-    load.route(PROBABILITIES.clone().requires_grad_())
-    assert not load._probabilities["layer.0"].requires_grad
-
-
-@pytest.mark.parametrize("is_soft", [False, True])
-def test_new_iteration_begins_with_nothing(is_soft: bool) -> None:
-    load = Load(is_soft=is_soft)
-    load.route()
     load.begin()
-    assert (load.counts(), load.probabilities()) == ({}, {})
+    load.route()
+    assert load.counts()["layer.0"].tolist() == [2, 0, 1]
 
 
 def test_forward_pass_without_gradients_is_not_counted() -> None:
-    load = Load(is_soft=True)
+    load = Load()
     with torch.no_grad():
         load.route()
-    assert (load.counts(), load.probabilities()) == ({}, {})
+    assert load.counts() == {}
 
 
 def test_tokens_that_only_fill_an_expert_up_are_not_counted() -> None:
     load = Load(pads=True)
     load.route(map_=torch.ones(2, 3, dtype=torch.bool))
     assert load.counts()["layer.0"].tolist() == [2, 0, 1]
+
+
+# The whole gate
+
+NUM_EXPERTS, TOP_K, NUM_TOKENS = 4, 2, 6
+
+
+def gate(*, is_watched: bool = True, **settings: Any) -> tuple[RouterLoad, Any]:
+    """Return the load of a model that is one MoE layer's router, and the router."""
+    router = TopKRouter(
+        TransformerConfig(
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=1,
+            num_moe_experts=NUM_EXPERTS,
+            add_bias_linear=False,
+            perform_initialization=False,
+            moe_router_load_balancing_type="none",
+            moe_router_topk=TOP_K,
+            moe_token_dispatcher_type="alltoall",
+            **settings,
+        ),
+        pg_collection=ProcessGroupCollection(tp=None, cp=None, tp_cp=None, tp_dp_cp=None),
+    )
+    router.gating = lambda tokens: tokens @ router.weight.T  # the original wants a GPU
+    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
+    model: Any = torch.nn.Module()
+    model.decoder = torch.nn.Module()
+    layer: Any = torch.nn.Module()
+    layer.layer_number, layer.mlp = 1, torch.nn.Module()
+    layer.mlp.router = router
+    model.decoder.layers = torch.nn.ModuleList([layer])
+    load = RouterLoad()
+    load.start([model], sums_probabilities=is_watched)
+    return load, router
+
+
+def hidden(seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(NUM_TOKENS // 2, 2, 8, generator=generator, requires_grad=True)
+
+
+def units(sums: torch.Tensor) -> list[int]:
+    return [round(value * UNITS) for value in sums.double().tolist()]
+
+
+def logits_of(router: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return (tokens.detach() @ router.weight.detach().T).reshape(-1, NUM_EXPERTS)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether sums are equal but for the last bits of what was added up."""
+    return found.tolist() == pytest.approx(units(expected), abs=NUM_TOKENS)
+
+
+def test_probabilities_are_those_of_all_experts_also_where_few_are_chosen() -> None:
+    load, router = gate()
+    router(hidden())
+    (sums,) = load.probabilities().values()
+    assert close(sums, torch.softmax(logits_of(router, hidden()), dim=-1).sum(dim=0))
+    assert sum(load.counts()["layer.0"].tolist()) == NUM_TOKENS * TOP_K
+    assert sum(sums.tolist()) == pytest.approx(NUM_TOKENS * UNITS, abs=NUM_TOKENS)
+
+
+def test_scores_of_a_sigmoid_gate_are_shares_of_their_sum() -> None:
+    load, router = gate(moe_router_score_function="sigmoid")
+    router(hidden())
+    scores = torch.sigmoid(logits_of(router, hidden()))
+    expected = (scores / scores.sum(dim=-1, keepdim=True)).sum(dim=0)
+    assert close(load.probabilities()["layer.0"], expected)
+
+
+def test_probabilities_of_tokens_that_capacity_drops_count() -> None:
+    load, router = gate(moe_expert_capacity_factor=0.5)
+    router(hidden())
+    assert sum(load.counts()["layer.0"].tolist()) < NUM_TOKENS * TOP_K
+    total = sum(load.probabilities()["layer.0"].tolist())
+    assert total == pytest.approx(NUM_TOKENS * UNITS, abs=NUM_TOKENS)
+
+
+def test_probabilities_of_padding_do_not_count() -> None:
+    load, router = gate()
+    tokens = hidden()
+    is_padding = torch.zeros(NUM_TOKENS // 2, 2, dtype=torch.bool)
+    is_padding[1] = True
+    router(tokens, padding_mask=is_padding)
+    kept = torch.softmax(logits_of(router, tokens), dim=-1)[~is_padding.reshape(-1)]
+    assert close(load.probabilities()["layer.0"], kept.sum(dim=0))
+
+
+def test_probabilities_are_added_up_over_micro_batches_in_whole_numbers() -> None:
+    load, router = gate()
+    router(hidden(1))
+    router(hidden(2))
+    gates = [torch.softmax(logits_of(router, hidden(seed)), dim=-1) for seed in (1, 2)]
+    sums = load.probabilities()["layer.0"]
+    assert close(sums, torch.cat(gates).sum(dim=0))
+    assert sums.dtype is torch.int64
+
+
+def test_gate_is_summed_up_once_where_forward_runs_without_gradients_too() -> None:
+    load, router = gate()
+    with torch.no_grad():
+        router(hidden())
+    assert load.probabilities() == {}
+    router(hidden())
+    once = load.probabilities()["layer.0"].tolist()
+    load.begin()
+    router(hidden())
+    assert load.probabilities()["layer.0"].tolist() == once
+
+
+def test_watched_router_chooses_and_learns_as_an_unwatched_one() -> None:
+    found = []
+    for is_watched in (True, False):
+        load, router = gate(is_watched=is_watched)
+        tokens = hidden()
+        probabilities, map_ = router(tokens)
+        probabilities.square().sum().backward()
+        found.append((probabilities.detach(), map_, tokens.grad, router.weight.grad))
+        assert bool(load.probabilities()) == is_watched
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_router_is_left_as_it_was() -> None:
+    load, router = gate()
+    load.close()
+    router(hidden())
+    assert load.counts() == load.probabilities() == {}
+    assert "routing" not in vars(router)
 
 
 # As a table
