@@ -69,7 +69,7 @@ class Setting:
         is_load_aware: instead of sequential.
         loses_node: a fault takes a node with its memory, instead of a process.
         k_persist: experts per layer in a persist, 0 for k.
-        limit_of: what Dynamic-K takes the PLT of: "" (k is fixed), "so far" or "planned" tokens.
+        limit_of: Dynamic-K: "each k" has its share of the limit, "all k" have one; "" for a k that is fixed.
     """
 
     k: int
@@ -168,6 +168,7 @@ class Runs:
         self.k = np.full(num_runs, setting.k)
         self.num_copied = np.zeros(num_runs, dtype=np.int64)  # experts per layer, all snapshots
         self.num_snapshots = np.zeros(num_runs, dtype=np.int64)
+        self.accumulated = np.zeros(num_runs)  # PLT by the recoveries so far
         cursors = self.experts.first_cursors(setting.k)
         self.cursors = np.tile(np.array(cursors, dtype=np.int64), (num_runs, 1))
         # Two counters of the experts' versions and of the live state, whose routed one is of its period.
@@ -262,16 +263,21 @@ class Runs:
         self.persisted_at[runs] = np.minimum(self.persisted_at[runs], iteration)
 
     def _adapt_k(self, runs: Counts) -> None:
+        planned = self.num_iterations * self.tokens_per_iteration
+        num_experts, interval = self.experts.num_experts, self.setting.interval
+
+        def expected(k: int) -> float:
+            return expected_plt(num_experts, k, interval, self.tokens_per_iteration, planned)
+
         for run in runs.tolist():
-            iterations = self.num_iterations
-            if self.setting.limit_of == "so far":
-                iterations = int(self.period[run]) * self.setting.interval
-            processed = iterations * self.tokens_per_iteration
-            args = (self.setting.interval, self.tokens_per_iteration, processed)
-            k, num_experts = int(self.k[run]), self.experts.num_experts
-            expected = expected_plt(num_experts, k, *args)
-            lost = plt(self.lost[run], processed)
-            self.k[run] = next_k(k, num_experts, lost, expected, PLT_LIMIT)
+            k, lost = int(self.k[run]), plt(self.lost[run], planned)
+            last, self.accumulated[run] = lost - self.accumulated[run], lost
+            if self.setting.limit_of == "each k":
+                self.k[run] = next_k(k, num_experts, lost, last, expected, PLT_LIMIT)
+            else:
+                while k < num_experts and lost + expected(k) > PLT_LIMIT:
+                    k = min(2 * k, num_experts)
+                self.k[run] = k
 
     def plt_percent(self) -> npt.NDArray[np.float64]:
         """Return ``[mean between faults, seed]``."""
@@ -382,7 +388,7 @@ def _least_k(result: Results, mean: int, over_seeds: Callable[[Percent], np.floa
 def dynamic_table(faults: Faults, routed: Counts) -> str:
     """Return what Dynamic-K does from K=1 on, with process faults."""
     rows = []
-    choices = itertools.product(INTERVALS, ("so far", "planned"), (False, True))
+    choices = itertools.product(INTERVALS, ("each k", "all k"), (False, True))
     for interval, limit_of, is_load_aware in choices:
         setting = Setting(k=1, interval=interval, limit_of=limit_of, is_load_aware=is_load_aware)
         runs = Runs(setting, faults, routed).finish()
@@ -392,7 +398,7 @@ def dynamic_table(faults: Faults, routed: Counts) -> str:
             final_k, percent = runs.by_mean(runs.k)[row], runs.plt_percent()[row]
             cells = [str(interval), limit_of, selection, str(mean), spread(percent)]
             rows.append([*cells, spread(final_k, 0), spread(100 * (1 - copied[row]), 0)])
-    headers = ["interval", "PLT of tokens", "selection", "mean", "PLT %", "K at the end"]
+    headers = ["interval", "limit of", "selection", "mean", "PLT %", "K at the end"]
     return tabulate(rows, [*headers, "bytes saved %"], "github", disable_numparse=True)
 
 

@@ -51,7 +51,7 @@ class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         consumed_valid_samples: after the evaluation that follows the iteration, if one does.
         rng: states of python, numpy, torch, the device and Megatron's tracker.
         buffers: all buffers of the model chunks by name.
-        extra_state: of modules that have one (Transformer Engine) by name.
+        extra_state: FP8 tensors of Transformer Engine's modules, by module and name.
         tokens_per_expert: ``[expert]`` by MoE layer name, counted on this rank.
     """
 

@@ -98,11 +98,13 @@ class PartialConfig:
         False, "save the fp32 master weights of all experts in every snapshot"
     )
     dynamic_k: bool = setting(
-        False, "double k after a recovery if the next one might lose more than --moe-ft-plt-limit"
+        False,
+        "double k after a recovery if one more could take the proportion of lost tokens past the share of "
+        "--moe-ft-plt-limit that this k has",
     )
     plt_limit: float = setting(
         0.0375,
-        "proportion of lost tokens past which the next failure must not be expected to take the run",
+        "proportion of lost tokens, of all tokens of the planned run, under which --moe-ft-dynamic-k tries to keep it",
     )
 
     @property

@@ -168,7 +168,7 @@ def iteration_facts(
     return IterationFacts(
         iteration=iteration,
         grad_norm=None if grad_norm is None else float(grad_norm),
-        num_tokens=None if num_tokens is None else int(num_tokens),
+        num_tokens=num_tokens,
         consumed_train_samples=args.consumed_train_samples + num_samples,
         consumed_valid_samples=args.consumed_valid_samples,
         skipped_train_samples=args.skipped_train_samples + num_left_out * (num_samples > 0),

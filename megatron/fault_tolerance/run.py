@@ -333,7 +333,7 @@ class TrainingRun:
         self.event_log.write("router_load", self.iteration, tokens=tokens, is_skipped=is_skipped)
 
     def _pass_seam(self, iteration_s: float, num_samples: int = 0) -> float:
-        """Let the engine act on the state as it is now; return the seconds waited at the last fence."""
+        """Let the engine act on the state as it is now; return the seconds that training stood still."""
         assert self._session is not None
         session, facts = self._session, self._facts(num_samples)
         self._is_seam_open, self._last_facts = False, facts

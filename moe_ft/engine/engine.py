@@ -34,6 +34,7 @@ from moe_ft.engine.regions import Region
 from moe_ft.engine.restored_memory import replica_to_send
 from moe_ft.engine.snapshot import SnapshotWriter
 from moe_ft.engine.snapshot_job import SnapshotState
+from moe_ft.engine.stall import Stall
 from moe_ft.engine.storage_schedule import StorageSchedule
 from moe_ft.engine.windows import Windows
 from moe_ft.planning.selection import Counts
@@ -73,7 +74,7 @@ class CheckpointEngine:
         self._profile = SnapshotProfile()
         self._start_iteration = self._iteration = 0
         self._outcome_without_training = Outcome.NOTHING_NEW
-        self._stall_s = 0.0
+        self._stall = Stall()
         self._tuner = IntervalTuner(settings.overhead_limit) if settings.interval is None else None
         self._replicator = (
             PeerReplicator(context.peers, context.token, self._reports, context.phase_hook)
@@ -167,14 +168,17 @@ class CheckpointEngine:
         if self._forward_start_s is not None:
             self._profile.note_forward_backward(time.perf_counter() - self._forward_start_s)
             self._forward_start_s = None
-        self._decisions.begin_count(tokens_per_expert, self._iteration)
-        job = self._windows.last_job
-        if job is not None and not job.copied.is_set() and not job.is_abandoned:
-            start = time.perf_counter()
-            if not job.copied.wait(FENCE_DEADLINE_S):
-                job.is_abandoned = True  # it may hold a mixture of two iterations: never committed
-            self._stall_s += time.perf_counter() - start
+        with self._stall.counting():
+            self._decisions.begin_count(tokens_per_expert, self._iteration)
+            self._wait_for_copy()
         self._decisions.begin(self._votes, self._iteration)
+
+    def _wait_for_copy(self) -> None:
+        job = self._windows.last_job
+        if job is None or job.copied.is_set() or job.is_abandoned:
+            return
+        if not job.copied.wait(FENCE_DEADLINE_S):
+            job.is_abandoned = True  # it may hold a mixture of two iterations: never committed
 
     def _votes(self, turn: Turn = Turn.TRY) -> Votes:
         window = self._windows.open
@@ -201,18 +205,19 @@ class CheckpointEngine:
             capture: takes the record of the state; called at once if a snapshot starts.
 
         Returns:
-            The seconds for which training stood still at the fence in this iteration.
+            The seconds for which training stood still in this iteration: to bring its counts to the CPU,
+            at the fence, and to copy the record of its state.
         """
         if not self._decisions.is_under_way:  # a skipped step has no fence
             self.before_step()
         self._iteration = iteration
         decided = self._decisions.read(iteration)
         if decided is not None:
-            act = partial(self._act, *decided, iteration, iteration_s, capture)
+            counted = partial(self._stall.count, capture)
+            act = partial(self._act, *decided, iteration, iteration_s, counted)
             self._decisions.attempt(iteration, act)
-        stall_s, self._stall_s = self._stall_s, 0.0
         self._forward_start_s = time.perf_counter()
-        return stall_s
+        return self._stall.take()
 
     def _act(
         self,
@@ -225,7 +230,7 @@ class CheckpointEngine:
         """Do what all ranks have decided."""
         if tokens is not None:
             self._strategy.add_tokens(tokens)
-        self._profile.note_iteration(iteration_s - self._stall_s)
+        self._profile.note_iteration(iteration_s - self._stall.seconds)
         is_busy = self._windows.open is not None or self._storage.is_busy
         self._settle(votes)
         self._poll_storage(votes)

@@ -7,6 +7,8 @@ before the iteration that training goes back to makes a gap. Tokens behind that 
 they are trained again and not lost, also where an earlier recovery had lost them.
 """
 
+from collections.abc import Callable
+
 from moe_ft.errors import PlanError
 from moe_ft.planning.selection import Counts
 
@@ -55,13 +57,15 @@ def num_new(gaps: Gaps, before: Gaps) -> int:
 def plt(lost: Counts, planned_tokens: int) -> float:
     """Return the proportion of lost tokens: the mean over MoE layers (MoC-System, eq. 7).
 
+    Layers that predict further tokens (MTP) are MoE layers as all others. One that --mtp-use-repeated-layer
+    runs once per depth gets, and may lose, so many times the tokens, and its share is so many times larger.
+
     Args:
         lost: ``[layer, expert]``; the layers may be those of several stages.
-        planned_tokens: tokens times top-k, which every layer processes in the whole planned run; for
-            decisions during the run, so far.
+        planned_tokens: tokens times top-k, which every layer processes in the whole planned run.
 
     Returns:
-        A fraction, 0 if nothing has been processed.
+        A fraction, 0 if nothing is planned.
     """
     if planned_tokens < 0:
         raise PlanError(f"planned_tokens={planned_tokens} must not be negative")
@@ -71,7 +75,7 @@ def plt(lost: Counts, planned_tokens: int) -> float:
 
 
 def expected_plt(
-    num_experts: int, k: int, interval: int, tokens_per_iteration: int, processed_tokens: int
+    num_experts: int, k: int, interval: int, tokens_per_iteration: int, planned_tokens: int
 ) -> float:
     """Return what the next fault will lose on average with uniform routing and sequential selection.
 
@@ -82,22 +86,62 @@ def expected_plt(
         k: experts of a layer in each snapshot.
         interval: iterations between snapshots.
         tokens_per_iteration: tokens times top-k.
-        processed_tokens: tokens times top-k that the result is a fraction of.
+        planned_tokens: tokens times top-k that the result is a fraction of.
     """
-    if processed_tokens <= 0:
+    if planned_tokens <= 0:
         return 0.0
     lost_iterations = interval * (num_experts / k - 1) / 2
-    return lost_iterations * tokens_per_iteration / processed_tokens
+    return lost_iterations * tokens_per_iteration / planned_tokens
 
 
-def next_k(k: int, num_experts: int, accumulated_plt: float, expected: float, limit: float) -> int:
-    """Return k after a recovery: doubled if the PLT would pass its limit with the next fault (Dynamic-K).
+def limit_of_k(k: int, num_experts: int, limit: float) -> float:
+    """Return up to which PLT of the whole run k is kept; the values of k have equal shares of the limit.
+
+    Doubling leads from 1 to N in n = ceil(log2 N) steps, so n values of k lose tokens. The i-th of them may
+    take the PLT to i/n of the limit: what the ones before have left of their shares is not lost to it.
+
+    Args:
+        k: experts of a layer in each snapshot, at least 1.
+        num_experts: N, per layer.
+        limit: --moe-ft-plt-limit.
+    """
+    num_steps, num_left = _num_doublings(1, num_experts), _num_doublings(k, num_experts)
+    return limit * (num_steps - num_left + 1) / max(1, num_steps)
+
+
+def _num_doublings(k: int, num_experts: int) -> int:
+    """Return how often k must be doubled to be all experts."""
+    return (-(-num_experts // k) - 1).bit_length()
+
+
+def next_k(
+    k: int,
+    num_experts: int,
+    accumulated_plt: float,
+    last_plt: float,
+    expected: Callable[[int], float],
+    limit: float,
+) -> int:
+    """Return k after a recovery: doubled until one more fault keeps the PLT below what k may take it to.
+
+    Dynamic-K (MoC-System, 5.3.3): "If the aggregated PLT attributable to a specific K surpasses its limit, K
+    will be doubled, and this process is reiterated until checkpointing all experts." The limit of each K is
+    not printed; ours is `limit_of_k`. PLT is that of the whole planned run: of the tokens so far, a failure
+    early in a run loses a large proportion, whatever K is. The loss of one more fault is looked ahead to,
+    because k can only be raised after it.
 
     Args:
         k: so far.
         num_experts: the most that k can be.
-        accumulated_plt: of all faults so far.
-        expected: result of `expected_plt` for k.
+        accumulated_plt: by all recoveries, of the whole planned run.
+        last_plt: by the last one. The next is expected to lose as much if that is more than `expected`, as it
+            is with skewed routing or where memory was lost with a node.
+        expected: returns for a k what one more fault loses, see `expected_plt`.
         limit: --moe-ft-plt-limit.
     """
-    return min(2 * k, num_experts) if accumulated_plt + expected > limit else k
+    excess = max(1.0, last_plt / expected(k)) if expected(k) > 0 else 1.0
+    while k < num_experts:
+        if accumulated_plt + excess * expected(k) <= limit_of_k(k, num_experts, limit):
+            break
+        k = min(2 * k, num_experts)
+    return k

@@ -43,10 +43,11 @@ class PartialSettings:
         k_snapshot: experts per MoE layer in each snapshot; None for as many as forward and backward hide.
         k_persist: of each layer, that go to storage.
         is_load_aware: selection by unsaved tokens, else sequential.
-        raises_k: Dynamic-K: doubles k when the PLT would pass plt_limit.
+        raises_k: Dynamic-K: doubles k when one more fault could take the PLT past the share of plt_limit
+            that k has.
         interval: iterations between snapshots, None for automatic.
         planned_tokens: tokens times top-k that a layer processes in the whole planned run.
-        tokens_per_iteration: tokens times top-k of an iteration.
+        tokens_per_iteration: tokens times top-k of an iteration, on average over the planned run.
     """
 
     k_snapshot: int | None
@@ -364,30 +365,32 @@ class PartialStrategy(SingleSnapshots):
             self._layers, 0, k, self._interval, zeros, self._ledger.gaps, planned_tokens
         )
 
-    def raise_k(self, accumulated_plt: float, processed_tokens: int) -> bool:
-        """Double k if the next fault would take the PLT past its limit (Dynamic-K).
+    def raise_k(self, accumulated_plt: float, last_plt: float = 0.0) -> bool:
+        """Double k where one more fault could take the PLT past the limit of k (Dynamic-K, see `next_k`).
 
         Args:
-            accumulated_plt: of the whole job, of the tokens so far.
-            processed_tokens: tokens times top-k so far.
+            accumulated_plt: of the whole job and the whole planned run, by all recoveries.
+            last_plt: likewise, by the last one.
 
         Returns:
             Whether k has changed.
         """
-        if not self._settings.raises_k:
+        settings, num_experts, k = self._settings, self._experts.num_experts, self.k_snapshot
+        if not settings.raises_k:
             return False
-        num_experts, k = self._experts.num_experts, self.k_snapshot
-        expected = expected_plt(
-            num_experts,
+        run = (self._interval, settings.tokens_per_iteration, settings.planned_tokens)
+        raised = next_k(
             k,
-            self._interval,
-            self._settings.tokens_per_iteration,
-            processed_tokens,
+            num_experts,
+            accumulated_plt,
+            last_plt,
+            lambda k: expected_plt(num_experts, k, *run),
+            settings.plt_limit,
         )
-        raised = next_k(k, num_experts, accumulated_plt, expected, self._settings.plt_limit)
         if raised == k:
             return False
-        self._least_k, self.k_persist = raised, min(2 * self.k_persist, num_experts)
+        factor = -(-raised // k)
+        self._least_k, self.k_persist = raised, min(factor * self.k_persist, num_experts)
         self._set_k(raised)
         return True
 

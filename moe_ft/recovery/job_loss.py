@@ -14,7 +14,8 @@ class JobLoss:
 
     Attributes:
         lost_tokens, plt: by this recovery; repeated_tokens: that some experts are trained with again.
-        total_lost_tokens, total_plt: by all recoveries that the state has behind it.
+        total_lost_tokens, total_plt: by all recoveries that the state has behind it. PLT is of the whole
+            planned run, also for Dynamic-K.
         per_expert: lost by this recovery, ``[expert]`` by layer name.
         k_snapshot, k_persist: from now on.
     """
@@ -29,16 +30,13 @@ class JobLoss:
     k_persist: int
 
 
-def add_up(
-    losses: Sequence[Loss], strategy: PartialStrategy, experts: ExpertFacts, consumed_samples: int
-) -> JobLoss:
+def add_up(losses: Sequence[Loss], strategy: PartialStrategy, experts: ExpertFacts) -> JobLoss:
     """Add up what all stages have lost, and let the strategy act on it.
 
     Args:
         losses: of all ranks.
         strategy: of this rank; all decide alike.
         experts: of the job.
-        consumed_samples: up to the state that was recovered.
     """
     lost: dict[str, tuple[int, ...]] = {}
     repeated: dict[str, tuple[int, ...]] = {}
@@ -48,10 +46,9 @@ def add_up(
         repeated.update(loss.repeated)
         accumulated.update(loss.accumulated)
     planned = experts.planned_samples * experts.tokens_per_sample
-    processed = consumed_samples * experts.tokens_per_sample
-    strategy.raise_k(job_plt(accumulated, processed)[1], processed)
     lost_tokens, plt = job_plt(lost, planned)
     total_lost_tokens, total_plt = job_plt(accumulated, planned)
+    strategy.raise_k(total_plt, plt)
     return JobLoss(
         lost_tokens=lost_tokens,
         plt=plt,

@@ -100,5 +100,4 @@ def resume_strategy(
         by_expert(persisted),
         recovered.rotating.gaps,
     )
-    consumed_samples = index.records[-1].consumed_train_samples
-    return add_up(agreement.gather(loss), strategy, experts, consumed_samples)
+    return add_up(agreement.gather(loss), strategy, experts)

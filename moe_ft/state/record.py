@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moe_ft.errors import ConfigError, SnapshotError
 from moe_ft.record_formats import IterationRecord, OptimizerRecord, RecordTensor
+from moe_ft.state import fp8_state
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, dtype_name
 from moe_ft.state.tensors import inner_optimizers, state_scales
@@ -34,13 +35,13 @@ class IterationFacts:
     Attributes:
         iteration: of the state now.
         grad_norm: what train_step returned; None after a skipped step.
-        num_tokens: with --calculate-per-token-loss, else None.
+        num_tokens: with --calculate-per-token-loss, on the device; else None.
         tokens_per_expert: local counts ``[expert]`` by MoE layer.
     """
 
     iteration: int
     grad_norm: float | None
-    num_tokens: int | None
+    num_tokens: torch.Tensor | None
     consumed_train_samples: int
     consumed_valid_samples: int
     skipped_train_samples: int
@@ -70,7 +71,8 @@ class RecordTaker:
         self._optimizer, self._scheduler = optimizer, scheduler
         self._inner = inner_optimizers(optimizer)
         self._buffers = buffer_places(model)
-        self._extra_state = modules_with_extra_state(model)
+        self._extra_state = fp8_state.modules_with_extra_state(model)
+        fp8_state.check_at_start(self._extra_state)
         self._owned = [
             [each for each in parameters if each.optimizer is inner and each.master is not None]
             for inner in self._inner
@@ -79,10 +81,14 @@ class RecordTaker:
     def capture(self, facts: IterationFacts) -> CapturedRecord:
         """Copy what moves before the next optimizer step. Training thread; waits for no GPU.
 
+        FP8 scales and histories move in the next forward pass: they are cloned here, as buffers are.
+
         Args:
             facts: of the iteration that has just ended.
+
+        Raises:
+            SnapshotError: if a module has state that cannot be kept.
         """
-        states = {name: module.get_extra_state() for name, module in self._extra_state.items()}
         values = {
             "grad_norms_by_group": dict(
                 getattr(self._optimizer, "grad_norms_by_group", None) or {}
@@ -95,10 +101,12 @@ class RecordTaker:
                 for name, (module, key) in self._buffers.items()
                 if (buffer := module._buffers[key]) is not None
             },
-            # Transformer Engine's give bytes as a tensor, or nothing.
             "extra_state": {
-                name: state for name, state in states.items() if isinstance(state, torch.Tensor)
+                f"{name}/{key}": tensor
+                for name, module in self._extra_state.items()
+                for key, tensor in fp8_state.clone_state(name, module).items()
             },
+            "num_tokens": _copied(facts.num_tokens),
             "tokens_per_expert": dict(facts.tokens_per_expert),
         }
         return CapturedRecord(facts=facts, values=values)
@@ -131,21 +139,6 @@ def buffer_places(
         for module_name, module in chunk.named_modules()
         if not isinstance(module, RotaryEmbedding)
         for key in module._buffers
-    }
-
-
-def modules_with_extra_state(
-    model: Sequence[torch.nn.Module],
-) -> dict[str, torch.nn.Module]:
-    """Return the modules that keep state outside of parameters and buffers, by name."""
-    default = torch.nn.Module.get_extra_state
-    return {
-        f"chunk{index}.{name}": module
-        for index, chunk in enumerate(model)
-        for name, module in chunk.named_modules()
-        # Megatron's own linear layers define it and answer None.
-        if type(module).get_extra_state is not default
-        and not type(module).get_extra_state.__module__.startswith("megatron.core.tensor_parallel")
     }
 
 
@@ -221,7 +214,7 @@ def encode(captured: CapturedRecord) -> IterationRecord:
         grad_norms_by_group={
             name: _number(value) for name, value in values["grad_norms_by_group"].items()
         },
-        num_tokens=facts.num_tokens,
+        num_tokens=None if values["num_tokens"] is None else int(values["num_tokens"]),
         optimizers=tuple(_encode_optimizer(each) for each in values["optimizers"]),
         scheduler=_to_json(values["scheduler"]),
         consumed_train_samples=facts.consumed_train_samples,
@@ -359,13 +352,28 @@ def apply(
             buffer.copy_(value)
         else:  # the router turns its expert bias into fp32 in the first forward pass
             buffer.data = value.to(buffer.device)
-    modules = modules_with_extra_state(model)
-    for name, packed in record.extra_state.items():
-        modules[name].set_extra_state(unpack(packed))
+    _apply_extra_state(record, model)
     # Not load_state_dict: it adds the steps to those of a checkpoint loaded before.
     scheduler.num_steps = record.scheduler["num_steps"]
     for inner, saved in zip(inner_optimizers(optimizer), record.optimizers, strict=True):
         _apply_optimizer(inner, saved, parameters)
+
+
+def _apply_extra_state(record: IterationRecord, model: Sequence[torch.nn.Module]) -> None:
+    modules = fp8_state.modules_with_extra_state(model)
+    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in modules}
+    for name, packed in record.extra_state.items():
+        module, _, key = name.partition("/")
+        if key and module in states:
+            states[module][key] = unpack(packed)
+        elif packed.data:
+            raise SnapshotError(
+                f"the record has extra state of {module} that this model or version of moe_ft has no place "
+                "for. Start with the version and the FP8 settings that wrote it, or ignore it with "
+                "--moe-ft-recover-from load."
+            )
+    for name, tensors in states.items():
+        fp8_state.put_back(modules[name], tensors)
 
 
 def _apply_optimizer(

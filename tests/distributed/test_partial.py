@@ -18,6 +18,7 @@ from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
 from tests.demo_model import RERUNS, event_flags, layout_flags, model_flags
 from tests.harness import digests, run_ranks, run_with_restarts
 from tests.recount import Recount
+from tests.stalled_training import COUNTS_S, RECORD_S, train_on_slow_copies
 from tests.unit.moe_ft.builders import manifest_of
 
 LAYERS = tuple(f"layer.{number}" for number in range(4))
@@ -238,10 +239,18 @@ def test_dynamic_k_doubles_after_recoveries_and_survives_them(job: CheckpointJob
         flags=(
             *PARTIAL,
             *("--train-iters", "12", "--moe-ft-k-snapshot", "1", "--moe-ft-dynamic-k"),
+            *("--moe-ft-plt-limit", "0.33"),  # of so short a run, one failure is a large part
         ),
     )
     assert [line["k_snapshot"] for line in job.events("recovery")] == [2, 4]
     assert [line["k_persist"] for line in job.events("recovery")] == [2, 4]
+
+
+def test_copies_that_training_waits_for_are_counted_as_stalls(job: CheckpointJob) -> None:
+    flags = job.flags(*PARTIAL, "--train-iters", "2")  # a snapshot of the second
+    train_on_slow_copies(flags, 2, log_dir=job.folder / "slow").check()
+    stalls = [line["stall_s"] for line in job.events("iteration")]
+    assert stalls == [COUNTS_S, COUNTS_S + RECORD_S]
 
 
 def killed_with_storage(job: CheckpointJob, keep: int) -> None:

@@ -14,6 +14,7 @@ from moe_ft.engine.regions import Region, Role
 from moe_ft.errors import SnapshotError
 from moe_ft.formats import UnitEntry
 from moe_ft.planning.host_memory import num_slots
+from moe_ft.planning.lost_tokens import limit_of_k
 from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare
 from moe_ft.planning.selection import ExpertLayout
 from moe_ft.units import UnitId, UnitKind
@@ -127,7 +128,7 @@ def jobs(draw: st.DrawFn) -> tuple[ExpertLayout, PartialSettings]:
         raises_k=draw(st.booleans()),
         plt_limit=0.04,
         interval=1,
-        planned_tokens=1,
+        planned_tokens=10**9,
         tokens_per_iteration=1,
     )
 
@@ -195,7 +196,8 @@ class Rank:
 
     def raise_k(self) -> None:
         """Double k, as after a recovery."""
-        self.strategy.raise_k(1.0, 1)
+        k, num_experts = self.strategy.k_snapshot, self.strategy._experts.num_experts
+        self.strategy.raise_k(limit_of_k(k, num_experts, 0.04) + 1e-6)
 
 
 STEPS = ("take", "settle", "fail", "persist", "end", "raise_k")

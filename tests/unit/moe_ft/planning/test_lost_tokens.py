@@ -11,6 +11,7 @@ from moe_ft.planning.lost_tokens import (
     Gaps,
     expected_plt,
     gaps_after,
+    limit_of_k,
     next_k,
     num_lost,
     num_new,
@@ -131,18 +132,29 @@ def test_nothing_is_expected_to_be_lost_with_all_experts_or_before_the_start() -
 
 
 @pytest.mark.parametrize(
-    ("k", "accumulated", "expected", "after"),
-    [(2, 0.02, 0.01, 2), (2, 0.03, 0.01, 4), (5, 0.03, 0.01, 8), (8, 0.9, 0.0, 8)],
+    ("k", "num_experts", "share"),
+    [
+        *((1, 16, 1 / 4), (2, 16, 2 / 4), (4, 16, 3 / 4), (8, 16, 1), (3, 16, 2 / 4)),
+        *((1, 6, 1 / 3), (3, 6, 1), (4, 6, 1), (1, 2, 1)),
+    ],
 )
-def test_k_doubles_when_the_next_fault_would_pass_the_limit(
-    k: int, accumulated: float, expected: float, after: int
-) -> None:
-    assert next_k(k, 8, accumulated, expected, 0.0375) == after
+def test_values_of_k_have_equal_shares_of_the_limit(k: int, num_experts: int, share: float) -> None:
+    assert limit_of_k(k, num_experts, 0.04) == pytest.approx(share * 0.04)
 
 
-@given(st.integers(1, 64), st.integers(1, 64), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
-def test_k_never_falls_and_never_passes_the_experts(
-    k: int, num_experts: int, accumulated: float, expected: float, limit: float
+FRACTIONS = st.floats(0, 1)
+
+
+@given(st.integers(1, 64), st.integers(1, 64), FRACTIONS, FRACTIONS, FRACTIONS, FRACTIONS)
+def test_k_never_falls_and_one_more_fault_stays_below_its_limit(
+    k: int, num_experts: int, accumulated: float, last: float, loss: float, limit: float
 ) -> None:
     k = min(k, num_experts)
-    assert k <= next_k(k, num_experts, accumulated, expected, limit) <= num_experts
+
+    def expected(k: int) -> float:
+        return loss * (num_experts / k - 1)
+
+    raised = next_k(k, num_experts, accumulated, last, expected, limit)
+    assert k <= raised <= num_experts
+    if raised < num_experts:
+        assert accumulated + expected(raised) <= limit_of_k(raised, num_experts, limit) <= limit
