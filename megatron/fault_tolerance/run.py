@@ -310,7 +310,9 @@ class TrainingRun:
                 self._is_seam_open = True
             else:
                 stall_s += self._pass_seam(iteration_s, num_samples)
-        loss = losses.get("lm loss")
+        # To read a loss is to wait for the GPU: only where somebody reads the log.
+        is_logged = self.config.observability.event_log is not None
+        loss = losses.get("lm loss") if is_logged else None
         times = {"iteration_s": iteration_s, "stall_s": stall_s}
         self.event_log.write(
             "iteration",

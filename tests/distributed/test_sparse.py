@@ -248,7 +248,8 @@ def test_evaluation_inside_of_a_window_changes_nothing(job: CheckpointJob) -> No
     evaluation = ("--eval-interval", "3", "--eval-iters", "1")
     log = job.folder / "evaluated"
     run_training([*job.base, *evaluation, *event_flags(log)], NUM_RANKS, log_dir=log).check()
-    job.run_with_faults("kill:1@5:backward", flags=[*SPARSE, "2", *evaluation])
+    order = ("--moe-ft-unit-order", "soft-count")  # reads the gate in all forward passes
+    job.run_with_faults("kill:1@5:backward", flags=[*SPARSE, "2", *order, *evaluation])
     assert len(recoveries(job)) == 1
     assert job.digests() == digests(log, NUM_RANKS)
 
