@@ -104,7 +104,7 @@ class PartialConfig:
     )
     plt_limit: float = setting(
         0.0375,
-        "proportion of lost tokens, of all tokens of the planned run, under which --moe-ft-dynamic-k tries to keep it",
+        "proportion of the planned tokens that may be lost, as --moe-ft-dynamic-k tries to keep it",
     )
 
     @property

@@ -7,14 +7,14 @@ installed parser: a flag of a new Megatron version has to be looked at and put h
 FLAGS: dict[str, dict[str, str]] = {
     "layout": {
         "fingerprint": """
-            expert_model_parallel_size expert_tensor_parallel_size
-            num_layers_per_virtual_pipeline_stage pipeline_model_parallel_size
-            tensor_model_parallel_size""",
+            context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+            num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout
+            pipeline_model_parallel_size tensor_model_parallel_size""",
         "fingerprint untested": """
             account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-            context_parallel_size decoder_first_pipeline_num_layers
+            decoder_first_pipeline_num_layers
             decoder_last_pipeline_num_layers mtp_standalone num_virtual_stages_per_pipeline_rank
-            pipeline_model_parallel_layout use_tp_pp_dp_mapping""",
+            use_tp_pp_dp_mapping""",
         "replay": "sequence_parallel",
         "replay untested": """
             cp_comm_type hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank
@@ -28,10 +28,12 @@ FLAGS: dict[str, dict[str, str]] = {
     "model": {
         "fingerprint": """
             add_bias_linear add_qkv_bias ffn_hidden_size group_query_attention hidden_size
-            kv_channels layernorm_epsilon make_vocab_size_divisible_by max_position_embeddings
-            mtp_num_layers normalization num_attention_heads num_layers num_query_groups
-            position_embedding_type qk_layernorm rotary_base rotary_percent seq_length swiglu
-            transformer_impl untie_embeddings_and_output_weights vocab_size""",
+            kv_channels kv_lora_rank layernorm_epsilon make_vocab_size_divisible_by
+            max_position_embeddings mtp_num_layers multi_latent_attention normalization
+            num_attention_heads num_layers num_query_groups position_embedding_type q_lora_rank
+            qk_head_dim qk_layernorm qk_pos_emb_head_dim rotary_base rotary_percent
+            rotary_seq_len_interpolation_factor seq_length swiglu transformer_impl
+            untie_embeddings_and_output_weights use_rope_scaling v_head_dim vocab_size""",
         "fingerprint untested": """
             activation_func_clamp_value add_position_embedding apply_query_key_layer_scaling
             attention_output_gate decoder_seq_length dsa_indexer_head_dim
@@ -39,18 +41,18 @@ FLAGS: dict[str, dict[str, str]] = {
             dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
             dsa_indexer_topk dsa_indexer_topk_freq encoder_num_layers encoder_seq_length
             experimental_attention_variant freeze_all_layers glu_linear_offset
-            heterogeneous_layers_config_encoded_json kv_lora_rank layernorm_zero_centered_gamma
+            heterogeneous_layers_config_encoded_json layernorm_zero_centered_gamma
             linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
             linear_num_key_heads linear_num_value_heads linear_value_head_dim
             mla_down_proj_fusion mrope_section mscale mscale_all_dim mtp_use_repeated_layer
-            multi_latent_attention mup_attn_scale_power mup_base_head_dim mup_base_hidden_size
+            mup_attn_scale_power mup_base_head_dim mup_base_hidden_size
             mup_embedding_mult mup_output_mult mup_width_mult no_rope_freq pad_vocab_size
-            padded_vocab_size q_lora_rank qk_head_dim qk_l2_norm qk_pos_emb_head_dim quick_geglu
+            padded_vocab_size qk_l2_norm quick_geglu
             relative_attention_max_distance relative_attention_num_buckets rope_scaling_factor
             rope_type rotary_interleaved rotary_scaling_factor
-            rotary_seq_len_interpolation_factor softmax_type spec squared_relu use_mup
-            use_rope_scaling use_rotary_position_embeddings use_transformer_engine_op_fuser
-            v_head_dim window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow
+            softmax_type spec squared_relu use_mup
+            use_rotary_position_embeddings use_transformer_engine_op_fuser
+            window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow
             yarn_correction_range_round_to_int yarn_original_max_position_embeddings""",
         "replay": """
             attention_backend attention_dropout calculate_per_token_loss hidden_dropout
@@ -76,10 +78,10 @@ FLAGS: dict[str, dict[str, str]] = {
             moe_ffn_hidden_size moe_layer_freq moe_router_enable_expert_bias
             moe_router_group_topk moe_router_num_groups moe_router_pre_softmax
             moe_router_score_function moe_router_topk moe_router_topk_scaling_factor
-            moe_shared_expert_intermediate_size num_experts""",
+            moe_shared_expert_gate moe_shared_expert_intermediate_size num_experts""",
         "fingerprint untested": """
             moe_apply_probs_on_input moe_grouped_gemm moe_latent_size
-            moe_mlp_glu_interleave_size moe_shared_expert_gate
+            moe_mlp_glu_interleave_size
             moe_shared_expert_glu_interleave_size use_grouped_gemm_for_dense_mlp
             use_grouped_gemm_for_shared_expert""",
         "replay": """
@@ -302,7 +304,8 @@ FLAGS: dict[str, dict[str, str]] = {
     "faults and restarts": {
         "neutral": """
             check_for_large_grads check_for_nan_in_loss_and_grad
-            check_weight_hash_across_dp_replicas_interval inprocess_active_world_size
+            check_weight_hash_across_dp_replicas_interval error_injection_rate
+            error_injection_type inprocess_active_world_size
             inprocess_barrier_timeout inprocess_completion_timeout inprocess_empty_cuda_cache
             inprocess_granularity inprocess_hard_timeout inprocess_heartbeat_interval
             inprocess_heartbeat_timeout inprocess_last_call_wait inprocess_max_iterations
@@ -312,7 +315,7 @@ FLAGS: dict[str, dict[str, str]] = {
             result_rejected_tracker_filename train_sync_interval""",
         "neutral untested": """
             adlr_autoresume adlr_autoresume_interval calc_ft_timeouts enable_ft_package
-            error_injection_rate error_injection_type fault_injector_delay_start_iteration
+            fault_injector_delay_start_iteration
             fault_injector_fault_delay fault_injector_fault_probabilities
             fault_injector_fault_types fault_injector_mtti_seconds fault_injector_num_ranks
             fault_injector_offset_seconds fault_injector_ranks fault_injector_seed

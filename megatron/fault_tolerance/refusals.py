@@ -191,7 +191,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "qk_clip",
         "--qk-clip",
         lambda args: args.qk_clip,
-        "it changes weights behind the optimizer step, which a recovery runs again without it",
+        "it changes weights after the optimizer step, which a recovery runs again without it",
         "Leave it out, or use dense",
         strategies=("sparse",),
     ),
