@@ -14,6 +14,7 @@ from tests.harness import (
     run_training,
     run_with_restarts,
 )
+from tests.recoveries import RecoveryWatch
 
 NUM_RANKS = 2
 NUM_ITERATIONS = 6
@@ -75,8 +76,31 @@ class CheckpointJob:
         storage: bool = False,
         nodes: Callable[[int], Sequence[str]] | None = None,
         between: Callable[[int], None] | None = None,
+        is_intact: bool = True,
     ) -> list[JobResult]:
-        """Start the job again until it ends by itself; the last result is checked."""
+        """Start the job again until it ends by itself.
+
+        The last result is checked, and that each start has recovered what it must, see tests/recoveries.py.
+
+        Args:
+            faults: to inject.
+            flags: of the job, besides.
+            storage: whether there is a persist directory.
+            nodes: see `run_with_restarts`.
+            between: called after a start that failed, with its number.
+            is_intact: False where the test itself makes the newest state unusable, and says what must be
+                recovered instead.
+        """
+        storage_dir = self.storage if storage else None
+        watch = RecoveryWatch(
+            self.events_dir, NUM_RANKS, self.memory_dir / "test", storage_dir, nodes
+        )
+
+        def act(start: int) -> None:
+            if between is not None:
+                between(start)
+            watch.look(start)
+
         injected = [word for fault in faults for word in ("--moe-ft-inject-fault", fault)]
         results = run_with_restarts(
             self.flags(*injected, *flags, storage=storage),
@@ -84,10 +108,12 @@ class CheckpointJob:
             log_dir=self.folder,
             max_restarts=4,
             nodes=nodes,
-            between=between,
+            between=act,
             train=self.train,
         )
         results[-1].check()
+        if is_intact:
+            watch.check(len(results))
         return results
 
     def events(self, event: str, rank: int = 0) -> list[dict[str, Any]]:

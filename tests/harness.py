@@ -7,6 +7,7 @@ goes to a file, which a failing test shows.
 
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -20,10 +21,12 @@ from typing import Any
 
 import pretrain_gpt_moe
 from moe_ft.events import event_path, read_events
+from tests.breakages import apply_wanted
 
 KILL_AFTER_S = 30.0  # torchrun's --shutdown-timeout
 _POLL_S = 0.02
 _TAIL_BYTES = 3000
+_PORTS = (10_000, 32_768)  # those above are given to whoever asks for any
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pretrain_gpt_moe"])
@@ -192,6 +195,7 @@ def _rank_main(
         os.dup2(output, stream)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
+        apply_wanted()
         target(*args)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -222,10 +226,12 @@ def _wait(ranks: Sequence[Any], deadline: float, paths: Sequence[Path]) -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port of this machine that nobody listens on now, and no outgoing connection will get."""
+    while True:
+        port = random.randrange(*_PORTS)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _tails(paths: Sequence[Path]) -> str:

@@ -1,17 +1,20 @@
 """Runs with sparse windows and a fault, chosen so that every pair of circumstances occurs.
 
-Each must end with the digests of a run that took no checkpoints and had no fault. Names of factors are those
+Each restart must recover the newest window that is left, and the run must end with the digests of one that
+took no checkpoints and had no fault. Names of factors are those
 of the issue of exactness: whatever a replayed iteration could compute differently is one of them.
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_ft.faults import FaultKind, Phase
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events, run_with_restarts
+from tests.recoveries import Expected, RecoveryWatch
 
 NUM_ITERATIONS = 11
 _BATCH = 16
@@ -147,11 +150,12 @@ def checkpoint_flags(case: SparseCase, memory_dir: Path, storage: Path) -> list[
 
 def run_case(
     case: SparseCase, dataset_flags: Sequence[str], folder: Path, memory_dir: Path
-) -> list[dict[str, Any]]:
-    """Train with the case's faults until the run has ended; return rank 0's recovery events.
+) -> list[Expected | None]:
+    """Train with the case's faults until the run has ended; return what its restarts have recovered.
 
     Raises:
-        AssertionError: if the run does not end by itself, or a fault did not fire.
+        AssertionError: if the run does not end by itself, a fault did not fire, or a rank has not recovered
+            the newest window that was there from the nearest tier.
     """
     log, first = folder / "events", int(case.iteration)
     faults = [text.format(first, first + 1, first - 1) for text in FAULTS[case.fault]]
@@ -161,31 +165,65 @@ def run_case(
         *checkpoint_flags(case, memory_dir, folder / "storage"),
         *(word for fault in faults for word in ("--moe-ft-inject-fault", fault)),
     ]
+    nodes = [f"node{rank % 2}" for rank in range(case.world_size)]
+    watch = RecoveryWatch(
+        log, case.world_size, memory_dir / "test", folder / "storage", lambda start: nodes
+    )
 
-    def lose_memory(start: int) -> None:
+    def between(start: int) -> None:
         if case.fault == "lose-all-memory" and start == 0:
             shutil.rmtree(memory_dir / "test")
+        watch.look(start)
 
     results = run_with_restarts(
         flags,
         case.world_size,
         log_dir=folder,
         max_restarts=4,
-        nodes=lambda start: [f"node{rank % 2}" for rank in range(case.world_size)],
-        between=lose_memory,
+        nodes=lambda start: nodes,
+        between=between,
     )
     results[-1].check()
-    fired = sum(len(events(log, rank, "fault_injected")) for rank in range(case.world_size))
+    recovered = watch.check(len(results))
+    check_case(case, log, len(faults), recovered)
+    return recovered
+
+
+def check_case(
+    case: SparseCase, log: Path, num_faults: int, recovered: Sequence[Expected | None]
+) -> None:
+    """Fail unless the faults fired, and each restart recovered what the case itself says that it must.
+
+    Whatever was in memory between the starts: the first window is complete long before the first fault.
+    """
+    fired = [
+        line for rank in range(case.world_size) for line in events(log, rank, "fault_injected")
+    ]
     may_not_replay = case.fault == "kill-in-replay" and case.window in ("1", "auto")
     may_overflow = case.fault == "kill-in-step" and case.precision == "fp16"
-    assert fired >= len(faults) - (may_not_replay or may_overflow), f"{case}: a fault did not fire"
-    return events(log, 0, "recovery")
+    missing = num_faults - len(fired)
+    assert missing <= (may_not_replay or may_overflow), f"{case}: a fault did not fire"
+    assert recovered, f"{case}: no restart"
+    for start, each in enumerate(recovered):
+        assert each is not None, f"{case}: start {start + 1} began from nothing"
+        before = [line for line in fired if line["incarnation"] == start]
+        length = each.target_iteration - each.restored_iteration + 1
+        assert length in ((1, 2, 3, 4) if case.window == "auto" else (int(case.window),)), each
+        for line in before:
+            is_taken = line["phase"] == Phase.SNAPSHOT  # the state at hand is never complete
+            last = line["iteration"] - is_taken
+            assert each.restored_iteration >= 1 and each.target_iteration <= last, (case, each)
+        assert set(each.tiers[::2]) == {tier_of_even_ranks(case, start)}, (case, each)
+        is_lost = any(line["kind"] == FaultKind.LOSE_NODE for line in before)
+        wanted = "peer" if is_lost else tier_of_even_ranks(case, start)
+        assert set(each.tiers[1::2]) == {wanted}, (case, each)
 
 
-def describe(case: SparseCase, recoveries: Sequence[Mapping[str, Any]]) -> str:
+def tier_of_even_ranks(case: SparseCase, start: int) -> str:
+    """Return where ranks recover from that are not on the node that is lost."""
+    return "storage" if case.fault == "lose-all-memory" and start == 0 else "memory"
+
+
+def describe(case: SparseCase, recovered: Sequence[Expected | None]) -> str:
     """Return one line for the table of `make test-matrix`."""
-    steps = [
-        f"{line['restored_iteration']}+{line['replayed_iterations']} from {dict(line['sources'])}"
-        for line in recoveries
-    ]
-    return f"{case}: {'; '.join(steps) or 'began again'}"
+    return f"{case}: {'; '.join(map(str, recovered))}"

@@ -14,11 +14,11 @@ SOME_CASES = first_runs(ALL_CASES, 12, lambda case: case.values, lambda case: ca
 
 
 @pytest.mark.parametrize("case", parameters(ALL_CASES, SOME_CASES), ids=str)
-def test_run_with_faults_ends_in_the_state_of_a_run_without(
+def test_run_with_faults_recovers_and_ends_in_the_state_of_a_run_without(
     case: Case, reference: Reference, dataset_flags: list[str], tmp_path: Path, memory_dir: Path
 ) -> None:
-    recoveries = run_case(case, dataset_flags, tmp_path, memory_dir)
-    print(describe(case, recoveries))
+    recovered = run_case(case, dataset_flags, tmp_path, memory_dir)
+    print(describe(case, recovered))
     assert digests(tmp_path / "events", case.world_size) == reference(
         job_flags(case, dataset_flags), case.world_size
     )

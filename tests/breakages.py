@@ -1,0 +1,253 @@
+"""Breaks recovery on purpose, in ways that a suite of tests must notice; see tests/power.py.
+
+Each breakage is a function that changes the product inside of a rank's process, before training starts. It
+changes functions wherever they were imported to, so that moving an import hides nothing; a name that is gone
+is an error, never a breakage that nobody notices. What does its damage leaves a mark.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+BREAKAGE, MARKS = "TEST_BREAKAGE", "TEST_BREAKAGE_MARKS"
+
+
+def apply_wanted() -> None:
+    """Apply the breakage that the environment names, if any. Call it before anything of the product runs."""
+    if name := os.environ.get(BREAKAGE):
+        BREAKAGES[name]()
+
+
+def mark() -> None:
+    """Note that a breakage has done damage."""
+    name = os.environ[BREAKAGE]
+    (Path(os.environ[MARKS]) / f"{name}_{os.getpid()}").touch()
+
+
+def wrap(original: Callable[..., Any], make: Callable[..., Any]) -> None:
+    """Put ``make(original)`` in the place of a function in every module that has it."""
+    changed = make(original)
+    found = [
+        (module, name)
+        for module in list(sys.modules.values())
+        for name, value in list(vars(module).items())
+        if value is original and module.__name__.startswith(("moe_ft", "megatron.fault_tolerance"))
+    ]
+    assert found, f"{original} is nowhere"
+    for module, name in found:
+        setattr(module, name, changed)
+
+
+def never_restore() -> None:
+    """Have recovery find nothing."""
+    from moe_ft.recovery.recover import Recovered, Recoverer
+
+    def recover(*_: object) -> Recovered:
+        mark()
+        return Recovered()
+
+    _set_method(Recoverer, "recover", recover)
+
+
+def restore_the_older_iteration() -> None:
+    """Pass over the newest iteration, where there is an older one."""
+    from moe_ft.planning.recovery import plan_recovery
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any) -> Any:
+            plans, rejected = original(*args)
+            older = [plan for plan in plans if plan.iteration < plans[0].iteration]
+            if older:
+                mark()
+            return older or plans, rejected
+
+        return changed
+
+    wrap(plan_recovery, make)
+
+
+def skip_the_random_numbers() -> None:
+    """Leave the random number states as the start has made them."""
+    from moe_ft.state.record import apply_rng
+
+    wrap(apply_rng, lambda original: lambda record: mark())
+
+
+def skip_the_data_position() -> None:
+    """Read the data from the beginning, in the loop and in a replay."""
+    from megatron.fault_tolerance.checkpointing import resume
+    from megatron.fault_tolerance.replay import Replay
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(args: Any, record: Any) -> None:
+            original(args, record)
+            args.consumed_train_samples = 0
+            mark()
+
+        return changed
+
+    wrap(resume, make)
+    first_record = Replay.first_record.fget  # type: ignore[attr-defined]
+
+    def changed(replay: Replay) -> Any:
+        mark()
+        return msgspec.structs.replace(first_record(replay), consumed_train_samples=0)
+
+    _set_method(Replay, "first_record", property(changed))
+
+
+def skip_one_expert() -> None:
+    """Leave the first expert of the last rank as the start has made it."""
+    from moe_ft.recovery.restore import put_back
+    from moe_ft.units import UnitKind
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(units: Sequence[Any], *args: Any) -> None:
+            experts = [each.unit for each in units if each.unit.kind is UnitKind.EXPERT]
+            if experts and dist.get_rank() == dist.get_world_size() - 1:
+                units = [each for each in units if each.unit != min(experts)]
+                mark()
+            original(units, *args)
+
+        return changed
+
+    wrap(put_back, make)
+
+
+def skip_one_moment() -> None:
+    """Leave one moment of one parameter on the last rank at 0."""
+    from moe_ft.recovery.restore import put_back
+    from moe_ft.state.slices import live_tensor
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(units: Sequence[Any], catalog: Any, *args: Any) -> None:
+            original(units, catalog, *args)
+            if dist.get_rank() < dist.get_world_size() - 1:
+                return
+            for unit in units:
+                for local in catalog.parameters_of(unit.unit):
+                    moment = live_tensor(local, "exp_avg_sq")
+                    if moment is not None and torch.any(moment != 0):
+                        moment.zero_()
+                        mark()
+                        return
+
+        return changed
+
+    wrap(put_back, make)
+
+
+def skip_the_loss_scale() -> None:
+    """Leave the state of the loss scale as the start has made it."""
+    from moe_ft.state.record import apply
+    from moe_ft.state.tensors import inner_optimizers
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(record: Any, model: Any, optimizer: Any, *args: Any) -> None:
+            scalers = [getattr(each, "grad_scaler", None) for each in inner_optimizers(optimizer)]
+            before = [scaler.state_dict() if scaler else None for scaler in scalers]
+            original(record, model, optimizer, *args)
+            for scaler, state in zip(scalers, before, strict=True):
+                if scaler and scaler.state_dict() != state:
+                    scaler.load_state_dict(state)
+                    mark()
+
+        return changed
+
+    wrap(apply, make)
+
+
+def skip_a_buffer() -> None:
+    """Leave the first buffer that the record would change as the start has made it."""
+    from moe_ft.state.record import apply, unpack
+    from moe_ft.state.tensors import named_buffers
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(record: Any, model: Any, *args: Any) -> None:
+            buffers = dict(record.buffers)
+            for name, live in sorted(named_buffers(model), key=lambda named: named[0]):
+                saved = unpack(buffers[name])
+                if not torch.equal(saved.double(), live.detach().cpu().double()):
+                    del buffers[name]
+                    mark()
+                    break
+            original(msgspec.structs.replace(record, buffers=buffers), model, *args)
+
+        return changed
+
+    wrap(apply, make)
+
+
+def restore_another_ranks_slice() -> None:
+    """Give each rank the next one's master weights of one parameter, where they are as many."""
+    from moe_ft.recovery.gather import exchange_state
+    from moe_ft.state.slices import live_tensor
+    from moe_ft.units import Level
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(parameters: Sequence[Any], restored: Any, level: Level, groups: Any) -> None:
+            if level is Level.FULL:
+                _swap(parameters)
+            original(parameters, restored, level, groups)
+
+        return changed
+
+    def _swap(parameters: Sequence[Any]) -> None:
+        owned = (live_tensor(each, key) for each in parameters for key in ("param", "master_param"))
+        own = next((each for each in owned if each is not None and each.numel()), None)
+        sent: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sent, None if own is None else own.detach().cpu())
+        other = sent[(dist.get_rank() + 1) % len(sent)]
+        if own is None or other is None or own.shape != other.shape or torch.equal(own, other):
+            return
+        own.copy_(other)
+        mark()
+
+    wrap(exchange_state, make)
+
+
+def replay_one_iteration_too_few() -> None:
+    """End a replay before its last iteration."""
+    from megatron.fault_tolerance.replay import Replay
+
+    run, num_iterations = Replay.run, Replay.num_iterations
+
+    def changed(replay: Replay, loop: Any) -> None:
+        whole = num_iterations.fget(replay)  # type: ignore[attr-defined]
+        _set_method(Replay, "num_iterations", property(lambda _: whole - 1))
+        mark()
+        try:
+            run(replay, loop)
+        finally:
+            _set_method(Replay, "num_iterations", num_iterations)
+
+    _set_method(Replay, "run", changed)
+
+
+def _set_method(owner: type, name: str, method: object) -> None:
+    assert name in vars(owner), f"{owner} has no {name}"
+    setattr(owner, name, method)
+
+
+BREAKAGES: dict[str, Callable[[], None]] = {
+    each.__name__: each
+    for each in (
+        never_restore,
+        restore_the_older_iteration,
+        skip_the_random_numbers,
+        skip_the_data_position,
+        skip_one_expert,
+        skip_one_moment,
+        skip_the_loss_scale,
+        skip_a_buffer,
+        restore_another_ranks_slice,
+        replay_one_iteration_too_few,
+    )
+}
