@@ -8,7 +8,6 @@ is an error, never a breakage that nobody notices. What does its damage leaves a
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
