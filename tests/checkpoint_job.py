@@ -69,6 +69,30 @@ class CheckpointJob:
             train=self.train,
         )
 
+    def resume(
+        self, *flags: str, storage: bool = False, nodes: Sequence[str] | None = None
+    ) -> JobResult:
+        """Start the job once more; check that it recovers the newest state that the last start has left."""
+        watch = self._watch(lambda start: nodes, storage=storage, has_begun=True)
+        watch.look(0)
+        assert watch.expected != [None], "nothing is left to recover"
+        result = self.run(*flags, storage=storage, nodes=nodes).check()
+        watch.check(2)
+        return result
+
+    def _watch(
+        self,
+        nodes: Callable[[int], Sequence[str] | None] | None,
+        *,
+        storage: bool,
+        has_begun: bool = False,
+    ) -> RecoveryWatch:
+        storage_dir = self.storage if storage else None
+        memory = self.memory_dir / "test"
+        return RecoveryWatch(
+            self.events_dir, NUM_RANKS, memory, storage_dir, nodes, has_begun=has_begun
+        )
+
     def run_with_faults(
         self,
         *faults: str,
@@ -91,10 +115,7 @@ class CheckpointJob:
             is_intact: False where the test itself makes the newest state unusable, and says what must be
                 recovered instead.
         """
-        storage_dir = self.storage if storage else None
-        watch = RecoveryWatch(
-            self.events_dir, NUM_RANKS, self.memory_dir / "test", storage_dir, nodes
-        )
+        watch = self._watch(nodes, storage=storage)
 
         def act(start: int) -> None:
             if between is not None:
@@ -119,6 +140,18 @@ class CheckpointJob:
     def events(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
         """Return a rank's events of one kind."""
         return events(self.events_dir, rank, event)
+
+    def recovered(self) -> list[tuple[int, int]]:
+        """Return which iteration each recovery restored, and went on from; fail if the ranks differ."""
+        found = [
+            [
+                (line["incarnation"], line["restored_iteration"], line["target_iteration"])
+                for line in self.events("recovery", rank)
+            ]
+            for rank in range(NUM_RANKS)
+        ]
+        assert all(each == found[0] for each in found), found
+        return [(restored, target) for _, restored, target in found[0]]
 
     def stored(self) -> list[int]:
         """Return the iterations of the checkpoints on storage, ascending."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import pretrain_gpt_moe
 from moe_ft.events import event_path, read_events
-from tests.breakages import apply_wanted
+from tests.breakages import BREAKAGE, MARKS, apply_wanted
 
 KILL_AFTER_S = 30.0  # torchrun's --shutdown-timeout
 _POLL_S = 0.02
@@ -79,6 +79,8 @@ def run_ranks(
     log_dir.mkdir(parents=True, exist_ok=True)
     paths = tuple(log_dir / f"output_{rank}.log" for rank in range(world_size))
     common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", **(env or {})}
+    # What forks the ranks has the environment of its own start.
+    common |= {name: os.environ[name] for name in (BREAKAGE, MARKS) if name in os.environ}
     common.setdefault("MASTER_PORT", str(free_port()))
     common.setdefault("CUDA_VISIBLE_DEVICES", "")
     start = time.monotonic()

@@ -1,19 +1,22 @@
 """Proves that the suite notices a broken recovery: runs some of its tests with each of tests/breakages.py.
 
-python -m tests.power [--all] [BREAKAGE ...] prints which tests fail with each breakage. It fails if a breakage
-survives, if it was never reached, or if a test fails with nothing broken. All of the tests are among those of
-`make test`, which runs them unbroken.
+python -m tests.power [--all] [BREAKAGE ...] prints which tests fail with each breakage, and how. It fails if
+a breakage survives, if it did no damage, or if a test fails with nothing broken. All of the tests are among
+those of `make test`, which runs them unbroken.
 """
 
 import argparse
+import io
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
+
+import pytest
 
 from tests.breakages import BREAKAGE, BREAKAGES, MARKS
 
@@ -39,7 +42,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "restore_another_ranks_slice": (_DENSE, _SPARSE),
     "replay_one_iteration_too_few": (_SPARSE,),
 }
-_DEADLINE_S = 1800
+_MESSAGE_LENGTH = 150
 
 
 def main(words: list[str]) -> int:
@@ -67,14 +70,37 @@ def try_breakage(name: str, tests: Sequence[str]) -> bool:
     if not was_reached:
         found = "DID NO DAMAGE"
     print(f"{name}: {found} ({time.monotonic() - start:.0f} s)")
-    for test in sorted(failed):
-        print(f"    {test}")
+    for test, how in sorted(failed.items()):
+        print(f"    {test}: {how}")
     sys.stdout.flush()
     return bool(failed) and was_reached
 
 
-def run_tests(tests: Sequence[str], breakage: str | None) -> tuple[set[str], bool]:
-    """Return which tests fail, and whether the breakage has done damage.
+class Outcomes:
+    """A plugin of pytest that notes how tests end.
+
+    Attributes:
+        passed: names of tests that passed.
+        failed: by name, why.
+    """
+
+    def __init__(self) -> None:
+        self.passed: set[str] = set()
+        self.failed: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note a report of pytest."""
+        name = report.nodeid.removeprefix(_FOLDER)
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = str(getattr(crash, "message", report.longrepr))
+            self.failed[name] = message.partition("\n")[0][:_MESSAGE_LENGTH]
+        elif report.when == "call" and report.passed:
+            self.passed.add(name)
+
+
+def run_tests(tests: Sequence[str], breakage: str | None) -> tuple[dict[str, str], bool]:
+    """Return how which tests fail, and whether the breakage has done damage.
 
     Args:
         tests: to run.
@@ -83,25 +109,15 @@ def run_tests(tests: Sequence[str], breakage: str | None) -> tuple[set[str], boo
     Raises:
         RuntimeError: if not all of the tests were run.
     """
-    with tempfile.TemporaryDirectory(prefix="moe_ft_power_") as folder:
-        marks, result = Path(folder) / "marks", Path(folder) / "result.xml"
-        marks.mkdir()
-        env = {**os.environ, BREAKAGE: breakage or "", MARKS: str(marks)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += [f"--junitxml={result}", *(_FOLDER + test for test in tests)]
-        output = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
-        ).stdout
-        cases = list(ElementTree.parse(result).iter("testcase")) if result.exists() else []
-        if len(cases) != len(tests) or any(each.find("skipped") is not None for each in cases):
-            raise RuntimeError(f"not all of {len(tests)} tests were run:\n{output}")
-        failed = {_name(each) for each in cases if {"failure", "error"} & {sub.tag for sub in each}}
-        return failed, any(marks.iterdir())
-
-
-def _name(case: ElementTree.Element) -> str:
-    module = case.get("classname", "").rpartition(".")[2]
-    return f"{module}.py::{case.get('name')}"
+    outcomes, output = Outcomes(), io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="moe_ft_power_") as marks:
+        os.environ.update({BREAKAGE: breakage or "", MARKS: marks})
+        words = ["-p", "no:cacheprovider", *(_FOLDER + test for test in tests)]
+        with redirect_stdout(output):  # in this process: what forks the ranks stays warm
+            pytest.main(words, plugins=[outcomes])
+        if outcomes.passed | set(outcomes.failed) != set(tests):
+            raise RuntimeError(f"not all of {len(tests)} tests were run:\n{output.getvalue()}")
+        return outcomes.failed, any(Path(marks).iterdir())
 
 
 if __name__ == "__main__":

@@ -150,9 +150,11 @@ class RecoveryWatch:
         world_size: int,
         memory: Path,
         storage: Path | None = None,
-        nodes: Callable[[int], Sequence[str]] | None = None,
+        nodes: Callable[[int], Sequence[str] | None] | None = None,
+        *,
+        has_begun: bool = False,
     ) -> None:
-        """Begin before the first start.
+        """Begin before the first start, or after it.
 
         Args:
             log: the event log; may have earlier starts, which are not checked.
@@ -160,10 +162,12 @@ class RecoveryWatch:
             memory: of the job, with a directory for each node.
             storage: the persist directory, None without one.
             nodes: per start, see `run_with_restarts`.
+            has_begun: whether the last start that the log has is the first one.
         """
         self._log, self._world_size = log, world_size
         self._memory, self._storage, self._nodes = memory, storage, nodes
-        self._first = 1 + max(last_incarnation(log, rank) for rank in range(world_size))
+        last = max(last_incarnation(log, rank) for rank in range(world_size))
+        self._first = last if has_begun else last + 1
         self.expected: list[Expected | None] = []
 
     def look(self, start: int) -> None:

@@ -33,7 +33,7 @@ def test_nodes_that_come_back_with_an_older_branch_do_not_beat_the_run(
     shutil.move(away / "a", memory / "a")
     shutil.move(memory / "c", away / "c")
     result = job.run(storage=True, nodes=("a", "d")).check()
-    assert job.events("recovery", 1)[-1]["restored_iteration"] in (4, 5)
+    assert job.recovered()[-1] in [(4, 4), (5, 5)]
     assert "start 1 is of another branch, which got less far" in result.output(0)
     assert job.digests() == expected
 
@@ -46,9 +46,11 @@ def test_iteration_that_the_flag_names_holds_for_the_first_start_only(
     assert wanted < 4
     flags = ("--moe-ft-recover-from", f"iter_{wanted}")
     job.run_with_faults("kill:1@4:before-step", flags=flags, storage=True)
-    first, second = job.events("recovery")
-    assert (first["restored_iteration"], second["writer"]) == (wanted, first["start"])
-    assert wanted < second["restored_iteration"] <= 4
+    for rank in range(NUM_RANKS):
+        first, second = job.events("recovery", rank)
+        assert second["writer"] == first["start"]
+    (restored, _), (restored_again, _) = job.recovered()
+    assert restored == wanted < restored_again <= 4
     assert job.digests() == expected
 
 
@@ -100,12 +102,12 @@ def test_state_that_failed_twice_in_the_same_way_is_passed_over(
     job.run("--exit-interval", "5", "--moe-ft-keep", "9", storage=True).check()
     older = job.stored()[-2]
     job.train = partial(fail_to_put_back, 5)
-    results = job.run_with_faults(storage=True)
+    results = job.run_with_faults(storage=True, is_intact=False)
     assert [any(result.exit_codes) for result in results] == [True, True, False]
     assert "two starts failed from there in the same way (recovery: ValueError: this cannot be" in (
         results[-1].output(0)
     )
-    assert job.events("recovery")[-1]["restored_iteration"] == older
+    assert job.recovered() == [(older, older)]
     assert job.digests() == expected
 
 
@@ -170,7 +172,8 @@ def test_run_that_began_next_to_another_models_is_restarted(
     job.run("--exit-interval", "3", storage=True).check()
     flags = ("--seed", "5", "--moe-ft-recover-from", "load")
     job.run_with_faults("kill:1@4:before-step", flags=flags, storage=True)
-    assert [line["restored_iteration"] > 2 for line in job.events("recovery")] == [True]
+    ((restored, _),) = job.recovered()
+    assert restored in (3, 4)
     assert job.digests() == reference([*job.base, "--seed", "5"], NUM_RANKS)
 
 

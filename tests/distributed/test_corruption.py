@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.formats import Index, decode
 from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
+from tests.recoveries import find_held
 
 KILL = "kill:1@4:backward"
 Damage = Callable[[Path], None]
@@ -51,7 +51,10 @@ def test_damaged_own_memory_is_replaced_by_the_peers_copy(
         for index in (job.memory_dir / "test" / "node1" / "rank_00001").glob("region_*.json"):
             damage(index)
 
-    job.run_with_faults(KILL, nodes=lambda start: TWO_NODES, between=between)
+    job.run_with_faults(KILL, nodes=lambda start: TWO_NODES, between=between, is_intact=False)
+    ((restored, _),) = job.recovered()
+    assert restored in range(1, 5)
+    assert set(job.events("recovery", 0)[0]["sources"]) == {"memory"}
     (recovery,) = job.events("recovery", 1)
     assert "peer" in recovery["sources"]
     assert job.digests() == expected
@@ -65,16 +68,17 @@ def test_damaged_newest_state_in_all_memory_gives_way_to_the_one_before(
     job: CheckpointJob,
     expected: list[tuple[str, str]],
 ) -> None:
-    damaged_iteration = []
+    intact = []
 
     def between(start: int) -> None:
-        index = newest(list((job.memory_dir / "test").rglob("rank_00001/region_*.json")))
-        damaged_iteration.append(decode(index.read_bytes(), Index, str(index)).iteration)
-        damage(index)
+        held = find_held(job.memory_dir / "test", None)
+        intact.extend(sorted(each.iteration for each in held if each.rank == 1))
+        damage(newest(list((job.memory_dir / "test").rglob("rank_00001/region_*.json"))))
 
-    job.run_with_faults("kill:1@4:before-step", between=between)
-    (recovery,) = job.events("recovery")
-    assert recovery["restored_iteration"] < damaged_iteration[0]
+    job.run_with_faults("kill:1@4:before-step", between=between, is_intact=False)
+    before, damaged = intact
+    assert before < damaged
+    assert job.recovered() == [(before, before)]
     assert job.digests() == expected
 
 
@@ -89,9 +93,8 @@ def test_damaged_newest_checkpoint_on_storage_gives_way_to_the_one_before(
     assert newest_iteration == 4
     damage(next((job.storage / "iter_0000004").glob("rank_00001_*.json")))
     job.run(storage=True).check()
-    (recovery,) = job.events("recovery")
-    assert recovery["restored_iteration"] == before
-    assert recovery["problems"]
+    assert job.recovered() == [(before, before)]
+    assert job.events("recovery")[0]["problems"]
     assert job.digests() == expected
 
 
@@ -104,4 +107,4 @@ def test_damaged_manifest_makes_its_directory_no_checkpoint(
     before = job.stored()[-2]
     flip_byte(job.storage / "iter_0000004" / "manifest.json", position)
     job.run("--exit-interval", "5", storage=True).check()
-    assert job.events("recovery")[0]["restored_iteration"] == before
+    assert job.recovered() == [(before, before)]

@@ -71,7 +71,7 @@ def test_full_disk_leaves_the_last_good_checkpoint_and_training_goes_on(
     assert manifests
     shutil.rmtree(job.memory_dir / "test")
     job.run("--exit-interval", "1", storage=True)
-    restored = job.events("recovery")[0]["restored_iteration"]
+    ((restored, _),) = job.recovered()
     assert f"iter_{restored:07d}" in {path.parent.name for path in manifests}
 
 
@@ -165,7 +165,8 @@ def test_replica_that_fails_once_is_made_up_for_by_the_next(
     assert 2 not in replicated
     (recovery,) = job.events("recovery", 1)
     assert set(recovery["sources"]) == {"peer"}
-    assert recovery["restored_iteration"] > 2
+    ((restored, _),) = job.recovered()
+    assert restored > 2
     assert job.digests() == expected
 
 
@@ -205,9 +206,9 @@ def test_last_state_that_storage_has_no_room_for_stays_in_memory_until_the_next_
     assert "the last state (iteration 4) is not on storage" in output
     assert "The memory of the nodes still holds it" in output
     job.storage = roomy
-    job.run(storage=True).check()
-    (recovery,) = job.events("recovery")
-    assert (recovery["restored_iteration"], set(recovery["sources"])) == (4, {"memory"})
+    job.resume(storage=True)
+    assert job.recovered() == [(4, 4)]
+    assert set(job.events("recovery")[0]["sources"]) == {"memory"}
     assert job.stored()[-1] == 6
     assert job.digests() == expected
 
@@ -217,9 +218,8 @@ def test_exit_flag_without_storage_leaves_the_memory_to_the_next_start(
 ) -> None:
     job.run("--exit-interval", "4").check()
     assert (job.memory_dir / "test").exists()
-    job.run().check()
-    (recovery,) = job.events("recovery")
-    assert set(recovery["sources"]) == {"memory"}
+    job.resume()
+    assert set(job.events("recovery")[0]["sources"]) == {"memory"}
     assert job.digests() == expected
     assert not (job.memory_dir / "test").exists()
 
@@ -253,9 +253,9 @@ def test_ranks_that_cannot_agree_any_more_train_to_the_end_and_recover_at_the_ne
         assert "checkpointing is off until the next start" in told[0]["reason"]
         assert "RuntimeError" in told[0]["traceback"]
     job.train = None
-    job.run(storage=True).check()
-    (recovery,) = job.events("recovery")
-    assert BROKEN_AT - 2 <= recovery["restored_iteration"] <= BROKEN_AT
+    job.resume(storage=True)
+    ((restored, _),) = job.recovered()
+    assert BROKEN_AT - 2 <= restored <= BROKEN_AT
     assert job.stored()[-1] == 6
     assert job.digests() == expected
 

@@ -11,6 +11,7 @@ from tests.demo_model import RERUNS, event_flags, layout_flags
 from tests.harness import events, run_training
 
 KILL = "kill:1@4:backward"
+OVERHEAD_LIMIT = 0.05
 
 
 def test_undisturbed_run_takes_every_snapshot_and_has_nothing_to_complain_about(
@@ -69,9 +70,9 @@ def test_rank_on_a_new_node_is_recovered_from_its_peer_and_protected_again(
     job.run_with_faults(
         "kill:1@2:backward", "lose-node:1@4:backward", nodes=lambda start: places[min(start, 2)]
     )
-    recoveries = job.events("recovery", 1)
-    assert [set(line["sources"]) for line in recoveries] == [{"peer"}, {"peer"}]
-    assert recoveries[1]["restored_iteration"] > recoveries[0]["restored_iteration"]
+    assert [set(line["sources"]) for line in job.events("recovery", 1)] == [{"peer"}, {"peer"}]
+    first, second = job.recovered()
+    assert second > first
     assert job.digests() == expected
 
 
@@ -81,7 +82,8 @@ def test_job_whose_nodes_are_all_lost_is_recovered_from_storage(
     job.run_with_faults(
         KILL, storage=True, between=lambda start: shutil.rmtree(job.memory_dir / "test")
     )
-    assert set(job.events("recovery")[0]["sources"]) == {"storage"}
+    for rank in range(NUM_RANKS):
+        assert set(job.events("recovery", rank)[0]["sources"]) == {"storage"}
     assert job.digests() == expected
 
 
@@ -94,13 +96,16 @@ def test_clean_end_removes_the_memory_and_leaves_the_last_state_on_storage(
     assert not (job.storage / "moe_ft.lock").exists()
 
 
-def test_finished_run_that_is_started_again_trains_nothing(job: CheckpointJob) -> None:
+def test_finished_run_that_is_started_again_trains_nothing_and_has_the_last_state(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
     job.run(storage=True).check()
-    job.run(storage=True).check()
-    assert job.events("recovery")[0]["restored_iteration"] == NUM_ITERATIONS
-    iterations = job.events("iteration")
-    assert len(iterations) == NUM_ITERATIONS
-    assert job.digests() == job.digests()
+    job.resume(storage=True)
+    assert job.recovered() == [(NUM_ITERATIONS, NUM_ITERATIONS)]
+    for rank in range(NUM_RANKS):
+        assert len(job.events("iteration", rank)) == NUM_ITERATIONS
+        assert len(job.events("state_digest", rank)) == 2
+    assert job.digests() == expected
 
 
 def test_longer_training_goes_on_from_storage_with_the_same_bits(
@@ -108,8 +113,8 @@ def test_longer_training_goes_on_from_storage_with_the_same_bits(
 ) -> None:
     job.run("--exit-interval", "3", storage=True).check()
     assert not (job.memory_dir / "test").exists()
-    job.run(storage=True).check()
-    assert job.events("recovery")[0]["restored_iteration"] == 3
+    job.resume(storage=True)
+    assert job.recovered() == [(3, 3)]
     assert job.digests() == expected
 
 
@@ -120,7 +125,7 @@ def test_recover_from_names_an_iteration(
     wanted = job.stored()[0]
     assert wanted < 5
     job.run("--moe-ft-recover-from", f"iter_{wanted}", storage=True).check()
-    assert job.events("recovery")[0]["restored_iteration"] == wanted
+    assert job.recovered() == [(wanted, wanted)]
     assert job.digests() == expected
 
 
@@ -140,9 +145,9 @@ def test_newest_state_wins_over_load_unless_the_user_says_so(
     ]
     job.run(*stock, "--exit-interval", "3", storage=True).check()
     job.run(*stock, "--exit-interval", "4", storage=True).check()
-    assert job.events("recovery")[0]["restored_iteration"] == 3
+    assert job.recovered() == [(3, 3)]
     job.run(*stock, "--moe-ft-recover-from", "load", storage=True).check()
-    assert len(job.events("recovery")) == 1
+    assert job.recovered() == [(3, 3)]
     assert job.events("start")[2]["iteration"] == 4
     # Stock --load gives all expert-parallel ranks one tracker state: weights and moments are compared.
     assert [digest for digest, _ in job.digests()] == [digest for digest, _ in expected]
@@ -159,6 +164,7 @@ def test_memory_that_is_there_and_unusable_is_explained_and_never_overwritten_un
     assert "none of it can be used: memory of node" in result.output(0)
     assert "region_0.json is not a complete file of moe_ft" in result.output(0)
     job.run("--moe-ft-recover-from", "load").check()
+    assert job.recovered() == []
     assert job.events("start")[-1]["iteration"] == 0
     assert job.digests() == expected
 
@@ -173,7 +179,7 @@ def test_failures_before_the_first_snapshot_start_the_run_again_from_its_beginni
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
     job.run_with_faults("kill:0@0:backward")
-    assert job.events("recovery") == []
+    assert job.recovered() == []
     assert job.digests() == expected
 
 
@@ -220,21 +226,28 @@ def test_feature_survives_a_recovery_bit_for_bit(name: str, job: CheckpointJob) 
     stock = [*job.base, *features, *event_flags(log)]
     run_training(stock, NUM_RANKS, log_dir=log).check()
     job.run_with_faults("kill:1@4:before-step", flags=features)
-    assert job.events("recovery")[0]["restored_iteration"] >= 2
+    ((restored, _),) = job.recovered()
+    assert restored in range(2, 5)
     for rank in range(NUM_RANKS):
         wanted = events(log, rank, "state_digest")[-1]["sha256_all"]
         assert job.events("state_digest", rank)[-1]["sha256_all"] == wanted
 
 
-def test_automatic_interval_is_chosen_from_measurements_by_all_ranks_alike(
+def test_automatic_interval_follows_from_measurements_and_is_the_same_on_all_ranks(
     job: CheckpointJob,
 ) -> None:
     board = job.folder / "tensorboard"
     flags = ("--moe-ft-interval", "auto", "--train-iters", "9", "--tensorboard-dir", str(board))
+    flags += ("--moe-ft-overhead-limit", str(OVERHEAD_LIMIT))
     job.run(*flags, "--exit-interval", "9").check()
     chosen = [job.events("interval", rank)[0] for rank in range(NUM_RANKS)]
-    assert chosen[0]["interval"] == chosen[1]["interval"] >= 1
-    assert all(line["iteration_s"] > 0 for line in chosen)
+    measured = ("interval", "iteration_s", "overhead_s", "completion_s")
+    own, other = ([line[name] for name in measured] for line in chosen)
+    assert own == other
+    interval, iteration_s, overhead_s, completion_s = own
+    least_s = max(overhead_s / OVERHEAD_LIMIT, completion_s, iteration_s)
+    # The smallest number of iterations that takes as long.
+    assert interval - 1 < least_s / iteration_s <= interval
     assert (
         job.events("snapshot")[0]["iteration"] == 5
     )  # behind two warm-up and three quiet iterations
