@@ -3,13 +3,14 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-matrix chaos check bench clean
+.PHONY: help venv demo test test-matrix test-power chaos check bench clean
 
 help:
 	@echo "make venv    create .venv and install what constraints.txt pins"
 	@echo "make demo    prepare text and train a small MoE GPT on 4 ranks (a few minutes)"
 	@echo "make test    run the whole test suite"
 	@echo "make test-matrix   all runs of the fault matrices, with a table of what was recovered"
+	@echo "make test-power    break recovery in ten ways and show which tests of 'make test' notice"
 	@echo "make chaos   kill processes of a small job at random, 50 times, and compare the end"
 	@echo "make check   formatting, lint, types, unit tests"
 	@echo "make bench   run the benchmarks and print their tables"
@@ -28,6 +29,9 @@ test: .venv/installed
 test-matrix: .venv/installed
 	$(BIN)/python -m pytest tests/distributed/test_fault_matrix.py tests/distributed/test_sparse_matrix.py \
 	    -m "matrix or not matrix" -rP --tb=short --durations=0 | grep -vE "Warning|warn|^$$"
+
+test-power: .venv/installed
+	$(BIN)/python -W ignore -m tests.power
 
 chaos: .venv/installed
 	$(BIN)/python -m pytest tests/distributed/test_chaos.py -m chaos -rP --tb=short | grep -vE "Warning|warn|^$$"

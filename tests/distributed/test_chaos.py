@@ -13,6 +13,7 @@ import pytest
 from moe_ft.events import event_path
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import digests, events, run_training, run_with_restarts
+from tests.recoveries import RecoveryWatch
 
 NUM_RANKS = 4
 NUM_ITERATIONS = 120
@@ -115,6 +116,10 @@ def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_no
         ),
         *("--moe-ft-persist-interval", "2", "--moe-ft-fault-report-grace-s", "0.5"),
     ]
+    nodes = [f"node{rank % 2}" for rank in range(NUM_RANKS)]
+    watch = RecoveryWatch(
+        log, NUM_RANKS, memory_dir / "test", tmp_path / "storage", lambda start: nodes
+    )
     start = time.monotonic()
     with Killer(log, seed) as killer:
         results = run_with_restarts(
@@ -122,15 +127,17 @@ def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_no
             NUM_RANKS,
             log_dir=tmp_path,
             max_restarts=KILLS_PER_RUN + 3,
-            nodes=lambda start: [f"node{rank % 2}" for rank in range(NUM_RANKS)],
+            nodes=lambda start: nodes,
+            between=watch.look,
         )
     results[-1].check()
-    recoveries = [
-        (line["restored_iteration"], line["replayed_iterations"])
-        for line in events(log, 0, "recovery")
-    ]
-    print(
-        f"{len(killer.kills)} kills in {time.monotonic() - start:.0f} s; went on from {recoveries}"
-    )
+    recovered = watch.check(len(results))
+    steps = "; ".join(str(each or "nothing") for each in recovered)
+    print(f"{len(killer.kills)} kills in {time.monotonic() - start:.0f} s; recovered {steps}")
+    # Only the first starts may have left nothing; no kill takes memory away.
+    assert sum(each is not None for each in recovered) > KILLS_PER_RUN // 2
+    assert {tier for each in recovered if each for tier in each.tiers} == {"memory"}
+    targets = [each.target_iteration if each else 0 for each in recovered]
+    assert targets == sorted(targets)
     assert len(killer.kills) == KILLS_PER_RUN
     assert digests(log, NUM_RANKS) == reference

@@ -96,12 +96,12 @@ def test_formats_may_change_between_starts(job: CheckpointJob, expected: Digests
     job.run(*SPLIT, "--exit-interval", "2", storage=True).check()
     job.run("--exit-interval", "4", storage=True).check()
     job.run(*SPLIT, storage=True).check()
-    recovered = [line["restored_iteration"] for line in job.events("recovery")]
-    assert recovered == [2, 4]
+    assert job.recovered() == [(2, 2), (4, 4)]
     assert job.digests() == expected
     job.run(*LOSSY, ALLOWED, "--train-iters", "8", "--exit-interval", "7", storage=True).check()
     job.run("--train-iters", "8", storage=True).check()
     assert [line["lossy"] for line in job.events("recovery")] == [{}, {}, {}, KEPT]
+    assert job.recovered()[2:] == [(6, 6), (7, 7)]
 
 
 def test_versions_of_other_formats_have_room_in_the_slots_of_a_start(job: CheckpointJob) -> None:

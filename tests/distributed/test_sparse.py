@@ -188,7 +188,7 @@ def test_other_strategy_goes_on_from_what_one_left(
     window = ("--moe-ft-window", "2")
     fault = ("--moe-ft-inject-fault", "kill:1@4:backward")
     job.run("--moe-ft-strategy", first, *window, *fault)
-    job.run("--moe-ft-strategy", second, *window, *fault).check()
+    job.resume("--moe-ft-strategy", second, *window, *fault)
     assert len(recoveries(job)) == 1
     assert job.digests() == expected
 
@@ -201,7 +201,7 @@ def test_length_and_rules_of_order_may_change_with_a_start(
     job.run(*SPARSE, "2", *flags)
     job.train = partial(train_watched, str(job.folder), True)
     job.run(*SPARSE, "2", *flags)  # reads a window of single experts
-    job.run(*SPARSE, "1", *flags).check()  # reads one of whole modules
+    job.resume(*SPARSE, "1", *flags)  # reads one of whole modules
     assert recoveries(job) == [(1, 2), (3, 4)]
     assert job.digests() == expected
     for rank in range(NUM_RANKS):
@@ -233,7 +233,7 @@ def test_replay_behind_the_last_iteration_happens_before_training_ends(
     job.train = train_and_die_at_the_end
     job.run(*SPARSE, "2")
     job.train = None
-    job.run(*SPARSE, "2").check()
+    job.resume(*SPARSE, "2")
     assert recoveries(job) == [(5, 6)]
     assert job.digests() == expected
 
@@ -320,5 +320,5 @@ def test_replay_with_other_settings_is_refused_and_nothing_is_lost(
     output = refusal_of(job, [*SPARSE, "2", *fault, "--clip-grad", "0.5"])
     assert "--clip-grad: 1.0 there, 0.5 now" in output
     assert "--exit-interval" in output
-    job.run(*SPARSE, "2", *fault).check()
+    job.resume(*SPARSE, "2", *fault)
     assert job.digests() == expected

@@ -93,6 +93,8 @@ def test_lost_node_of_two_torchrun_agents_is_recovered_from_its_peer(
             with suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
     assert codes == [0, 0], (tmp_path / "node0.log").read_text()[-3000:]
-    recoveries = [events(tmp_path, rank, "recovery")[-1] for rank in range(2)]
-    assert sorted(set().union(*(line["sources"] for line in recoveries))) == ["memory", "peer"]
+    one, other = (events(tmp_path, rank, "recovery")[-1] for rank in range(2))
+    # The agents may have changed places since.
+    assert sorted([*one["sources"], *other["sources"]]) == ["memory", "peer"]
+    assert one["restored_iteration"] == other["restored_iteration"] in range(1, 5)
     assert digests(tmp_path, 2) == digests(alone, 2)
