@@ -205,14 +205,20 @@ def check_case(
     assert missing <= (may_not_replay or may_overflow), f"{case}: a fault did not fire"
     assert recovered, f"{case}: no restart"
     for start, each in enumerate(recovered):
-        assert each is not None, f"{case}: start {start + 1} began from nothing"
         before = [line for line in fired if line["incarnation"] == start]
+        if each is None:  # a slow writer had not written a window yet
+            assert case.fault == "lose-all-memory", f"{case}: start {start + 1} began from nothing"
+            continue
         length = each.target_iteration - each.restored_iteration + 1
-        assert length in ((1, 2, 3, 4) if case.window == "auto" else (int(case.window),)), each
+        assert length in (range(1, 5) if case.window == "auto" else (int(case.window),)), each
+        assert each.restored_iteration >= 1
         for line in before:
-            is_taken = line["phase"] == Phase.SNAPSHOT  # the state at hand is never complete
-            last = line["iteration"] - is_taken
-            assert each.restored_iteration >= 1 and each.target_iteration <= last, (case, each)
+            if line["phase"] in (Phase.RECOVERY, Phase.REPLAY):  # nothing was trained
+                last = getattr(recovered[start - 1], "target_iteration", 0)
+                assert each.target_iteration == last, (case, each)
+            else:  # a state of which a snapshot is being taken is never complete
+                last = line["iteration"] - (line["phase"] == Phase.SNAPSHOT)
+                assert each.target_iteration <= last, (case, each)
         assert set(each.tiers[::2]) == {tier_of_even_ranks(case, start)}, (case, each)
         is_lost = any(line["kind"] == FaultKind.LOSE_NODE for line in before)
         wanted = "peer" if is_lost else tier_of_even_ranks(case, start)
@@ -226,4 +232,4 @@ def tier_of_even_ranks(case: SparseCase, start: int) -> str:
 
 def describe(case: SparseCase, recovered: Sequence[Expected | None]) -> str:
     """Return one line for the table of `make test-matrix`."""
-    return f"{case}: {'; '.join(map(str, recovered))}"
+    return f"{case}: {'; '.join(str(each or 'began again') for each in recovered)}"
