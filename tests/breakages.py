@@ -80,15 +80,23 @@ def skip_the_random_numbers() -> None:
 
 
 def skip_the_data_position() -> None:
-    """Read the data from the beginning, in the loop and in a replay."""
+    """Read the data from one micro-batch too early on, in the loop and in a replay.
+
+    Not from the beginning: Megatron takes a position of 0 for one that an old checkpoint lacks.
+    """
     from megatron.fault_tolerance.checkpointing import resume
     from megatron.fault_tolerance.replay import Replay
+    from megatron.training import get_args
+
+    def too_early(position: int) -> int:
+        args = get_args()
+        mark()
+        return int(position - args.micro_batch_size * args.data_parallel_size)
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def changed(args: Any, record: Any) -> None:
             original(args, record)
-            args.consumed_train_samples = 0
-            mark()
+            args.consumed_train_samples = too_early(args.consumed_train_samples)
 
         return changed
 
@@ -96,8 +104,9 @@ def skip_the_data_position() -> None:
     first_record = Replay.first_record.fget  # type: ignore[attr-defined]
 
     def changed(replay: Replay) -> Any:
-        mark()
-        return msgspec.structs.replace(first_record(replay), consumed_train_samples=0)
+        record = first_record(replay)
+        position = too_early(record.consumed_train_samples)
+        return msgspec.structs.replace(record, consumed_train_samples=position)
 
     _set_method(Replay, "first_record", property(changed))
 
