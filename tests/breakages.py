@@ -84,9 +84,10 @@ def skip_the_data_position() -> None:
 
     Not from the beginning: Megatron takes a position of 0 for one that an old checkpoint lacks.
     """
+    from megatron.training import get_args
+
     from megatron.fault_tolerance.checkpointing import resume
     from megatron.fault_tolerance.replay import Replay
-    from megatron.training import get_args
 
     def too_early(position: int) -> int:
         args = get_args()

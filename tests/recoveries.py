@@ -192,7 +192,7 @@ class RecoveryWatch:
                 if line is None:
                     assert expected is None or not has_trained, f"{where}recovered nothing"
                 else:
-                    assert expected is not None, f"{where}recovered {line}"
+                    assert expected is not None, f"{where}recovered {_said(line)}"
                     check_recovery(line, expected, rank, where)
         return checked
 
@@ -224,6 +224,11 @@ def check_recovery(line: dict[str, Any], expected: Expected, rank: int, where: s
         expected.target_iteration,
         expected.target_iteration - expected.restored_iteration,
     )
-    assert tuple(line[name] for name in names) == wanted, f"{where}recovered {line}"
+    assert tuple(line[name] for name in names) == wanted, f"{where}recovered {_said(line)}"
     if not expected.has_parts:
-        assert set(line["sources"]) == {expected.tiers[rank]}, f"{where}recovered {line}"
+        tiers = set(line["sources"])
+        assert tiers == {expected.tiers[rank]}, f"{where}recovered {_said(line)}"
+
+
+def _said(line: dict[str, Any]) -> str:
+    return f"{line['restored_iteration']}+{line['replayed_iterations']} from {line['sources']}"
