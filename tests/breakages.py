@@ -195,7 +195,7 @@ def skip_a_buffer() -> None:
 
 
 def restore_another_ranks_slice() -> None:
-    """Give each rank the next one's master weights of one parameter, where they are as many."""
+    """Give each rank master weights of the next one, for one parameter of which both have as many."""
     from moe_ft.recovery.gather import exchange_state
     from moe_ft.state.slices import live_tensor
     from moe_ft.units import Level
@@ -203,21 +203,22 @@ def restore_another_ranks_slice() -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def changed(parameters: Sequence[Any], restored: Any, level: Level, groups: Any) -> None:
             if level is Level.FULL:
-                _swap(parameters)
+                swap(parameters)
             original(parameters, restored, level, groups)
 
         return changed
 
-    def _swap(parameters: Sequence[Any]) -> None:
+    def swap(parameters: Sequence[Any]) -> None:
         owned = (live_tensor(each, key) for each in parameters for key in ("param", "master_param"))
-        own = next((each for each in owned if each is not None and each.numel()), None)
+        own = {each.numel(): each for each in owned if each is not None and each.numel()}
         sent: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(sent, None if own is None else own.detach().cpu())
+        dist.all_gather_object(sent, {size: each.detach().cpu() for size, each in own.items()})
         other = sent[(dist.get_rank() + 1) % len(sent)]
-        if own is None or other is None or own.shape != other.shape or torch.equal(own, other):
-            return
-        own.copy_(other)
-        mark()
+        for size in sorted(own.keys() & other.keys()):
+            if not torch.equal(own[size], other[size]):
+                own[size].copy_(other[size])
+                mark()
+                return
 
     wrap(exchange_state, make)
 
