@@ -52,6 +52,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="each breakage with every test")
     options = parser.parse_args(words)
     wanted = options.breakages or list(BREAKAGES)
+    if unknown := set(wanted) - set(BREAKAGES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; name some of {', '.join(BREAKAGES)}")
     every = sorted({test for name in wanted for test in TESTS[name]})
     failed, _ = run_tests(every, None)
     if failed:

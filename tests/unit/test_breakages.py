@@ -1,0 +1,26 @@
+"""Breakages of recovery still find what they break; that tests notice them is shown by `make test-power`."""
+
+import os
+
+import pytest
+
+from tests.breakages import BREAKAGES
+from tests.power import TESTS
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_breakage_finds_what_it_breaks(name: str) -> None:
+    if (child := os.fork()) == 0:  # this process stays whole
+        code = 1
+        try:
+            BREAKAGES[name]()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+
+
+def test_every_breakage_is_tried_with_some_test() -> None:
+    assert set(TESTS) == set(BREAKAGES)
+    assert all(TESTS.values())
