@@ -106,7 +106,7 @@ def limit_of_k(k: int, num_experts: int, limit: float) -> float:
         limit: --moe-ft-plt-limit.
     """
     num_steps, num_left = _num_doublings(1, num_experts), _num_doublings(k, num_experts)
-    return limit * (num_steps - num_left + 1) / max(1, num_steps)
+    return limit * ((num_steps - num_left + 1) / max(1, num_steps))  # never above the limit itself
 
 
 def _num_doublings(k: int, num_experts: int) -> int:
