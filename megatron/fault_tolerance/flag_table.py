@@ -64,14 +64,15 @@ FLAGS: dict[str, dict[str, str]] = {
             qk_clip_alpha qk_clip_threshold use_kitchen_attention""",
         "beginning": "init_method_std",
         "beginning untested": """
-            embedding_init_method_std init_method_xavier_uniform init_model_with_meta_device""",
+            embedding_init_method_std init_model_with_meta_device""",
         "neutral": """
             decoder_num_layers deprecated_use_mcore_models mamba_head_dim mamba_num_groups
             mamba_num_heads mamba_state_dim mamba_training_ssm_states_dtype onnx_safe
             use_mamba_mem_eff_path""",
         "refused": """
             apply_residual_connection_post_layernorm hybrid_layer_pattern
-            hybrid_override_pattern is_hybrid_model mtp_hybrid_override_pattern openai_gelu""",
+            hybrid_override_pattern init_method_xavier_uniform is_hybrid_model
+            mtp_hybrid_override_pattern openai_gelu""",
     },
     "experts": {
         "fingerprint": """

@@ -251,6 +251,19 @@ REFUSALS: tuple[Refusal, ...] = (
     _values(
         "sample_rate", "--sample-rate", lambda args: args.sample_rate != 1.0, _UNREAD, is_whole=True
     ),
+    # What Megatron itself fails on, later and with a traceback.
+    _flag(
+        "init_method_xavier_uniform",
+        "Megatron 0.19.2 gives it to a configuration that does not know it, and fails",
+        "Use --init-method-std",
+    ),
+    _values(
+        "full_validation",
+        "--full-validation without --multiple-validation-sets",
+        lambda args: args.full_validation and not args.multiple_validation_sets,
+        "Megatron 0.19.2 fails in the first evaluation, with one validation set",
+        "Add --multiple-validation-sets, or use --eval-iters",
+    ),
 )
 
 

@@ -99,6 +99,8 @@ REFUSED = {
     "--expert-model-parallel-size 2 --num-experts": "argument --num-experts: expected one argument",
     "--tensor-model-parallel-size 0": "--tensor-model-parallel-size=0 must be at least 1",
     "--sft": "--sft is not supported: pretrain_gpt_moe.py would ignore it. Leave it out.",
+    "--full-validation": "--full-validation without --multiple-validation-sets is not supported: Megatron "
+    "0.19.2 fails in the first evaluation",
     "--yaml-cfg DIR/file": "--yaml-cfg=DIR/file is not supported: Megatron then reads no other flag, those "
     "of moe_ft included. Give the settings as flags.",
     "--moe-ft-strategy sparse --enable-cuda-graph": "--cuda-graph-impl=local is not supported with --moe-ft-"
