@@ -57,10 +57,24 @@ def replay_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _values_of(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
-    return {
-        "--" + name.replace("_", "-"): _setting(name, getattr(args, name, None))
+    return {  # what a Megatron does not have is left out, so that it is compared with nothing
+        "--" + name.replace("_", "-"): _as_used(name, _setting(name, getattr(args, name)), args)
         for name in names_of(kind)
+        if hasattr(args, name)
     }
+
+
+def _as_used(name: str, value: Any, args: argparse.Namespace) -> Any:
+    """Return what Megatron's configuration makes of a value, which may be written in several ways."""
+    if name == "cp_comm_type" and isinstance(value, list) and len(value) == 1:
+        return value[0]
+    if name == "microbatch_group_size_per_vp_stage" and value is None:
+        return args.pipeline_model_parallel_size
+    if name == "moe_expert_capacity_factor" and value is not None and value < 0:
+        return None
+    if name == "decoupled_lr":  # given or not divides the parameters; the rate itself may change
+        return value is not None
+    return value
 
 
 def _setting(name: str, value: Any) -> Any:

@@ -3,12 +3,13 @@
 Every flag is in one class, for any value but its default:
 
 - neutral: changes neither the state nor what an iteration computes (logging, paths, timeouts, recomputation),
-  or is read only by other programs or along with a flag that is refused.
+  is read only by other programs or along with a flag that is refused, or is one spelling of a setting that is
+  captured in another (virtual stages, the padded vocabulary).
 - captured, so that a recovery is exact. Where it is captured:
     - fingerprint: decides which function the state is the state of, how it is divided among the ranks, or
       which data it has seen. State of a run with another value is refused.
-    - replay: decides besides what an iteration computes. Iterations of a sparse window are run again with the
-      same value only. Whoever runs none again may change it from start to start.
+    - replay: also decides what an iteration computes. Iterations of a sparse window are run again with the
+      same value only. A strategy that runs none again lets it change from start to start.
     - record: decides values that move during training, which every record of an iteration holds (learning
       rates, loss scales, positions). May be changed at any start.
     - beginning: decides the weights that a run begins with. Afterwards they are state.

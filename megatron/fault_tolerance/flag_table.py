@@ -8,18 +8,19 @@ FLAGS: dict[str, dict[str, str]] = {
     "layout": {
         "fingerprint": """
             context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
-            num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout
-            pipeline_model_parallel_size tensor_model_parallel_size""",
+            pipeline_model_parallel_layout pipeline_model_parallel_size
+            tensor_model_parallel_size""",
         "fingerprint untested": """
             account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
             decoder_first_pipeline_num_layers
-            decoder_last_pipeline_num_layers mtp_standalone num_virtual_stages_per_pipeline_rank
+            decoder_last_pipeline_num_layers mtp_standalone
             use_tp_pp_dp_mapping""",
         "replay": "sequence_parallel",
         "replay untested": """
             cp_comm_type hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank
             microbatch_group_size_per_vp_stage""",
-        "neutral": "model_parallel_size",
+        "neutral": "model_parallel_size num_layers_per_virtual_pipeline_stage",
+        "neutral untested": "num_virtual_stages_per_pipeline_rank",
         "refused": """
             expert_tensor_parallel_num_weight_shards hybrid_context_parallel
             num_distributed_optimizer_instances tensor_parallel_num_weight_shards
@@ -28,7 +29,7 @@ FLAGS: dict[str, dict[str, str]] = {
     "model": {
         "fingerprint": """
             add_bias_linear add_qkv_bias ffn_hidden_size group_query_attention hidden_size
-            kv_channels kv_lora_rank layernorm_epsilon make_vocab_size_divisible_by
+            kv_channels kv_lora_rank layernorm_epsilon
             max_position_embeddings mtp_num_layers multi_latent_attention normalization
             num_attention_heads num_layers num_query_groups position_embedding_type q_lora_rank
             qk_head_dim qk_layernorm qk_pos_emb_head_dim rotary_base rotary_percent
@@ -51,7 +52,7 @@ FLAGS: dict[str, dict[str, str]] = {
             relative_attention_max_distance relative_attention_num_buckets rope_scaling_factor
             rope_type rotary_interleaved rotary_scaling_factor
             softmax_type spec squared_relu use_mup
-            use_rotary_position_embeddings use_transformer_engine_op_fuser
+            use_transformer_engine_op_fuser
             window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow
             yarn_correction_range_round_to_int yarn_original_max_position_embeddings""",
         "replay": """
@@ -66,9 +67,10 @@ FLAGS: dict[str, dict[str, str]] = {
         "beginning untested": """
             embedding_init_method_std init_model_with_meta_device""",
         "neutral": """
-            decoder_num_layers deprecated_use_mcore_models mamba_head_dim mamba_num_groups
-            mamba_num_heads mamba_state_dim mamba_training_ssm_states_dtype onnx_safe
-            use_mamba_mem_eff_path""",
+            decoder_num_layers deprecated_use_mcore_models make_vocab_size_divisible_by
+            mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
+            mamba_training_ssm_states_dtype onnx_safe use_mamba_mem_eff_path
+            use_rotary_position_embeddings""",
         "refused": """
             apply_residual_connection_post_layernorm hybrid_layer_pattern
             hybrid_override_pattern init_method_xavier_uniform is_hybrid_model
@@ -181,7 +183,8 @@ FLAGS: dict[str, dict[str, str]] = {
     "data": {
         "fingerprint": "data_args_path data_path mock_data seed split tokenizer_type",
         "fingerprint untested": """
-            per_split_data_args_path phase_transition_iterations train_data_path""",
+            per_split_data_args_path train_data_path""",
+        "record untested": "phase_transition_iterations",
         "replay": """
             data_sharding dataloader_type eod_mask_loss reset_attention_mask reset_position_ids""",
         "replay untested": """
@@ -218,7 +221,7 @@ FLAGS: dict[str, dict[str, str]] = {
     "optimizer": {
         "fingerprint": "optimizer use_precision_aware_optimizer",
         "fingerprint untested": """
-            apply_wd_to_qk_layernorm decoupled_lr decoupled_min_lr inference_rng_tracker
+            apply_wd_to_qk_layernorm decoupled_lr inference_rng_tracker
             no_weight_decay_cond_type te_rng_tracker""",
         "replay": "clip_grad",
         "record": """
@@ -227,7 +230,7 @@ FLAGS: dict[str, dict[str, str]] = {
             lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style min_lr
             override_opt_param_scheduler start_weight_decay use_checkpoint_opt_param_scheduler
             weight_decay weight_decay_incr_style""",
-        "record untested": "lion_beta1 lion_beta2 sgd_momentum",
+        "record untested": "decoupled_min_lr lion_beta1 lion_beta2 sgd_momentum",
         "neutral": "warmup",
         "neutral untested": "dump_param_to_param_group_map",
         "refused": "optimizer_cpu_offload",

@@ -128,7 +128,8 @@ def _replacements(config: Any) -> dict[Any, Any]:
     replacements: dict[Any, Any] = {}
     if config.sequence_parallel:
         replacements[WrappedTorchNorm] = sequence_parallel_norm
-    if config.multi_latent_attention or config.context_parallel_size > 1:
+    is_local = config.transformer_impl == "local"
+    if is_local and (config.multi_latent_attention or config.context_parallel_size > 1):
         replacements[DotProductAttention] = LocalAttention
         replacements[MLASelfAttention] = LocalLatentAttention
     return replacements

@@ -33,7 +33,7 @@ class Refusal:
         remedy: what to do instead.
         is_used: whether parsed arguments use it.
         strategies: those that it is refused with; empty for always.
-        is_whole: whether any use of the flag is refused, and not only some values or combinations.
+        covers_flag: whether any use of the flag is refused, and not only some values or combinations.
     """
 
     dest: str
@@ -42,7 +42,7 @@ class Refusal:
     remedy: str
     is_used: Callable[[Any], bool]
     strategies: Strategies = ()
-    is_whole: bool = True
+    covers_flag: bool = True
 
 
 def _flag(dest: str, reason: str, remedy: str = _LEAVE, strategies: Strategies = ()) -> Refusal:
@@ -65,7 +65,7 @@ def _values(
     remedy: str = _LEAVE,
     *,
     strategies: Strategies = (),
-    is_whole: bool = False,
+    covers_flag: bool = False,
 ) -> Refusal:
     """Return a rule that refuses some values of a flag."""
     return Refusal(
@@ -75,7 +75,7 @@ def _values(
         remedy=remedy,
         is_used=is_used,
         strategies=strategies,
-        is_whole=is_whole,
+        covers_flag=covers_flag,
     )
 
 
@@ -122,12 +122,14 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.num_distributed_optimizer_instances > 1,
         _NO_UNITS,
         "Use one instance",
-        is_whole=True,
+        covers_flag=True,
     ),
     _values(
         "reuse_grad_buf_for_mxfp8_param_ag",
         "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
-        lambda args: args.fp8_param_gather and args.reuse_grad_buf_for_mxfp8_param_ag,
+        lambda args: (
+            args.reuse_grad_buf_for_mxfp8_param_ag and getattr(args, "fp8_param_gather", 0)
+        ),
         _NO_UNITS,
         "Leave one of the two out",
     ),
@@ -153,7 +155,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _SHARDED_WEIGHTS,
         "Leave it out, or raise --tensor-model-parallel-size instead",
         strategies=ALL,
-        is_whole=True,
+        covers_flag=True,
     ),
     _values(
         "expert_tensor_parallel_num_weight_shards",
@@ -162,7 +164,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _SHARDED_WEIGHTS,
         "Leave it out, or raise --expert-tensor-parallel-size instead",
         strategies=ALL,
-        is_whole=True,
+        covers_flag=True,
     ),
     _flag(
         "fake_process_group",
@@ -249,7 +251,11 @@ REFUSALS: tuple[Refusal, ...] = (
     _flag("apply_residual_connection_post_layernorm", _UNREAD),
     _flag("openai_gelu", _UNREAD),
     _values(
-        "sample_rate", "--sample-rate", lambda args: args.sample_rate != 1.0, _UNREAD, is_whole=True
+        "sample_rate",
+        "--sample-rate",
+        lambda args: args.sample_rate != 1.0,
+        _UNREAD,
+        covers_flag=True,
     ),
     # What Megatron itself fails on, later and with a traceback.
     _flag(
@@ -260,7 +266,7 @@ REFUSALS: tuple[Refusal, ...] = (
     _values(
         "full_validation",
         "--full-validation without --multiple-validation-sets",
-        lambda args: args.full_validation and not args.multiple_validation_sets,
+        lambda args: args.full_validation and not getattr(args, "multiple_validation_sets", 0),
         "Megatron 0.19.2 fails in the first evaluation, with one validation set",
         "Add --multiple-validation-sets, or use --eval-iters",
     ),
@@ -277,6 +283,8 @@ def check_refusals(args: argparse.Namespace) -> None:
     strategy = args.moe_ft_strategy
     for rule in REFUSALS:
         if rule.strategies and strategy not in rule.strategies:
+            continue
+        if not hasattr(args, rule.dest):  # --moe-ft-allow-untested-megatron
             continue
         if rule.is_used(args):
             where = f" with --moe-ft-strategy={strategy}" if rule.strategies else ""

@@ -122,7 +122,8 @@ def _copy(live: Tensors, tensors: Tensors) -> None:
     for key, tensor in live.items():
         if key not in tensors:
             continue
-        # The history may have another length in this start: its first rows are the newest.
+        # The history may have another length in this start: as many rows are kept as Transformer Engine keeps
+        # when it changes the length itself.
         num_rows = min(len(tensor), len(tensors[key]))
         tensor[:num_rows].copy_(tensors[key][:num_rows])
 

@@ -133,13 +133,23 @@ def buffer_places(
     Those of rotary embeddings are not: the tables of sines, megabytes in each layer of multi-latent
     attention, follow from the flags.
     """
+    places = _all_buffers(model)
+    return {name: place for name, place in places.items() if not _is_derived(place[0])}
+
+
+def _all_buffers(
+    model: Sequence[torch.nn.Module],
+) -> dict[str, tuple[torch.nn.Module, str]]:
     return {
         f"chunk{index}.{module_name}{'.' if module_name else ''}{key}": (module, key)
         for index, chunk in enumerate(model)
         for module_name, module in chunk.named_modules()
-        if not isinstance(module, RotaryEmbedding)
         for key in module._buffers
     }
+
+
+def _is_derived(module: torch.nn.Module) -> bool:
+    return isinstance(module, RotaryEmbedding)
 
 
 def _capture_scalars(inner: Any) -> dict[str, Any]:
@@ -335,9 +345,9 @@ def apply(
     the counters of the training loop, which its caller knows.
 
     Raises:
-        ConfigError: if the model lacks a buffer that the record holds.
+        ConfigError: if the model lacks a buffer, or extra state, that the record holds.
     """
-    places = buffer_places(model)
+    places = _all_buffers(model)
     for name, packed in record.buffers.items():
         if name not in places:
             raise ConfigError(
@@ -346,6 +356,8 @@ def apply(
                 "--moe-ft-recover-from load."
             )
         module, key = places[name]
+        if _is_derived(module):  # earlier versions noted these too
+            continue
         value, buffer = unpack(packed), module._buffers[key]
         assert buffer is not None
         if value.dtype == buffer.dtype and value.shape == buffer.shape:
@@ -367,7 +379,7 @@ def _apply_extra_state(record: IterationRecord, model: Sequence[torch.nn.Module]
         if key and module in states:
             states[module][key] = unpack(packed)
         elif packed.data:
-            raise SnapshotError(
+            raise ConfigError(
                 f"the record has extra state of {module} that this model or version of moe_ft has no place "
                 "for. Start with the version and the FP8 settings that wrote it, or ignore it with "
                 "--moe-ft-recover-from load."

@@ -2,11 +2,13 @@
 
 import argparse
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from megatron.training import arguments as megatron_arguments
+from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron.fault_tolerance import arguments
 from megatron.fault_tolerance.checkpointing import fingerprint, replay_settings
@@ -21,9 +23,11 @@ from megatron.fault_tolerance.flag_classes import (
 from megatron.fault_tolerance.flag_table import FLAGS
 from megatron.fault_tolerance.refusals import REFUSALS, Refusal, check_refusals
 from moe_ft.errors import ConfigError
+from tests.demo_model import model_flags
+from tests.stock_program import CPU_FLAGS
 
 TESTS = Path(__file__).parents[2]
-RULES = {f"{rule.flag} {'/'.join(rule.strategies)}": rule for rule in REFUSALS if rule.is_whole}
+RULES = {f"{rule.flag} {'/'.join(rule.strategies)}": rule for rule in REFUSALS if rule.covers_flag}
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +76,10 @@ def test_names_are_sorted_within_their_class() -> None:
 
 
 def test_every_refused_flag_has_one_rule_and_every_rule_its_row() -> None:
-    rules = Counter(rule.dest for rule in REFUSALS if rule.is_whole)
+    rules = Counter(rule.dest for rule in REFUSALS if rule.covers_flag)
     assert rules == Counter(names_of(Kind.REFUSED))
     for rule in REFUSALS:
-        if not rule.is_whole:
+        if not rule.covers_flag:
             assert flag_classes()[rule.dest].kind is not Kind.REFUSED, rule.flag
 
 
@@ -165,6 +169,7 @@ def test_captured_flag_that_is_not_called_untested_is_in_a_test(
 def test_what_decides_the_meaning_of_state_is_in_the_fingerprint(
     name: str, args: argparse.Namespace
 ) -> None:
+    args.world_size, args.virtual_pipeline_model_parallel_size = 1, None  # Megatron derives them
     assert f"--{name.replace('_', '-')}" in fingerprint(args)
 
 
@@ -183,6 +188,55 @@ def test_what_an_iteration_computes_is_in_the_settings_of_a_replay(
     setattr(args, name, 7)
     assert before[flag] != replay_settings(args)[flag] == 7
     assert flag not in fingerprint(args)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--moe-expert-capacity-factor -1 --cp-comm-type a2a",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ],
+)
+def test_settings_of_a_replay_are_written_as_the_configuration_has_them(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As earlier versions noted them: their windows are compared with those of this start.
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py"])
+    monkeypatch.setattr(megatron_arguments, "set_global_variables", lambda args: None)
+    given = [*CPU_FLAGS, *model_flags(num_layers=4), "--mock-data", *flags.split()]
+    args, _ = arguments.parse_arguments(given)
+    config = core_transformer_config_from_args(args)
+    for flag, value in replay_settings(args).items():
+        name = flag.removeprefix("--").replace("-", "_")
+        noted = getattr(config, name, value)
+        if isinstance(noted, bool | int | float | str | None):
+            assert value == noted, name
+
+
+def test_rate_of_decoupled_parameters_may_change_but_not_whether_there_are_any(
+    args: argparse.Namespace,
+) -> None:
+    found = []
+    for rate in (None, 0.1, 0.2):
+        args.decoupled_lr = rate
+        found.append(fingerprint(args)["--decoupled-lr"])
+    assert found == [False, True, True]
+
+
+def test_setting_that_a_megatron_does_not_have_is_not_compared(args: argparse.Namespace) -> None:
+    del args.rotary_base
+    assert "--rotary-base" not in fingerprint(args)
+
+
+@pytest.mark.parametrize("name", sorted({rule.dest for rule in REFUSALS}))
+def test_flag_that_a_megatron_does_not_have_is_not_refused(
+    name: str, args: argparse.Namespace
+) -> None:
+    delattr(args, name)
+    check_refusals(args)
 
 
 def test_data_may_be_moved_but_not_exchanged(args: argparse.Namespace, tmp_path: Path) -> None:

@@ -216,5 +216,5 @@ def test_recorded_state_that_has_no_place_is_refused_and_not_unpickled(name: str
     record = record_of(layer)
     (packed, *_) = record.extra_state.values()
     changed = msgspec.structs.replace(record, extra_state={name: packed})
-    with pytest.raises(SnapshotError, match="no place for"):
+    with pytest.raises(ConfigError, match="no place for"):
         recovered(changed, Linear())

@@ -1,12 +1,14 @@
 """The buffers of the model that a record holds."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from moe_ft.errors import ConfigError
-from moe_ft.state.record import apply, buffer_places
+from moe_ft.state.record import apply, buffer_places, unpack
 from tests.unit.moe_ft.builders import make_record
 
 
@@ -31,6 +33,16 @@ def model() -> torch.nn.Module:
 def test_record_holds_what_training_changes_and_no_tables_of_sines() -> None:
     names = ["chunk0.router.expert_bias", "chunk0.router.local_tokens"]
     assert list(buffer_places([model()])) == names
+
+
+def test_tables_of_sines_that_an_earlier_version_has_noted_are_passed_over() -> None:
+    packed = make_record(3).buffers["layer.0.expert_bias"]
+    buffers = {"chunk0.rotary_pos_emb.cos_cached": packed, "chunk0.router.expert_bias": packed}
+    record = msgspec.structs.replace(make_record(3), buffers=buffers, optimizers=())
+    live, scheduler, optimizer = model(), SimpleNamespace(), SimpleNamespace(chained_optimizers=[])
+    apply(record, [live], optimizer, scheduler, [])
+    assert torch.equal(live.rotary_pos_emb.cos_cached, torch.zeros(4))
+    assert torch.equal(live.router.expert_bias, unpack(packed))
 
 
 def test_record_of_a_model_with_other_buffers_is_refused() -> None:
