@@ -183,12 +183,12 @@ class SparseConfig:
         0.10, "relative change of an expert's share of tokens that counts as one"
     )
     reorder_fraction: float = setting(
-        0.25, "fraction of the experts that must have changed before units are ordered anew"
+        0.25, "fraction of the experts that must have changed before units are ordered again"
     )
 
     @property
     def is_soft(self) -> bool:
-        """Whether the gate's probabilities are summed up, not tokens."""
+        """True if the gate's probabilities are summed up, not tokens."""
         return self.unit_order == "soft-count"
 
     @property

@@ -178,7 +178,7 @@ def _train_seam(run: TrainingRun) -> Seam:
 
 
 def _attempt_seam(run: TrainingRun) -> Seam:
-    """An attempt at an iteration begins with this call, in train_step and wherever Megatron repeats one.
+    """Wrap zero_grad, with which each attempt at an iteration begins, also where Megatron repeats one.
 
     It repeats forward and backward where results are rejected (its rerun state machine) and where a paged
     stash overflows.

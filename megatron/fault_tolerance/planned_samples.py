@@ -1,4 +1,4 @@
-"""How many samples the planned run reads, by Megatron's own schedule of batch sizes.
+"""Number of samples that the planned run reads, by Megatron's own schedule of batch sizes.
 
 What follows from it, the proportion of lost tokens, is moe_ft/planning/lost_tokens.py.
 """

@@ -79,7 +79,7 @@ def settings_without_effect(args: argparse.Namespace, command_line: Sequence[str
         return []
     return [
         f"--moe-ft-sharding={args.moe_ft_sharding} changes nothing with --use-distributed-optimizer: every "
-        "rank saves the slices that the optimizer has given it (only frozen parameters are held alike)"
+        "rank saves the slices that the optimizer has given it (only frozen parameters are replicated)"
     ]
 
 

@@ -8,7 +8,7 @@ clock = time.perf_counter
 
 
 class Stall:
-    """What the training thread has waited for since `take`, all together. Owned by it.
+    """Time that the training thread has waited since `take`. Owned by it.
 
     Attributes:
         seconds: so far.

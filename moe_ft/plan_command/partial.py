@@ -164,7 +164,7 @@ def _adaptive_advice(plan: PartialPlan) -> list[str]:
 
 
 def _size_table(plan: PartialPlan) -> str:
-    """Return sizes at both levels beside those of full checkpoints, with this sharding and without."""
+    """Return sizes at both levels alongside those of full checkpoints, with this sharding and without."""
     num_experts = plan.shape.num_experts
     full = plan.workload(num_experts)
     checkpoints = [(name, k, plan.workload(k)) for name, k in plan.k_by_target.items()]
@@ -229,7 +229,7 @@ def _rank_table(plan: PartialPlan) -> str:
 
 
 def _memory(plan: PartialPlan) -> str:
-    """Return host memory, also if k may become all experts, beside that of dense snapshots."""
+    """Return host memory, also if k may become all experts, alongside that of dense snapshots."""
     dense_bytes = plan.workload(plan.shape.num_experts).bottleneck_bytes
     k = plan.k_by_target["snapshot"]
     shares = {

@@ -24,7 +24,7 @@ def num_slots(num_units: int, most_in_snapshot: int) -> int:
 
     They are for the newest version of each unit, those of the snapshot under way and, of the units that are
     being written to storage, the versions that are written; after a recovery for what the index that
-    it rests on names besides the newest versions.
+    it rests on names in addition to the newest versions.
     """
     return num_units + 2 * most_in_snapshot if num_units else 0
 
@@ -45,7 +45,7 @@ def slot_bytes(num_elements: int, num_tensors: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryShare:
-    """What the checkpoints of one rank take.
+    """Host memory that the checkpoints of one rank take.
 
     Attributes:
         region_bytes: of one region: a window of snapshots, without what lies in the pool.
@@ -61,7 +61,7 @@ class MemoryShare:
 
     @property
     def replica_bytes(self) -> int:
-        """What one peer keeps for the rank."""
+        """Bytes that one peer keeps for the rank."""
         return NUM_REPLICA_REGIONS * self.region_bytes + self.pool_bytes
 
     def total_bytes(self, *, persists: bool, replication_factor: int) -> int:

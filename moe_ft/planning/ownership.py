@@ -1,4 +1,4 @@
-"""Which of the ranks that hold the same experts saves how much of each, in a model that need not exist.
+"""Shares of each expert that the ranks holding it save, in a model that need not exist.
 
 In training state/parameters.py finds this out from Megatron's buffers; this is their arithmetic. Experts are
 modules of their own: with grouped GEMM Megatron's buffers hold all first layers of a layer's experts before
@@ -20,7 +20,7 @@ _Tensor = tuple[tuple[int, int], int]  # (layer, local expert), elements
 
 
 class Sharding(StrEnum):
-    """Who saves what several ranks hold alike."""
+    """Division of replicated state among the ranks that hold it."""
 
     NONE = "none"  # rank 0 all non-experts, the first expert-parallel group all experts
     EQUAL = "equal"  # experts and non-experts in equal parts
@@ -35,7 +35,7 @@ class SavingLayout:
         dp: data-parallel ranks, all of which hold the non-experts.
         ep: expert-parallel ranks; dp / ep groups of them hold the same experts. Rank r is rank r % ep
             of group r // ep.
-        sharding: of what several ranks hold alike.
+        sharding: of replicated state.
         is_optimizer_distributed: whether each rank owns a slice of the optimizer's state already, which
             it saves whatever the sharding.
     """

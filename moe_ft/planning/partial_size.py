@@ -1,4 +1,4 @@
-"""What each rank saves with partial experts, as training divides state among ranks.
+"""Bytes that each rank saves with partial experts, as training divides state among ranks.
 
 Master weights and moments, without tensor parallelism; records, headers and the gaps that align tensors are
 left out. Which experts are selected is planning/selection.py; who has which part of an expert,
@@ -140,7 +140,7 @@ class SavedModel:
 
 
 class _Stage:
-    """What the ranks of one stage save; ranks are numbered within it."""
+    """Bytes that the ranks of one stage save; ranks are numbered within it."""
 
     def __init__(self, model: SavedModel, units: Units, bucket_parameters: int | None) -> None:
         moe_layers = {unit.layer for unit in units if unit.kind is UnitKind.EXPERT}

@@ -17,11 +17,11 @@ WEIGHT_GRADIENT_SHARE = 1 / 3  # of a layer's matrix products: forward, input an
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a snapshot has to go through, for each rank.
+    """Links that a snapshot goes through, for each rank.
 
     Attributes:
         iteration_s: of a whole iteration.
-        hidden_s: its forward and backward pass, beside which state can be copied.
+        hidden_s: its forward and backward pass, during which state can be copied.
         bandwidth: from device to host, bytes per second.
         network_bandwidth: to other nodes, bytes per second; of no matter without replicas.
         replication_factor: replicas of every rank's state.
@@ -89,7 +89,7 @@ def work_to_redo(window: int, lag: int) -> tuple[int, float, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """What a failure costs on average, in seconds.
+    """Average cost of a failure, in seconds.
 
     Attributes:
         restart_s: until the processes run again, detection included.

@@ -197,7 +197,7 @@ def _num_experts(experts: Iterable[UnitId]) -> int:
 def _draw_scores(
     by_ep_rank: Sequence[Sequence[UnitId]], popularity: np.random.Generator | None
 ) -> Scores:
-    """Return ``[layer, expert]`` how popular experts are, all alike if that is not drawn."""
+    """Return ``[layer, expert]`` how popular experts are, all equal if that is not drawn."""
     num_layers = len({unit.layer for unit in by_ep_rank[0]})
     shape = (num_layers, _num_experts(by_ep_rank[-1]))
     return np.zeros(shape) if popularity is None else popularity.random(shape)
@@ -307,7 +307,7 @@ def region_bytes(
     Args:
         stages: of the job, in the order that training begins with.
         longest: snapshots that a window may have.
-        margin: fraction that is reserved besides, for other orders.
+        margin: fraction that is also reserved, for other orders.
         shortest: snapshots that a window may have.
     """
     most = max(_most_window_bytes(stage, shortest, _longest(stage, longest)) for stage in stages)

@@ -14,7 +14,7 @@ class JobLoss:
 
     Attributes:
         lost_tokens, plt: by this recovery; repeated_tokens: that some experts are trained with again.
-        total_lost_tokens, total_plt: by all recoveries that the state has behind it. PLT is of the whole
+        total_lost_tokens, total_plt: by all recoveries of the state so far. PLT is of the whole
             planned run, also for Dynamic-K.
         per_expert: lost by this recovery, ``[expert]`` by layer name.
         k_snapshot, k_persist: from now on.
