@@ -109,6 +109,11 @@ class SparseCase:
         return asdict(self)
 
     @property
+    def cost(self) -> int:
+        """Time that a run takes, in proportion: tensor-parallel ranks exchange most, and share two cores."""
+        return self.world_size * LAYOUTS[self.layout][1].get("tp", 1)
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return LAYOUTS[self.layout][0]

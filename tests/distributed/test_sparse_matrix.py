@@ -10,7 +10,7 @@ from tests.harness import digests
 from tests.sparse_matrix import FACTORS, SparseCase, describe, job_flags, run_case
 
 ALL_CASES = [SparseCase(**values) for values in covering_array(FACTORS, num_tries=300)]
-SOME_CASES = first_runs(ALL_CASES, 9, lambda case: case.values, lambda case: case.world_size)
+SOME_CASES = first_runs(ALL_CASES, 9, lambda case: case.values, lambda case: case.cost)
 
 
 @pytest.mark.parametrize("case", parameters(ALL_CASES, SOME_CASES), ids=str)
