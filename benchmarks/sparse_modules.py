@@ -1,4 +1,4 @@
-"""What a conversion skips where experts freeze only as whole modules, as with grouped GEMM.
+"""Work that a conversion skips where experts freeze only as whole modules, as with grouped GEMM.
 
 Transformer Engine computes the weight gradients of all experts that a rank has of a layer, or of none. Three
 ways to divide a stage into groups are played back on a routing trace: in the order of single experts, in the

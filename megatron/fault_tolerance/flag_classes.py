@@ -111,5 +111,5 @@ def _is_tested(name: str) -> bool:
     if name.startswith("moe_ft_") or name == "text_dir":  # ours
         return True
     each = flag_classes().get(name)
-    # What is refused and has come this far is refused with another strategy only.
+    # A refused flag that came this far is refused with other strategies only.
     return each is not None and each.is_tested and each.kind is not Kind.REFUSED

@@ -59,7 +59,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         """
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         has_parts = config.context_parallel_size > 1
-        # What the parent refuses, and does not otherwise use.
+        # The parent refuses these, and does not otherwise use them.
         whole = copy.copy(config)
         whole.context_parallel_size = 1
         # With parts of the sequence there are more keys than queries: causal rows come as a mask.

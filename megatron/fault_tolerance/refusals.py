@@ -97,7 +97,7 @@ _LAYER_WISE = ("muon", "dist_muon", "adaptive_muon", "soap")
 _SHARDED_WEIGHTS = "the groups that its shards of weights are in are not known to snapshots"
 
 REFUSALS: tuple[Refusal, ...] = (
-    # What makes state that snapshots cannot take.
+    # State that snapshots cannot take.
     _values(
         "cuda_graph_impl",
         "--cuda-graph-impl full_iteration",
@@ -201,7 +201,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "phase_transition_iterations",
         "--phase-transition-iterations",
         lambda args: bool(args.phase_transition_iterations),
-        "Megatron reads a phase's data from where training goes on, and a recovery runs iterations before "
+        "Megatron reads a phase's data from where training continues, and a recovery runs iterations before "
         "that again",
         "Use --moe-ft-strategy dense or partial",
         strategies=("sparse",),

@@ -4,9 +4,9 @@ import argparse
 
 from moe_ft.plan_command.flags import Schedule, read_replication, read_schedule, refuse_foreign
 from moe_ft.plan_command.memory import memory_table
+from moe_ft.plan_command.persist import persist_line
 from moe_ft.plan_command.saved_model import describe_model, read_model
 from moe_ft.planning.host_memory import MemoryShare
-from moe_ft.planning.partial_size import smallest_interval
 
 _ALL = "a snapshot holds everything"
 
@@ -67,15 +67,13 @@ def _limits(schedule: Schedule, most_bytes: int) -> list[str]:
             f"{stall_s:.3f} s, {overhead:.1%} of the time with --interval {schedule.interval}"
         )
     if schedule.storage_bandwidth:
-        least = smallest_interval(
-            most_bytes,
-            bandwidth_bytes_per_s=schedule.storage_bandwidth,
-            iteration_s=schedule.iteration_s,
-        )
-        taken = schedule.interval * schedule.persist_interval
-        verdict = "is enough" if taken >= least else "is too short: persists will be skipped"
         lines.append(
-            f"persist: {most_bytes / schedule.storage_bandwidth:.3f} s; smallest interval {least} "
-            f"iterations; the one planned, {taken}, {verdict}"
+            persist_line(
+                most_bytes,
+                bandwidth=schedule.storage_bandwidth,
+                period_s=schedule.iteration_s,
+                planned=schedule.interval * schedule.persist_interval,
+                unit="iterations",
+            )
         )
     return lines

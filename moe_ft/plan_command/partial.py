@@ -9,6 +9,7 @@ from tabulate import tabulate
 from moe_ft.errors import ConfigError
 from moe_ft.plan_command.flags import Schedule, read_replication, read_schedule, refuse_foreign
 from moe_ft.plan_command.memory import memory_table
+from moe_ft.plan_command.persist import persist_line
 from moe_ft.plan_command.saved_model import describe_model, read_model
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.lost_tokens import expected_plt
@@ -19,7 +20,6 @@ from moe_ft.planning.partial_size import (
     Workload,
     largest_hidden_k,
     reduction,
-    smallest_interval,
 )
 
 _MAX_RANK_ROWS = 16
@@ -278,16 +278,14 @@ def _limits(plan: PartialPlan) -> list[str]:
             )
     if schedule.storage_bandwidth:
         most = plan.workload(plan.k_by_target["persist"]).bottleneck_bytes
-        interval = smallest_interval(
-            most,
-            bandwidth_bytes_per_s=schedule.storage_bandwidth,
-            iteration_s=schedule.iteration_s,
-        )
-        taken = schedule.interval * schedule.persist_interval
-        verdict = "is enough" if taken >= interval else "is too short: persists will be skipped"
         lines.append(
-            f"persist: {most / schedule.storage_bandwidth:.3f} s; smallest interval "
-            f"{interval} iterations; the one planned, {taken}, {verdict}"
+            persist_line(
+                most,
+                bandwidth=schedule.storage_bandwidth,
+                period_s=schedule.iteration_s,
+                planned=schedule.interval * schedule.persist_interval,
+                unit="iterations",
+            )
         )
     return ["\n".join(lines)] if lines else []
 

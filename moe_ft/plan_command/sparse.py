@@ -10,9 +10,10 @@ from dataclasses import replace
 from tabulate import tabulate
 
 from moe_ft.plan_command.memory import memory_table
+from moe_ft.plan_command.persist import persist_line
 from moe_ft.plan_command.sparse_flags import SparsePlan, read_plan
 from moe_ft.planning.host_memory import MemoryShare
-from moe_ft.planning.partial_size import reduction, smallest_interval
+from moe_ft.planning.partial_size import reduction
 from moe_ft.planning.sparse_cost import Machine, ettr, expect_recovery, work_to_redo
 from moe_ft.planning.sparse_size import (
     WindowSize,
@@ -155,19 +156,14 @@ def _storage(plan: SparsePlan, window: WindowSize) -> list[str]:
     if schedule.storage_bandwidth is None or schedule.iteration_s is None:
         return []
     lag = machine.lag_iterations(window.snapshots) if machine else 0
-    least = smallest_interval(
-        window.window_bytes,
-        bandwidth_bytes_per_s=schedule.storage_bandwidth,
-        iteration_s=schedule.iteration_s * (window.length + lag),
-    )
-    verdict = (
-        "is enough"
-        if schedule.persist_interval >= least
-        else "is too short: persists will be skipped"
-    )
     return [
-        f"persist: {window.window_bytes / schedule.storage_bandwidth:.3f} s; smallest interval {least} "
-        f"windows; the one planned, {schedule.persist_interval}, {verdict}"
+        persist_line(
+            window.window_bytes,
+            bandwidth=schedule.storage_bandwidth,
+            period_s=schedule.iteration_s * (window.length + lag),
+            planned=schedule.persist_interval,
+            unit="windows",
+        )
     ]
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moe_ft.errors import ConfigError, SnapshotError
@@ -22,7 +21,13 @@ from moe_ft.record_formats import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state import fp8_state
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, dtype_name
-from moe_ft.state.tensors import inner_optimizers, state_scales
+from moe_ft.state.tensors import (
+    all_buffers,
+    buffer_places,
+    inner_optimizers,
+    is_derived,
+    state_scales,
+)
 
 # Of a parameter group: from the command line, where they may change from start to start.
 _SETTINGS = ("max_lr", "min_lr")
@@ -123,33 +128,6 @@ class RecordTaker:
             values.update(_capture_per_parameter(inner, owned))
         for name, value in captured.values.items():
             captured.values[name] = _on_cpu(value)
-
-
-def buffer_places(
-    model: Sequence[torch.nn.Module],
-) -> dict[str, tuple[torch.nn.Module, str]]:
-    """Return the module and the key of every buffer that is state, persistent or not, by name.
-
-    Those of rotary embeddings are not: the tables of sines, megabytes in each layer of multi-latent
-    attention, follow from the flags.
-    """
-    places = _all_buffers(model)
-    return {name: place for name, place in places.items() if not _is_derived(place[0])}
-
-
-def _all_buffers(
-    model: Sequence[torch.nn.Module],
-) -> dict[str, tuple[torch.nn.Module, str]]:
-    return {
-        f"chunk{index}.{module_name}{'.' if module_name else ''}{key}": (module, key)
-        for index, chunk in enumerate(model)
-        for module_name, module in chunk.named_modules()
-        for key in module._buffers
-    }
-
-
-def _is_derived(module: torch.nn.Module) -> bool:
-    return isinstance(module, RotaryEmbedding)
 
 
 def _capture_scalars(inner: Any) -> dict[str, Any]:
@@ -347,7 +325,7 @@ def apply(
     Raises:
         ConfigError: if the model lacks a buffer, or extra state, that the record holds.
     """
-    places = _all_buffers(model)
+    places = all_buffers(model)
     for name, packed in record.buffers.items():
         if name not in places:
             raise ConfigError(
@@ -356,7 +334,7 @@ def apply(
                 "--moe-ft-recover-from load."
             )
         module, key = places[name]
-        if _is_derived(module):  # earlier versions noted these too
+        if is_derived(module):  # earlier versions noted these too
             continue
         value, buffer = unpack(packed), module._buffers[key]
         assert buffer is not None

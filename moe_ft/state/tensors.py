@@ -1,4 +1,4 @@
-"""Names every parameter and optimizer tensor that a rank holds.
+"""Names every parameter, buffer and optimizer tensor that a rank holds.
 
 Reads the live model chunks and the (chained, distributed) optimizer; changes nothing.
 """
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -23,6 +24,35 @@ def named_buffers(model: Sequence[torch.nn.Module]) -> NamedTensors:
     for chunk_index, chunk in enumerate(model):
         for name, buffer in chunk.named_buffers():
             yield f"chunk{chunk_index}.{name}", buffer
+
+
+def buffer_places(
+    model: Sequence[torch.nn.Module],
+) -> dict[str, tuple[torch.nn.Module, str]]:
+    """Return the module and the key of every buffer that is state, persistent or not, by name.
+
+    Those of rotary embeddings are not: the tables of sines, megabytes in each layer of multi-latent
+    attention, follow from the flags.
+    """
+    places = all_buffers(model)
+    return {name: place for name, place in places.items() if not is_derived(place[0])}
+
+
+def all_buffers(
+    model: Sequence[torch.nn.Module],
+) -> dict[str, tuple[torch.nn.Module, str]]:
+    """Return the module and the key of every buffer, state or not, by name."""
+    return {
+        f"chunk{index}.{module_name}{'.' if module_name else ''}{key}": (module, key)
+        for index, chunk in enumerate(model)
+        for module_name, module in chunk.named_modules()
+        for key in module._buffers
+    }
+
+
+def is_derived(module: torch.nn.Module) -> bool:
+    """Return whether a module's buffers follow from the flags."""
+    return isinstance(module, RotaryEmbedding)
 
 
 def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape, evenly_spaced_layers
+from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape
 from moe_ft.planning.ownership import Sharding
 from moe_ft.planning.paper_sizes import (
     ExpertUnit,
@@ -21,38 +21,20 @@ from moe_ft.planning.paper_sizes import (
 )
 from moe_ft.planning.partial_size import reduction
 from moe_ft.planning.selection import ExpertLayout, advance, rank_counts, select_sequential
+from tests.unit.moe_ft.planning.shapes import TINY, shapes
 
 LARGE = PRESETS["gpt-350m-16e"]
 MASTER_IN_FULL = ByteModel(master_always_full=True)
 CASES = [(8, 8), (16, 16), (16, 8)]
 
 # 2 MoE layers of 4 experts with 10 parameters each (width 1, no biases), 22 others.
-TINY = ModelShape(
-    num_layers=2,
-    hidden_size=1,
-    num_experts=4,
-    moe_layers=(0, 1),
-    moe_ffn_hidden_size=5,
-    has_bias=False,
-    has_norm_bias=False,
-    vocab_size=1,
-    num_positions=0,
-)
 TINY_OTHERS = 1 + 2 * (4 + 2 + 4) + 1  # embedding; per layer attention, two norms, router; norm
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[ModelShape, int, ByteModel, PaperLayout]:
     ep = draw(st.integers(1, 4))
-    num_layers = draw(st.integers(1, 5))
-    shape = ModelShape(
-        num_layers=num_layers,
-        hidden_size=draw(st.integers(1, 5)),
-        num_experts=ep * draw(st.integers(1, 3)),
-        moe_layers=evenly_spaced_layers(num_layers, draw(st.integers(1, num_layers))),
-        vocab_size=draw(st.integers(0, 60)),
-        num_positions=0,
-    )
+    shape = draw(shapes(ep))
     byte_model = ByteModel(
         weights_always_full=draw(st.booleans()),
         master_always_full=draw(st.booleans()),

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape, evenly_spaced_layers
+from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.paper_sizes import checkpoint_bytes
 from moe_ft.planning.partial_size import (
@@ -20,21 +20,11 @@ from moe_ft.planning.partial_size import (
     smallest_interval,
 )
 from moe_ft.planning.sparse_size import stage_units
+from tests.unit.moe_ft.planning.shapes import TINY, shapes
 
 LARGE = PRESETS["gpt-350m-16e"]
 SAVED = ByteModel(weights=0)
 # 2 MoE layers of 4 experts with 10 parameters each; 22 others.
-TINY = ModelShape(
-    num_layers=2,
-    hidden_size=1,
-    num_experts=4,
-    moe_layers=(0, 1),
-    moe_ffn_hidden_size=5,
-    has_bias=False,
-    has_norm_bias=False,
-    vocab_size=1,
-    num_positions=0,
-)
 
 
 def saved(
@@ -65,15 +55,7 @@ def saved(
 def plans(draw: st.DrawFn) -> tuple[SavedModel, int]:
     """Draw a model with one stage, its ranks, and k."""
     ep = draw(st.integers(1, 4))
-    num_layers = draw(st.integers(1, 5))
-    shape = ModelShape(
-        num_layers=num_layers,
-        hidden_size=draw(st.integers(1, 5)),
-        num_experts=ep * draw(st.integers(1, 3)),
-        moe_layers=evenly_spaced_layers(num_layers, draw(st.integers(1, num_layers))),
-        vocab_size=draw(st.integers(0, 60)),
-        num_positions=0,
-    )
+    shape = draw(shapes(ep))
     byte_model = replace(
         SAVED,
         master_always_full=draw(st.booleans()),

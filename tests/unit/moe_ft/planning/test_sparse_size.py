@@ -28,19 +28,9 @@ from moe_ft.planning.sparse_size import (
 )
 from moe_ft.planning.windows import PositionSizes, snapshot_bytes
 from moe_ft.units import Level, UnitId, UnitKind
+from tests.unit.moe_ft.planning.shapes import TINY
 
 # 2 MoE layers of 4 experts with 10 parameters each; embedding 1, per layer 6 and a router of 4, norm 1.
-TINY = ModelShape(
-    num_layers=2,
-    hidden_size=1,
-    num_experts=4,
-    moe_layers=(0, 1),
-    moe_ffn_hidden_size=5,
-    has_bias=False,
-    has_norm_bias=False,
-    vocab_size=1,
-    num_positions=0,
-)
 # The model of examples/quickstart.sh.
 QUICKSTART = ModelShape(
     num_layers=4,

@@ -8,7 +8,8 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from moe_ft.errors import ConfigError
-from moe_ft.state.record import apply, buffer_places, unpack
+from moe_ft.state.record import apply, unpack
+from moe_ft.state.tensors import buffer_places
 from tests.unit.moe_ft.builders import make_record
 
 
