@@ -111,26 +111,18 @@ def test_state_that_failed_twice_in_the_same_way_is_passed_over(
     assert job.digests() == expected
 
 
+def megatron_flags(flag: str, folder: Path) -> list[str]:
+    """Return flags that use a checkpoint of Megatron's own, and save none before training ends."""
+    directory = str(folder / "megatron")
+    return [flag, directory, "--ckpt-format", "torch_dist", "--save-interval", "9"]
+
+
 def test_flag_that_begins_a_run_is_refused_where_there_is_another_run(
     job: CheckpointJob, tmp_path: Path
 ) -> None:
-    saved = [
-        "--save",
-        str(tmp_path / "megatron"),
-        "--ckpt-format",
-        "torch_dist",
-        "--save-interval",
-        "9",
-    ]
+    saved = megatron_flags("--save", tmp_path)
     job.run(*saved, "--exit-interval", "2", storage=True).check()
-    load = [
-        "--load",
-        str(tmp_path / "megatron"),
-        "--ckpt-format",
-        "torch_dist",
-        "--save-interval",
-        "9",
-    ]
+    load = megatron_flags("--load", tmp_path)
     line = refusal(job.run(*load, "--finetune", storage=True))
     assert f"--finetune --load {tmp_path / 'megatron'} begins a run" in line
     assert "that began otherwise, at iteration 2" in line
@@ -140,24 +132,10 @@ def test_newer_load_is_used_as_a_new_run_and_older_state_stays(
     job: CheckpointJob, tmp_path: Path
 ) -> None:
     job.run("--exit-interval", "2", storage=True).check()
-    saved = [
-        "--save",
-        str(tmp_path / "megatron"),
-        "--ckpt-format",
-        "torch_dist",
-        "--save-interval",
-        "9",
-    ]
+    saved = megatron_flags("--save", tmp_path)
     without = [*job.base, *saved, "--exit-interval", "4"]
     run_training(without, 2, log_dir=tmp_path / "stock").check()
-    load = [
-        "--load",
-        str(tmp_path / "megatron"),
-        "--ckpt-format",
-        "torch_dist",
-        "--save-interval",
-        "9",
-    ]
+    load = megatron_flags("--load", tmp_path)
     result = job.run(*load, storage=True).check()
     assert "continuing from --load at iteration 4, as a new run: newer than moe_ft's" in (
         result.output(0)

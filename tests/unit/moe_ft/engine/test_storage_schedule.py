@@ -230,9 +230,9 @@ def test_last_state_that_failed_and_was_written_again_is_at_the_end(rank: Rank) 
     assert rank.schedule.is_at_end(1)
 
 
-def test_writer_that_cannot_be_asked_counts_as_one_that_fails(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def submit_in_vain(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Region:
+    """Submit a region at a time when no request can be made; return it."""
+
     def fail(**_: object) -> None:
         raise MemoryError
 
@@ -241,6 +241,13 @@ def test_writer_that_cannot_be_asked_counts_as_one_that_fails(
         patch.setattr(rank.strategy, "plan_persist", fail)
         with pytest.raises(MemoryError):
             rank.schedule.submit(region)
+    return region
+
+
+def test_writer_that_cannot_be_asked_counts_as_one_that_fails(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = submit_in_vain(rank, monkeypatch)
     assert rank.schedule.is_busy
     assert rank.schedule.poll(region, can_go_on=True)
     assert rank.schedule.has_failed
@@ -250,14 +257,7 @@ def test_writer_that_cannot_be_asked_counts_as_one_that_fails(
 def test_checkpoint_after_one_that_could_not_be_asked_for_is_complete(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(**_: object) -> None:
-        raise MemoryError
-
-    region = rank.complete(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(rank.strategy, "plan_persist", fail)
-        with pytest.raises(MemoryError):
-            rank.schedule.submit(region)
+    region = submit_in_vain(rank, monkeypatch)
     rank.schedule.poll(region, can_go_on=True)
     rank.schedule.confirm(are_idle=True, can_persist=False)
     rank.write(2)
