@@ -14,13 +14,14 @@ from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megatron.fault_tolerance import failure_report, hooks
-from megatron.fault_tolerance.arguments import parse_arguments
-from megatron.fault_tolerance.data import provide_datasets
-from megatron.fault_tolerance.environment import end_with_rank, prepare_environment
-from megatron.fault_tolerance.forward_step import forward_step
-from megatron.fault_tolerance.model import build_config, embedding_ranks
-from megatron.fault_tolerance.run import TrainingRun
+from megatron.fault_tolerance.program.arguments import parse_arguments
+from megatron.fault_tolerance.program.data import provide_datasets
+from megatron.fault_tolerance.program.environment import end_with_rank, prepare_environment
+from megatron.fault_tolerance.program.forward_step import forward_step
+from megatron.fault_tolerance.program.model import build_config, embedding_ranks
+from megatron.fault_tolerance.seams import hooks
+from megatron.fault_tolerance.watch import failure_report
+from megatron.fault_tolerance.watch.run import TrainingRun
 from moe_ft.errors import ConfigError, MoeFtError, UnrecoverableError
 
 EXIT_REFUSED = 2

@@ -27,7 +27,7 @@ from kernels.number_formats import BF16, E4M3
 from kernels.pack_table import PackTable
 from kernels.packing import ALIGNMENT, Segment
 from moe_ft.engine.staging import PackedPart, Staging, cut_into_chunks
-from moe_ft.packings import Packing
+from moe_ft.format.packings import Packing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _STAGING_BYTES = 64 << 20

@@ -15,7 +15,7 @@ from statistics import median
 
 from tabulate import tabulate
 
-from megatron.fault_tolerance.text_dataset import TextSource, write_dataset
+from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import JobResult, events, run_ranks, run_training
 from tests.stock import train_and_digest

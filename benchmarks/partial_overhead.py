@@ -32,7 +32,7 @@ from statistics import median
 from tabulate import tabulate
 
 from benchmarks.output import show
-from megatron.fault_tolerance.text_dataset import TextSource, write_dataset
+from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import JobResult, events, run_training
 from tools.prepare_text import standard_library

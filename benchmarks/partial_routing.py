@@ -12,7 +12,7 @@ which are then also the versions in memory. Snapshots and persists are complete 
 iteration; at iteration 0 memory and storage hold everything. A run has either process faults or node faults,
 a Poisson process in executed iterations, repeated ones included; all settings see the same faults.
 
-Many runs are simulated side by side, a row each. The rules of moe_ft/planning/selection.py choose for one
+Many runs are simulated side by side, a row each. The rules of strategies/partial/selection.py choose for one
 run, so this file has them for all runs at once, and compares the two before it measures.
 """
 
@@ -37,10 +37,9 @@ from benchmarks.routing_trace import (
     spread,
     uniform_routing,
 )
+from moe_ft.planning.experts import Counts, ExpertLayout
 from moe_ft.planning.lost_tokens import expected_plt, next_k, plt
-from moe_ft.planning.selection import (
-    Counts,
-    ExpertLayout,
+from moe_ft.strategies.partial.selection import (
     select_load_aware,
     select_sequential,
     select_to_persist,

@@ -34,14 +34,14 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.regions import own_directory
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.formats import Index, Start, decode, encode
+from moe_ft.format.files import Index, Start, decode, encode
 from moe_ft.planning.recovery import Source, Tier, Version, plan_recovery
-from moe_ft.planning.strategies import DenseStrategy, WindowPlan
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
 from moe_ft.recovery.sources import MemoryReader
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.record import CapturedRecord
+from moe_ft.strategies.interface import DenseStrategy, WindowPlan
 from moe_ft.topology import RankInfo, Topology
 
 ELEMENTS_PER_PARAMETER = 16

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from megatron.fault_tolerance.text_dataset import TextSource, write_dataset
+from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import events, run_with_restarts
 from tools.prepare_text import standard_library

@@ -1,7 +1,7 @@
 """Jobs that run iterations again while they train, with units frozen or not, to compare their times.
 
 Between two iterations of the stock loop one iteration is run again in each variant, through the replay that
-recovers windows (megatron/fault_tolerance/replay.py), in the same process and in turns. What is trained in
+recovers windows (seams/replay.py), in the same process and in turns. What is trained in
 between is of no use.
 """
 
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megatron.training import get_args, training
 
 import pretrain_gpt_moe
-from megatron.fault_tolerance.patching import Patches
-from megatron.fault_tolerance.replay import LoopParts, Replay
-from megatron.fault_tolerance.run import TrainingRun
+from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.replay import LoopParts, Replay
+from megatron.fault_tolerance.watch.run import TrainingRun
 from moe_ft.engine.engine import CheckpointEngine
-from moe_ft.record_formats import IterationRecord
+from moe_ft.format.records import IterationRecord
 from moe_ft.recovery.session import Session
 from moe_ft.state.record import CapturedRecord, IterationFacts, encode
 from moe_ft.units import UnitId

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from benchmarks.output import show
 from benchmarks.planning import Rows, milliseconds, table
 from moe_ft.engine.agreement import StageSum
-from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare
-from moe_ft.planning.selection import ExpertLayout
+from moe_ft.planning.experts import ExpertLayout
 from moe_ft.state.router_load import RouterLoad
 from moe_ft.state.router_load import table as table_of_counts
+from moe_ft.strategies.partial.strategy import PartialSettings, PartialStrategy, RankShare
 from moe_ft.units import UnitId, UnitKind
 from tests.harness import run_ranks
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tabulate import tabulate
 
-from moe_ft.planning.selection import Counts
+from moe_ft.planning.experts import Counts
 
 NUM_HOT = 4  # experts of a layer that count as the most loaded
 _MOST_FAULTS = 4096

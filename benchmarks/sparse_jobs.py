@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron.fault_tolerance.text_dataset import TextSource, write_dataset
+from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import layout_flags, model_flags
 from tools.prepare_text import standard_library
 

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.sparse_orders import WINDOWS, Row, Tokens
-from moe_ft.planning.popularity import fractions_of_layers
-from moe_ft.planning.positions import RankUnits, StageOrder, StageUnits
 from moe_ft.planning.sharding import assign_equal_slices
-from moe_ft.planning.windows import WindowCuts, cut_window, snapshot_bytes
+from moe_ft.strategies.sparse.popularity import fractions_of_layers
+from moe_ft.strategies.sparse.positions import RankUnits, StageOrder, StageUnits
+from moe_ft.strategies.sparse.windows import WindowCuts, cut_window, snapshot_bytes
 from moe_ft.units import UnitId, UnitKind
 
 NUM_WINDOWS = 25  # of the trace, at equal distances

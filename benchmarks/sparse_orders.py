@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.routing_trace import spread
-from moe_ft.planning.popularity import Popularity, has_moved, order_experts
-from moe_ft.planning.positions import RankUnits, StageUnits
-from moe_ft.planning.sparse import SparseSettings, SparseStrategy
-from moe_ft.planning.windows import PositionSizes, cut_window
+from moe_ft.strategies.sparse.popularity import Popularity, has_moved, order_experts
+from moe_ft.strategies.sparse.positions import RankUnits, StageUnits
+from moe_ft.strategies.sparse.strategy import SparseSettings, SparseStrategy
+from moe_ft.strategies.sparse.windows import PositionSizes, cut_window
 from moe_ft.units import Level, UnitId, UnitKind
 
 WINDOWS = (3, 6)

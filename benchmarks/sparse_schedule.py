@@ -27,6 +27,7 @@ import numpy.typing as npt
 from tabulate import tabulate
 
 from benchmarks.output import show
+from benchmarks.paper_windows import OperatorProfile, find_window_size, generate_schedule
 from benchmarks.routing_trace import load_routing, spread
 from benchmarks.sparse_modules import module_rows
 from benchmarks.sparse_orders import (
@@ -42,11 +43,15 @@ from benchmarks.sparse_orders import (
 )
 from moe_ft.planning.model_size import PRESETS, ByteModel
 from moe_ft.planning.ownership import SavingLayout
-from moe_ft.planning.paper_windows import OperatorProfile, find_window_size, generate_schedule
-from moe_ft.planning.positions import RankUnits
-from moe_ft.planning.sparse import SparseSettings, SparseStrategy
-from moe_ft.planning.sparse_size import Units, position_sizes, stage_units
-from moe_ft.planning.windows import PositionSizes, cut_window, shortest_window, snapshot_bytes
+from moe_ft.strategies.sparse.positions import RankUnits
+from moe_ft.strategies.sparse.size import Units, position_sizes, stage_units
+from moe_ft.strategies.sparse.strategy import SparseSettings, SparseStrategy
+from moe_ft.strategies.sparse.windows import (
+    PositionSizes,
+    cut_window,
+    shortest_window,
+    snapshot_bytes,
+)
 from moe_ft.units import UnitId, UnitKind
 
 CLOSE = 0.05
@@ -288,7 +293,7 @@ def slice_rows() -> Iterator[Row]:
             seeds = map(np.random.default_rng, range(_NUM_ORDERS))
             return [position_sizes(units, layout, ByteModel(), seed) for seed in seeds]
 
-        with mock.patch("moe_ft.planning.sparse_size.spread_over_ranks", _keep_order):
+        with mock.patch("moe_ft.strategies.sparse.size.spread_over_ranks", _keep_order):
             by_popularity_alone = draw()
         spread_over_owners = draw()
         # A rank whose slice has a part of everything, which all have if ranks own parts of every unit.

@@ -19,13 +19,13 @@ from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
-from moe_ft.formats import Identity, ParameterEntry, Start
-from moe_ft.planning.strategies import WindowPlan
+from moe_ft.format.files import Identity, ParameterEntry, Start
 from moe_ft.recovery.restore import FetchedUnit
 from moe_ft.state import record as records
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES
+from moe_ft.strategies.interface import WindowPlan
 from moe_ft.units import UnitId, UnitKind
 
 JOB_ID = "benchmark"

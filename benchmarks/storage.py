@@ -32,14 +32,14 @@ from moe_ft.engine.checks import check_units
 from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag
-from moe_ft.formats import Index, decode
+from moe_ft.format.files import Index, decode
 from moe_ft.planning.recovery import Source, Tier
-from moe_ft.planning.strategies import DenseStrategy
+from moe_ft.recovery.inspect.verification import verify
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
 from moe_ft.recovery.sources import MemoryReader
-from moe_ft.recovery.verification import verify
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.strategies.interface import DenseStrategy
 
 NUM_PARAMETERS = 40
 BYTES_PER_ELEMENT = 4 + 4 + 4  # master weight and two moments: what a snapshot holds

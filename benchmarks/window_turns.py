@@ -18,12 +18,12 @@ from megatron.training import training
 
 import pretrain_gpt_moe
 from benchmarks.sparse_jobs import LONGEST_WINDOW
-from megatron.fault_tolerance.patching import Patches
+from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine import snapshot
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.profile import SnapshotProfile
-from moe_ft.planning.sparse import SparseStrategy
-from moe_ft.planning.strategies import WindowPlan
+from moe_ft.strategies.interface import WindowPlan
+from moe_ft.strategies.sparse.strategy import SparseStrategy
 
 _patches = Patches()  # for as long as the process runs
 

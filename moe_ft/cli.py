@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from moe_ft.config import DEFAULT_MEMORY_DIR
+from moe_ft.commands.plan.command import add_plan_command
+from moe_ft.commands.report import render, summarize
+from moe_ft.config.config import DEFAULT_MEMORY_DIR
 from moe_ft.engine.storage import hide_password
 from moe_ft.errors import ConfigError, MoeFtError
-from moe_ft.plan_command.command import add_plan_command
-from moe_ft.recovery.cleaning import clean
-from moe_ft.recovery.inspection import find_holdings, render_holdings
-from moe_ft.recovery.verification import verify
-from moe_ft.report import render, summarize
+from moe_ft.recovery.inspect.cleaning import clean
+from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
+from moe_ft.recovery.inspect.verification import verify
 
 
 def main(command_line: Sequence[str] | None = None) -> int:

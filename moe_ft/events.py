@@ -4,7 +4,7 @@
 that is overwritten in place and survives the death of the process, so that a post-mortem knows how
 far a rank came that had no time to say so. A log may hold anything: killed ranks leave torn lines, and
 people edit files. Lines that are not events never stop a reader. Standard library only. What events
-mean is moe_ft/report.py.
+mean is moe_ft/commands/report.py.
 """
 
 import errno

@@ -1,6 +1,6 @@
 """Names of the faults that a run can inflict on itself, parsed from KIND:RANK@ITERATION[:PHASE].
 
-Standard library only. Inflicting them is megatron/fault_tolerance/fault_injection.py.
+Standard library only. Inflicting them is megatron/fault_tolerance/watch/faults.py.
 """
 
 import re

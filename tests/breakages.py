@@ -86,8 +86,8 @@ def skip_the_data_position() -> None:
     """
     from megatron.training import get_args
 
-    from megatron.fault_tolerance.checkpointing import resume
-    from megatron.fault_tolerance.replay import Replay
+    from megatron.fault_tolerance.seams.loop_facts import resume
+    from megatron.fault_tolerance.seams.replay import Replay
 
     def too_early(position: int) -> int:
         args = get_args()
@@ -225,7 +225,7 @@ def restore_another_ranks_slice() -> None:
 
 def replay_one_iteration_too_few() -> None:
     """End a replay before its last iteration."""
-    from megatron.fault_tolerance.replay import Replay
+    from megatron.fault_tolerance.seams.replay import Replay
 
     run, num_iterations = Replay.run, Replay.num_iterations
 

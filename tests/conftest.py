@@ -18,7 +18,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from megatron.fault_tolerance.text_dataset import TextSource, write_dataset
+from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from typing import Any
 
 from moe_ft.errors import CorruptStateError
 from moe_ft.events import last_incarnation
-from moe_ft.formats import IndexHead, Manifest, decode
+from moe_ft.format.files import IndexHead, Manifest, decode
 from tests.harness import events
 
 

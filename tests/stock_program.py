@@ -41,7 +41,7 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from megatron.fault_tolerance import cpu_device
+from megatron.fault_tolerance.cpu import device as cpu_device
 
 Batch = dict[str, torch.Tensor | None]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from moe_ft.errors import CorruptStateError
-from moe_ft.formats import Index, UnitEntry, checksum
+from moe_ft.format.files import Index, UnitEntry, checksum
 
 
 def check_units(

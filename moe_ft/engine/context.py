@@ -12,10 +12,10 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.persist_worker import WriterSettings
 from moe_ft.engine.pool import RestoredVersion
-from moe_ft.formats import Identity, Index, Start
+from moe_ft.format.files import Identity, Index, Start
 from moe_ft.planning.recovery import Family
-from moe_ft.planning.strategies import WindowPlan
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.strategies.interface import WindowPlan
 from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import UnitId
 

@@ -25,7 +25,7 @@ import torch
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import Reports, describe
 from moe_ft.engine.snapshot_job import SnapshotState
-from moe_ft.planning.selection import Counts
+from moe_ft.planning.experts import Counts
 
 _REMINDER_S = 300.0
 _OFF = (

@@ -37,9 +37,9 @@ from moe_ft.engine.snapshot_job import SnapshotState
 from moe_ft.engine.stall import Stall
 from moe_ft.engine.storage_schedule import StorageSchedule
 from moe_ft.engine.windows import Windows
-from moe_ft.planning.selection import Counts
-from moe_ft.planning.strategies import Strategy
+from moe_ft.planning.experts import Counts
 from moe_ft.state.record import CapturedRecord
+from moe_ft.strategies.interface import Strategy
 
 FENCE_DEADLINE_S = 120.0
 _CLOSE_DEADLINE_S = 5.0

@@ -14,8 +14,8 @@ from itertools import chain
 import msgspec
 
 from moe_ft.errors import SnapshotError
-from moe_ft.formats import Index, TensorEntry, checksum, tensor_pieces
-from moe_ft.packings import ALIGNMENT_BYTES
+from moe_ft.format.files import Index, TensorEntry, checksum, tensor_pieces
+from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.units import Level, UnitId, parse_unit
 
 HEADER_ALIGNMENT_BYTES = 4096

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from moe_ft.engine.soundness import check_manifest
 from moe_ft.engine.storage import Storage, iteration_directory, rank_path
 from moe_ft.errors import CorruptStateError
-from moe_ft.formats import (
+from moe_ft.format.files import (
     FORMAT,
     MANIFEST_NAME,
     FileEntry,

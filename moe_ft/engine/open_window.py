@@ -6,7 +6,7 @@ from typing import Any
 from moe_ft.engine.layout import LazyLayout
 from moe_ft.engine.regions import Region
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
-from moe_ft.planning.strategies import WindowPlan
+from moe_ft.strategies.interface import WindowPlan
 
 
 @dataclass(kw_only=True, slots=True)

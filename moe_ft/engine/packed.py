@@ -1,6 +1,6 @@
 """The pieces of packed tensors as segments that kernels pack and unpack.
 
-Where the pieces lie is moe_ft/packings.py; the way from the device to a region is engine/staging.py.
+Where the pieces lie is moe_ft/format/packings.py; the way from the device to a region is engine/staging.py.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from kernels.block_scaling import ScaleKind
 from kernels.number_formats import BF16, E4M3, E5M2, FP16, NumberFormat
 from kernels.pack_table import PackTable
 from kernels.packing import Segment
-from moe_ft.formats import TensorEntry, tensor_bytes, tensor_pieces
-from moe_ft.packings import ALIGNMENT_BYTES, Packing, Piece
+from moe_ft.format.files import TensorEntry, tensor_bytes, tensor_pieces
+from moe_ft.format.packings import ALIGNMENT_BYTES, Packing, Piece
 from moe_ft.state.slices import DTYPES
 
 _FORMATS: dict[Packing, tuple[NumberFormat, ScaleKind | None]] = {

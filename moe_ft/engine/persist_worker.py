@@ -29,7 +29,7 @@ from moe_ft.engine.storage import Storage, rank_path
 from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.engine.stored_file import PreviousCheckpoint, StoredFile, assemble
 from moe_ft.errors import CorruptStateError
-from moe_ft.formats import Index, checksum, decode, encode
+from moe_ft.format.files import Index, checksum, decode, encode
 
 HEARTBEAT_NAME = "heartbeat"
 _POLL_S = 0.02

@@ -22,7 +22,7 @@ from moe_ft.engine.peer_messages import (
 )
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
-from moe_ft.formats import Index, IndexHead, UnitEntry, decode, encode
+from moe_ft.format.files import Index, IndexHead, UnitEntry, decode, encode
 from moe_ft.planning.recovery import Family, family_of
 
 _MAX_INDEX_BYTES = 1 << 30

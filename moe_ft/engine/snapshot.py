@@ -24,7 +24,7 @@ from moe_ft.engine.replica_sender import ReplicaSender, Replicator
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
-from moe_ft.formats import (
+from moe_ft.format.files import (
     FORMAT,
     Identity,
     Index,

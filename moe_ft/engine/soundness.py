@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from moe_ft.engine.regions import rank_and_holder
 from moe_ft.engine.storage import Listings, Storage, iteration_directory
 from moe_ft.errors import CorruptStateError
-from moe_ft.formats import (
+from moe_ft.format.files import (
     FileEntry,
     History,
     Index,

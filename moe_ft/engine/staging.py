@@ -16,7 +16,7 @@ from kernels.pack_table import PackTable
 from kernels.packing import ALIGNMENT, Segment
 from moe_ft.engine.packed import segments_of
 from moe_ft.errors import SnapshotError
-from moe_ft.packings import Packing, Piece, pieces
+from moe_ft.format.packings import Packing, Piece, pieces
 
 # A tensor is cut at multiples of so many numbers: then all of its pieces are cut at whole lines.
 CUT = 8192

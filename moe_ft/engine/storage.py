@@ -22,7 +22,7 @@ from typing import Any
 import fsspec
 
 from moe_ft.engine.patience import call_within
-from moe_ft.formats import Identity, Index, check_path, checksum, decode
+from moe_ft.format.files import Identity, Index, check_path, checksum, decode
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")

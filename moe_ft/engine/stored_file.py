@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from moe_ft.engine.layout import FileLayout, lay_out
-from moe_ft.formats import FileEntry, Index, UnitEntry, checksum
+from moe_ft.format.files import FileEntry, Index, UnitEntry, checksum
 from moe_ft.units import Level, parse_unit
 
 

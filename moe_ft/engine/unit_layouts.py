@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from moe_ft.engine.layout import Contents, FileLayout, UnitPlace, lay_out, lay_out_window
 from moe_ft.planning.sharding import assign_weighted_slices
-from moe_ft.planning.strategies import SnapshotPlan, WindowPlan
 from moe_ft.state.catalog import Slices, UnitCatalog
+from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
 from moe_ft.units import Level, UnitId
 
 

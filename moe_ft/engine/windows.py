@@ -18,9 +18,9 @@ from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.restored_memory import keep_restored
 from moe_ft.engine.snapshot import SnapshotWriter
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
-from moe_ft.formats import Index, decode
-from moe_ft.planning.strategies import Strategy, WindowPlan
+from moe_ft.format.files import Index, decode
 from moe_ft.state.record import CapturedRecord
+from moe_ft.strategies.interface import Strategy, WindowPlan
 
 
 class Windows:

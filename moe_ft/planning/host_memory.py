@@ -6,7 +6,7 @@ Training reserves them (recovery/assembly.py, engine/memory.py), checks them (re
 
 from dataclasses import dataclass
 
-from moe_ft.packings import Packing, pieces
+from moe_ft.format.packings import Packing, pieces
 
 NUM_REPLICA_REGIONS = 2
 

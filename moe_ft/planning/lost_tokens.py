@@ -10,7 +10,7 @@ they are trained again and not lost, also where an earlier recovery had lost the
 from collections.abc import Callable
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.selection import Counts
+from moe_ft.planning.experts import Counts
 
 Gaps = tuple[tuple[int, int], ...]  # disjoint ranges of token numbers, ascending
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from moe_ft.formats import FileEntry, History, Start
+from moe_ft.format.files import FileEntry, History, Start
 from moe_ft.planning.branches import is_alive, known_names, order_starts
 
 

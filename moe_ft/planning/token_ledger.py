@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_ft.planning.experts import Counts
 from moe_ft.planning.lost_tokens import Gaps, gaps_after, num_lost, num_new, plt
-from moe_ft.planning.selection import Counts
 
 Expert = tuple[str, int]  # layer name, number
 

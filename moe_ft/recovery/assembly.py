@@ -4,21 +4,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ft.config import MoeFtConfig
+from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.formats import tensor_bytes
-from moe_ft.packings import ALIGNMENT_BYTES
+from moe_ft.format.files import tensor_bytes
+from moe_ft.format.packings import ALIGNMENT_BYTES
+from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.host_memory import num_slots
-from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare, divide_units
-from moe_ft.planning.positions import RankUnits
-from moe_ft.planning.selection import ExpertLayout
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
-from moe_ft.planning.sparse import SparseSettings, SparseStrategy
-from moe_ft.planning.strategies import DenseStrategy, Strategy
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.freezing import grouped_layers
 from moe_ft.state.parameters import AssignSlices, GroupPlace
+from moe_ft.strategies.interface import DenseStrategy, Strategy
+from moe_ft.strategies.partial.strategy import (
+    PartialSettings,
+    PartialStrategy,
+    RankShare,
+    divide_units,
+)
+from moe_ft.strategies.sparse.positions import RankUnits
+from moe_ft.strategies.sparse.strategy import SparseSettings, SparseStrategy
 from moe_ft.units import Level, UnitKind
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.engine.background import PhaseHook
-from moe_ft.record_formats import IterationRecord
+from moe_ft.format.records import IterationRecord
 from moe_ft.recovery.gather import RestoredSlices, exchange_state, refresh_weights, sync_weights
 from moe_ft.recovery.restore import FetchedState, put_back
 from moe_ft.state import record as records

@@ -7,9 +7,9 @@ from moe_ft.engine.context import RestoredState, RestoredWindow
 from moe_ft.engine.pool import RestoredVersion
 from moe_ft.engine.regions import rank_and_holder
 from moe_ft.planning.recovery import Source, Tier
-from moe_ft.planning.strategies import Strategy
 from moe_ft.recovery.recover import Recovered
 from moe_ft.recovery.restore import FetchedState, FetchedUnit
+from moe_ft.strategies.interface import Strategy
 from moe_ft.topology import RankInfo
 
 

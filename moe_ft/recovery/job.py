@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_ft.format.records import IterationRecord
 from moe_ft.planning.recovery import Tier
-from moe_ft.record_formats import IterationRecord
 from moe_ft.recovery.assembly import ExpertFacts
 from moe_ft.recovery.conversion import Conversion
 from moe_ft.recovery.job_loss import JobLoss

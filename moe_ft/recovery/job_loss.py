@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_ft.planning.partial import PartialStrategy
 from moe_ft.planning.token_ledger import Loss, job_plt
 from moe_ft.recovery.assembly import ExpertFacts
+from moe_ft.strategies.partial.strategy import PartialStrategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

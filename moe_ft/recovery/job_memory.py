@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import filelock
 
-from moe_ft.config_fields import size_text
+from moe_ft.config.fields import size_text
 from moe_ft.engine.job_directory import ALIVE_SUFFIX, MARKER_NAME, clock_offset_s, read_marker
 from moe_ft.engine.regions import job_directory
 

@@ -13,14 +13,22 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from moe_ft.config import RecoveryConfig
+from moe_ft.config.config import RecoveryConfig
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peers import PeerConnection
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import ConfigError, UnrecoverableError
-from moe_ft.formats import FROZEN, Identity, Index, Start, differing_settings, incomparable_settings
+from moe_ft.format.files import (
+    FROZEN,
+    Identity,
+    Index,
+    Start,
+    differing_settings,
+    incomparable_settings,
+)
+from moe_ft.format.records import IterationRecord
 from moe_ft.planning.recovery import (
     RecoveryPlan,
     Rejection,
@@ -29,8 +37,6 @@ from moe_ft.planning.recovery import (
     passed_over,
     plan_recovery,
 )
-from moe_ft.planning.strategies import Strategy
-from moe_ft.record_formats import IterationRecord
 from moe_ft.recovery.assembly import division_of
 from moe_ft.recovery.attempts import failed_too_often, read_attempts
 from moe_ft.recovery.choice import Choice, Wish, choose, follows, without_left
@@ -44,6 +50,7 @@ from moe_ft.recovery.rotating import RotatingState, fetch_rotating
 from moe_ft.recovery.sources import MemoryReader, PeerReader, StateReader, StorageReader
 from moe_ft.recovery.verdict import Verdict
 from moe_ft.state.catalog import Slices, UnitCatalog
+from moe_ft.strategies.interface import Strategy
 from moe_ft.topology import Topology
 from moe_ft.units import UnitId, parse_unit
 

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.engine.agreement import Agreement, StageSum
-from moe_ft.formats import Identity, Start
+from moe_ft.format.files import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
-from moe_ft.planning.partial import PartialStrategy
-from moe_ft.planning.sparse import SparseStrategy
-from moe_ft.planning.strategies import Strategy
 from moe_ft.recovery.assembly import ExpertFacts, division_of
 from moe_ft.recovery.job import JobFacts
 from moe_ft.recovery.job_loss import JobLoss, add_up
 from moe_ft.recovery.preflight import Site
 from moe_ft.recovery.recover import Recovered
 from moe_ft.recovery.rotating import by_expert, versions_in
+from moe_ft.strategies.interface import Strategy
+from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.strategies.sparse.strategy import SparseStrategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

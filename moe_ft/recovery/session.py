@@ -16,7 +16,7 @@ from typing import Any
 import filelock
 import torch.distributed as dist
 
-from moe_ft.config import MoeFtConfig
+from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.addresses import own_host
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook, Report
@@ -32,14 +32,13 @@ from moe_ft.engine.storage import Storage
 from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError, PlanError, SnapshotError, UnrecoverableError
-from moe_ft.formats import checksum
+from moe_ft.format.files import checksum
 from moe_ft.planning.branches import number_of_next
 from moe_ft.planning.placement import (
     default_replication_factor,
     place_replicas,
     sources_of,
 )
-from moe_ft.planning.strategies import Strategy
 from moe_ft.recovery.assembly import (
     build_strategy,
     ep_ranks_by_dp,
@@ -65,6 +64,7 @@ from moe_ft.recovery.resuming import StartNames, make_identity, resume_strategy
 from moe_ft.state import record as records
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter, local_parameters
+from moe_ft.strategies.interface import Strategy
 from moe_ft.topology import RankInfo, Topology
 
 # What else decides which slice of which parameter a rank has, such as the sizes of gradient buckets.

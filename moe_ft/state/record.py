@@ -17,7 +17,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moe_ft.errors import ConfigError, SnapshotError
-from moe_ft.record_formats import IterationRecord, OptimizerRecord, RecordTensor
+from moe_ft.format.records import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state import fp8_state
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, dtype_name

@@ -9,7 +9,7 @@ from tests.harness import run_training
 
 MOCK = ["--mock-data"]
 TERMINATED = -15  # by the launcher, because rank 0 has ended
-# What is read from the command line alone is in tests/unit/fault_tolerance/test_bad_flags.py.
+# What is read from the command line alone is in tests/unit/fault_tolerance/program/test_bad_flags.py.
 # (ranks, flags, what the line must say)
 CASES: dict[str, tuple[int, list[str], str]] = {
     "command line": (

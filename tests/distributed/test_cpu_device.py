@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.fault_tolerance import cpu_device
+from megatron.fault_tolerance.cpu import device as cpu_device
 from tests.harness import run_ranks
 
 

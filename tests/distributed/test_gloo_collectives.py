@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fault_tolerance import cpu_device
+from megatron.fault_tolerance.cpu import device as cpu_device
 from tests.harness import run_ranks
 
 LENGTHS = (3, 0, 5)  # rows per rank

@@ -11,8 +11,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from megatron.fault_tolerance import cpu_device
-from megatron.fault_tolerance.local_attention import LocalAttention
+from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.program.local_attention import LocalAttention
 from tests.harness import run_ranks
 
 RANKS, LENGTH, BATCH, HEADS = 2, 16, 3, 4

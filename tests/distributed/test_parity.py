@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fault_tolerance.text_dataset import TextSource, write_dataset
+from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import digests, events, run_training
 from tests.stock import run_program

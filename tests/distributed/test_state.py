@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import pretrain_gpt_moe
-from megatron.fault_tolerance.run import TrainingRun
+from megatron.fault_tolerance.watch.run import TrainingRun
 from moe_ft.recovery.session import Session
 from moe_ft.state.slices import describe, live_tensor
 from moe_ft.state.tensors import named_optimizer_tensors, named_parameters

@@ -11,7 +11,7 @@ import torch
 from kernels.packing import Segment, pack_by_reference, unpack_by_reference
 from kernels.triton_packing import KernelTable
 from moe_ft.engine.staging import CUT, PackedPart, Staging, cut_into_chunks
-from moe_ft.packings import Packing
+from moe_ft.format.packings import Packing
 from tests.unit.kernels.packs import in_a_row, of_all_kinds, on_host, same_bits
 
 pytestmark = [

@@ -10,19 +10,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 BASE = (
     "errors",
-    "config_fields",
-    "strategy_config",
     "config",
-    "directories",
     "units",
     "topology",
     "events",
     "faults",
-    "formats",
-    "record_formats",
-    "packings",
-    "precision_config",
-    "report",
+    "format",
 )
 
 # Layer of each package or module; a file may import its own layer and those with a lower number.
@@ -31,18 +24,24 @@ LAYERS = {
     "pretrain_gpt_moe": 70,
     "megatron.fault_tolerance": 60,
     "moe_ft.cli": 55,
-    "moe_ft.plan_command": 54,
+    "moe_ft.commands": 54,
     "moe_ft.__main__": 56,
     "moe_ft.recovery": 50,
     "moe_ft.elastic": 50,
     "moe_ft.simulator": 40,
     "moe_ft.engine": 40,
+    "moe_ft.strategies": 35,
     "moe_ft.planning": 30,
     "moe_ft.state": 30,
     "kernels": 20,
     **{f"moe_ft.{name}": 10 for name in BASE},
 }
-PURE = ("moe_ft.planning", "moe_ft.simulator", *(f"moe_ft.{name}" for name in BASE))
+PURE = (
+    "moe_ft.planning",
+    "moe_ft.strategies",
+    "moe_ft.simulator",
+    *(f"moe_ft.{name}" for name in BASE),
+)
 NO_MEGATRON_TRAINING = ("moe_ft", "kernels")
 
 

@@ -18,7 +18,7 @@ from moe_ft.engine.peers import Replica
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag, rank_path
-from moe_ft.formats import (
+from moe_ft.format.files import (
     FORMAT,
     History,
     Identity,
@@ -31,7 +31,7 @@ from moe_ft.formats import (
     checksum,
     encode,
 )
-from moe_ft.record_formats import IterationRecord, OptimizerRecord, RecordTensor
+from moe_ft.format.records import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level, UnitId, UnitKind
 

@@ -12,7 +12,7 @@ from moe_ft.engine.layout import LazyLayout
 from moe_ft.engine.open_window import OpenWindow
 from moe_ft.engine.regions import Region
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
-from moe_ft.planning.strategies import SnapshotPlan, WindowPlan
+from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
 from tests.unit.moe_ft.builders import make_window
 
 RUNNING, FAILED, COMPLETE = SnapshotState.RUNNING, SnapshotState.FAILED, SnapshotState.COMPLETE

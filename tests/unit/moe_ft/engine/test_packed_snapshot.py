@@ -9,6 +9,7 @@ import pytest
 import safetensors
 import torch
 
+from moe_ft.config.precision import PARTS
 from moe_ft.engine import snapshot
 from moe_ft.engine.background import Reports
 from moe_ft.engine.checks import check_units
@@ -20,12 +21,11 @@ from moe_ft.engine.regions import MappedFile, Region
 from moe_ft.engine.snapshot import SnapshotWriter
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.formats import Index, TensorEntry, UnitEntry, decode, tensor_pieces
-from moe_ft.packings import Packing
-from moe_ft.planning.strategies import SnapshotPlan, WindowPlan
-from moe_ft.precision_config import PARTS
+from moe_ft.format.files import Index, TensorEntry, UnitEntry, decode, tensor_pieces
+from moe_ft.format.packings import Packing
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.slices import live_tensor
+from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_identity, make_optimizer, make_parameter, make_record
 from tests.unit.moe_ft.engine.test_packed import image_of

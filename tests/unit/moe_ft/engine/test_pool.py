@@ -12,11 +12,11 @@ from safetensors import safe_open
 from moe_ft.engine.pool import Pool, PoolVersions, RestoredVersion
 from moe_ft.engine.regions import Region, Role
 from moe_ft.errors import SnapshotError
-from moe_ft.formats import UnitEntry
+from moe_ft.format.files import UnitEntry
+from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.host_memory import num_slots
 from moe_ft.planning.lost_tokens import limit_of_k
-from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare
-from moe_ft.planning.selection import ExpertLayout
+from moe_ft.strategies.partial.strategy import PartialSettings, PartialStrategy, RankShare
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import fill_region, put_in_slot
 

@@ -21,7 +21,7 @@ from moe_ft.engine.peers import PeerReplicator, Replica
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.formats import Identity, Index, decode, encode
+from moe_ft.format.files import Identity, Index, decode, encode
 from moe_ft.recovery.sources import MemoryReader, read_unit
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (

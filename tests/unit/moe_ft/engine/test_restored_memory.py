@@ -11,7 +11,7 @@ from moe_ft.engine.context import RestoredState, RestoredWindow
 from moe_ft.engine.memory import RankMemory, holds
 from moe_ft.engine.regions import Region, Role, own_directory
 from moe_ft.engine.restored_memory import keep_restored, replica_to_send
-from moe_ft.formats import Index, decode, encode
+from moe_ft.format.files import Index, decode, encode
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import (
     FRESH,

@@ -21,10 +21,10 @@ from moe_ft.engine.snapshot import SnapshotWriter
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.faults import Phase
-from moe_ft.formats import Index, UnitEntry, decode
-from moe_ft.planning.strategies import SnapshotPlan, WindowPlan
+from moe_ft.format.files import Index, UnitEntry, decode
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
     WINDOW_UNITS,

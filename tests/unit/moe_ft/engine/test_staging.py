@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe_ft.engine.staging import CUT, Chunk, PackedPart, Staging, cut_into_chunks
 from moe_ft.errors import SnapshotError
-from moe_ft.packings import ALIGNMENT_BYTES, DTYPE_BYTES, Packing
+from moe_ft.format.packings import ALIGNMENT_BYTES, DTYPE_BYTES, Packing
 from tests.unit.moe_ft.engine.test_packed import SEEDS, image_of, numbers_of, weights_of
 
 KIB = 1024

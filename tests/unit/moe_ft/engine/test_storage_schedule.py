@@ -16,8 +16,8 @@ from moe_ft.engine.retention import Retention
 from moe_ft.engine.storage import Storage, iteration_directory
 from moe_ft.engine.storage_schedule import StorageSchedule
 from moe_ft.faults import Phase
-from moe_ft.planning.partial import PartialSettings, PartialStrategy, RankShare
-from moe_ft.planning.selection import ExpertLayout
+from moe_ft.planning.experts import ExpertLayout
+from moe_ft.strategies.partial.strategy import PartialSettings, PartialStrategy, RankShare
 from tests.unit.moe_ft.builders import (
     add_units,
     fill_region,

@@ -11,7 +11,7 @@ from moe_ft.engine.checks import check_units
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.engine.stored_file import PreviousCheckpoint, StoredFile, assemble
-from moe_ft.formats import Index, UnitEntry
+from moe_ft.format.files import Index, UnitEntry
 from tests.unit.moe_ft.builders import add_units, fill_region, put_in_slot
 
 NAME = "rank_00000_01234567.safetensors"

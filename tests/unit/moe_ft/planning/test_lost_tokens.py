@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
+from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.lost_tokens import (
     MAX_GAPS,
     Gaps,
@@ -17,7 +18,7 @@ from moe_ft.planning.lost_tokens import (
     num_new,
     plt,
 )
-from moe_ft.planning.selection import ExpertLayout, advance, select_sequential
+from moe_ft.strategies.partial.selection import advance, select_sequential
 
 SEEDS = st.integers(0, 2**32 - 1)
 

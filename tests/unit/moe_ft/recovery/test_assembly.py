@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ft.config import MoeFtConfig, PartialConfig, SparseConfig, StrategyConfig
+from moe_ft.config.config import MoeFtConfig, PartialConfig, SparseConfig, StrategyConfig
 from moe_ft.engine.layout import lay_out
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.formats import ParameterEntry
-from moe_ft.packings import ALIGNMENT_BYTES
+from moe_ft.format.files import ParameterEntry
+from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.planning.sharding import assign_equal_slices
-from moe_ft.planning.strategies import DenseStrategy, Strategy
 from moe_ft.recovery.assembly import (
     ExpertFacts,
     build_strategy,
@@ -23,6 +22,7 @@ from moe_ft.recovery.assembly import (
 )
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import GroupPlace, LocalParameter
+from moe_ft.strategies.interface import DenseStrategy, Strategy
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import run_together
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_ft.config import MemoryConfig, MoeFtConfig, StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.engine import storage_lock
 from moe_ft.engine.storage_lock import LOCK_NAME, SeenLock, StorageLock
 from moe_ft.errors import ConfigError, LockLostError

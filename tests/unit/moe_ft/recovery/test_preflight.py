@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.config import MemoryConfig, MoeFtConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig
 from moe_ft.engine.job_directory import job_lock, read_marker
 from moe_ft.engine.regions import Region, node_directory, own_directory
 from moe_ft.errors import ConfigError

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.config import RecoveryConfig
+from moe_ft.config.config import RecoveryConfig
 from moe_ft.errors import ConfigError
 from moe_ft.planning.recovery import RecoveryPlan
 from moe_ft.recovery.recover import Recoverer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ft.config import (
+from moe_ft.config.config import (
     MemoryConfig,
     MoeFtConfig,
     PartialConfig,
@@ -19,19 +19,19 @@ from moe_ft.config import (
 )
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError
-from moe_ft.formats import ParameterEntry
+from moe_ft.format.files import ParameterEntry
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.model_size import ByteModel, ModelShape
 from moe_ft.planning.ownership import SavingLayout
-from moe_ft.planning.partial_size import SavedModel
 from moe_ft.planning.placement import place_replicas
 from moe_ft.planning.sharding import assign_equal_slices
-from moe_ft.planning.sparse import MEMORY_MARGIN
-from moe_ft.planning.sparse_size import position_sizes, region_bytes, stage_units
 from moe_ft.recovery.assembly import ExpertFacts, RankSizes, build_strategy, measure_sizes
 from moe_ft.recovery.preflight import Site, check_memory
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import GroupPlace, LocalParameter
+from moe_ft.strategies.partial.size import SavedModel
+from moe_ft.strategies.sparse.size import position_sizes, region_bytes, stage_units
+from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN
 from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import run_together

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ft.errors import ConfigError, SnapshotError
-from moe_ft.record_formats import IterationRecord
+from moe_ft.format.records import IterationRecord
 from moe_ft.state import record as records
 from moe_ft.state.fp8_state import clone_state, put_back
 

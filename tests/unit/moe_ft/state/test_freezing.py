@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.planning.positions import RankUnits
-from moe_ft.planning.sparse import SparseSettings, SparseStrategy
 from moe_ft.state.freezing import Freezing, grouped_layers
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.strategies.sparse.positions import RankUnits
+from moe_ft.strategies.sparse.strategy import SparseSettings, SparseStrategy
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_parameter
 

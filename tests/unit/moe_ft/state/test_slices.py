@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.formats import TensorEntry
-from moe_ft.packings import Packing
-from moe_ft.precision_config import PARTS
+from moe_ft.config.precision import PARTS
+from moe_ft.format.files import TensorEntry
+from moe_ft.format.packings import Packing
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import describe, live_tensor, make_state

@@ -1,0 +1,190 @@
+"""MoC-System's own arithmetic of checkpoint sizes, only for comparison with the figures that it prints.
+
+14 bytes of a parameter, and equal slices of everything that several ranks hold: not what training does, which
+is partial_size.py. One pipeline stage without tensor parallelism, as in the paper's evaluation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moe_ft.planning.experts import ExpertLayout
+from moe_ft.planning.model_size import ByteModel, ModelShape, non_expert_modules
+from moe_ft.planning.ownership import SavingLayout, Sharding
+from moe_ft.planning.sharding import adaptive_shares, assign_greedy
+from moe_ft.strategies.partial.selection import advance, check_k, rank_counts, select_sequential
+from moe_ft.strategies.partial.size import Workload
+
+
+class ExpertUnit(StrEnum):
+    """The smallest part of the experts that a rank saves, where several ranks hold the same experts."""
+
+    EXPERT = "expert"  # whole experts go to one of them (MoC-System, section 4.1, its text)
+    FRACTION = "fraction"  # each has a part of every expert (its Figure 7)
+
+
+class NonExpertUnit(StrEnum):
+    """The smallest part of the non-experts that a rank saves."""
+
+    ELEMENT = "element"
+    MODULE = "module"  # MoC-System, section 4.2: attention, FFN, the word embeddings...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperLayout(SavingLayout):
+    """The ranks of a stage and who of them saves what.
+
+    Slices of a distributed optimizer are equal, also those of each expert.
+
+    Attributes:
+        expert_unit: smallest part of the experts.
+        non_expert_unit: smallest part of the non-experts.
+    """
+
+    expert_unit: ExpertUnit = ExpertUnit.FRACTION
+    non_expert_unit: NonExpertUnit = NonExpertUnit.ELEMENT
+
+
+def checkpoint_bytes(shape: ModelShape, k: int, byte_model: ByteModel) -> int:
+    """Return the bytes of a checkpoint with k experts of each MoE layer, over all ranks.
+
+    Source: MoC-System, equations 5 (k = N) and 6, with the classes of bytes kept apart.
+
+    Raises:
+        PlanError: unless 1 <= k <= the experts of a layer.
+    """
+    _check_k(shape, k)
+    partial = byte_model.weights_by_rule[0] + byte_model.optimizer_by_rule[0]
+    experts = k * partial + shape.num_experts * (byte_model.total - partial)
+    return (
+        shape.num_non_expert_parameters * byte_model.total
+        + shape.num_moe_layers * shape.expert_parameters * experts
+    )
+
+
+def rank_bytes(
+    shape: ModelShape, expert_counts: Sequence[int], byte_model: ByteModel, layout: PaperLayout
+) -> list[int]:
+    """Return ``[rank]`` the bytes that each saves in one snapshot.
+
+    Args:
+        shape: of the model.
+        expert_counts: ``[expert-parallel rank]`` selected experts, over all layers.
+        byte_model: bytes per parameter.
+        layout: of the ranks.
+
+    Source: MoC-System, equation 8; its optimizer terms are divided by D_dp, because only then the ranks
+    together save the state once where there are several groups.
+    """
+    loads = _expert_loads(shape, expert_counts, byte_model, layout)
+    replicated = byte_model.total
+    if layout.is_optimizer_distributed:
+        replicated = byte_model.weights
+        owned = shape.num_non_expert_parameters * byte_model.optimizer
+        loads = _add(loads, _equal_parts(owned, layout.dp))
+    return _add(loads, _non_expert_shares(shape, replicated, loads, layout))
+
+
+def paper_workload(
+    shape: ModelShape, k: int, byte_model: ByteModel, layout: PaperLayout
+) -> Workload:
+    """Return what every rank saves while sequential selection goes around the ranks once.
+
+    Args:
+        shape: of the model.
+        k: experts of each MoE layer in a snapshot.
+        byte_model: bytes per parameter.
+        layout: of the ranks.
+
+    Raises:
+        PlanError: unless 1 <= k <= the experts of a layer, which the expert-parallel ranks must divide.
+    """
+    _check_k(shape, k)
+    experts = _experts_of(shape, layout.ep)
+    cursors = experts.first_cursors(k)
+    rotation = []
+    # Which ranks the next k experts are on depends only on the cursors modulo ep, which divides N.
+    for _ in range(layout.ep // math.gcd(layout.ep, k)):
+        counts = rank_counts(experts, select_sequential(experts, cursors, k))
+        rotation.append(tuple(rank_bytes(shape, counts, byte_model, layout)))
+        cursors = advance(experts, cursors, k)
+    return Workload(tuple(rotation))
+
+
+def is_imbalanced(shape: ModelShape, k: int, layout: PaperLayout) -> bool:
+    """Return whether equal sharding leaves ranks with more experts than others.
+
+    Source: MoC-System, equation 9. Its second condition asks whether whole experts can be divided among
+    the groups: it does not arise with fractions of experts.
+    """
+    selected = k * shape.num_moe_layers
+    if selected % layout.ep:
+        return True
+    has_whole_experts = layout.expert_unit is ExpertUnit.EXPERT
+    return has_whole_experts and selected // layout.ep % layout.num_groups != 0
+
+
+def _experts_of(shape: ModelShape, ep: int) -> ExpertLayout:
+    return ExpertLayout(num_layers=shape.num_moe_layers, num_experts=shape.num_experts, ep_size=ep)
+
+
+def _check_k(shape: ModelShape, k: int) -> None:
+    check_k(_experts_of(shape, 1), k)
+
+
+def _expert_loads(
+    shape: ModelShape, counts: Sequence[int], byte_model: ByteModel, layout: PaperLayout
+) -> list[int]:
+    """Return ``[rank]`` the bytes of experts that each saves."""
+    owned, shared = byte_model.optimizer_by_rule, byte_model.weights_by_rule
+    if not layout.is_optimizer_distributed:
+        shared = (shared[0] + owned[0], shared[1] + owned[1])
+        owned = (0, 0)
+    num_local = shape.num_moe_layers * shape.num_experts // layout.ep
+    size = shape.expert_parameters
+    loads = [0] * layout.dp
+    for ep_rank, selected in enumerate(counts):
+        owned_bytes = size * (selected * owned[0] + num_local * owned[1])
+        parts = _equal_parts(owned_bytes, layout.num_groups)
+        for num_experts, num_bytes in ((selected, shared[0]), (num_local, shared[1])):
+            parts = _add(parts, _replica_parts(num_experts, size * num_bytes, layout))
+        for group, part in enumerate(parts):
+            loads[group * layout.ep + ep_rank] = part
+    return loads
+
+
+def _replica_parts(num_experts: int, expert_bytes: int, layout: PaperLayout) -> list[int]:
+    """Return ``[group]`` the bytes of experts that the ranks with the same experts save."""
+    if layout.sharding is Sharding.NONE:
+        return [num_experts * expert_bytes, *[0] * (layout.num_groups - 1)]
+    if layout.expert_unit is ExpertUnit.FRACTION:
+        return _equal_parts(num_experts * expert_bytes, layout.num_groups)
+    least, more = divmod(num_experts, layout.num_groups)
+    return [(least + (group < more)) * expert_bytes for group in range(layout.num_groups)]
+
+
+def _non_expert_shares(
+    shape: ModelShape, parameter_bytes: int, loads: Sequence[int], layout: PaperLayout
+) -> list[int]:
+    """Return ``[rank]`` the bytes of replicated non-experts that each saves."""
+    sizes = [count * parameter_bytes for count in non_expert_modules(shape).values()]
+    if layout.sharding is Sharding.NONE:
+        return [sum(sizes), *[0] * (layout.dp - 1)]
+    is_adaptive = layout.sharding is Sharding.ADAPTIVE
+    if layout.non_expert_unit is NonExpertUnit.ELEMENT:
+        total = sum(sizes)
+        return adaptive_shares(total, loads) if is_adaptive else _equal_parts(total, layout.dp)
+    shares = [0] * layout.dp
+    ranks = assign_greedy(sizes, loads if is_adaptive else shares)
+    for size, rank in zip(sizes, ranks, strict=True):
+        shares[rank] += size
+    return shares
+
+
+def _equal_parts(total: int, count: int) -> list[int]:
+    return [total * (index + 1) // count - total * index // count for index in range(count)]
+
+
+def _add(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip(first, second, strict=True)]

@@ -1,0 +1,1 @@
+"""Stock Megatron on a machine without a GPU."""

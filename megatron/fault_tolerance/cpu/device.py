@@ -1,0 +1,235 @@
+"""Lets stock Megatron run on CPU and gloo where there is no GPU.
+
+Megatron asks for CUDA by name: ``device="cuda"``, ``tensor.cuda()``, streams, events, RNG states.
+`install` answers those calls with the CPU. It replaces functions for the whole process, not for one
+thread, and costs nothing on operations that name no device. Where a GPU is present nothing here is
+used. Collectives that gloo lacks are in gloo_collectives.py.
+"""
+
+import contextlib
+import logging
+import os
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import megatron.core.tensor_parallel.random as megatron_random
+import torch
+from torch.utils._device import _device_constructors
+
+from megatron.fault_tolerance.cpu import gloo_collectives
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def is_active() -> bool:
+    """Return whether CUDA calls of this process are answered by the CPU."""
+    return _installed
+
+
+def install() -> None:
+    """Answer this process's CUDA calls with the CPU, for good.
+
+    Call it before Megatron's initialization; again does nothing. torch.compile looks for a GPU
+    driver, so it is switched off in this process (on every thread) and its children.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for processes started from here
+    torch.compiler.set_stance("force_eager")  # for functions that Megatron has compiled by now
+    _answer_device_names()
+    _answer_cuda_module()
+    _answer_rng()
+    # Megatron looks these functions up in their modules at each call.
+    gloo_collectives.install()
+
+
+def memory_bytes() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _names_cuda(device: Any) -> bool:
+    """Return whether a ``device`` argument means a GPU; a bare index does."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _replace(owner: Any, **functions: Any) -> None:
+    for name, function in functions.items():
+        setattr(owner, name, function)
+
+
+def _with_cpu_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that a ``device=`` that names a GPU becomes the CPU, and nothing is pinned."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _answer_device_names() -> None:
+    for constructor in _device_constructors():  # torch.empty, torch.zeros, ...
+        if constructor == getattr(torch, constructor.__name__, None):
+            _replace(torch, **{constructor.__name__: _with_cpu_device(constructor)})
+    for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
+        _replace(torch.Tensor, **{name: _with_cpu_device(getattr(torch.Tensor, name))})
+    original_to, original_type = torch.Tensor.to, torch.Tensor.type
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _names_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return original_to(tensor, *args, **kwargs)
+
+    def tensor_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original_type(tensor, *args, **kwargs)
+        # Optimizers compare the type's name with "torch.cuda.FloatTensor".
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    def same(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    _replace(torch.Tensor, to=to, type=tensor_type, cuda=same, pin_memory=same)
+    _replace(torch.Tensor, record_stream=lambda tensor, stream: None)
+
+
+class _Stream:
+    """A stream on which everything has already happened."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, *args: Any) -> None: ...
+    def wait_event(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *args: Any) -> "_Event":
+        return _Event()
+
+    def query(self) -> bool:
+        return True
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class _Event:
+    """An event that has always been reached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "_Event") -> float:
+        return 0.0
+
+
+class _DeviceProperties:
+    """Properties of the oldest GPU that Megatron's feature checks accept."""
+
+    name, major, minor, multi_processor_count, total_memory = "cpu", 8, 0, 1, 0
+
+
+def _memory_stats(*_: Any) -> dict[str, int]:
+    keys = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current")
+    return {key: memory_bytes() for key in keys} | {"allocation.all.current": 0}
+
+
+def _answer_cuda_module() -> None:
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def rss_bytes(*args: Any, **kwargs: Any) -> int:
+        return memory_bytes()
+
+    stream = _Stream()
+    _replace(
+        torch.cuda,
+        is_available=lambda: True,  # megatron.training.initialize insists on it
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        set_device=nothing,
+        get_device_capability=lambda *args: (8, 0),
+        get_device_properties=lambda *args: _DeviceProperties(),
+        get_device_name=lambda *args: "cpu",
+        Stream=_Stream,
+        Event=_Event,
+        stream=lambda stream: contextlib.nullcontext(),
+        current_stream=lambda *args: stream,
+        default_stream=lambda *args: stream,
+        set_stream=nothing,
+        synchronize=nothing,
+        is_current_stream_capturing=lambda: False,
+        memory_allocated=rss_bytes,
+        max_memory_allocated=rss_bytes,
+        memory_reserved=rss_bytes,
+        max_memory_reserved=rss_bytes,
+        memory_stats=_memory_stats,
+        empty_cache=nothing,
+        reset_peak_memory_stats=nothing,
+    )
+    _replace(torch.cuda.nvtx, range_push=nothing, range_pop=nothing)
+    # torch's optimizers check whether a CUDA graph is being captured.
+    _replace(torch.optim.Optimizer, _accelerator_graph_capture_health_check=nothing)
+
+
+def _keep_data_loaders_from_drawing() -> None:
+    """Iterating over a DataLoader draws a seed from the CPU's generator, which here is the device's too.
+
+    On a GPU dropout would not notice; a checkpoint's RNG state, loaded before the loaders are built,
+    would be what training goes on with.
+    """
+    original = torch.utils.data.DataLoader.__iter__
+
+    def iterate(loader: Any) -> Any:
+        state = torch.get_rng_state()
+        iterator = original(loader)
+        torch.set_rng_state(state)
+        return iterator
+
+    _replace(torch.utils.data.DataLoader, __iter__=iterate)
+
+
+def _answer_rng() -> None:
+    """One generator serves as CPU and as CUDA generator; Megatron's tracker switches its state."""
+
+    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    def manual_seed(seed: int) -> None:
+        torch.manual_seed(seed)
+
+    for module in (torch.cuda, torch.cuda.random):
+        _replace(module, get_rng_state=get_state, set_rng_state=set_state, manual_seed=manual_seed)
+    _replace(megatron_random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
+    _keep_data_loaders_from_drawing()
+    # The tracker warns, at each use, if the CPU's generator moves while it switches the device's.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: not record.getMessage().startswith("CPU RNG state changed")
+    )

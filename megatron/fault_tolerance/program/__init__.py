@@ -1,0 +1,1 @@
+"""Parts of a pretraining program: flags, model, data, forward step."""

@@ -1,0 +1,152 @@
+"""The GPT model: Megatron's own configuration of it, with parts where its local implementation refuses.
+
+Megatron's torch norm, which the local implementation uses, refuses sequence parallelism because nobody
+would reduce its gradients over the tensor-parallel group. The norm here is the same torch module; its
+parameters are marked so that Megatron reduces them. The attention for multi-latent attention and context
+parallelism is local_attention.py.
+"""
+
+import argparse
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.models import gpt
+
+from megatron.fault_tolerance.program.arguments import refusals_of_megatron
+from megatron.fault_tolerance.program.local_attention import (
+    LocalAttention,
+    LocalLatentAttention,
+    check_latent_attention,
+)
+from moe_ft.errors import ConfigError
+
+_megatrons_mtp_spec = gpt.mtp_block_spec
+
+
+def build_config(args: argparse.Namespace) -> Any:
+    """Return what `megatron.training.pretrain` builds model, optimizer and loop from.
+
+    Raises:
+        ConfigError: if Megatron refuses the combination, or would train it wrongly.
+    """
+    check_latent_attention(args)
+    with refusals_of_megatron():
+        model_config = gpt_config_from_args(args)
+        # A spec given with --spec stays.
+        model_config.transformer_layer_spec = model_config.transformer_layer_spec or layer_spec
+        # Megatron makes the layers of multi-token prediction from a spec of its own, whatever the model's is.
+        gpt.mtp_block_spec = mtp_spec
+        config = pretrain_cfg_container_from_args(args, model_config)
+    check_mtp_place(model_config)
+    return config
+
+
+def check_mtp_place(config: gpt.GPTModelConfig) -> None:
+    """Raise ConfigError if MTP layers are on the first rank of a pipeline, in a later virtual stage.
+
+    That stage would have a copy of the embedding that nothing keeps equal to the first virtual stage's:
+    Megatron does so between ranks only, and leaves the copy filled with zeros at the start.
+    """
+    layout = config.transformer.pipeline_model_parallel_layout
+    if layout is None or layout.virtual_pipeline_model_parallel_size == 1:
+        return
+    if LayerType.mtp in layout.layout[0][-1]:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout={layout} puts MTP layers on the first pipeline rank, in "
+            "another virtual stage than the embedding: Megatron would train them with an embedding of their "
+            "own. Put m into a stage of another pipeline rank."
+        )
+
+
+def embedding_ranks(config: gpt.GPTModelConfig, pipeline_ranks: list[int]) -> list[int]:
+    """Return which ranks of a pipeline hold the input embedding's weight, in their order.
+
+    Megatron keeps their copies equal: the first stage's, those of the stages with MTP layers, and the
+    last stage's if the output layer shares the weight. Its default is the first and the last stage.
+
+    Args:
+        config: the model.
+        pipeline_ranks: global ranks of one pipeline, first stage first.
+    """
+    ranks = {pipeline_ranks[0], *get_mtp_ranks(pipeline_ranks, config.transformer)}
+    if config.share_embeddings_and_output_weights:
+        ranks.add(pipeline_ranks[-1])
+    return sorted(ranks)
+
+
+def sequence_parallel_norm(
+    config: Any, hidden_size: int, eps: float = 1e-5, **_: Any
+) -> torch.nn.Module:
+    """Build torch's LayerNorm or RMSNorm with parameters marked ``sequence_parallel``.
+
+    Megatron calls it where it would build its own norm, with these names.
+
+    Args:
+        config: the TransformerConfig; `normalization` names the kind.
+        hidden_size: size of the last dimension, which is normalized.
+        eps: added to the variance.
+    """
+    builders = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+    norm: torch.nn.Module = builders[config.normalization](hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
+def layer_spec(config: gpt.GPTModelConfig, vp_stage: int | None = None) -> Any:
+    """Return Megatron's default spec, with parts replaced where the local ones would refuse.
+
+    Args:
+        config: the model.
+        vp_stage: virtual pipeline stage.
+    """
+    return _replaced(gpt.default_layer_spec(config, vp_stage), _replacements(config.transformer))
+
+
+def mtp_spec(config: gpt.GPTModelConfig, layer: Any, vp_stage: int | None = None) -> Any:
+    """Return Megatron's spec of multi-token prediction, with the same parts replaced; None without.
+
+    Args:
+        config: the model.
+        layer: spec of the decoder's layers.
+        vp_stage: virtual pipeline stage.
+    """
+    spec = _megatrons_mtp_spec(config, layer, vp_stage)
+    return _replaced(spec, _replacements(config.transformer))
+
+
+def _replacements(config: Any) -> dict[Any, Any]:
+    """Return what stands in for which part of Megatron's local implementation."""
+    replacements: dict[Any, Any] = {}
+    if config.sequence_parallel:
+        replacements[WrappedTorchNorm] = sequence_parallel_norm
+    is_local = config.transformer_impl == "local"
+    if is_local and (config.multi_latent_attention or config.context_parallel_size > 1):
+        replacements[DotProductAttention] = LocalAttention
+        replacements[MLASelfAttention] = LocalLatentAttention
+    return replacements
+
+
+def _replaced(spec: Any, replacements: dict[Any, Any]) -> Any:
+    """Return a spec, or a part of one, with parts replaced."""
+    if isinstance(spec, type) and spec in replacements:
+        return replacements[spec]
+    if isinstance(spec, ModuleSpec) or (
+        dataclasses.is_dataclass(spec) and not isinstance(spec, type)
+    ):
+        changes = {
+            field.name: _replaced(getattr(spec, field.name), replacements)
+            for field in dataclasses.fields(spec)
+        }
+        return dataclasses.replace(spec, **changes)
+    if isinstance(spec, list):
+        return [_replaced(part, replacements) for part in spec]
+    return spec

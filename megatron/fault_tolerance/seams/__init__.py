@@ -1,0 +1,1 @@
+"""The seams into Megatron's training loop."""

@@ -1,0 +1,1 @@
+"""Listeners at the seams: progress, faults, digests, checkpoints, reports."""

@@ -1,0 +1,1 @@
+"""Settings of moe_ft: frozen dataclasses, from which the --moe-ft-* flags are generated."""

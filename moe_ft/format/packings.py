@@ -1,0 +1,115 @@
+"""How a tensor of state is kept in files: as it is, rounded to fewer bits, or split into parts.
+
+Names, sizes and places only: no torch. What the formats are is kernels/number_formats.py, what packs them
+kernels/packing.py, which of them a run uses moe_ft/config/precision.py.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+DTYPE_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+ALIGNMENT_BYTES = 64  # of tensors in a file, and of their pieces
+SCALED_BLOCK = 128  # numbers that share a scale
+
+
+class Packing(StrEnum):
+    """How fp32 numbers are kept."""
+
+    EXACT = "exact"
+    SPLIT = "split"  # masters as BF16 weights, and what these leave out
+    BF16 = "bf16"
+    FP16 = "fp16"
+    E4M3 = "fp8-e4m3"
+    E5M2 = "fp8-e5m2"
+    # With an fp32 scale, or one that is a power of two, for each block of numbers.
+    E4M3_BLOCKS = "fp8-e4m3-block"
+    E5M2_BLOCKS = "fp8-e5m2-block"
+    E4M3_POWER_BLOCKS = "fp8-e4m3-block-pow2"
+    E5M2_POWER_BLOCKS = "fp8-e5m2-block-pow2"
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether numbers come back changed."""
+        return self not in (Packing.EXACT, Packing.SPLIT)
+
+
+_SHORT_DTYPES = {
+    Packing.BF16: "BF16",
+    Packing.FP16: "F16",
+    Packing.E4M3: "F8_E4M3",
+    Packing.E5M2: "F8_E5M2",
+    Packing.E4M3_BLOCKS: "F8_E4M3",
+    Packing.E5M2_BLOCKS: "F8_E5M2",
+    Packing.E4M3_POWER_BLOCKS: "F8_E4M3",
+    Packing.E5M2_POWER_BLOCKS: "F8_E5M2",
+}
+_SCALED = (
+    Packing.E4M3_BLOCKS,
+    Packing.E5M2_BLOCKS,
+    Packing.E4M3_POWER_BLOCKS,
+    Packing.E5M2_POWER_BLOCKS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a packed tensor, which is a tensor of the file.
+
+    Attributes:
+        name: empty where there is no other.
+        dtype: safetensors' name of its type.
+        count: of its numbers.
+        offset: in bytes, from the start of the packed tensor.
+    """
+
+    name: str
+    dtype: str
+    count: int
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its numbers."""
+        return self.count * DTYPE_BYTES[self.dtype]
+
+
+def pieces(dtype: str, count: int, packing: Packing) -> tuple[Piece, ...]:
+    """Return the parts that a packed tensor has in a file.
+
+    Args:
+        dtype: safetensors' name of the type that the live tensor has; all but EXACT are for F32.
+        count: of its numbers.
+        packing: how they are kept.
+    """
+    if packing is Packing.EXACT:
+        return (Piece("", dtype, count, 0),)
+    if packing is Packing.SPLIT:
+        parts = [
+            ("weight", "BF16", count),
+            ("remainder", "I16", count),
+            ("carry", "U8", -(-count // 8)),
+        ]
+    else:
+        parts = [("", _SHORT_DTYPES[packing], count)]
+        if packing in _SCALED:
+            parts.append(("scale", "F32", -(-count // SCALED_BLOCK)))
+    found: list[Piece] = []
+    end = 0
+    for name, piece_dtype, piece_count in parts:
+        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        found.append(Piece(name, piece_dtype, piece_count, start))
+        end = start + found[-1].num_bytes
+    return tuple(found)

@@ -1,0 +1,94 @@
+"""What an index holds of an iteration beside its units, as typed schemas: its record, its experts' progress.
+
+Files and their checksums are moe_ft/format/files.py; taking a record and putting it back is state/record.py.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Gaps = tuple[tuple[Count, Count], ...]
+# JSON has no number for these; a clipped gradient norm may be one of them.
+_Float = float | Literal["inf", "-inf", "nan"]
+
+
+class RecordTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A small tensor inside of a record: base64 in JSON."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data: bytes
+
+
+class OptimizerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Scalars of one inner optimizer.
+
+    Attributes:
+        groups: per parameter group its scalars (lr, wd, step where it lives in the group, ...).
+        steps: per parameter its step, for optimizers that keep one (torch's Adam); one number under
+            the name "*" where all are equal.
+        scaler: loss scale and counters, None without one.
+        found_inf: whether the gradients held an infinity, None where nobody looked.
+        scales: per parameter and key the scale of a low-precision state tensor (Transformer Engine); those of
+            FP8 tensors also KEY._scale_inv.
+    """
+
+    groups: tuple[dict[str, Any], ...]
+    steps: dict[str, float]
+    scaler: dict[str, Any] | None = None
+    found_inf: bool | None = None
+    scales: dict[str, RecordTensor] = {}
+
+
+class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What else the state at the end of one iteration consists of, and what a replay needs of it.
+
+    Attributes:
+        iteration: the state's, one more than that of the iteration that made it.
+        grad_norm, grad_norms_by_group: what clipping used; None after a skipped step.
+        num_tokens: with --calculate-per-token-loss, over the whole batch.
+        consumed_valid_samples: after the evaluation that follows the iteration, if one does.
+        rng: states of python, numpy, torch, the device and Megatron's tracker.
+        buffers: all buffers of the model chunks by name.
+        extra_state: FP8 tensors of Transformer Engine's modules, by module and name.
+        tokens_per_expert: ``[expert]`` by MoE layer name, counted on this rank.
+    """
+
+    iteration: Count
+    grad_norm: _Float | None
+    grad_norms_by_group: dict[str, _Float]
+    num_tokens: int | None
+    optimizers: tuple[OptimizerRecord, ...]
+    scheduler: dict[str, Any]
+    consumed_train_samples: Count
+    consumed_valid_samples: Count
+    skipped_train_samples: Count
+    num_floating_point_operations: float
+    num_microbatches: Count
+    rng: dict[str, Any]
+    buffers: dict[str, RecordTensor]
+    extra_state: dict[str, RecordTensor]
+    tokens_per_expert: dict[str, tuple[int, ...]]
+
+
+class ExpertProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far the experts of a stage are trained, and what recoveries have cost them.
+
+    Attributes:
+        cursor, k_snapshot, k_persist: where the selection goes on.
+        least_k: below which k_snapshot does not go any more (Dynamic-K).
+        interval: iterations between snapshots.
+        routed_tokens: ``[expert]`` by MoE layer, tokens that the experts got so far.
+        gaps: ``[expert]`` by MoE layer, the ranges of them whose updates recoveries have dropped.
+        planned_tokens: tokens times top-k that a layer processes in the whole planned run.
+    """
+
+    cursor: Count
+    k_snapshot: Count
+    k_persist: Count
+    least_k: Count
+    interval: Count
+    routed_tokens: dict[str, tuple[Count, ...]]
+    gaps: dict[str, tuple[Gaps, ...]]
+    planned_tokens: Count

@@ -1,0 +1,1 @@
+"""Reading a job's state from outside: inspect, verify, clean."""

@@ -1,0 +1,310 @@
+"""Contents of a directory of checkpoints: `inspect`, and what `verify` looks at (recovery/verification.py).
+
+Reads persist directories, one checkpoint of them, and memory directories (of all jobs, a job or a node).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tabulate import tabulate
+
+from moe_ft.engine.manifests import find_manifests, read_manifest
+from moe_ft.engine.patience import PATIENCE_S
+from moe_ft.engine.regions import INDEX_NAME
+from moe_ft.engine.storage import Storage, iteration_directory
+from moe_ft.errors import ConfigError
+from moe_ft.format.files import (
+    MANIFEST_NAME,
+    Identity,
+    Index,
+    Manifest,
+    Start,
+    decode,
+    lossy_packings,
+)
+from moe_ft.format.packings import Packing
+from moe_ft.planning.branches import known_names, order_starts
+from moe_ft.recovery.inspect.experts import render_experts, summarize_experts
+from moe_ft.units import parse_unit
+
+_ITERATION_NAME = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """State of one iteration in one place.
+
+    Attributes:
+        tier: "memory", "replica" or "storage".
+        place: where, for people.
+        ranks: whose state it is.
+        problem: why it cannot be used, empty if nothing is known to be wrong.
+        window, num_snapshots: how many snapshots together hold everything, and how many there are.
+        storage, manifest: of a checkpoint, where it is and what makes it one.
+    """
+
+    tier: str
+    place: str
+    iteration: int
+    identity: Identity | None
+    ranks: tuple[int, ...]
+    num_bytes: int
+    units: dict[str, tuple[int, str, int]]  # iteration, level, bytes
+    indexes: tuple[Index, ...] = ()
+    problem: str = ""
+    window: int = 1
+    num_snapshots: int = 1
+    storage: Storage | None = None
+    manifest: Manifest | None = None
+
+
+def find_holdings(directory: str) -> list[Holding]:
+    """Return everything that looks like state of moe_ft below a directory or fsspec URL.
+
+    Raises:
+        ConfigError: if there is nothing.
+    """
+    holdings = [*_in_storage(directory), *_in_memory(directory)]
+    if not holdings:
+        raise ConfigError(
+            f"{directory} holds no state of moe_ft: no iter_*/manifest.json and no region_*.json. Give "
+            "a persist directory, one of its iter_* directories, or a memory directory."
+        )
+    return holdings
+
+
+def _storage_of(directory: str) -> tuple[Storage, int | None]:
+    """Return the persist directory, and the iteration if one of its checkpoints was named."""
+    parent, _, name = directory.rstrip("/").rpartition("/")
+    match = _ITERATION_NAME.fullmatch(name)
+    if match is None:
+        return Storage(directory, PATIENCE_S), None
+    return Storage(parent or ".", PATIENCE_S), int(match[1])
+
+
+def _in_storage(directory: str) -> Iterator[Holding]:
+    storage, only = _storage_of(directory)
+    try:
+        iterations = storage.iterations()
+    except NotADirectoryError:
+        return
+    for iteration in iterations:
+        if only in (None, iteration):
+            yield from _at_iteration(storage, iteration)
+
+
+def _at_iteration(storage: Storage, iteration: int) -> Iterator[Holding]:
+    """Yield the checkpoints that there are of an iteration."""
+    paths = find_manifests(storage, iteration)
+    if not paths:
+        place = f"{storage.url}/{iteration_directory(iteration)}"
+        yield _broken("storage", place, iteration, "incomplete: it has no manifest")
+    for path in paths:
+        manifest = None
+        try:
+            manifest = read_manifest(storage, path)
+            yield _checkpoint(storage, path, manifest)
+        except OSError as error:
+            broken = _broken("storage", f"{storage.url}/{path}", iteration, f"corrupt: {error}")
+            yield replace(broken, manifest=manifest, storage=storage)
+
+
+def _checkpoint(storage: Storage, path: str, manifest: Manifest) -> Holding:
+    indexes = [storage.index(file.index) for file in manifest.files]
+    sizes: Counter[str] = Counter()
+    for index in indexes:
+        sizes.update({name: unit.num_bytes for name, unit in index.units.items()})
+    return Holding(
+        tier="storage",
+        place=f"{storage.url}/{path.removesuffix('/' + MANIFEST_NAME)}",
+        iteration=manifest.iteration,
+        identity=manifest.identity,
+        ranks=tuple(file.rank for file in manifest.files),
+        num_bytes=sum(file.num_bytes for file in manifest.files),
+        units={
+            name: (source.iteration, source.level, sizes[name])
+            for name, source in manifest.units.items()
+        },
+        indexes=tuple(indexes),
+        window=manifest.window,
+        num_snapshots=manifest.window,
+        manifest=manifest,
+        storage=storage,
+    )
+
+
+def _in_memory(directory: str) -> Iterator[Holding]:
+    root = Path(directory)
+    if not root.is_dir():
+        return
+    for path in sorted(root.rglob("region_*.json")):
+        if not INDEX_NAME.fullmatch(path.name):
+            continue
+        tier = "replica" if path.parent.name.startswith("replica_") else "memory"
+        try:
+            index = decode(path.read_bytes(), Index, str(path))
+        except OSError as error:
+            yield _broken(tier, str(path), 0, f"corrupt: {error}")
+            continue
+        yield Holding(
+            tier=tier,
+            place=str(path),
+            iteration=index.iteration,
+            identity=index.identity,
+            ranks=(index.rank,),
+            num_bytes=index.file_bytes,
+            units={
+                name: (unit.iteration, unit.level, unit.num_bytes)
+                for name, unit in index.units.items()
+            },
+            indexes=(index,),
+            window=index.window,
+            num_snapshots=index.num_snapshots,
+        )
+
+
+def _broken(tier: str, place: str, iteration: int, problem: str) -> Holding:
+    return Holding(
+        tier=tier,
+        place=place,
+        iteration=iteration,
+        identity=None,
+        ranks=(),
+        num_bytes=0,
+        units={},
+        problem=problem,
+    )
+
+
+def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
+    """Return tables: what there is, the newest state's contents, and the settings it was made with."""
+    rows = [
+        (
+            each.iteration if not each.problem else "-",
+            each.tier,
+            _ranks(each.ranks),
+            len(each.units),
+            f"{each.num_bytes / 2**20:.1f}",
+            f"{each.num_snapshots} of {each.window}" if each.identity else "-",
+            each.identity.start.number if each.identity else "-",
+            each.identity.lineage if each.identity else "-",
+            each.problem or each.place,
+        )
+        for each in sorted(holdings, key=lambda each: (-each.iteration, each.tier, each.place))
+    ]
+    headers = (
+        "iteration",
+        "tier",
+        "ranks",
+        "units",
+        "MiB",
+        "snapshots",
+        "start",
+        "lineage",
+        "where",
+    )
+    text = tabulate(rows, headers=headers, disable_numparse=True)
+    usable = [each for each in holdings if each.identity is not None]
+    if not usable:
+        return text
+    newest = _newest(usable)
+    parts = [each for each in usable if _is_part(each, newest)]
+    return f"{text}\n\n{_describe(newest, parts, lists_units=lists_units)}"
+
+
+def _newest(holdings: list[Holding]) -> Holding:
+    """Return what a recovery would rather use than the others."""
+    whole = [each for each in holdings if each.num_snapshots == each.window] or holdings
+    found = [(each, each.identity) for each in whole if each.identity is not None]
+    progress: dict[Start, int] = {}
+    for holding, identity in found:
+        progress[identity.start] = max(holding.iteration, progress.get(identity.start, 0))
+    known = {each.start: known_names(each.history, each.superseded) for _, each in found}
+    best = order_starts(progress, known)[0]
+    own = [holding for holding, identity in found if identity.start == best]
+    return max(own, key=lambda each: each.iteration)
+
+
+def _is_part(holding: Holding, newest: Holding) -> bool:
+    """Return whether something is of the same state, in the same tier."""
+    mine, its = (
+        (
+            each.identity.start if each.identity else None,
+            each.iteration,
+            each.tier,
+            each.window,
+            each.num_snapshots,
+        )
+        for each in (holding, newest)
+    )
+    return mine == its
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return "-"
+    return str(ranks[0]) if len(ranks) == 1 else f"{min(ranks)}-{max(ranks)}"
+
+
+def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> str:
+    identity = newest.identity
+    assert identity is not None
+    units: dict[str, tuple[int, str, int]] = {}
+    for part in parts:
+        for name, (iteration, level, num_bytes) in part.units.items():
+            units[name] = (iteration, level, num_bytes + units.get(name, (0, "", 0))[2])
+    ordered = sorted(units, key=parse_unit)
+    if lists_units:
+        table = [(name, *units[name]) for name in ordered]
+        contents = tabulate(table, headers=("unit", "iteration", "level", "bytes"))
+    else:
+        kinds = Counter(parse_unit(name).kind.value for name in ordered)
+        sizes: Counter[str] = Counter()
+        for name in ordered:
+            sizes[parse_unit(name).kind.value] += units[name][2]
+        table_ = [(kind, count, f"{sizes[kind] / 2**20:.2f}") for kind, count in kinds.items()]
+        contents = tabulate(table_, headers=("kind of unit", "units", "MiB"), disable_numparse=True)
+    history = ", ".join(
+        f"{start.number} from iteration {start.resumed_at}" for start in identity.history
+    )
+    experts = summarize_experts(index for part in parts for index in part.indexes)
+    settings = [
+        (flag, value) for flag, value in sorted(identity.fingerprint.items()) if value is not None
+    ]
+    return "\n\n".join(
+        (
+            f"iteration {newest.iteration}, {newest.tier}: job {identity.job_id}, strategy "
+            f"{identity.strategy}, {identity.world_size} ranks, starts {history}",
+            *([_describe_window(newest)] if newest.window > 1 else []),
+            *_describe_packings(parts),
+            contents,
+            *([render_experts(experts)] if experts else []),
+            tabulate(settings, headers=("setting", "value"), disable_numparse=True),
+        )
+    )
+
+
+def _describe_packings(parts: list[Holding]) -> list[str]:
+    """Say which state is kept otherwise than it is; nothing where all of it is exact."""
+    entries = [entry for part in parts for index in part.indexes for _, entry in index.entries()]
+    lossy = lossy_packings(entries)
+    if lossy:
+        kept = ", ".join(f"{key} as {packing}" for key, packing in lossy.items())
+        return [f"LOSSY: it keeps {kept}: a recovery from it is not exact"]
+    if any(tensor.packing == Packing.SPLIT for entry in entries for tensor in entry.tensors):
+        return ["masters are kept as BF16 weights and what these leave out: nothing is lost"]
+    return []
+
+
+def _describe_window(holding: Holding) -> str:
+    first = holding.iteration - holding.num_snapshots + 1
+    text = f"a window with {holding.num_snapshots} of {holding.window} snapshots, from iteration {first} on"
+    if holding.num_snapshots < holding.window:
+        return f"{text}; of no use until it is complete"
+    return (
+        f"{text}: a recovery puts them back one after the other, runs {holding.window - 1} iterations "
+        f"again, and has all units at iteration {holding.iteration}"
+    )

@@ -1,0 +1,138 @@
+"""Checks of everything below a directory, down to the last byte that a checksum covers: `verify`.
+
+Whether a checkpoint is sound is decided by engine/soundness.py, as for a recovery; here all data is read too.
+What there is to check is recovery/inspection.py's.
+"""
+
+import mmap
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from moe_ft.engine.checks import check_places, check_units
+from moe_ft.engine.finite import check_is_finite
+from moe_ft.engine.soundness import check_references, check_region, read_file
+from moe_ft.engine.storage import Storage
+from moe_ft.errors import CorruptStateError
+from moe_ft.format.files import Index, Manifest, decode
+from moe_ft.recovery.inspect.holdings import Holding, find_holdings
+
+
+def verify(directory: str) -> tuple[list[str], list[str]]:
+    """Read everything below a directory and check everything.
+
+    Returns:
+        What is right and what is wrong, a line each. It is wrong too if nothing complete is there.
+
+    Raises:
+        ConfigError: if there is nothing.
+    """
+    right, wrong, num_complete = [], [], 0
+    for holding in find_holdings(directory):
+        name = f"iteration {holding.iteration} ({holding.tier}, {holding.place})"
+        if holding.problem.startswith("incomplete"):
+            right.append(f"{holding.place}: {holding.problem}; not a checkpoint, never used")
+            continue
+        damage = list(_damage_of(holding))
+        wrong += [f"{name}: {each}" for each in damage]
+        if not damage:
+            right.append(f"{name}: {len(holding.units)} units, {holding.num_bytes} bytes")
+            num_complete += holding.num_snapshots == holding.window
+    if not num_complete and not wrong:
+        wrong.append(f"{directory} holds nothing that is complete")
+    return right, wrong
+
+
+def _damage_of(holding: Holding) -> Iterator[str]:
+    """Yield all that is wrong with one checkpoint or region."""
+    if holding.manifest is not None and holding.storage is not None:
+        damage = list(_damage_of_checkpoint(holding.storage, holding.manifest))
+        yield from damage or filter(None, [holding.problem])
+    elif holding.problem:
+        yield holding.problem
+    else:
+        yield from _damage(partial(_check_region, Path(holding.place)))
+
+
+def _damage(check: Callable[[], None]) -> Iterator[str]:
+    try:
+        check()
+    except (
+        OSError,
+        ValueError,
+        SafetensorError,
+    ) as error:  # ValueError: an empty file cannot be mapped
+        yield f"{error}"
+
+
+def _check_region(path: Path) -> None:
+    index = decode(path.read_bytes(), Index, str(path))
+    check_region(index, path)
+    _check_file(path.parent / index.file, index)
+    for pool in {unit.file for unit in index.units.values() if unit.file}:
+        _check_pool(path.parent / pool, index)
+
+
+def _check_file(data: Path, index: Index) -> None:
+    """Check a local data file against its index, and that it is a valid safetensors file."""
+    if data.stat().st_size != index.file_bytes:
+        raise CorruptStateError(f"{data} has {data.stat().st_size} bytes, not {index.file_bytes}")
+    content = _mapped(data)
+    check_units(index, {"": content}, str(data))
+    _check_numbers(index, "", content)
+    _check_is_valid(data)
+
+
+def _check_pool(path: Path, index: Index) -> None:
+    """Check the units that an index has in a pool."""
+    content = _mapped(path)
+    pooled = [(name, unit) for name, unit in index.units.items() if unit.file == path.name]
+    check_places({path.name: content}, str(path), pooled)
+    _check_numbers(index, path.name, content)
+    _check_is_valid(path)
+
+
+def _mapped(path: Path) -> memoryview:
+    """Return the bytes of a file; the garbage collector unmaps it, since a traceback may hold parts."""
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _check_is_valid(path: Path) -> None:
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            opened.keys()
+    except SafetensorError as error:
+        raise CorruptStateError(f"{path} is not a valid safetensors file: {error}") from error
+
+
+def _check_numbers(index: Index, file: str, content: memoryview) -> None:
+    for name, unit in index.entries():
+        if unit.file == file:
+            check_is_finite(name, unit, content[unit.offset : unit.offset + unit.num_bytes])
+
+
+def _damage_of_checkpoint(storage: Storage, manifest: Manifest) -> Iterator[str]:
+    """Yield what is wrong with a checkpoint, file by file."""
+    indexes: dict[str, Index] = {}
+    for file in (*manifest.files, *manifest.older):
+        try:
+            index = indexes[file.data] = read_file(storage, manifest, file)
+        except OSError as error:
+            yield f"{error}"
+        else:
+            yield from _damage(partial(_check_stored, storage, file.data, index))
+    if len(indexes) == len({file.data for file in (*manifest.files, *manifest.older)}):
+        yield from _damage(partial(check_references, manifest, indexes))
+
+
+def _check_stored(storage: Storage, path: str, index: Index) -> None:
+    local = storage.local_path(path)
+    if local is not None:
+        _check_file(local, index)
+        return
+    content = memoryview(storage.read(path))
+    check_units(index, {"": content}, path)
+    _check_numbers(index, "", content)

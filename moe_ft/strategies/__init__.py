@@ -1,0 +1,1 @@
+"""Checkpointing strategies, one folder each; nothing else knows them by name."""

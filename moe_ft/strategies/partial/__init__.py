@@ -1,0 +1,1 @@
+"""Strategy `partial`: k experts per layer in each snapshot (MoC-System)."""

@@ -1,0 +1,150 @@
+"""Which experts a partial snapshot holds: sequential and load-aware selection (MoC-System, section 3.2).
+
+Everything is about the experts of one pipeline stage, whose ranks all choose the same.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_ft.errors import PlanError
+from moe_ft.planning.experts import Counts, ExpertLayout
+
+Selection = tuple[tuple[int, ...], ...]  # per MoE layer the selected experts, ascending
+
+
+def check_k(experts: ExpertLayout, k: int) -> None:
+    """Raise PlanError unless 1 <= k <= the experts of a layer."""
+    if not 1 <= k <= experts.num_experts:
+        raise PlanError(f"k={k} must be between 1 and the {experts.num_experts} experts of a layer")
+
+
+def select_sequential(experts: ExpertLayout, cursors: Sequence[int], k: int) -> Selection:
+    """Take the next k experts of every layer in the interleaved order.
+
+    Args:
+        experts: of the stage.
+        cursors: ``[layer]`` positions where the layers go on; see `advance`.
+        k: experts per layer.
+    """
+    check_k(experts, k)
+    return tuple(
+        tuple(sorted(experts.expert_at(cursor + step) for step in range(k))) for cursor in cursors
+    )
+
+
+def advance(experts: ExpertLayout, cursors: Sequence[int], k: int) -> tuple[int, ...]:
+    """Return where the layers go on after k experts of each."""
+    return tuple((cursor + k) % experts.num_experts for cursor in cursors)
+
+
+def select_load_aware(
+    experts: ExpertLayout, cursors: Sequence[int], unsaved: Counts, k: int
+) -> Selection:
+    """Take the k experts of every layer with the most unsaved updates.
+
+    Args:
+        experts: of the stage.
+        cursors: ``[layer]`` positions; among equals the next from there in the interleaved order.
+        unsaved: ``[layer, expert]`` tokens that an expert has been trained with since it was last saved.
+        k: experts per layer.
+    """
+    check_k(experts, k)
+    return select_by_keys(experts, cursors, [-unsaved], k)
+
+
+def select_by_keys(
+    experts: ExpertLayout, cursors: Sequence[int], keys: Sequence[Counts], k: int
+) -> Selection:
+    """Take the k experts of every layer with the least keys.
+
+    Args:
+        experts: of the stage.
+        cursors: ``[layer]`` positions; among equals the next from there in the interleaved order.
+        keys: ``[layer, expert]`` each, the most important first.
+        k: experts per layer, no more than there are.
+    """
+    steps = np.arange(experts.num_experts)
+    positions = (np.array(cursors, np.int64).reshape(-1, 1) + steps) % experts.num_experts
+    candidates = positions % experts.ep_size * experts.num_local + positions // experts.ep_size
+    # lexsort sorts by its last key first and is stable: candidates keep their order if equal.
+    ranking = np.lexsort([np.take_along_axis(key, candidates, 1) for key in reversed(keys)])
+    chosen = np.sort(np.take_along_axis(candidates, ranking[:, :k], 1), axis=1)
+    return tuple(tuple(layer) for layer in chosen.tolist())
+
+
+def rank_counts(experts: ExpertLayout, selection: Selection) -> list[int]:
+    """Return ``[expert-parallel rank]`` how many selected experts each holds."""
+    counts = [0] * experts.ep_size
+    for layer in selection:
+        for expert in layer:
+            counts[experts.rank_of(expert)] += 1
+    return counts
+
+
+def fill_up(experts: ExpertLayout, cursors: Sequence[int], selection: Selection) -> Selection:
+    """Raise k on ranks that have room, without raising the bottleneck rank (MoC-System, section 5.3).
+
+    Every rank takes as many experts as the rank that has the most, the next ones in the interleaved order.
+
+    Args:
+        experts: of the stage.
+        cursors: ``[layer]`` positions behind the selection.
+        selection: what was chosen.
+    """
+    counts = rank_counts(experts, selection)
+    most = max(counts, default=0)
+    extended = [set(layer) for layer in selection]
+    for step in range(experts.num_experts):
+        for layer, cursor in enumerate(cursors):
+            expert = experts.expert_at(cursor + step)
+            rank = experts.rank_of(expert)
+            if counts[rank] < most and expert not in extended[layer]:
+                extended[layer].add(expert)
+                counts[rank] += 1
+    return tuple(tuple(sorted(layer)) for layer in extended)
+
+
+def most_on_a_rank(experts: ExpertLayout, k: int) -> int:
+    """Return how many experts a rank saves at most, whatever is selected."""
+    return experts.num_layers * min(k, experts.num_local)
+
+
+def sequential_bottleneck(experts: ExpertLayout, k: int) -> int:
+    """Return the most experts that a rank saves in a snapshot with sequential selection.
+
+    All layers together take consecutive positions of the interleaved order.
+    """
+    return -(-experts.num_layers * k // experts.ep_size)
+
+
+def select_to_persist(
+    experts: ExpertLayout,
+    cursors: Sequence[int],
+    saved_at: Counts,
+    persisted_at: Counts,
+    unpersisted: Counts | None,
+    k: int,
+) -> Selection:
+    """Choose which of the experts' versions in memory go to storage.
+
+    Sequentially: the expert whose version on storage is the oldest, among equals the one whose version
+    in memory is the newest. Choosing only among the experts of the snapshot that happens to be written
+    could leave some out forever, where the rotations of snapshots and of persists share a factor.
+
+    Args:
+        experts: of the stage.
+        cursors: ``[layer]`` positions for what is equal otherwise.
+        saved_at: ``[layer, expert]`` iteration of the version in memory, -1 if there is none.
+        persisted_at: likewise on storage. An expert whose version is there already is not chosen.
+        unpersisted: ``[layer, expert]`` tokens that the version in memory has more than the one on
+            storage, for load-aware choice; None for sequential.
+        k: experts per layer.
+    """
+    has_nothing_new = (saved_at <= persisted_at).astype(np.int64)
+    by_age = [persisted_at, -saved_at]
+    keys = [has_nothing_new, *([-unpersisted] if unpersisted is not None else []), *by_age]
+    return tuple(
+        tuple(expert for expert in layer if not has_nothing_new[index, expert])
+        for index, layer in enumerate(select_by_keys(experts, cursors, keys, k))
+    )

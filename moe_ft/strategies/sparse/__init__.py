@@ -1,0 +1,1 @@
+"""Strategy `sparse`: windows of snapshots that hold every unit once (MoEvement)."""

@@ -1,0 +1,324 @@
+"""Bytes that sparse windows take of a model that need not exist: snapshots, windows, host memory.
+
+No tensor parallelism and no multi-token prediction. Headers, records and the gaps that align tensors are left
+out. How the strategy orders and cuts units while training runs is planning/sparse.py; sizes of models are
+planning/model_size.py; stalls and recoveries sparse_cost.py.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ft.errors import PlanError
+from moe_ft.planning.model_size import ByteModel, ModelShape, unit_parameters
+from moe_ft.planning.ownership import SavingLayout, Sharding
+from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
+from moe_ft.strategies.sparse.popularity import Scores, fractions_of_layers, order_experts
+from moe_ft.strategies.sparse.positions import order_modules, spread_over_ranks
+from moe_ft.strategies.sparse.windows import (
+    PositionSizes,
+    WindowCuts,
+    count_splits,
+    cut_window,
+    most_window_bytes,
+    shortest_window,
+    snapshot_bytes,
+)
+from moe_ft.units import UnitId, UnitKind
+
+Units = Mapping[UnitId, int]  # parameters of each
+Numbers = npt.NDArray[np.int64]
+
+_BACK_TO_FRONT = (UnitKind.OUTPUT, UnitKind.FINAL_NORM, UnitKind.NON_EXPERT, UnitKind.EMBEDDING)
+
+
+def stage_units(shape: ModelShape, num_stages: int) -> list[dict[UnitId, int]]:
+    """Return ``[stage]`` the parameters of its units, in the order of the model.
+
+    Layers are divided equally; tied word embeddings are on the first stage and again on the last.
+
+    Raises:
+        PlanError: if the stages do not divide the layers.
+    """
+    if num_stages < 1 or shape.num_layers % num_stages:
+        raise PlanError(f"{num_stages} stages must divide {shape.num_layers} layers, at least 1")
+    units = unit_parameters(shape)
+    if num_stages > 1:
+        units.setdefault(UnitId(kind=UnitKind.OUTPUT), shape.vocab_size * shape.hidden_size)
+    layers_each = shape.num_layers // num_stages
+    stages: list[dict[UnitId, int]] = [{} for _ in range(num_stages)]
+    for unit, count in units.items():
+        is_first = unit.kind is UnitKind.EMBEDDING
+        stage = unit.layer // layers_each if unit.layer >= 0 else (0 if is_first else -1)
+        stages[stage][unit] = count
+    return stages
+
+
+def position_sizes(
+    units: Units,
+    layout: SavingLayout,
+    byte_model: ByteModel,
+    popularity: np.random.Generator | None = None,
+    *,
+    is_grouped: bool = False,
+) -> PositionSizes:
+    """Return what every rank of a stage saves at each position of its order.
+
+    Experts come first, then everything else back to front, both spread over the ranks that own them
+    (positions.py). A rank saves the slices that it owns: state that
+    ranks hold alike lies end to end, in the order of the model, and is cut into equal pieces. The
+    distributed optimizer has done that already, with one buffer of experts and one of everything else; with
+    --overlap-grad-reduce the first stage has smaller ones, and more even slices.
+
+    Args:
+        units: of the stage.
+        layout: of its ranks; experts are divided among them in equal numbers.
+        byte_model: master weights and moments are what FULL is, weights what COMPUTE is.
+        popularity: draws how popular experts are; from seed 0 the order that training begins with. None:
+            the order of the model.
+        is_grouped: whether a rank's experts of a layer are one module, frozen only as a whole.
+
+    Raises:
+        PlanError: if the layout is adaptive, its ranks cannot share the experts equally, or COMPUTE is
+            larger than FULL.
+    """
+    if layout.sharding is Sharding.ADAPTIVE:
+        raise PlanError("sparse windows hold every unit, so there is nothing to adapt shares to")
+    columns = _columns(units, layout, popularity, is_grouped=is_grouped)
+    experts = np.zeros((layout.dp, len(columns[0].units)), np.int64)
+    for ep_rank, column in enumerate(columns):
+        experts[ep_rank :: layout.ep] = column.owned
+    elements = np.concatenate([experts, _others_of(units, layout)[1]], axis=1)
+    modules = [[unit.layer_name for unit in column.units] for column in columns]
+    return PositionSizes(
+        full=elements * byte_model.optimizer,
+        compute=elements * byte_model.weights,
+        splits=count_splits(modules, elements.shape[1]) if is_grouped else None,
+    )
+
+
+def position_work(
+    units: Units,
+    layout: SavingLayout,
+    active_share: float,
+    popularity: np.random.Generator | None = None,
+    *,
+    is_grouped: bool = False,
+) -> npt.NDArray[np.float64]:
+    """Return ``[position]`` the parameters that a token passes through and that freeze there, on average.
+
+    Experts that are one module are frozen for as long as the first of them is.
+
+    Args:
+        units: of the stage.
+        layout: of its ranks.
+        active_share: of the experts of a layer, those that a token goes to.
+        popularity: as of `position_sizes`.
+        is_grouped: likewise.
+    """
+    columns = _columns(units, layout, popularity, is_grouped=is_grouped)
+    experts = np.zeros(len(columns[0].units))
+    for column in columns:
+        firsts: dict[str, int] = {}
+        for place, unit in enumerate(column.units):
+            at = firsts.setdefault(unit.layer_name, place) if is_grouped else place
+            experts[at] += units[unit]
+    others, _ = _others_of(units, layout)
+    # An embedding is looked up: there is no matrix product whose gradient could be left out.
+    others_work = [0 if unit.kind is UnitKind.EMBEDDING else units[unit] for unit in others]
+    return np.concatenate([experts * active_share, others_work])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Column:
+    """The experts of an expert-parallel rank, in the order in which they are saved.
+
+    Attributes:
+        owned: ``[rank, position]`` the parameters that each of the ranks that have them saves.
+    """
+
+    units: list[UnitId]
+    owned: Numbers
+
+
+def _columns(
+    units: Units,
+    layout: SavingLayout,
+    popularity: np.random.Generator | None,
+    *,
+    is_grouped: bool,
+) -> list[_Column]:
+    """Return ``[expert-parallel rank]`` its experts as the strategy orders them."""
+    by_ep_rank = _experts_of(units, layout.ep)
+    scores = _draw_scores(by_ep_rank, popularity)
+    columns = []
+    for own in by_ep_rank:
+        owned = _owned([units[unit] for unit in own], layout.num_groups, layout)
+        if is_grouped:
+            shares = fractions_of_layers(scores)
+            popular = [float(shares[place]) for place in _places(own)]
+            order = order_modules(popular, [unit.layer_name for unit in own], owned)
+        else:
+            order = _order_by_popularity(own, None if popularity is None else scores)
+            order = [order[place] for place in spread_over_ranks(owned[:, order])]
+        columns.append(_Column(units=[own[place] for place in order], owned=owned[:, order]))
+    return columns
+
+
+def _experts_of(units: Units, ep: int) -> list[list[UnitId]]:
+    """Return ``[expert-parallel rank]`` its experts, in the order of the model."""
+    experts = sorted(unit for unit in units if unit.kind is UnitKind.EXPERT)
+    num_experts = _num_experts(experts)
+    if num_experts % ep:
+        raise PlanError(f"{num_experts} experts cannot be divided equally among {ep} ranks")
+    num_local = num_experts // ep
+    return [
+        [unit for unit in experts if unit.expert // num_local == ep_rank] for ep_rank in range(ep)
+    ]
+
+
+def _others_of(units: Units, layout: SavingLayout) -> tuple[list[UnitId], Numbers]:
+    """Return the units that are no experts, in order, and ``[rank, unit]`` the parameters that it saves."""
+    names = [unit for unit in units if unit.kind is not UnitKind.EXPERT]
+    owned = _owned([units[unit] for unit in names], layout.dp, layout)
+    back_to_front = sorted(range(len(names)), key=lambda index: _place(names[index]))
+    spread = spread_over_ranks(owned[:, back_to_front])
+    order = [back_to_front[place] for place in spread]
+    return [names[index] for index in order], owned[:, order]
+
+
+def _num_experts(experts: Iterable[UnitId]) -> int:
+    return 1 + max((unit.expert for unit in experts), default=-1)
+
+
+def _draw_scores(
+    by_ep_rank: Sequence[Sequence[UnitId]], popularity: np.random.Generator | None
+) -> Scores:
+    """Return ``[layer, expert]`` how popular experts are, all equal if that is not drawn."""
+    num_layers = len({unit.layer for unit in by_ep_rank[0]})
+    shape = (num_layers, _num_experts(by_ep_rank[-1]))
+    return np.zeros(shape) if popularity is None else popularity.random(shape)
+
+
+def _places(experts: Sequence[UnitId]) -> list[tuple[int, int]]:
+    """Return of each expert the index of its layer, counted among those with experts, and its number."""
+    index = {layer: number for number, layer in enumerate(sorted({u.layer for u in experts}))}
+    return [(index[unit.layer], unit.expert) for unit in experts]
+
+
+def _order_by_popularity(experts: Sequence[UnitId], scores: Scores | None) -> list[int]:
+    """Return the indices of a rank's experts, the least popular first."""
+    if scores is None:
+        return list(range(len(experts)))
+    places = {place: index for index, place in enumerate(_places(experts))}
+    return [places[expert] for expert in order_experts(scores, list(places))]
+
+
+def _owned(counts: Sequence[int], num_ranks: int, layout: SavingLayout) -> Numbers:
+    """Return ``[rank, unit]`` the parameters that each of the ranks with the same units saves."""
+    if layout.is_optimizer_distributed:  # Megatron's buffers begin with the last parameter
+        slices = [row[::-1] for row in assign_equal_slices(counts[::-1], num_ranks)]
+    elif layout.sharding is Sharding.NONE:
+        slices = assign_baseline_slices(counts, num_ranks)
+    else:
+        slices = assign_equal_slices(counts, num_ranks)
+    owned = [[end - start for start, end in row] for row in slices]
+    return np.array(owned, dtype=np.int64).reshape(num_ranks, len(counts))
+
+
+def _place(unit: UnitId) -> tuple[int, int, str]:
+    """Sort units that are no experts as the strategy does: later layers first (MoEvement, Appendix E)."""
+    kind = UnitKind.NON_EXPERT if unit.layer >= 0 else unit.kind
+    return _BACK_TO_FRONT.index(kind), -unit.layer, str(unit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowSize:
+    """What windows of one length take, of the ranks that need the most.
+
+    Attributes:
+        cuts: ``[stage]``.
+        snapshots: ``[snapshot]`` the most bytes that a rank of any stage saves.
+        window_bytes: the most that a rank saves in a whole window.
+        dense_bytes: the most that a rank saves in a snapshot of everything at FULL.
+    """
+
+    cuts: tuple[WindowCuts, ...]
+    snapshots: tuple[int, ...]
+    window_bytes: int
+    dense_bytes: int
+
+    @property
+    def length(self) -> int:
+        """Snapshots of the window."""
+        return len(self.snapshots)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest snapshot of any rank."""
+        return max(self.snapshots)
+
+    @property
+    def mean_bytes(self) -> float:
+        """The mean over the snapshots of the largest of each."""
+        return sum(self.snapshots) / self.length
+
+
+def measure_window(stages: Sequence[PositionSizes], length: int) -> WindowSize:
+    """Return what windows of a length take if the largest snapshot of each stage is the least possible."""
+    cuts = tuple(cut_window(stage, length) for stage in stages)
+    by_stage = [snapshot_bytes(stage, each.ends) for stage, each in zip(stages, cuts, strict=True)]
+    return WindowSize(
+        cuts=cuts,
+        snapshots=tuple(np.max([of_stage.max(axis=0) for of_stage in by_stage], axis=0).tolist()),
+        window_bytes=int(max(of_stage.sum(axis=1).max() for of_stage in by_stage)),
+        dense_bytes=int(max(stage.full.sum(axis=1).max() for stage in stages)),
+    )
+
+
+def choose_length(stages: Sequence[PositionSizes], budget_bytes: float, longest: int) -> int:
+    """Return the longest of the shortest windows that fit the stages.
+
+    Args:
+        stages: of the job, which agree on one length.
+        budget_bytes: what any rank can copy in one snapshot.
+        longest: snapshots that the window may have, which it has if none fits.
+
+    Source: MoEvement, Algorithm 1, FindWindowSize, by bytes; see windows.py.
+    """
+    fits = [shortest_window(stage, budget_bytes, longest) for stage in stages]
+    return max(
+        fit.length if fit.fits else _longest(stage, longest)
+        for stage, fit in zip(stages, fits, strict=True)
+    )
+
+
+def region_bytes(
+    stages: Sequence[PositionSizes], longest: int, margin: float, *, shortest: int = 1
+) -> int:
+    """Return what a region of the rank that needs the most has room for.
+
+    It is made for the longest window, in the order that training begins with or in one that is as good as
+    random, in which a unit is at COMPUTE in half of the other snapshots (planning/sparse.py).
+
+    Args:
+        stages: of the job, in the order that training begins with.
+        longest: snapshots that a window may have.
+        margin: fraction that is also reserved, for other orders.
+        shortest: snapshots that a window may have.
+    """
+    most = max(_most_window_bytes(stage, shortest, _longest(stage, longest)) for stage in stages)
+    return math.ceil(most * (1 + margin))
+
+
+def _longest(stage: PositionSizes, longest: int) -> int:
+    return max(1, min(longest, stage.num_positions))
+
+
+def _most_window_bytes(stage: PositionSizes, shortest: int, longest: int) -> float:
+    of_window = most_window_bytes(stage, min(shortest, longest), longest)
+    by_chance = stage.full.sum(axis=1) + stage.compute.sum(axis=1) * (longest - 1) / 2
+    return float(np.maximum(of_window, by_chance).max())

@@ -1,0 +1,223 @@
+"""MoC-System's arithmetic: what ranks save adds up, and is what the paper says where that follows."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.paper_sizes import (
+    ExpertUnit,
+    NonExpertUnit,
+    PaperLayout,
+    checkpoint_bytes,
+    is_imbalanced,
+    paper_workload,
+    rank_bytes,
+)
+from moe_ft.errors import PlanError
+from moe_ft.planning.experts import ExpertLayout
+from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape
+from moe_ft.planning.ownership import Sharding
+from moe_ft.strategies.partial.selection import advance, rank_counts, select_sequential
+from moe_ft.strategies.partial.size import reduction
+from tests.unit.moe_ft.planning.shapes import TINY, shapes
+
+LARGE = PRESETS["gpt-350m-16e"]
+MASTER_IN_FULL = ByteModel(master_always_full=True)
+CASES = [(8, 8), (16, 16), (16, 8)]
+
+# 2 MoE layers of 4 experts with 10 parameters each (width 1, no biases), 22 others.
+TINY_OTHERS = 1 + 2 * (4 + 2 + 4) + 1  # embedding; per layer attention, two norms, router; norm
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[ModelShape, int, ByteModel, PaperLayout]:
+    ep = draw(st.integers(1, 4))
+    shape = draw(shapes(ep))
+    byte_model = ByteModel(
+        weights_always_full=draw(st.booleans()),
+        master_always_full=draw(st.booleans()),
+        moments_always_full=draw(st.booleans()),
+    )
+    layout = PaperLayout(
+        dp=ep * draw(st.integers(1, 3)),
+        ep=ep,
+        sharding=draw(st.sampled_from(Sharding)),
+        is_optimizer_distributed=draw(st.booleans()),
+        expert_unit=draw(st.sampled_from(ExpertUnit)),
+        non_expert_unit=draw(st.sampled_from(NonExpertUnit)),
+    )
+    return shape, draw(st.integers(1, shape.num_experts)), byte_model, layout
+
+
+def most(k: int, case: tuple[int, int], sharding: Sharding, **changes: object) -> int:
+    """Return the bottleneck of GPT-350M-16E with the bytes that the paper's measurements imply."""
+    layout = PaperLayout(dp=case[0], ep=case[1], sharding=sharding)
+    layout = replace(layout, **changes)  # type: ignore[arg-type]
+    return paper_workload(LARGE, k, MASTER_IN_FULL, layout).bottleneck_bytes
+
+
+@given(plans())
+def test_ranks_together_save_the_checkpoint_once(
+    plan: tuple[ModelShape, int, ByteModel, PaperLayout],
+) -> None:
+    shape, k, byte_model, layout = plan
+    for of_snapshot in paper_workload(shape, k, byte_model, layout).rotation:
+        assert sum(of_snapshot) == checkpoint_bytes(shape, k, byte_model)
+
+
+@given(plans())
+def test_rotation_holds_every_load_of_the_whole_selection(
+    plan: tuple[ModelShape, int, ByteModel, PaperLayout],
+) -> None:
+    shape, k, byte_model, layout = plan
+    experts = ExpertLayout(
+        num_layers=shape.num_moe_layers, num_experts=shape.num_experts, ep_size=layout.ep
+    )
+    cursors, expected = experts.first_cursors(k), []
+    for _ in range(shape.num_experts):
+        counts = rank_counts(experts, select_sequential(experts, cursors, k))
+        expected.append(tuple(rank_bytes(shape, counts, byte_model, layout)))
+        cursors = advance(experts, cursors, k)
+    rotation = paper_workload(shape, k, byte_model, layout).rotation
+    assert expected == [rotation[index % len(rotation)] for index in range(len(expected))]
+
+
+@given(plans())
+def test_adaptive_sharding_never_has_a_heavier_bottleneck_than_equal_sharding(
+    plan: tuple[ModelShape, int, ByteModel, PaperLayout],
+) -> None:
+    shape, k, byte_model, layout = plan
+    layout = replace(layout, non_expert_unit=NonExpertUnit.ELEMENT)
+    equal, adaptive = (
+        paper_workload(shape, k, byte_model, replace(layout, sharding=sharding)).bottleneck_bytes
+        for sharding in (Sharding.EQUAL, Sharding.ADAPTIVE)
+    )
+    assert adaptive <= equal
+
+
+@given(plans())
+def test_full_checkpoint_is_every_parameter_in_all_its_bytes(
+    plan: tuple[ModelShape, int, ByteModel, PaperLayout],
+) -> None:
+    shape, _, byte_model, _ = plan
+    full = checkpoint_bytes(shape, shape.num_experts, byte_model)
+    assert full == shape.num_parameters * byte_model.total
+
+
+def test_checkpoint_of_a_tiny_model_is_as_large_as_counted_by_hand() -> None:
+    assert checkpoint_bytes(TINY, 1, ByteModel()) == (TINY_OTHERS + 2 * 10) * 14
+    assert checkpoint_bytes(TINY, 1, MASTER_IN_FULL) == (TINY_OTHERS + 2 * 10) * 14 + 60 * 4
+
+
+def test_baseline_has_the_first_rank_and_group_save_what_is_replicated() -> None:
+    # dp 4, ep 2, one expert selected on each expert-parallel rank; the optimizer's 12 bytes are owned:
+    # 22 * 12 / 4 = 66 of non-experts and 10 * 12 / 2 = 60 of experts for each rank.
+    layout = PaperLayout(dp=4, ep=2, sharding=Sharding.NONE)
+    of_ranks = rank_bytes(TINY, [1, 1], ByteModel(), layout)
+    assert of_ranks == [126 + 10 * 2 + 22 * 2, 126 + 10 * 2, 126, 126]
+
+
+def test_baseline_without_a_distributed_optimizer_leaves_everything_to_the_first_group() -> None:
+    layout = PaperLayout(dp=4, ep=2, sharding=Sharding.NONE, is_optimizer_distributed=False)
+    of_ranks = rank_bytes(TINY, [2, 0], ByteModel(), layout)
+    assert of_ranks == [(22 + 2 * 10) * 14, 0, 0, 0]
+
+
+def test_equal_sharding_halves_experts_between_two_groups() -> None:
+    layout = PaperLayout(dp=4, ep=2, is_optimizer_distributed=False)
+    # Experts: 3 * 10 * 14 / 2 = 210 and 70; others: 22 * 14 / 4 = 77 each.
+    assert rank_bytes(TINY, [3, 1], ByteModel(), layout) == [287, 147, 287, 147]
+
+
+def test_whole_experts_leave_the_odd_one_to_the_first_group() -> None:
+    layout = PaperLayout(dp=4, ep=2, is_optimizer_distributed=False, expert_unit=ExpertUnit.EXPERT)
+    expected = [77 + 2 * 140, 77 + 140, 77 + 140, 77]
+    assert rank_bytes(TINY, [3, 1], ByteModel(), layout) == expected
+
+
+def test_adaptive_sharding_fills_the_ranks_with_fewer_experts() -> None:
+    layout = PaperLayout(dp=2, ep=2, is_optimizer_distributed=False, sharding=Sharding.ADAPTIVE)
+    # 308 bytes of non-experts on top of 280 and 140: both end at (308 + 420) / 2.
+    assert rank_bytes(TINY, [2, 1], ByteModel(), layout) == [364, 364]
+
+
+def test_figure_4_has_one_rank_save_two_experts_and_the_heavy_rank_move() -> None:
+    shape = replace(TINY, num_layers=4, moe_layers=(0, 1, 2, 3), num_experts=3, num_positions=0)
+    layout = PaperLayout(dp=3, ep=3, is_optimizer_distributed=False)
+    workload = paper_workload(shape, 1, ByteModel(), layout)
+    heavy = [of_ranks.index(max(of_ranks)) for of_ranks in workload.rotation]
+    assert heavy == [0, 1, 2]
+    assert is_imbalanced(shape, 1, layout)
+
+
+def test_one_expert_is_42_2_percent_with_all_master_weights_and_19_1_by_equation_6() -> None:
+    full = checkpoint_bytes(LARGE, 16, ByteModel())
+    assert checkpoint_bytes(LARGE, 1, MASTER_IN_FULL) / full == pytest.approx(0.4219, abs=5e-5)
+    assert checkpoint_bytes(LARGE, 1, ByteModel()) / full == pytest.approx(0.1907, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("classes_in_full", "share"),
+    [
+        ({"master_always_full": True, "moments_always_full": True}, 0.88),
+        ({"master_always_full": True, "weights_always_full": True}, 0.54),
+        ({"master_always_full": True}, 0.42),
+    ],
+)
+def test_sizes_of_table_3_follow_with_all_master_weights(
+    classes_in_full: dict[str, bool], share: float
+) -> None:
+    num_bytes = checkpoint_bytes(LARGE, 1, ByteModel(**classes_in_full))  # type: ignore[arg-type]
+    assert round(num_bytes / checkpoint_bytes(LARGE, 16, ByteModel()), 2) == share
+
+
+@pytest.mark.parametrize(
+    ("k", "unit", "percent"),
+    [
+        (16, NonExpertUnit.ELEMENT, [12.0, 22.7, 29.4]),
+        (16, NonExpertUnit.MODULE, [11.0, 19.3, 26.3]),
+        (1, NonExpertUnit.ELEMENT, [23.9, 40.3, 41.1]),
+    ],
+)
+def test_equal_sharding_of_the_three_cases_saves_what_was_worked_out(
+    k: int, unit: NonExpertUnit, percent: list[float]
+) -> None:
+    saved = [
+        100
+        * reduction(
+            most(k, case, Sharding.EQUAL, non_expert_unit=unit),
+            most(k, case, Sharding.NONE, non_expert_unit=unit),
+        )
+        for case in CASES
+    ]
+    assert [round(each, 1) for each in saved] == percent
+
+
+@pytest.mark.parametrize("unit", ExpertUnit)
+def test_imbalance_is_told_by_equation_9(unit: ExpertUnit) -> None:
+    for (dp, ep), k in product(CASES, range(1, 17)):
+        layout = PaperLayout(dp=dp, ep=ep, expert_unit=unit)
+        workload = paper_workload(LARGE, k, ByteModel(), layout)
+        differs = any(max(ranks) - min(ranks) > ep for ranks in workload.rotation)
+        assert is_imbalanced(LARGE, k, layout) == differs, (dp, ep, k)
+
+
+@pytest.mark.parametrize("k", [0, 17])
+def test_k_that_a_layer_does_not_have_is_refused(k: int) -> None:
+    with pytest.raises(PlanError, match=f"k={k} must be between 1 and the 16 experts"):
+        checkpoint_bytes(LARGE, k, ByteModel())
+    with pytest.raises(PlanError, match=f"k={k} must be between 1 and the 16 experts"):
+        paper_workload(LARGE, k, ByteModel(), PaperLayout(dp=8, ep=8))
+
+
+def test_expert_parallel_ranks_that_do_not_divide_the_data_parallel_are_refused() -> None:
+    with pytest.raises(PlanError, match="ep=8 must divide dp=12, both at least 1"):
+        PaperLayout(dp=12, ep=8)
+
+
+def test_experts_that_ranks_cannot_share_equally_are_refused() -> None:
+    with pytest.raises(PlanError, match="16 experts cannot be divided equally among 3 ranks"):
+        paper_workload(LARGE, 1, ByteModel(), PaperLayout(dp=3, ep=3))

@@ -1,0 +1,135 @@
+"""The printed algorithm is reproduced with its quirks, and windows.py is never worse."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.paper_windows import (
+    OperatorProfile,
+    ScheduledSnapshot,
+    find_window_size,
+    generate_schedule,
+    schedule_sparse_checkpoints,
+)
+from moe_ft.errors import PlanError
+from moe_ft.strategies.sparse.windows import PositionSizes, cut_window, snapshot_bytes
+
+
+def profile_of(num_operators: int, budget_bytes: float) -> OperatorProfile:
+    """Return operators of one parameter, 12 bytes at FULL and 2 at COMPUTE, and what PCIe can copy."""
+    return OperatorProfile(
+        num_operators=num_operators,
+        iteration_s=1.0,
+        compute_bytes=2,
+        master_bytes=4,
+        optimizer_bytes=8,
+        pcie_bytes_per_s=budget_bytes,
+    )
+
+
+def sizes_of(profile: OperatorProfile, schedule: list[ScheduledSnapshot[int]]) -> list[int]:
+    return [profile.checkpoint_bytes(len(each.active), len(each.frozen)) for each in schedule]
+
+
+FIGURE_6 = profile_of(6, 32)
+OPERATORS_OF_FIGURE_6 = ("E1", "E2", "E3", "E4", "NE", "G")
+
+
+def test_window_of_figure_6_has_three_snapshots_of_two_active_operators() -> None:
+    assert find_window_size(FIGURE_6) == (3, 2)
+
+
+def test_schedule_of_figure_6_is_the_one_that_it_shows() -> None:
+    schedule = schedule_sparse_checkpoints(FIGURE_6, OPERATORS_OF_FIGURE_6)
+    assert schedule == [
+        ScheduledSnapshot(active=("E1", "E2"), frozen=("E3", "E4", "NE", "G")),
+        ScheduledSnapshot(active=("E3", "E4"), frozen=("NE", "G")),
+        ScheduledSnapshot(active=("NE", "G"), frozen=()),
+    ]
+
+
+def test_snapshots_of_figure_6_save_the_paper_s_55_percent_and_more_of_a_dense_one() -> None:
+    sizes = sizes_of(FIGURE_6, schedule_sparse_checkpoints(FIGURE_6, range(6)))
+    assert sizes == [32, 28, 24]
+    savings = [100 * (1 - size / FIGURE_6.checkpoint_bytes(6, 0)) for size in sizes]
+    assert savings == pytest.approx([55.6, 61.1, 66.7], abs=0.05)
+
+
+def test_last_snapshot_holds_one_operator_where_all_but_one_fit() -> None:
+    profile = profile_of(66, 65 * 12 + 2)
+    assert find_window_size(profile) == (2, 65)
+    schedule = schedule_sparse_checkpoints(profile, range(66))
+    assert [len(each.active) for each in schedule] == [65, 1]
+
+
+def test_search_stops_at_two_active_operators_although_they_do_not_fit() -> None:
+    profile = profile_of(10, 1)
+    assert find_window_size(profile) == (5, 2)
+    assert profile.checkpoint_bytes(2, 8) > profile.pcie_bytes_per_s
+
+
+def test_one_active_operator_is_not_tried_although_it_would_fit() -> None:
+    profile = profile_of(10, 12 + 9 * 2)
+    assert find_window_size(profile) == (5, 2)
+
+
+@pytest.mark.parametrize("num_operators", [1, 2])
+def test_up_to_two_operators_are_active_together_although_they_do_not_fit(
+    num_operators: int,
+) -> None:
+    assert find_window_size(profile_of(num_operators, 1)) == (1, num_operators)
+
+
+def test_everything_that_fits_is_active_at_once() -> None:
+    assert find_window_size(profile_of(6, 72)) == (1, 6)
+
+
+@given(st.integers(1, 80), st.integers(1, 1000))
+def test_every_operator_is_active_once_and_frozen_in_the_snapshots_before(
+    num_operators: int, budget: int
+) -> None:
+    profile = profile_of(num_operators, budget)
+    schedule = schedule_sparse_checkpoints(profile, range(num_operators))
+    active = [operator for each in schedule for operator in each.active]
+    assert active == list(range(num_operators))
+    for index, each in enumerate(schedule):
+        later = [operator for other in schedule[index + 1 :] for operator in other.active]
+        assert list(each.frozen) == later
+
+
+@given(st.integers(1, 80), st.integers(1, 1000))
+def test_window_cut_by_bytes_is_no_larger_than_the_printed_one_of_the_same_length(
+    num_operators: int, budget: int
+) -> None:
+    profile = profile_of(num_operators, budget)
+    printed = sizes_of(profile, schedule_sparse_checkpoints(profile, range(num_operators)))
+    sizes = PositionSizes(
+        full=np.full((1, num_operators), 12), compute=np.full((1, num_operators), 2)
+    )
+    cuts = cut_window(sizes, len(printed))
+    assert snapshot_bytes(sizes, cuts.ends).max() <= max(printed)
+
+
+def test_window_cut_by_bytes_halves_the_nearly_empty_case() -> None:
+    sizes = PositionSizes(full=np.full((1, 66), 12), compute=np.full((1, 66), 2))
+    # The printed one has 782: 65 active, 1 frozen. With 30 and 36: 360 + 36 x 2 and 36 x 12.
+    assert cut_window(sizes, 2).largest_bytes == 432
+
+
+def test_schedule_longer_than_the_operators_need_ends_with_empty_snapshots() -> None:
+    schedule = generate_schedule(("a", "b"), 3, 1)
+    assert schedule[2] == ScheduledSnapshot(active=(), frozen=())
+
+
+@pytest.mark.parametrize(("num_operators", "bandwidth"), [(0, 10.0), (3, 0.0)])
+def test_profile_without_operators_or_bandwidth_is_refused(
+    num_operators: int, bandwidth: float
+) -> None:
+    with pytest.raises(PlanError, match=f"num_operators={num_operators} and pcie_bytes_per_s"):
+        profile_of(num_operators, bandwidth)
+
+
+def test_schedule_of_other_operators_than_the_profile_s_is_refused() -> None:
+    with pytest.raises(PlanError, match="5 operators were given, but the profile is of 6"):
+        schedule_sparse_checkpoints(FIGURE_6, range(5))

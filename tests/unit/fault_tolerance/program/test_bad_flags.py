@@ -1,0 +1,242 @@
+"""Command lines that cannot work are refused as a whole; flags without effect are named in a warning."""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from megatron.training import arguments as megatron_arguments
+
+from megatron.fault_tolerance.program.arguments import parse_arguments
+from moe_ft.errors import ConfigError
+from tests.demo_model import model_flags
+
+WORLD_SIZE = 2
+Parse = Callable[..., None]
+# These name jobs and nodes, and this machine may have them.
+NAMING = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MOE_FT_NODE_ID", "SLURMD_NODENAME")
+NAME_RULE = (
+    "becomes a directory's name: it must consist of letters, digits, '.', '_' and '-', at most 101 of them, "
+    "and not begin with '.' or '-'. Give another one: "
+)
+
+# What follows the small model's flags, dense snapshots and a job's name, and what the refusal says.
+# DIR is an empty directory.
+REFUSED = {
+    "--moe-ft-strategy foo": "argument --moe-ft-strategy: invalid choice: 'foo' (choose from 'none', "
+    "'dense', 'partial', 'sparse'). The flags are listed by --help.",
+    "--moe-ft-job-id ../x": f"--moe-ft-job-id=../x {NAME_RULE}--moe-ft-job-id NAME.",
+    "--moe-ft-job-id ''": "--moe-ft-job-id= is empty: an unset variable? Give a value, or leave the "
+    "flag out.",
+    "--moe-ft-interval 0": "--moe-ft-interval=0 must be a whole number, at least 1, or auto. Give one",
+    "--moe-ft-interval -1": "--moe-ft-interval=-1 must be a whole number, at least 1, or auto. Give one",
+    "--moe-ft-interval 1.5": "--moe-ft-interval=1.5 must be a whole number, at least 1, or auto. Give one",
+    "--moe-ft-interval auto --moe-ft-overhead-limit nan": "--moe-ft-overhead-limit=nan must be a fraction "
+    "between 0 and 1. Write 0.03 for three percent.",
+    "--moe-ft-overhead-limit -1": "--moe-ft-overhead-limit=-1.0 must be a fraction between 0 and 1. Write",
+    "--moe-ft-replication-factor -1": "--moe-ft-replication-factor=-1 must be a whole number, at least 0, or "
+    "auto. Give one of them.",
+    "--moe-ft-host-memory-limit 10XB": "--moe-ft-host-memory-limit=10XB must be a size in bytes. Write it "
+    "like 512GiB.",
+    "--moe-ft-host-memory-limit=-1GiB": "--moe-ft-host-memory-limit=-1GiB must be a size in bytes. Write it",
+    "--moe-ft-persist-dir ''": "--moe-ft-persist-dir= is empty: an unset variable? Give a value, or leave",
+    "--moe-ft-persist-dir memory://x": "--moe-ft-persist-dir=memory://x must be storage that outlives the "
+    "process which writes it, and memory:// ends with that. Name a directory, or the URL",
+    "--moe-ft-memory-dir ''": "--moe-ft-memory-dir= is empty: an unset variable? Give a value, or leave",
+    "--moe-ft-memory-dir DIR --moe-ft-persist-dir DIR": "--moe-ft-memory-dir=DIR and "
+    "--moe-ft-persist-dir=DIR must not be the same directory or one in the other: the first is emptied when "
+    "a job ends, the second is kept. Name directories that are apart.",
+    "--moe-ft-persist-interval -1": "--moe-ft-persist-interval=-1 must be at least 0. Give a number of "
+    "snapshots, or 0 to write none to storage.",
+    "--moe-ft-keep 0": "--moe-ft-keep=0 must be at least 1: the newest checkpoint is never deleted. Give the",
+    "--moe-ft-recover-from iter_abc": "--moe-ft-recover-from=iter_abc must be auto, load or iter_N. Write it "
+    "like iter_120.",
+    "--moe-ft-recover-from iter_-1": "--moe-ft-recover-from=iter_-1 must be auto, load or iter_N. Write it",
+    "--moe-ft-on-missing foo": "argument --moe-ft-on-missing: invalid choice: 'foo' (choose from 'start', ",
+    "--moe-ft-event-log DIR --moe-ft-inject-fault kill": "--moe-ft-inject-fault kill must have the form "
+    "KIND:RANK@ITERATION[:PHASE]. Write it like kill:3@20:backward.",
+    "--moe-ft-event-log DIR --moe-ft-inject-fault explode:0@1": "--moe-ft-inject-fault explode:0@1: kind "
+    "'explode' must be one of kill, exception, hang, lose-node. Name one of them.",
+    "--moe-ft-event-log DIR --moe-ft-inject-fault kill:5@3": "--moe-ft-inject-fault kill:5@3:forward: rank 5 "
+    "must be less than the world size 2. Name one of the ranks 0 to 1.",
+    "--moe-ft-event-log /proc/x": "--moe-ft-event-log=/proc/x cannot be written (No such file or directory): "
+    "it must be a directory, or a path where one can be created. Name another one.",
+    "--moe-ft-event-log DIR/file": "--moe-ft-event-log=DIR/file cannot be written (File exists): it must be",
+    "--moe-ft-state-digest": "--moe-ft-state-digest writes to the event log, and there is none. Add "
+    "--moe-ft-event-log DIR.",
+    "--moe-ft-strategy sparse --moe-ft-window 0": "--moe-ft-window=0 must be a whole number, at least 1, or "
+    "auto. Give one of them.",
+    "--moe-ft-strategy sparse --moe-ft-max-window 0": "--moe-ft-max-window=0 must be at least 1. Give a",
+    "--moe-ft-strategy sparse --moe-ft-popularity-decay 2": "--moe-ft-popularity-decay=2.0 must be at least "
+    "0 and less than 1. Write 0.9 to remember about ten iterations.",
+    "--moe-ft-strategy partial --moe-ft-k-snapshot 100": "--moe-ft-k-snapshot=100 must be at most "
+    "--num-experts=4. Lower it, or use --moe-ft-strategy dense",
+    "--moe-ft-strategy partial --moe-ft-k-snapshot 0": "--moe-ft-k-snapshot=0 must be a whole number, at "
+    "least 1, or auto. Give one of them.",
+    "--moe-ft-strategy partial --moe-ft-plt-limit -1": "--moe-ft-plt-limit=-1.0 must be a fraction between 0 "
+    "and 1. Write 0.0375 for 3.75 percent.",
+    "--moe-ft-strategy partial --moe-ft-dynamic-k --moe-ft-plt-limit nan": "--moe-ft-plt-limit=nan must be a "
+    "fraction between 0 and 1. Write",
+    "--moe-ft-state-dtype foo=bar": "--moe-ft-state-dtype=foo=bar: 'foo=bar' must be PART=FORMAT, each part "
+    "once; parts are master, exp_avg, exp_avg_sq, formats exact, ",
+    "--moe-ft-state-dtype exp_avg=bf16": "--moe-ft-state-dtype=exp_avg=bf16 loses precision, and "
+    "--moe-ft-strategy=dense promises recoveries that are exact. Add --moe-ft-allow-lossy",
+    "--moe-ft-state-dtype exp_avg=bf16 --moe-ft-allow-lossy --moe-ft-staging-bytes 1": "--moe-ft-"
+    "staging-bytes=1 must be at least 1MiB. Give more, or leave it out.",
+    "--moe-ft-fault-report-grace-s nan": "--moe-ft-fault-report-grace-s=nan must be between 0 and 600 "
+    "seconds. A launcher kills a slow rank after 30 seconds or so.",
+    "--moe-ft-no-such-flag": "unrecognized arguments: --moe-ft-no-such-flag. The flags are listed by --help.",
+    "--moe-ft-interv 5": "unrecognized arguments: --moe-ft-interv 5. The flags are listed by --help.",
+    "--pipeline-model-parallel-size 3": "world size 2 must be a multiple of --tensor-model-parallel-size=1 x "
+    "--pipeline-model-parallel-size=3 x --context-parallel-size=1 = 3. Start another",
+    "--tensor-model-parallel-size 2 --expert-model-parallel-size 2": "world size 2 must be a multiple of "
+    "--expert-tensor-parallel-size=2 (default: the tensor parallel size) x --expert-model-parallel-size=2 x "
+    "--pipeline-model-parallel-size=1 = 4",
+    "--expert-model-parallel-size 2 --num-experts 5": "--num-experts=5 must be a multiple of "
+    "--expert-model-parallel-size=2",
+    "--expert-model-parallel-size 2 --num-experts": "argument --num-experts: expected one argument",
+    "--tensor-model-parallel-size 0": "--tensor-model-parallel-size=0 must be at least 1",
+    "--sft": "--sft is not supported: pretrain_gpt_moe.py would ignore it. Leave it out.",
+    "--full-validation": "--full-validation without --multiple-validation-sets is not supported: Megatron "
+    "0.19.2 fails in the first evaluation",
+    "--yaml-cfg DIR/file": "--yaml-cfg=DIR/file is not supported: Megatron then reads no other flag, those "
+    "of moe_ft included. Give the settings as flags.",
+    "--moe-ft-strategy sparse --enable-cuda-graph": "--cuda-graph-impl=local is not supported with --moe-ft-"
+    "strategy=sparse: replayed graphs run no hooks",
+    "--moe-router-topk 8": "--moe-router-topk=8 must be at most",
+    "--tensor-model-parallel-size 2 --sequence-parallel --apply-layernorm-1p": "--apply-layernorm-1p is not "
+    "supported by the local implementation's norm",
+    "--text-dir DIR": "--text-dir and --mock-data exclude each other",
+    "--global-batch-size 3": "Megatron refuses these arguments: ",
+    "--transformer-impl transformer_engine": "--transformer-impl=transformer_engine needs the package "
+    "transformer-engine",
+}
+# The same for what follows the model's flags alone.
+REFUSED_DATA = {
+    "": "no training data: give --text-dir DIR (a directory of text), --data-path PREFIX",
+    "--text-dir DIR": "--tokenizer-type=NullTokenizer and --text-dir exclude each other",
+    "--data-path DIR/data": "--data-path DIR/data: DIR/data.idx does not exist",
+}
+WITHOUT_EFFECT = {
+    "--moe-ft-window 3": "--moe-ft-window changes nothing with --moe-ft-strategy=dense: it is for sparse",
+    "--moe-ft-k-snapshot 2": "--moe-ft-k-snapshot changes nothing with --moe-ft-strategy=dense: it is for "
+    "partial",
+    "--moe-ft-event-log DIR --moe-ft-inject-fault kill:0@999999": "--moe-ft-inject-fault "
+    "kill:0@999999:forward never happens: training ends at iteration 4",
+}
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parse:
+    """Return a function that reads flags as rank 0 of two does, and leaves nothing in this process."""
+    for name in NAMING:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(WORLD_SIZE))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py"])
+    monkeypatch.setattr(megatron_arguments, "set_global_variables", lambda args: None)
+    (tmp_path / "file").write_text("a file")
+
+    def parse(flags: str, *others: str) -> None:
+        """Read flags, in which DIR is the directory, after others."""
+        words = shlex.split(flags.replace("DIR", str(tmp_path)))
+        parse_arguments([*(others or CHECKPOINTING), *words])
+
+    return parse
+
+
+CHECKPOINTING = (
+    *model_flags(),
+    "--mock-data",
+    *("--moe-ft-strategy", "dense", "--moe-ft-job-id", "job"),
+)
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_flags_that_cannot_work_are_refused_with_value_rule_and_remedy(
+    flags: str, parse: Parse, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse(flags)
+    assert REFUSED[flags] in str(refusal.value).replace(str(tmp_path), "DIR")
+
+
+@pytest.mark.parametrize("flags", REFUSED_DATA)
+def test_data_that_are_not_there_are_named(flags: str, parse: Parse, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse(flags, *model_flags())
+    assert REFUSED_DATA[flags] in str(refusal.value).replace(str(tmp_path), "DIR")
+
+
+def test_text_directory_without_text_is_named(parse: Parse, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/picture").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="holds 1 files, none of them readable UTF-8 text"):
+        parse("--text-dir DIR/texts --data-cache-path DIR", *model_flags(tokenizer_type=False))
+
+
+def test_job_without_a_name_is_refused(parse: Parse) -> None:
+    with pytest.raises(ConfigError, match=r"--moe-ft-job-id is missing: .* Add --moe-ft-job-id"):
+        parse("--moe-ft-strategy dense", *model_flags(), "--mock-data")
+
+
+@pytest.mark.parametrize(
+    ("variable", "name", "flag"),
+    [
+        ("SLURM_JOB_ID", "a/b", "--moe-ft-job-id"),
+        ("MOE_FT_NODE_ID", "../../x", "--moe-ft-node-id"),
+    ],
+)
+def test_name_from_the_environment_that_cannot_be_a_directory_is_refused_with_its_variable(
+    variable: str, name: str, flag: str, parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, name)
+    job = () if flag == "--moe-ft-job-id" else ("--moe-ft-job-id", "job")
+    with pytest.raises(ConfigError) as refusal:
+        parse("--moe-ft-strategy dense", *model_flags(), "--mock-data", *job)
+    assert str(refusal.value) == f"{variable}={name} {NAME_RULE}{flag} NAME."
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """Yield the mount point of a file system that nobody can write to."""
+    folder = tmp_path / "read_only"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(folder)]
+    if subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("mounting needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_event_log_on_a_read_only_file_system_is_refused(parse: Parse, read_only: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--moe-ft-event-log=.*/x cannot be written \(Read-only"):
+        parse(f"--moe-ft-event-log {read_only}/x")
+
+
+def test_flags_that_no_test_runs_with_are_named_in_one_line(
+    parse: Parse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse("--log-interval 3 --disable-bias-linear")
+    assert "no test of" not in capsys.readouterr().err
+    parse("--rotary-interleaved --log-interval 3 --mtp-detach-heads --no-rope-fusion")
+    named = [line for line in capsys.readouterr().err.splitlines() if "no test of" in line]
+    assert named == [
+        "moe_ft: warning: no test of moe_ft runs with --mtp-detach-heads, --rotary-interleaved"
+    ]
+
+
+@pytest.mark.parametrize("flags", WITHOUT_EFFECT)
+def test_flag_without_effect_is_warned_about_by_rank_0_only(
+    flags: str,
+    parse: Parse,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parse(flags)
+    assert f"moe_ft: warning: {WITHOUT_EFFECT[flags]}\n" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    parse(flags)
+    assert "warning: --moe-ft" not in capsys.readouterr().err

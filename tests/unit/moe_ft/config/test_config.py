@@ -1,0 +1,425 @@
+"""Rules on --moe-ft-* values."""
+
+import os
+from dataclasses import fields, replace
+
+import pytest
+
+from moe_ft.config.config import (
+    DEFAULT_MEMORY_DIR,
+    FaultConfig,
+    MemoryConfig,
+    MoeFtConfig,
+    ObservabilityConfig,
+    PartialConfig,
+    RecoveryConfig,
+    SparseConfig,
+    StorageConfig,
+    StrategyConfig,
+)
+from moe_ft.config.fields import flag_of, parse_size, size_text
+from moe_ft.errors import ConfigError
+
+LOG = ObservabilityConfig(event_log="events")
+
+
+def test_defaults_are_valid() -> None:
+    MoeFtConfig().validate(world_size=1)
+
+
+def test_every_setting_has_a_default_and_a_help_text() -> None:
+    for part in fields(MoeFtConfig):
+        for setting in fields(type(getattr(MoeFtConfig(), part.name))):
+            assert setting.metadata["help"]
+            assert hasattr(getattr(MoeFtConfig(), part.name), setting.name)
+
+
+def test_setting_names_are_unique_because_flags_are_made_from_them() -> None:
+    names = [
+        s.name for part in fields(MoeFtConfig) for s in fields(getattr(MoeFtConfig(), part.name))
+    ]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            MoeFtConfig(observability=ObservabilityConfig(state_digest=True)),
+            "--moe-ft-state-digest writes to the event log, and there is none",
+        ),
+        (
+            MoeFtConfig(observability=ObservabilityConfig(state_digest_interval=5)),
+            "--moe-ft-state-digest-interval writes to the event log",
+        ),
+        (
+            MoeFtConfig(observability=ObservabilityConfig(state_digest_interval=-1)),
+            "--moe-ft-state-digest-interval=-1 must be at least 0",
+        ),
+        (
+            MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@1",))),
+            "--moe-ft-inject-fault kill:0@1 needs the event log",
+        ),
+        (
+            MoeFtConfig(fault=FaultConfig(inject_fault=("kill:4@1",)), observability=LOG),
+            "rank 4 must be less than the world size 4. Name one of the ranks 0 to 3",
+        ),
+        (
+            MoeFtConfig(fault=FaultConfig(fault_report_grace_s=-1.0)),
+            "--moe-ft-fault-report-grace-s=-1.0 must be between 0 and 600",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(strategy="hope")),
+            "--moe-ft-strategy=hope must be one of none",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(interval="0")),
+            "--moe-ft-interval=0 must be a whole number, at least 1, or auto",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(interval="often")),
+            "--moe-ft-interval=often must be a whole number",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(overhead_limit=1.0)),
+            "--moe-ft-overhead-limit=1.0 must be a fraction between 0 and 1",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(overhead_limit=float("nan"))),
+            "--moe-ft-overhead-limit=nan must be a fraction",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(on_error="ignore")),
+            "--moe-ft-on-error=ignore must be one of degrade, raise",
+        ),
+        (
+            MoeFtConfig(memory=MemoryConfig(host_memory_limit="much")),
+            "--moe-ft-host-memory-limit=much must be a size in bytes. Write it like 512GiB",
+        ),
+        (
+            MoeFtConfig(memory=MemoryConfig(replication_factor="-1")),
+            "--moe-ft-replication-factor=-1 must be a whole number, at least 0, or auto",
+        ),
+        (
+            MoeFtConfig(storage=StorageConfig(persist_interval=-1)),
+            "--moe-ft-persist-interval=-1 must be at least 0",
+        ),
+        (
+            MoeFtConfig(storage=StorageConfig(keep=0)),
+            "--moe-ft-keep=0 must be at least 1",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(sharding="some")),
+            "--moe-ft-sharding=some must be one of none, equal, adaptive",
+        ),
+        (
+            MoeFtConfig(strategy=StrategyConfig(strategy="dense", sharding="adaptive")),
+            "--moe-ft-sharding=adaptive needs --moe-ft-strategy partial and --moe-ft-selection seq",
+        ),
+        (
+            MoeFtConfig(
+                strategy=StrategyConfig(strategy="partial", sharding="adaptive"),
+                partial=PartialConfig(selection="load-aware"),
+            ),
+            "--moe-ft-sharding=adaptive needs --moe-ft-strategy partial and --moe-ft-selection seq",
+        ),
+        (
+            MoeFtConfig(observability=ObservabilityConfig(router_log=True)),
+            "--moe-ft-router-log writes to the event log, and there is none. Add --moe-ft-event-log",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(k_snapshot="0")),
+            "--moe-ft-k-snapshot=0 must be a whole number, at least 1, or auto",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(k_snapshot="all")),
+            "--moe-ft-k-snapshot=all must be a whole number, at least 1, or auto",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(k_persist=0)),
+            "--moe-ft-k-persist=0 must be at least 1: an expert that never goes to storage is lost",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(k_snapshot="2", k_persist=3)),
+            "--moe-ft-k-persist=3 must be at most --moe-ft-k-snapshot=2: storage is fed from",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(selection="random")),
+            "--moe-ft-selection=random must be one of sequential, load-aware",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(partial_covers="nothing")),
+            "--moe-ft-partial-covers=nothing must be one of weights, optimizer, both",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(plt_limit=0.0)),
+            "--moe-ft-plt-limit=0.0 must be a fraction between 0 and 1. Write 0.0375 for 3.75 perc",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(plt_limit=float("nan"))),
+            "--moe-ft-plt-limit=nan must be a fraction",
+        ),
+        (
+            MoeFtConfig(partial=PartialConfig(partial_covers="weights", master_always_full=True)),
+            "--moe-ft-partial-covers=weights with --moe-ft-master-always-full leaves nothing that",
+        ),
+        (
+            MoeFtConfig(recovery=RecoveryConfig(recover_from="iter_")),
+            "--moe-ft-recover-from=iter_ must be auto, load or iter_N",
+        ),
+        (
+            MoeFtConfig(recovery=RecoveryConfig(recover_from="120")),
+            "--moe-ft-recover-from=120 must be auto, load or iter_N",
+        ),
+        (
+            MoeFtConfig(recovery=RecoveryConfig(on_missing="hope")),
+            "--moe-ft-on-missing=hope must be one of start, fail",
+        ),
+    ],
+)
+def test_wrong_value_is_named_with_its_rule(config: MoeFtConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("+", r"\+")):
+        config.validate(world_size=4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MoeFtConfig(strategy=StrategyConfig(strategy="partial")),
+        MoeFtConfig(strategy=StrategyConfig(strategy="partial", sharding="adaptive")),
+        MoeFtConfig(strategy=StrategyConfig(strategy="dense", sharding="none")),
+        MoeFtConfig(partial=PartialConfig(k_snapshot="2", k_persist=2)),
+        MoeFtConfig(partial=PartialConfig(k_snapshot="auto", k_persist=8)),
+        MoeFtConfig(partial=PartialConfig(partial_covers="optimizer", master_always_full=True)),
+        MoeFtConfig(observability=ObservabilityConfig(event_log="events", router_log=True)),
+    ],
+)
+def test_settings_that_go_together_are_accepted(config: MoeFtConfig) -> None:
+    config.validate(world_size=4)
+
+
+@pytest.mark.parametrize(("text", "k"), [("auto", None), ("1", 1), ("16", 16)])
+def test_experts_in_a_snapshot_are_a_number_or_automatic(text: str, k: int | None) -> None:
+    assert PartialConfig(k_snapshot=text).k_in_memory == k
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("200GB", 200 * 10**9),
+        ("512GiB", 512 * 2**30),
+        ("1.5 GiB", 3 * 2**29),
+        (" 2KiB ", 2048),
+        ("1TB", 10**12),
+    ],
+)
+def test_size_is_read_in_powers_of_ten_or_two(text: str, num_bytes: int) -> None:
+    assert parse_size("staging_bytes", text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.GiB", "1e9", "1 2", "0x10", "1PiB", "1iB"])
+def test_text_that_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--moe-ft-staging-bytes=.* must be a size in bytes"):
+        parse_size("staging_bytes", text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (300_000, "292.97 KiB"),
+        (3 << 20, "3.00 MiB"),
+        ((1 << 30) - 1, "1024.00 MiB"),
+        (3 << 29, "1.50 GiB"),
+        (1 << 40, "1.00 TiB"),
+        (1 << 52, "4096.00 TiB"),
+    ],
+)
+def test_size_for_people_is_in_a_unit_that_fits(num_bytes: int, text: str) -> None:
+    assert size_text(num_bytes) == text
+
+
+def test_flag_of_a_field_has_dashes() -> None:
+    assert flag_of("event_log") == "--moe-ft-event-log"
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "job_id"),
+    [
+        (MemoryConfig(job_id="mine"), {"SLURM_JOB_ID": "7"}, "mine"),
+        (MemoryConfig(), {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "run"}, "7"),
+        (MemoryConfig(), {"TORCHELASTIC_RUN_ID": "run"}, "run"),
+    ],
+)
+def test_job_is_named_by_the_flag_then_slurm_then_torchrun(
+    config: MemoryConfig, environment: dict[str, str], job_id: str
+) -> None:
+    assert config.resolve_job_id(environment) == job_id
+
+
+@pytest.mark.parametrize("environment", [{}, {"TORCHELASTIC_RUN_ID": "none"}])
+def test_job_that_nothing_names_is_refused_with_the_flag(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="--moe-ft-job-id is missing.*Add --moe-ft-job-id NAME"):
+        MemoryConfig().resolve_job_id(environment)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", ".hidden", "-x", "a b", "a/b", "x" * 102, "a\n"])
+def test_name_that_cannot_be_a_directory_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="becomes a directory's name"):
+        MemoryConfig(job_id=name).resolve_job_id({})
+    with pytest.raises(ConfigError, match="becomes a directory's name"):
+        MemoryConfig(node_id=name).resolve_node_id({}, "host")
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "node"),
+    [
+        (MemoryConfig(node_id="n1"), {"MOE_FT_NODE_ID": "n2"}, "n1"),
+        (MemoryConfig(), {"MOE_FT_NODE_ID": "n2", "SLURMD_NODENAME": "n3"}, "n2"),
+        (MemoryConfig(), {"SLURMD_NODENAME": "n3"}, "n3"),
+        (MemoryConfig(), {}, "host"),
+    ],
+)
+def test_node_is_named_by_the_flag_then_the_environment_then_the_host(
+    config: MemoryConfig, environment: dict[str, str], node: str
+) -> None:
+    assert config.resolve_node_id(environment, "host") == node
+
+
+@pytest.mark.parametrize(
+    ("recover_from", "iteration"),
+    [("auto", None), ("load", None), ("iter_0", 0), ("iter_120", 120)],
+)
+def test_iteration_to_recover_from_is_read(recover_from: str, iteration: int | None) -> None:
+    assert RecoveryConfig(recover_from=recover_from).only_iteration == iteration
+
+
+@pytest.mark.parametrize(
+    ("config", "persists"),
+    [
+        (StorageConfig(), False),
+        (StorageConfig(persist_dir="/x"), True),
+        (StorageConfig(persist_dir="/x", persist_interval=0), False),
+    ],
+)
+def test_storage_is_used_with_a_directory_and_an_interval(
+    config: StorageConfig, persists: bool
+) -> None:
+    assert config.persists is persists
+
+
+def test_partial_snapshots_of_a_model_without_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--moe-ft-strategy=partial needs a model with experts"):
+        PartialConfig().check_experts(0)
+
+
+@pytest.mark.parametrize(
+    ("partial", "message"),
+    [
+        (PartialConfig(k_snapshot="3"), "--moe-ft-k-snapshot=3 must be at most --num-experts=2"),
+        (PartialConfig(k_persist=3), "--moe-ft-k-persist=3 must be at most --num-experts=2"),
+    ],
+)
+def test_k_beyond_the_experts_is_refused(partial: PartialConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        partial.check_experts(2)
+
+
+def test_k_up_to_the_experts_is_accepted() -> None:
+    PartialConfig(k_snapshot="2", k_persist=2).check_experts(2)
+
+
+def test_default_memory_directory_is_each_users_own() -> None:
+    assert f"/dev/shm/moe_ft_{os.geteuid()}" == DEFAULT_MEMORY_DIR
+
+
+@pytest.mark.parametrize("value", ["", " "])
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("memory", "memory_dir"),
+        ("memory", "job_id"),
+        ("memory", "node_id"),
+        ("memory", "host_memory_limit"),
+        ("storage", "persist_dir"),
+        ("observability", "event_log"),
+        ("precision", "state_dtype"),
+        ("partial", "k_snapshot"),
+    ],
+)
+def test_flag_without_a_value_is_refused(part: str, name: str, value: str) -> None:
+    default = getattr(MoeFtConfig(), part)
+    config = replace(MoeFtConfig(), **{part: replace(default, **{name: value})})
+    message = rf"{flag_of(name)}={value} is empty: an unset variable\? Give a value, or leave"
+    with pytest.raises(ConfigError, match=message):
+        config.validate(world_size=1)
+
+
+def test_directories_are_checked_with_the_other_settings() -> None:
+    config = MoeFtConfig(
+        memory=MemoryConfig(memory_dir="/x"), storage=StorageConfig(persist_dir="/x/y")
+    )
+    with pytest.raises(ConfigError, match="must not be the same directory or one in the other"):
+        config.validate(world_size=1)
+
+
+def test_defaults_warn_of_nothing() -> None:
+    assert MoeFtConfig().warnings(None) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "warning"),
+    [
+        (
+            MoeFtConfig(strategy=StrategyConfig(strategy="dense"), sparse=SparseConfig(window="3")),
+            "--moe-ft-window changes nothing with --moe-ft-strategy=dense: it is for sparse",
+        ),
+        (
+            MoeFtConfig(
+                strategy=StrategyConfig(strategy="sparse"), partial=PartialConfig(k_snapshot="2")
+            ),
+            "--moe-ft-k-snapshot changes nothing with --moe-ft-strategy=sparse: it is for partial",
+        ),
+        (
+            MoeFtConfig(storage=StorageConfig(persist_dir="/x")),
+            "--moe-ft-persist-dir changes nothing with --moe-ft-strategy=none: it is for a strategy",
+        ),
+        (
+            MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@10",))),
+            "--moe-ft-inject-fault kill:0@10:forward never happens: training ends at iteration 10",
+        ),
+        (
+            MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@11:persist",))),
+            "--moe-ft-inject-fault kill:0@11:persist never happens: training ends at iteration 10",
+        ),
+    ],
+)
+def test_setting_that_changes_nothing_is_warned_about(config: MoeFtConfig, warning: str) -> None:
+    assert config.warnings(train_iterations=10) == [warning]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MoeFtConfig(strategy=StrategyConfig(strategy="sparse"), sparse=SparseConfig(window="3")),
+        MoeFtConfig(
+            strategy=StrategyConfig(strategy="partial"), partial=PartialConfig(k_snapshot="2")
+        ),
+        MoeFtConfig(
+            strategy=StrategyConfig(strategy="dense"), storage=StorageConfig(persist_dir="/x")
+        ),
+        MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@9", "kill:0@10:persist"))),
+    ],
+)
+def test_setting_that_is_used_is_not_warned_about(config: MoeFtConfig) -> None:
+    assert config.warnings(train_iterations=10) == []
+
+
+def test_fault_of_a_run_of_unknown_length_is_not_warned_about() -> None:
+    config = MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@1000",)))
+    assert config.warnings(None) == []

@@ -1,0 +1,97 @@
+"""Contents of directories as `inspect` shows them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from moe_ft.engine.regions import Region, own_directory
+from moe_ft.engine.storage import Storage
+from moe_ft.errors import ConfigError
+from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
+from tests.unit.moe_ft.builders import (
+    WindowState,
+    fill_region,
+    fill_window,
+    make_identity,
+    make_window,
+    persist_window,
+)
+
+ENTRIES = list(make_window().index.entries())
+
+
+def shown(directory: Path, *, lists_units: bool = False) -> str:
+    return render_holdings(find_holdings(str(directory)), lists_units=lists_units)
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of the first table, without its head."""
+    table = text.split("\n\n")[0].splitlines()[2:]
+    return [re.split(r"  +", line.strip()) for line in table]
+
+
+def in_memory(tmp_path: Path, **which: int) -> tuple[Region, WindowState]:
+    return fill_window(own_directory(tmp_path, 0), **which)
+
+
+def on_storage(tmp_path: Path, length: int = 3) -> Path:
+    """Write a window of one rank and return its data file."""
+    manifest = persist_window(Storage(str(tmp_path)), 7, make_identity(), length)
+    return tmp_path / manifest.files[0].data
+
+
+# Shown
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2, 3])
+def test_window_in_memory_is_shown_with_how_much_of_it_there_is(
+    tmp_path: Path, num_snapshots: int
+) -> None:
+    in_memory(tmp_path, num_snapshots=num_snapshots)
+    (row,) = rows(shown(tmp_path))
+    assert row[:2] == [str(4 + num_snapshots), "memory"]
+    assert f"{num_snapshots} of 3" in row
+
+
+def test_window_on_storage_is_shown_whole(tmp_path: Path) -> None:
+    on_storage(tmp_path)
+    (row,) = rows(shown(tmp_path))
+    assert row[:2] == ["7", "storage"]
+    assert "3 of 3" in row
+
+
+def test_window_that_is_not_whole_is_not_described_as_the_newest_state(tmp_path: Path) -> None:
+    directory = own_directory(tmp_path, 0)
+    fill_window(directory, 0, first_iteration=2)
+    fill_window(directory, 1, first_iteration=5, num_snapshots=2)
+    text = shown(tmp_path)
+    assert [row[0] for row in rows(text)] == ["6", "4"]
+    assert "iteration 4, memory: job job" in text
+    assert "iteration 6, memory: job job" not in text
+
+
+def test_newest_state_adds_up_the_windows_of_all_ranks_and_no_others(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        fill_window(own_directory(tmp_path, rank), 0, rank=rank)
+        fill_region(own_directory(tmp_path, rank), 1, rank=rank, iteration=7)
+    text = shown(tmp_path, lists_units=True)
+    described = text.split("\n\n", 1)[1]
+    (line,) = [line for line in described.splitlines() if line.startswith("embedding")]
+    single = fill_region(tmp_path / "other", iteration=7)[1].units["embedding"]
+    window = make_window().index.units["embedding"]
+    assert int(line.split()[-1]) in (2 * single.num_bytes, 2 * window.num_bytes)
+
+
+def test_units_of_a_window_are_listed_with_their_own_iterations(tmp_path: Path) -> None:
+    in_memory(tmp_path)
+    lines = [line.split() for line in shown(tmp_path, lists_units=True).splitlines()]
+    found = {line[0]: line[1:3] for line in lines if line and line[0].startswith(("layer", "emb"))}
+    assert found["layer.0.expert.0"] == ["5", "full"]
+    assert found["layer.0.expert.2"] == ["6", "full"]
+    assert found["embedding"] == ["7", "full"]
+
+
+def test_directory_without_state_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no state of moe_ft.*Give a persist directory"):
+        find_holdings(str(tmp_path))

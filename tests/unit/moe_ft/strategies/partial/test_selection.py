@@ -1,0 +1,253 @@
+"""Every expert's turn comes, ranks are evenly loaded, and load-aware selection takes what is at risk."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ft.errors import PlanError
+from moe_ft.planning.experts import Counts, ExpertLayout
+from moe_ft.strategies.partial.selection import (
+    advance,
+    fill_up,
+    most_on_a_rank,
+    rank_counts,
+    select_by_keys,
+    select_load_aware,
+    select_sequential,
+    select_to_persist,
+    sequential_bottleneck,
+)
+
+FIGURE_4 = ExpertLayout(num_layers=4, num_experts=3, ep_size=3)
+FOUR_ON_TWO = ExpertLayout(num_layers=1, num_experts=4, ep_size=2)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[ExpertLayout, int]:
+    """Draw experts and a k that they allow."""
+    ep_size = draw(st.integers(1, 5))
+    experts = ExpertLayout(
+        num_layers=draw(st.integers(1, 6)),
+        num_experts=ep_size * draw(st.integers(1, 4)),
+        ep_size=ep_size,
+    )
+    return experts, draw(st.integers(1, experts.num_experts))
+
+
+def counts_of(experts: ExpertLayout, seed: int, most: int = 5) -> Counts:
+    shape = (experts.num_layers, experts.num_experts)
+    return np.random.default_rng(seed).integers(0, most, shape)
+
+
+def cursors_of(experts: ExpertLayout, seed: int) -> tuple[int, ...]:
+    drawn = np.random.default_rng(seed).integers(0, experts.num_experts, experts.num_layers)
+    return tuple(drawn.tolist())
+
+
+def test_first_two_snapshots_of_figure_4_hold_the_experts_that_it_shows() -> None:
+    cursors = FIGURE_4.first_cursors(1)
+    assert select_sequential(FIGURE_4, cursors, 1) == ((0,), (1,), (2,), (0,))
+    cursors = advance(FIGURE_4, cursors, 1)
+    assert select_sequential(FIGURE_4, cursors, 1) == ((1,), (2,), (0,), (1,))
+
+
+def test_figure_4_has_rank_0_save_two_experts_and_the_others_one() -> None:
+    selection = select_sequential(FIGURE_4, FIGURE_4.first_cursors(1), 1)
+    assert rank_counts(FIGURE_4, selection) == [2, 1, 1]
+
+
+def test_interleaved_order_of_two_experts_on_each_of_two_ranks_alternates_ranks() -> None:
+    assert [FOUR_ON_TWO.expert_at(position) for position in range(6)] == [0, 2, 1, 3, 0, 2]
+
+
+@given(layouts())
+def test_interleaved_order_holds_every_expert_once_and_goes_around_the_ranks(
+    drawn: tuple[ExpertLayout, int],
+) -> None:
+    experts, _ = drawn
+    order = [experts.expert_at(position) for position in range(experts.num_experts)]
+    assert sorted(order) == list(range(experts.num_experts))
+    ranks = [experts.rank_of(expert) for expert in order]
+    assert ranks == [position % experts.ep_size for position in range(experts.num_experts)]
+
+
+@given(layouts(), st.integers(0, 2**32 - 1))
+def test_sequential_selection_takes_k_different_experts_of_every_layer(
+    drawn: tuple[ExpertLayout, int], seed: int
+) -> None:
+    experts, k = drawn
+    for layer in select_sequential(experts, cursors_of(experts, seed), k):
+        assert len(set(layer)) == k
+        assert list(layer) == sorted(layer)
+        assert set(layer) <= set(range(experts.num_experts))
+
+
+@given(layouts(), st.integers(0, 2**32 - 1))
+def test_sequential_selection_takes_every_expert_within_a_rotation(
+    drawn: tuple[ExpertLayout, int], seed: int
+) -> None:
+    experts, k = drawn
+    cursors = cursors_of(experts, seed)
+    taken: list[set[int]] = [set() for _ in range(experts.num_layers)]
+    for _ in range(-(-experts.num_experts // k)):
+        for layer, selected in enumerate(select_sequential(experts, cursors, k)):
+            taken[layer] |= set(selected)
+        cursors = advance(experts, cursors, k)
+    assert taken == [set(range(experts.num_experts))] * experts.num_layers
+
+
+@given(layouts())
+def test_sequential_selection_loads_ranks_evenly_in_every_snapshot(
+    drawn: tuple[ExpertLayout, int],
+) -> None:
+    experts, k = drawn
+    cursors = experts.first_cursors(k)
+    for _ in range(experts.num_experts):
+        counts = rank_counts(experts, select_sequential(experts, cursors, k))
+        assert sum(counts) == k * experts.num_layers
+        assert max(counts) - min(counts) <= 1
+        cursors = advance(experts, cursors, k)
+
+
+@given(layouts())
+def test_sequential_bottleneck_is_the_even_share_rounded_up(
+    drawn: tuple[ExpertLayout, int],
+) -> None:
+    experts, k = drawn
+    assert sequential_bottleneck(experts, k) == -(-k * experts.num_layers // experts.ep_size)
+
+
+@given(layouts(), st.integers(0, 2**32 - 1))
+def test_load_aware_selection_leaves_no_expert_with_more_unsaved_tokens_behind(
+    drawn: tuple[ExpertLayout, int], seed: int
+) -> None:
+    experts, k = drawn
+    unsaved = counts_of(experts, seed)
+    selection = select_load_aware(experts, cursors_of(experts, seed), unsaved, k)
+    for layer, chosen in enumerate(selection):
+        left = set(range(experts.num_experts)) - set(chosen)
+        assert len(chosen) == k
+        assert not left or min(unsaved[layer, list(chosen)]) >= max(unsaved[layer, list(left)])
+
+
+@given(layouts(), st.integers(0, 2**32 - 1))
+def test_load_aware_selection_among_equals_is_the_sequential_one(
+    drawn: tuple[ExpertLayout, int], seed: int
+) -> None:
+    experts, k = drawn
+    cursors, unsaved = cursors_of(experts, seed), counts_of(experts, seed, most=1)
+    expected = select_sequential(experts, cursors, k)
+    assert select_load_aware(experts, cursors, unsaved, k) == expected
+
+
+def test_load_aware_selection_breaks_ties_from_the_cursor_on() -> None:
+    unsaved = np.array([[5, 7, 5, 5]])
+    # After expert 1, the interleaved order from position 1 is 2, 1, 3, 0.
+    assert select_load_aware(FOUR_ON_TWO, (1,), unsaved, 2) == ((1, 2),)
+    assert select_load_aware(FOUR_ON_TWO, (3,), unsaved, 2) == ((1, 3),)
+
+
+def test_earlier_keys_are_more_important() -> None:
+    keys = [np.array([[1, 0, 1, 0]]), np.array([[0, 3, 0, 2]])]
+    assert select_by_keys(FOUR_ON_TWO, (0,), keys, 1) == ((3,),)
+    assert select_by_keys(FOUR_ON_TWO, (0,), keys[::-1], 1) == ((0,),)
+
+
+@given(layouts(), st.integers(0, 2**32 - 1))
+def test_no_selection_passes_the_most_on_a_rank(drawn: tuple[ExpertLayout, int], seed: int) -> None:
+    experts, k = drawn
+    unsaved = counts_of(experts, seed)
+    selection = select_load_aware(experts, cursors_of(experts, seed), unsaved, k)
+    assert max(rank_counts(experts, selection)) <= most_on_a_rank(experts, k)
+
+
+def test_most_on_a_rank_is_reached_when_one_rank_has_all_the_load() -> None:
+    unsaved = np.array([[9, 9, 0, 0]])
+    selection = select_load_aware(FOUR_ON_TWO, (0,), unsaved, 3)
+    assert max(rank_counts(FOUR_ON_TWO, selection)) == most_on_a_rank(FOUR_ON_TWO, 3) == 2
+
+
+@given(layouts(), st.integers(0, 2**32 - 1))
+def test_filling_up_gives_every_rank_as_many_experts_as_the_bottleneck_had(
+    drawn: tuple[ExpertLayout, int], seed: int
+) -> None:
+    experts, k = drawn
+    cursors, unsaved = cursors_of(experts, seed), counts_of(experts, seed)
+    selection = select_load_aware(experts, cursors, unsaved, k)
+    filled = fill_up(experts, cursors, selection)
+    most = max(rank_counts(experts, selection))
+    assert rank_counts(experts, filled) == [most] * experts.ep_size
+    assert all(set(a) <= set(b) for a, b in zip(selection, filled, strict=True))
+
+
+def test_filling_up_figure_4_takes_the_next_experts_of_the_light_ranks() -> None:
+    cursors = FIGURE_4.first_cursors(1)
+    selection = select_sequential(FIGURE_4, cursors, 1)
+    # Behind it the layers go on with 1, 2, 0, 1: the first two are on the ranks that have room.
+    filled = fill_up(FIGURE_4, advance(FIGURE_4, cursors, 1), selection)
+    assert filled == ((0, 1), (1, 2), (2,), (0,))
+
+
+@given(layouts(), st.integers(0, 2**32 - 1), st.booleans())
+def test_versions_that_storage_has_already_are_not_persisted(
+    drawn: tuple[ExpertLayout, int], seed: int, is_load_aware: bool
+) -> None:
+    experts, k = drawn
+    saved_at, persisted_at = counts_of(experts, seed), counts_of(experts, seed + 1)
+    tokens = counts_of(experts, seed + 2) if is_load_aware else None
+    cursors = cursors_of(experts, seed)
+    chosen = select_to_persist(experts, cursors, saved_at, persisted_at, tokens, k)
+    for layer, selected in enumerate(chosen):
+        newer = saved_at[layer] > persisted_at[layer]
+        assert all(newer[list(selected)])
+        assert len(selected) == min(k, int(newer.sum()))
+
+
+@given(layouts(), st.integers(1, 24), st.integers(1, 4))
+def test_every_expert_is_persisted_again_and_again(
+    drawn: tuple[ExpertLayout, int], k_persist: int, every: int
+) -> None:
+    experts, k = drawn
+    k_persist = min(k_persist, k)
+    cursors = experts.first_cursors(k)
+    saved_at = np.full((experts.num_layers, experts.num_experts), -1)
+    persisted_at = saved_at.copy()
+    rounds = every * experts.num_experts * 3
+    for iteration in range(rounds):
+        for layer, selected in enumerate(select_sequential(experts, cursors, k)):
+            saved_at[layer, list(selected)] = iteration
+        cursors = advance(experts, cursors, k)
+        if iteration % every == 0:
+            chosen = select_to_persist(experts, cursors, saved_at, persisted_at, None, k_persist)
+            for layer, selected in enumerate(chosen):
+                persisted_at[layer, list(selected)] = saved_at[layer, list(selected)]
+    assert persisted_at.min() >= experts.num_experts * every // 2
+
+
+def test_oldest_on_storage_is_persisted_first_and_among_equals_the_newest_in_memory() -> None:
+    saved_at = np.array([[9, 8, 7, 6]])
+    persisted_at = np.array([[3, 1, 1, 6]])
+    assert select_to_persist(FOUR_ON_TWO, (0,), saved_at, persisted_at, None, 1) == ((1,),)
+    assert select_to_persist(FOUR_ON_TWO, (0,), saved_at, persisted_at, None, 2) == ((1, 2),)
+    assert select_to_persist(FOUR_ON_TWO, (0,), saved_at, persisted_at, None, 4) == ((0, 1, 2),)
+
+
+def test_load_aware_persist_takes_the_version_with_most_tokens_beyond_storage() -> None:
+    saved_at, persisted_at = np.array([[9, 8, 7, 6]]), np.array([[3, 1, 1, 6]])
+    tokens = np.array([[20, 10, 15, 99]])
+    assert select_to_persist(FOUR_ON_TWO, (0,), saved_at, persisted_at, tokens, 1) == ((0,),)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_k_that_a_layer_does_not_have_is_refused(k: int) -> None:
+    message = f"k={k} must be between 1 and the 4 experts of a layer"
+    with pytest.raises(PlanError, match=message):
+        select_sequential(FOUR_ON_TWO, (0,), k)
+    with pytest.raises(PlanError, match=message):
+        select_load_aware(FOUR_ON_TWO, (0,), np.zeros((1, 4), dtype=np.int64), k)
+
+
+def test_experts_that_ranks_cannot_share_equally_are_refused() -> None:
+    with pytest.raises(PlanError, match="8 experts cannot be divided equally among 3 ranks"):
+        ExpertLayout(num_layers=1, num_experts=8, ep_size=3)

@@ -1,0 +1,251 @@
+"""Popularity is measured as defined, its changes are noticed, and experts are ordered by it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ft.errors import PlanError
+from moe_ft.strategies.sparse.popularity import (
+    MEASURES,
+    Popularity,
+    fractions_of_layers,
+    has_moved,
+    order_experts,
+)
+
+SEEDS = st.integers(0, 2**32 - 1)
+FIRST = np.array([[4, 0, 12], [1, 1, 2]])
+SECOND = np.array([[0, 8, 8], [3, 0, 1]])
+
+
+def popularity_of(measure: str, counts: list[np.ndarray], decay: float = 0.75) -> Popularity:
+    popularity = Popularity(measure, decay)
+    for each in counts:
+        popularity.add(each)
+    return popularity
+
+
+def random_scores(seed: int, num_layers: int, num_experts: int) -> np.ndarray:
+    """Return scores with many that are equal and many that are 0."""
+    return np.random.default_rng(seed).integers(0, 4, (num_layers, num_experts)).astype(float)
+
+
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [
+        ("count", [[4, 8, 20], [4, 1, 3]]),
+        ("soft-count", [[4, 8, 20], [4, 1, 3]]),
+        ("decayed", [[0.75, 2, 4.25], [0.9375, 0.1875, 0.625]]),  # 3/16 of first + 4/16 of second
+    ],
+)
+def test_scores_after_two_iterations_are_those_worked_by_hand(
+    measure: str, expected: list[list[float]]
+) -> None:
+    assert popularity_of(measure, [FIRST, SECOND]).scores().tolist() == expected
+
+
+@pytest.mark.parametrize("measure", ["count", "soft-count"])
+def test_scores_after_a_restart_are_those_of_what_came_after(measure: str) -> None:
+    popularity = popularity_of(measure, [FIRST])
+    popularity.restart()
+    popularity.add(SECOND)
+    assert np.array_equal(popularity.scores(), popularity_of(measure, [SECOND]).scores())
+
+
+def test_decayed_scores_go_on_after_a_restart() -> None:
+    popularity = popularity_of("decayed", [FIRST])
+    popularity.restart()
+    popularity.add(SECOND)
+    assert np.array_equal(popularity.scores(), popularity_of("decayed", [FIRST, SECOND]).scores())
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_restart_before_the_first_iteration_leaves_nothing_counted(measure: str) -> None:
+    popularity = popularity_of(measure, [])
+    popularity.restart()
+    assert not popularity.has_counts
+
+
+@pytest.mark.parametrize(("measure", "expected"), [("count", False), ("decayed", True)])
+def test_counts_are_gone_after_a_restart_unless_they_decay(measure: str, expected: bool) -> None:
+    popularity = popularity_of(measure, [FIRST])
+    assert popularity.has_counts
+    popularity.restart()
+    assert popularity.has_counts == expected
+
+
+def test_iteration_in_which_no_expert_got_a_token_is_no_count() -> None:
+    assert not popularity_of("count", [np.zeros((2, 3), np.int64)]).has_counts
+
+
+def test_soft_counts_add_up_fractions() -> None:
+    halves = np.full((1, 2), 0.5)
+    assert popularity_of("soft-count", [halves, halves, halves]).scores().tolist() == [[1.5, 1.5]]
+
+
+def test_scores_that_were_returned_do_not_change_later() -> None:
+    popularity = popularity_of("count", [FIRST])
+    before = popularity.scores()
+    popularity.add(SECOND)
+    assert np.array_equal(before, FIRST)
+
+
+def test_changing_returned_scores_does_not_change_popularity() -> None:
+    popularity = popularity_of("count", [FIRST])
+    popularity.scores()[:] = 0
+    assert np.array_equal(popularity.scores(), FIRST)
+
+
+def test_frequencies_are_the_fractions_of_the_layers_worked_by_hand() -> None:
+    assert popularity_of("count", [FIRST]).frequencies().tolist() == [
+        [0.25, 0, 0.75],
+        [0.25, 0.25, 0.5],
+    ]
+
+
+@given(SEEDS, st.integers(0, 5), st.integers(1, 9))
+def test_fractions_of_every_layer_add_up_to_one(
+    seed: int, num_layers: int, num_experts: int
+) -> None:
+    fractions = fractions_of_layers(random_scores(seed, num_layers, num_experts))
+    np.testing.assert_allclose(fractions.sum(axis=1), np.ones(num_layers))
+
+
+def test_fractions_of_a_layer_without_tokens_are_equal() -> None:
+    assert fractions_of_layers(np.array([[0.0] * 4, [0, 0, 0, 8]])).tolist() == [
+        [0.25] * 4,
+        [0, 0, 0, 1],
+    ]
+
+
+def test_fractions_of_layers_without_experts_are_none() -> None:
+    assert fractions_of_layers(np.zeros((2, 0))).shape == (2, 0)
+
+
+@given(SEEDS, st.integers(1, 5), st.integers(1, 9))
+def test_frequencies_that_are_the_same_have_not_moved(
+    seed: int, num_layers: int, num_experts: int
+) -> None:
+    frequencies = fractions_of_layers(random_scores(seed, num_layers, num_experts))
+    assert not has_moved(frequencies, frequencies.copy())
+
+
+@pytest.mark.parametrize(("num_changed", "expected"), [(0, False), (1, False), (2, True)])
+def test_order_moves_as_soon_as_a_quarter_of_the_experts_has_changed(
+    num_changed: int, expected: bool
+) -> None:
+    before = np.full((2, 4), 0.25)
+    now = before.copy()
+    now.flat[:num_changed] = 0.28  # 12 %
+    assert has_moved(before, now) == expected
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"), [(0.375, False), (0.3751, True), (0.125, False), (0.1249, True)]
+)
+def test_expert_has_changed_only_by_more_than_the_limit_up_or_down(
+    now: float, expected: bool
+) -> None:
+    before = np.full((1, 4), 0.25)
+    changed = np.array([[now, 0.25, 0.25, 0.25]])
+    assert has_moved(before, changed, change=0.5) == expected
+
+
+@pytest.mark.parametrize(("now", "expected"), [(0.0, False), (1e-9, True)])
+def test_expert_that_was_never_used_has_changed_when_it_is(now: float, expected: bool) -> None:
+    before, after = np.array([[0.0, 1, 1, 1]]), np.array([[now, 1, 1, 1]])
+    assert has_moved(before, after) == expected
+
+
+@pytest.mark.parametrize(("num_changed", "expected"), [(2, False), (3, True)])
+def test_fraction_of_experts_that_is_met_exactly_moves_the_order(
+    num_changed: int, expected: bool
+) -> None:
+    before = np.ones((1, 30))
+    now = before.copy()
+    now[0, :num_changed] = 2
+    assert has_moved(before, now, fraction=0.1) == expected
+
+
+@pytest.mark.filterwarnings("error")
+def test_stage_without_experts_never_moves() -> None:
+    assert not has_moved(np.zeros((0, 8)), np.zeros((0, 8)), fraction=0)
+
+
+def test_experts_are_ordered_by_their_fraction_of_the_layer_worked_by_hand() -> None:
+    # Fractions 0.25, 0, 0.75 and 0.1, 0.25, 0.65: the tokens of layer 1 are ten times as many.
+    scores = np.array([[4.0, 0, 12], [16, 40, 104]])
+    experts = [(layer, expert) for layer in (1, 0) for expert in (2, 1, 0)]
+    assert order_experts(scores, experts) == [(0, 1), (1, 0), (0, 0), (1, 1), (1, 2), (0, 2)]
+
+
+def test_experts_of_one_rank_are_compared_by_fractions_of_the_whole_layer() -> None:
+    # Of the whole layers 1/8 and 1/4; of what this rank holds it would be 1 and 1/2.
+    scores = np.array([[1.0, 7, 0, 0], [2, 2, 2, 2]])
+    assert order_experts(scores, [(1, 0), (1, 1), (0, 0)]) == [(0, 0), (1, 0), (1, 1)]
+
+
+@given(SEEDS, st.integers(1, 4), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_order_is_of_all_experts_ascending_and_ties_by_layer_and_expert(
+    seed: int, num_layers: int, num_experts: int, random: object
+) -> None:
+    scores = random_scores(seed, num_layers, num_experts)
+    experts = [(layer, expert) for layer in range(num_layers) for expert in range(num_experts)]
+    random.shuffle(experts)  # type: ignore[attr-defined]
+    fractions = fractions_of_layers(scores)
+    keys = [
+        (fractions[layer, expert], layer, expert)
+        for layer, expert in order_experts(scores, experts)
+    ]
+    assert keys == sorted(keys)
+    assert {key[1:] for key in keys} == set(experts)
+
+
+def test_order_of_experts_without_counts_is_by_layer_and_expert() -> None:
+    experts = [(1, 0), (0, 1), (1, 1), (0, 0)]
+    assert order_experts(np.zeros((2, 2)), experts) == sorted(experts)
+
+
+def test_order_of_no_experts_is_empty() -> None:
+    assert order_experts(np.zeros((2, 4)), []) == []
+
+
+def test_unknown_measure_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(PlanError, match="'tokens' must be one of count, soft-count, decayed"):
+        Popularity("tokens", 0.9)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+def test_decay_that_forgets_nothing_or_is_negative_is_refused(decay: float) -> None:
+    with pytest.raises(PlanError, match=f"decay={decay} must be at least 0 and less than 1"):
+        Popularity("decayed", decay)
+
+
+def test_decay_is_ignored_by_measures_without_it() -> None:
+    popularity = Popularity("count", 7.0)
+    popularity.add(FIRST)
+    assert np.array_equal(popularity.scores(), FIRST)
+
+
+@pytest.mark.parametrize("counts", [np.ones((1, 3)), np.ones((2, 1))])
+def test_counts_of_another_shape_are_refused(counts: np.ndarray) -> None:
+    popularity = popularity_of("count", [FIRST])
+    with pytest.raises(PlanError, match=r"must be \[layer, expert\]"):
+        popularity.add(counts)
+
+
+def test_counts_without_layers_are_refused_from_the_first() -> None:
+    with pytest.raises(PlanError, match=r"counts of shape \(3,\) must be \[layer, expert\]"):
+        Popularity("count", 0.9).add(np.ones(3))
+
+
+@pytest.mark.parametrize("ask", [Popularity.scores, Popularity.frequencies])
+def test_popularity_before_the_first_iteration_is_refused(ask: object) -> None:
+    with pytest.raises(PlanError, match="unknown before the counts of the first iteration"):
+        ask(Popularity("count", 0.9))  # type: ignore[operator]
+
+
+def test_frequencies_of_different_experts_are_not_compared() -> None:
+    with pytest.raises(PlanError, match=r"before, \(2, 3\), and now, \(1, 3\)"):
+        has_moved(np.ones((2, 3)), np.ones((1, 3)))

@@ -1,0 +1,346 @@
+"""Windows are cut so that the largest snapshot is the smallest possible, and are no longer than needed."""
+
+import math
+from dataclasses import replace
+from itertools import combinations_with_replacement
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ft.errors import PlanError
+from moe_ft.strategies.sparse.windows import (
+    PositionSizes,
+    WindowCuts,
+    count_splits,
+    cut_window,
+    most_window_bytes,
+    shortest_window,
+    snapshot_bytes,
+)
+
+SEEDS = st.integers(0, 2**32 - 1)
+LENGTHS = st.integers(1, 6)
+
+
+def sizes_of(full: list[list[int]], compute: list[list[int]]) -> PositionSizes:
+    return PositionSizes(full=np.array(full, np.int64), compute=np.array(compute, np.int64))
+
+
+# Six units of one parameter, which is figure 6 of the paper with operators of equal size.
+EQUAL = sizes_of([[12] * 6], [[2] * 6])
+NOTHING = PositionSizes(full=np.zeros((3, 0), np.int64), compute=np.zeros((3, 0), np.int64))
+
+
+@st.composite
+def small_sizes(draw: st.DrawFn) -> PositionSizes:
+    """Draw sizes of a few ranks, some equal and some 0, for which every division can be tried."""
+    num_ranks, num_positions = draw(st.integers(1, 4)), draw(st.integers(0, 7))
+    largest = draw(st.sampled_from([1, 3, 20, 1000]))
+    full = st.lists(st.integers(0, largest), min_size=num_positions, max_size=num_positions)
+    rows = [draw(full) for _ in range(num_ranks)]
+    compute = [[draw(st.integers(0, size)) for size in row] for row in rows]
+    return PositionSizes(
+        full=np.array(rows, np.int64).reshape(num_ranks, num_positions),
+        compute=np.array(compute, np.int64).reshape(num_ranks, num_positions),
+    )
+
+
+def random_sizes(seed: int, num_ranks: int, num_positions: int, largest: int) -> PositionSizes:
+    generator = np.random.default_rng(seed)
+    full = generator.integers(0, largest, (num_ranks, num_positions))
+    return PositionSizes(full=full, compute=generator.integers(0, full + 1))
+
+
+def all_ends(num_positions: int, length: int) -> list[tuple[int, ...]]:
+    """Return every division into groups, with empty ones anywhere."""
+    inner = combinations_with_replacement(range(num_positions + 1), length - 1)
+    return [(*ends, num_positions) for ends in inner]
+
+
+def largest_of(sizes: PositionSizes, ends: tuple[int, ...]) -> int:
+    """Return the largest snapshot of any rank, by adding up unit by unit."""
+    return max(
+        sum(full[start:end]) + sum(compute[end:])
+        for full, compute in zip(sizes.full.tolist(), sizes.compute.tolist(), strict=True)
+        for start, end in zip((0, *ends), ends, strict=False)
+    )
+
+
+def least_length(sizes: PositionSizes, budget: int) -> float:
+    """Return how many snapshots fit everything into a budget, taking unit by unit; infinite if none do."""
+    ranks = list(zip(sizes.full.tolist(), sizes.compute.tolist(), strict=True))
+    num_positions, start, length = sizes.num_positions, 0, 0
+    while start < num_positions:
+        end = start
+        used = [sum(compute[start:]) for _, compute in ranks]
+        while end < num_positions:
+            more = [full[end] - compute[end] for full, compute in ranks]
+            if max(a + b for a, b in zip(used, more, strict=True)) > budget:
+                break
+            used = [a + b for a, b in zip(used, more, strict=True)]
+            end += 1
+        if end == start:
+            return math.inf
+        start, length = end, length + 1
+    return length
+
+
+def test_snapshots_of_equal_units_in_three_groups_have_the_bytes_worked_by_hand() -> None:
+    # 2 x 12 + 4 x 2, 2 x 12 + 2 x 2, 2 x 12
+    assert snapshot_bytes(EQUAL, (2, 4, 6)).tolist() == [[32, 28, 24]]
+
+
+@given(small_sizes(), LENGTHS)
+def test_bytes_of_any_division_are_those_of_its_units(sizes: PositionSizes, length: int) -> None:
+    for ends in all_ends(sizes.num_positions, length):
+        found = snapshot_bytes(sizes, ends)
+        assert found.shape == (len(sizes.full), length)
+        assert found.max() == largest_of(sizes, ends)
+
+
+def test_equal_units_in_a_window_of_three_are_cut_into_pairs() -> None:
+    assert cut_window(EQUAL, 3) == WindowCuts(ends=(2, 4, 6), largest_bytes=32)
+
+
+def test_ranks_with_different_large_units_get_cuts_that_serve_both() -> None:
+    # Rank 0 alone would be cut behind its first unit, rank 1 before its last one.
+    sizes = sizes_of([[9, 1, 1, 1], [1, 1, 1, 9]], [[0] * 4, [0] * 4])
+    assert cut_window(sizes, 3) == WindowCuts(ends=(1, 3, 4), largest_bytes=9)
+
+
+@given(small_sizes(), LENGTHS)
+def test_largest_snapshot_of_a_cut_window_is_the_least_of_all_divisions(
+    sizes: PositionSizes, length: int
+) -> None:
+    least = min(largest_of(sizes, ends) for ends in all_ends(sizes.num_positions, length))
+    assert cut_window(sizes, length).largest_bytes == least
+
+
+@given(SEEDS, st.integers(1, 5), st.integers(1, 60), LENGTHS)
+def test_largest_snapshot_of_terabytes_is_the_least_to_the_byte(
+    seed: int, num_ranks: int, num_positions: int, length: int
+) -> None:
+    sizes = random_sizes(seed, num_ranks, num_positions, 10**12)
+    largest = cut_window(sizes, length).largest_bytes
+    assert least_length(sizes, largest) <= length < least_length(sizes, largest - 1)
+
+
+@given(small_sizes(), LENGTHS)
+def test_largest_bytes_of_a_cut_window_are_those_of_its_snapshots(
+    sizes: PositionSizes, length: int
+) -> None:
+    cuts = cut_window(sizes, length)
+    assert snapshot_bytes(sizes, cuts.ends).max() == cuts.largest_bytes
+
+
+@given(small_sizes(), st.integers(1, 10))
+def test_cut_window_has_as_many_groups_as_asked_for_and_empty_ones_only_last(
+    sizes: PositionSizes, length: int
+) -> None:
+    cuts = cut_window(sizes, length)
+    assert cuts.length == len(cuts.ends) == length
+    num_units = np.diff(cuts.ends, prepend=0)
+    num_groups = min(length, sizes.num_positions)
+    assert np.all(num_units[:num_groups] > 0)
+    assert np.all(num_units[num_groups:] == 0)
+    assert num_units.sum() == sizes.num_positions
+
+
+@given(small_sizes(), LENGTHS)
+def test_no_equally_good_cuts_without_empty_groups_end_a_group_later(
+    sizes: PositionSizes, length: int
+) -> None:
+    num_groups = max(1, min(length, sizes.num_positions))
+    cuts = cut_window(sizes, num_groups)
+    for ends in all_ends(sizes.num_positions, num_groups):
+        if len({0, *ends}) > num_groups and largest_of(sizes, ends) == cuts.largest_bytes:
+            assert np.all(np.array(ends) <= cuts.ends)
+
+
+@given(SEEDS, st.integers(1, 40))
+def test_longer_window_never_has_a_larger_largest_snapshot(seed: int, num_positions: int) -> None:
+    sizes = random_sizes(seed, 3, num_positions, 1000)
+    largest = [cut_window(sizes, length).largest_bytes for length in range(1, num_positions + 3)]
+    assert largest == sorted(largest, reverse=True)
+
+
+@given(small_sizes(), LENGTHS)
+def test_ranks_with_equal_sizes_are_cut_like_one_of_them(sizes: PositionSizes, length: int) -> None:
+    repeated = PositionSizes(
+        full=np.tile(sizes.full, (3, 1)), compute=np.tile(sizes.compute, (3, 1))
+    )
+    assert cut_window(repeated, length) == cut_window(sizes, length)
+
+
+def test_ranks_that_differ_only_at_compute_are_both_counted() -> None:
+    sizes = sizes_of([[10, 10], [10, 10]], [[0, 0], [0, 7]])
+    assert cut_window(sizes, 2) == WindowCuts(ends=(1, 2), largest_bytes=17)
+
+
+def test_sizes_that_are_views_of_another_array_are_cut_like_copies() -> None:
+    pairs = np.array([[[12, 2], [5, 1], [8, 0]], [[1, 1], [9, 3], [4, 4]]], np.int64)
+    views = PositionSizes(full=pairs[:, :, 0], compute=pairs[:, :, 1])
+    copies = sizes_of([[12, 5, 8], [1, 9, 4]], [[2, 1, 0], [1, 3, 4]])
+    assert cut_window(views, 2) == cut_window(copies, 2)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_stage_without_units_is_cut_into_empty_snapshots(length: int) -> None:
+    assert cut_window(NOTHING, length) == WindowCuts(ends=(0,) * length, largest_bytes=0)
+
+
+def test_units_without_bytes_are_divided_among_all_snapshots() -> None:
+    sizes = sizes_of([[0] * 4], [[0] * 4])
+    assert cut_window(sizes, 3) == WindowCuts(ends=(2, 3, 4), largest_bytes=0)
+
+
+def test_groups_of_a_window_name_the_snapshot_of_each_position() -> None:
+    assert WindowCuts(ends=(2, 3, 6), largest_bytes=0).groups().tolist() == [0, 0, 1, 2, 2, 2]
+
+
+def test_groups_of_a_window_with_empty_snapshots_name_only_the_others() -> None:
+    assert WindowCuts(ends=(1, 2, 2, 2), largest_bytes=0).groups().tolist() == [0, 1]
+
+
+# Modules that freeze only as a whole
+
+
+def with_modules(sizes: PositionSizes, module_size: int) -> PositionSizes:
+    """Return sizes of which so many neighbours at a time are a module."""
+    modules = [place // module_size for place in range(sizes.num_positions)]
+    return replace(sizes, splits=count_splits([modules], sizes.num_positions))
+
+
+def test_splits_of_a_border_are_the_modules_with_units_on_both_sides() -> None:
+    columns = [["a", "a", "b", "b"], ["a", "c", "a", None]]
+    # The second column's a is another module than the first's.
+    assert count_splits(columns, 5).tolist() == [0, 2, 1, 1, 0, 0]
+
+
+def test_group_ends_earlier_where_that_keeps_a_module_whole() -> None:
+    # The last unit is alone in its snapshot and decides; where the others are divided is free.
+    sizes = sizes_of([[12, 12, 12, 12, 60]], [[2, 2, 2, 2, 10]])
+    assert cut_window(sizes, 3) == WindowCuts(ends=(3, 4, 5), largest_bytes=60)
+    assert cut_window(with_modules(sizes, 2), 3) == WindowCuts(ends=(2, 4, 5), largest_bytes=60)
+
+
+def test_module_is_divided_where_only_that_keeps_the_largest_snapshot_small() -> None:
+    assert cut_window(with_modules(EQUAL, 4), 3).ends == (2, 4, 6)
+
+
+@given(small_sizes(), st.integers(2, 5), st.integers(1, 3))
+def test_as_few_modules_as_possible_are_divided_and_the_largest_snapshot_is_the_same(
+    sizes: PositionSizes, length: int, module_size: int
+) -> None:
+    plain, grouped = cut_window(sizes, length), with_modules(sizes, module_size)
+    found = cut_window(grouped, length)
+    assert grouped.splits is not None
+    assert found.largest_bytes == plain.largest_bytes == largest_of(sizes, found.ends)
+    assert all(end <= latest for end, latest in zip(found.ends, plain.ends, strict=True))
+    if length >= sizes.num_positions:
+        return
+    possible = [
+        ends
+        for ends in all_ends(sizes.num_positions, length)
+        if largest_of(sizes, ends) == plain.largest_bytes and np.diff(ends, prepend=0).all()
+    ]
+    assert found.ends in possible
+    counts = [int(grouped.splits[list(ends)].sum()) for ends in possible]
+    assert int(grouped.splits[list(found.ends)].sum()) == min(counts)
+
+
+@given(small_sizes(), st.integers(1, 4), st.integers(0, 3), st.integers(1, 3))
+def test_no_window_takes_more_than_the_most_of_its_lengths(
+    sizes: PositionSizes, shortest: int, more: int, module_size: int
+) -> None:
+    for each in (sizes, with_modules(sizes, module_size)):
+        most = most_window_bytes(each, shortest, shortest + more)
+        for length in range(shortest, shortest + more + 1):
+            ends = cut_window(each, length).ends
+            assert np.all(snapshot_bytes(each, ends).sum(axis=1) <= most)
+
+
+def test_splits_that_are_not_of_every_border_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"splits of shape \(6,\) must be of 7 borders"):
+        replace(EQUAL, splits=np.zeros(6, np.int64))
+
+
+@pytest.mark.parametrize(
+    ("budget", "length"), [(72, 1), (71.9, 2), (42, 2), (32, 3), (28, 4), (24, 5), (22, 6)]
+)
+def test_shortest_window_of_equal_units_has_the_length_worked_by_hand(
+    budget: float, length: int
+) -> None:
+    # Largest of 6: 72; of 3, 3: 36 + 3 x 2; of 2, 2, 2: 24 + 4 x 2; of 1, 1, 2, 2: 24 + 2 x 2;
+    # of 1, 1, 1, 1, 2: 24; of single units: 12 + 5 x 2.
+    fit = shortest_window(EQUAL, budget, 6)
+    assert (fit.length, fit.fits) == (length, True)
+
+
+@given(small_sizes(), st.integers(-1, 60), st.integers(1, 9))
+def test_shortest_window_is_the_first_that_fits_or_the_first_of_the_best(
+    sizes: PositionSizes, budget: int, longest: int
+) -> None:
+    windows = [cut_window(sizes, length) for length in range(1, longest + 1)]
+    fitting = [cuts for cuts in windows if cuts.largest_bytes <= budget]
+    expected = fitting[0] if fitting else min(windows, key=lambda cuts: cuts.largest_bytes)
+    fit = shortest_window(sizes, budget, longest)
+    assert (fit.cuts, fit.length, fit.fits) == (expected, expected.length, bool(fitting))
+
+
+@given(small_sizes(), LENGTHS)
+def test_budget_is_met_by_a_snapshot_of_just_that_size_and_missed_by_one_byte_more(
+    sizes: PositionSizes, length: int
+) -> None:
+    largest = cut_window(sizes, length).largest_bytes
+    assert shortest_window(sizes, largest, length).fits
+    assert not shortest_window(sizes, largest - 1, length).fits
+
+
+def test_budget_without_limit_takes_everything_at_once() -> None:
+    fit = shortest_window(EQUAL, math.inf, 6)
+    assert (fit.length, fit.cuts.ends, fit.fits) == (1, (6,), True)
+
+
+def test_stage_without_units_fits_into_a_window_of_one_snapshot() -> None:
+    fit = shortest_window(NOTHING, 0, 5)
+    assert (fit.length, fit.cuts.ends, fit.fits) == (1, (0,), True)
+
+
+@pytest.mark.parametrize(
+    ("full", "compute"),
+    [
+        (np.zeros((2, 3), np.int64), np.zeros((2, 4), np.int64)),
+        (np.zeros(3, np.int64), np.zeros(3, np.int64)),
+        (np.zeros((0, 3), np.int64), np.zeros((0, 3), np.int64)),
+    ],
+)
+def test_sizes_that_are_not_of_the_same_ranks_and_positions_are_refused(
+    full: np.ndarray, compute: np.ndarray
+) -> None:
+    with pytest.raises(PlanError, match=r"must both be \[rank, position\]"):
+        PositionSizes(full=full, compute=compute)
+
+
+@pytest.mark.parametrize("compute", [-1, 13])
+def test_compute_bytes_out_of_range_are_refused_by_rank_and_position(compute: int) -> None:
+    with pytest.raises(PlanError, match=f"rank 1 has {compute} bytes at COMPUTE and 12 at FULL"):
+        sizes_of([[12, 12], [12, 12]], [[2, 2], [2, compute]])
+
+
+def test_cutting_into_no_snapshots_is_refused() -> None:
+    with pytest.raises(PlanError, match="a window must have at least 1 snapshot, got 0"):
+        cut_window(EQUAL, 0)
+
+
+def test_shortest_window_of_at_most_no_snapshots_is_refused() -> None:
+    with pytest.raises(PlanError, match="the longest window must have at least 1 snapshot, got 0"):
+        shortest_window(EQUAL, 100, 0)
+
+
+@pytest.mark.parametrize("ends", [(), (2, 4), (4, 2, 6), (-1, 6), (2, 7)])
+def test_ends_that_do_not_divide_the_positions_are_refused(ends: tuple[int, ...]) -> None:
+    with pytest.raises(PlanError, match="must ascend from 0 and end at 6"):
+        snapshot_bytes(EQUAL, ends)
