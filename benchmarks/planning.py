@@ -34,7 +34,9 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.regions import own_directory
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.format.files import Index, Start, decode, encode
+from moe_ft.format.encoding import decode, encode
+from moe_ft.format.identity import Start
+from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Source, Tier, Version, plan_recovery
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back

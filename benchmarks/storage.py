@@ -28,11 +28,12 @@ from tabulate import tabulate
 
 from benchmarks import stand_ins
 from benchmarks.output import show
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag
-from moe_ft.format.files import Index, decode
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery.inspect.verification import verify
 from moe_ft.recovery.inventory import look_at_memory

@@ -24,16 +24,10 @@ from moe_ft.engine.replica_sender import ReplicaSender, Replicator
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
-from moe_ft.format.files import (
-    FORMAT,
-    Identity,
-    Index,
-    ParameterEntry,
-    TensorEntry,
-    UnitEntry,
-    checksum,
-    encode,
-)
+from moe_ft.format.encoding import FORMAT, checksum, encode
+from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry
+from moe_ft.format.identity import Identity
+from moe_ft.format.index import Index
 from moe_ft.state import record as records
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level

@@ -10,7 +10,7 @@ from moe_ft.engine.persist import PersistClient
 from moe_ft.engine.pool import PoolVersions
 from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.storage import file_tag, rank_path
-from moe_ft.format.files import Identity
+from moe_ft.format.identity import Identity
 from moe_ft.strategies.interface import Strategy
 
 

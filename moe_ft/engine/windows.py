@@ -18,7 +18,8 @@ from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.restored_memory import keep_restored
 from moe_ft.engine.snapshot import SnapshotWriter
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
-from moe_ft.format.files import Index, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy, WindowPlan
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from moe_ft.format.files import FileEntry, History, Start
+from moe_ft.format.entries import FileEntry
+from moe_ft.format.identity import History, Start
 from moe_ft.planning.branches import is_alive, known_names, order_starts
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.format.files import tensor_bytes
+from moe_ft.format.entries import tensor_bytes
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.host_memory import num_slots

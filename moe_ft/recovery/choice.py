@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from moe_ft.errors import ConfigError
-from moe_ft.format.files import History
+from moe_ft.format.identity import History
 from moe_ft.planning.branches import is_alive, known_names
 from moe_ft.planning.recovery import RecoveryPlan, Rejection
 

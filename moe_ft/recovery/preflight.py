@@ -20,7 +20,7 @@ from moe_ft.engine.memory import holds
 from moe_ft.engine.private_files import make_private, make_root
 from moe_ft.engine.regions import file_system_type, rank_and_holder
 from moe_ft.errors import ConfigError
-from moe_ft.format.files import Start
+from moe_ft.format.identity import Start
 from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.placement import plan_node_memory, sources_of
 from moe_ft.recovery.job_memory import alive_lock, measure, other_jobs

@@ -20,14 +20,9 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peers import PeerConnection
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import ConfigError, UnrecoverableError
-from moe_ft.format.files import (
-    FROZEN,
-    Identity,
-    Index,
-    Start,
-    differing_settings,
-    incomparable_settings,
-)
+from moe_ft.format.entries import FROZEN
+from moe_ft.format.identity import Identity, Start, differing_settings, incomparable_settings
+from moe_ft.format.index import Index
 from moe_ft.format.records import IterationRecord
 from moe_ft.planning.recovery import (
     RecoveryPlan,

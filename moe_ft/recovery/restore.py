@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from moe_ft.engine.background import PhaseHook
-from moe_ft.engine.checks import check_header
 from moe_ft.engine.finite import check_is_finite
 from moe_ft.engine.packed import unpack_into
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, TensorEntry, UnitEntry, lossy_packings
+from moe_ft.format.contents import check_header
+from moe_ft.format.entries import TensorEntry, UnitEntry, lossy_packings
+from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery.sources import StateReader, read_unit
 from moe_ft.state.catalog import Slices, UnitCatalog

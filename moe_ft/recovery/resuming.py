@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.engine.agreement import Agreement, StageSum
-from moe_ft.format.files import Identity, Start
+from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.recovery.assembly import ExpertFacts, division_of
 from moe_ft.recovery.job import JobFacts

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_ft.format.files import Index, UnitEntry
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from moe_ft.planning.lost_tokens import Gaps
 from moe_ft.planning.recovery import Source
 from moe_ft.planning.token_ledger import UnitVersion

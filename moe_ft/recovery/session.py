@@ -32,7 +32,7 @@ from moe_ft.engine.storage import Storage
 from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError, PlanError, SnapshotError, UnrecoverableError
-from moe_ft.format.files import checksum
+from moe_ft.format.encoding import checksum
 from moe_ft.planning.branches import number_of_next
 from moe_ft.planning.placement import (
     default_replication_factor,

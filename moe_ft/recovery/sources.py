@@ -11,7 +11,9 @@ from moe_ft.engine.regions import MappedFile
 from moe_ft.engine.soundness import read_index
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Index, UnitEntry, checksum, decode
+from moe_ft.format.encoding import checksum, decode
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Version
 from moe_ft.units import Level
 

@@ -22,7 +22,7 @@ from moe_ft.engine import storage_lock
 from moe_ft.engine.regions import file_system_type
 from moe_ft.engine.storage import Storage
 from moe_ft.engine.storage_lock import StorageLock
-from moe_ft.format.files import checksum
+from moe_ft.format.encoding import checksum
 from moe_ft.recovery import preflight
 from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import layout_flags, model_flags

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import pretrain_gpt_moe
-from moe_ft.format.files import Index, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from moe_ft.recovery.session import Session
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob, flip_byte
 from tests.demo_model import event_flags

@@ -12,7 +12,6 @@ import torch
 from moe_ft.config.precision import PARTS
 from moe_ft.engine import snapshot
 from moe_ft.engine.background import Reports
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.copying import StateCopier
 from moe_ft.engine.layout import LazyLayout
 from moe_ft.engine.packed import unpack_into
@@ -21,7 +20,10 @@ from moe_ft.engine.regions import MappedFile, Region
 from moe_ft.engine.snapshot import SnapshotWriter
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.format.files import Index, TensorEntry, UnitEntry, decode, tensor_pieces
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import decode
+from moe_ft.format.entries import TensorEntry, UnitEntry, tensor_pieces
+from moe_ft.format.index import Index
 from moe_ft.format.packings import Packing
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.slices import live_tensor

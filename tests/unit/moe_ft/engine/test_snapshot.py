@@ -13,7 +13,6 @@ import torch
 
 from moe_ft.engine import snapshot
 from moe_ft.engine.background import Reports
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.layout import FileLayout, LazyLayout
 from moe_ft.engine.peers import Replica
 from moe_ft.engine.regions import Region
@@ -21,7 +20,10 @@ from moe_ft.engine.snapshot import SnapshotWriter
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, UnitEntry, decode
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import decode
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.strategies.interface import SnapshotPlan, WindowPlan

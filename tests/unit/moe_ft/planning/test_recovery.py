@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.format.files import History, Start
+from moe_ft.format.identity import History, Start
 from moe_ft.planning.recovery import (
     RecoveryPlan,
     Rejection,

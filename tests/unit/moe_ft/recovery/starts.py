@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
-from moe_ft.format.files import History, Start
+from moe_ft.format.identity import History, Start
 from moe_ft.planning.recovery import RecoveryPlan, Rejection, Version, plan_recovery
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.preflight import Site

@@ -11,7 +11,7 @@ import torch
 from moe_ft.config.config import MoeFtConfig, PartialConfig, SparseConfig, StrategyConfig
 from moe_ft.engine.layout import lay_out
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.format.files import ParameterEntry
+from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.recovery.assembly import (

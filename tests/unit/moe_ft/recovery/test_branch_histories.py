@@ -18,7 +18,7 @@ from moe_ft.engine.manifests import manifests
 from moe_ft.engine.retention import Retention
 from moe_ft.engine.storage import Storage, file_tag
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Identity, Start
+from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import RecoveryPlan, Version, plan_recovery
 from moe_ft.recovery.inventory import look_at_storage

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from moe_ft.format.files import Index, UnitEntry
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from moe_ft.planning.recovery import RecoveryPlan, Source, Tier, Version
 from moe_ft.recovery.handover import hand_over
 from moe_ft.recovery.recover import Recovered

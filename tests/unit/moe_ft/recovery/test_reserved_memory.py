@@ -19,7 +19,7 @@ from moe_ft.config.config import (
 )
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError
-from moe_ft.format.files import ParameterEntry
+from moe_ft.format.entries import ParameterEntry
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.model_size import ByteModel, ModelShape
 from moe_ft.planning.ownership import SavingLayout

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from moe_ft.engine.regions import own_directory, replica_directory
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, UnitEntry, encode, tensor_bytes
+from moe_ft.format.encoding import encode
+from moe_ft.format.entries import UnitEntry, tensor_bytes
+from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.restore import FetchedState, FetchedUnit, Readers, fetch, put_back

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import own_directory
-from moe_ft.format.files import Identity, ParameterEntry, encode
+from moe_ft.format.encoding import encode
+from moe_ft.format.entries import ParameterEntry
+from moe_ft.format.identity import Identity
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.planning.token_ledger import UnitVersion
 from moe_ft.recovery.restore import FetchedState, Readers

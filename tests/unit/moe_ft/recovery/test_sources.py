@@ -13,7 +13,7 @@ from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region, own_directory
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import encode
+from moe_ft.format.encoding import encode
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.sources import (
     MemoryReader,

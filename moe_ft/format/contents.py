@@ -1,9 +1,11 @@
-"""Whether the bytes of units are those that an index says; no I/O."""
+"""Checks of bytes against the checksums in an index; no I/O."""
 
 from collections.abc import Iterable, Mapping
 
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Index, UnitEntry, checksum
+from moe_ft.format.encoding import checksum
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 
 
 def check_units(

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.checks import check_places, check_units
 from moe_ft.engine.pool import Pool
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Index, UnitEntry
+from moe_ft.format.contents import check_places, check_units
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from tests.unit.moe_ft.builders import WindowState, make_window, put_in_slot
 
 WINDOW = make_window(length=3)
