@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fault_tolerance.watch.failure_causes import is_not_finite, speaks_against_state
+from moe_ft.recovery.failure_causes import is_not_finite, speaks_against_state
 from moe_ft.errors import ConfigError, CorruptStateError, UnrecoverableError
 
 MEGATRONS_NAN = RuntimeError(
