@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.watch.run import TrainingRun
-from moe_ft.recovery.session import Session
+from moe_ft.recovery.meet import Met
 from moe_ft.state.slices import describe, live_tensor
 from moe_ft.state.tensors import named_optimizer_tensors, named_parameters
 from moe_ft.units import Level, UnitKind, parse_unit
@@ -54,15 +54,15 @@ def check_ownership(flags: list[str]) -> None:
     def end_training(run: TrainingRun) -> None:
         original(run)
         assert run._session is not None
-        check_session(run._session)
+        check_ownership_of(run._session.met)
 
     TrainingRun.end_training = end_training  # type: ignore[method-assign]  # this process only
     pretrain_gpt_moe.main(flags)
 
 
-def check_session(session: Session) -> None:
-    parameters = session._parameters
-    live = [parameter for _, parameter in named_parameters(session._built[0])]
+def check_ownership_of(met: Met) -> None:
+    parameters = met.live.parameters
+    live = [parameter for _, parameter in named_parameters(met.live.built[0])]
     assert {id(each.parameter) for each in parameters} == {id(each) for each in live}
     assert len(parameters) == len(live)
     assert len({each.name for each in parameters}) == len(parameters)
@@ -79,23 +79,23 @@ def check_session(session: Session) -> None:
     if all(each.is_sharded for each in parameters):
         held = [
             tensor
-            for name, tensor in named_optimizer_tensors(*session._built[:2])
+            for name, tensor in named_optimizer_tensors(*met.live.built[:2])
             if not name.endswith("/step")
         ]
         assert owned_elements == sum(tensor.numel() for tensor in held)
-    check_slices(session)
+    check_slices(met)
 
 
-def check_slices(session: Session) -> None:
+def check_slices(met: Met) -> None:
     """The slices of one parameter over all ranks that hold the same part of it are disjoint and cover it."""
-    places = session._facts.places
+    places = met.facts.places
     own = [
         (
             (each.name, places.expt_tp.rank if ".local_experts." in each.name else places.tp.rank),
             (each.start, each.end),
             each.parameter.numel(),
         )
-        for each in session._parameters
+        for each in met.live.parameters
     ]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)

@@ -33,7 +33,7 @@ from megatron.fault_tolerance.program.validation import (
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
-from moe_ft.recovery.preflight import say
+from moe_ft.recovery.site import say
 
 # What stock Megatron offers for GPUs only, turned off where there is none.
 _CPU_DEFAULTS = {

@@ -23,7 +23,7 @@ from megatron.fault_tolerance.program.flag_classes import Kind, names_of
 from megatron.fault_tolerance.program.planned_samples import planned_samples
 from moe_ft.format.records import IterationRecord
 from moe_ft.recovery.assembly import ExpertFacts
-from moe_ft.recovery.job import JobFacts
+from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.parameters import GroupPlace, StatePlaces
 from moe_ft.state.record import IterationFacts
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 from moe_ft.errors import InjectedFaultError
 from moe_ft.events import EventLog
 from moe_ft.faults import FaultKind, FaultSpec, Phase
-from moe_ft.recovery.session import Session
+from moe_ft.recovery.site import Site
 
 
 class FaultInjector:
@@ -23,11 +23,11 @@ class FaultInjector:
     def __init__(self, faults: Sequence[FaultSpec], event_log: EventLog) -> None:
         self._faults = tuple(fault for fault in faults if fault.rank == event_log.rank)
         self._event_log = event_log
-        self._session: Session | None = None
+        self._site: Site | None = None
 
-    def node_of(self, session: Session) -> None:
+    def node_of(self, site: Site) -> None:
         """Learn what faults of kind lose-node destroy."""
-        self._session = session
+        self._site = site
 
     def is_armed(self, iteration: int, phase: Phase) -> bool:
         """Return whether a fault waits for this rank at this phase of this iteration."""
@@ -62,20 +62,20 @@ class FaultInjector:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind is FaultKind.HANG:
             _hang()
-        elif fault.kind is FaultKind.LOSE_NODE and self._session is not None:
-            _lose_node(self._session)
+        elif fault.kind is FaultKind.LOSE_NODE and self._site is not None:
+            _lose_node(self._site)
         raise InjectedFaultError(f"--moe-ft-inject-fault {fault}")
 
 
-def _lose_node(session: Session) -> None:
+def _lose_node(site: Site) -> None:
     """Do to this node what the loss of its power does: no process and no memory is left."""
-    topology = session.topology
+    topology = site.topology
     node = next(info.node for info in topology.ranks if info.pid == os.getpid())
     pids = [info.pid for info in topology.on_node(node) if info.pid != os.getpid()]
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(session.node_dir, ignore_errors=True)
+    shutil.rmtree(site.node_dir, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -20,17 +20,18 @@ from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.seams import loop_facts
 from megatron.fault_tolerance.seams.replay import LoopParts, Replay
-from megatron.fault_tolerance.watch import failure_causes
 from megatron.fault_tolerance.watch.faults import FaultInjector
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import Report
+from moe_ft.engine.ending import Outcome as Place
 from moe_ft.events import EventLog, last_incarnation
 from moe_ft.faults import Phase
 from moe_ft.format.records import IterationRecord
-from moe_ft.recovery.attempts import describe
-from moe_ft.recovery.job import Recovery
+from moe_ft.recovery.failure_causes import is_not_finite
 from moe_ft.recovery.job_loss import JobLoss
-from moe_ft.recovery.session import Session
+from moe_ft.recovery.outcome import Outcome
+from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.start import start
 from moe_ft.state.digest import StateDigest, digest_state
 from moe_ft.state.record import IterationFacts, apply_rng
 from moe_ft.state.router_load import RouterLoad, table
@@ -61,13 +62,13 @@ class TrainingRun:
         self.num_tokens: torch.Tensor | None = None
         self.grad_norm: float | None = None
         self._replay: Replay | None = None
-        self._recovery: Recovery | None = None
+        self._recovery: Outcome | None = None
         self._loop: LoopParts | None = None
         self._last_facts: IterationFacts | None = None
         self._built: tuple[Any, Any, Any] | None = None
         self._iteration_start_s = 0.0
-        self._session: Session | None = None
-        self._opened: Session | None = None  # also one whose recovery has failed
+        self._session: Checkpointing | None = None
+        self._may_lose_memory = False
         self._is_recovering = False
         self._began_with = ""
         self._router_load = RouterLoad()
@@ -112,27 +113,25 @@ class TrainingRun:
         if recovery is not None and recovery.record is not None and self._replay is None:
             self._write_recovery(recovery)
 
-    def _start_session(self, args: Any) -> Recovery:
+    def _start_session(self, args: Any) -> Outcome:
         assert self._built is not None
-        session = Session(
+        session = start(
             self.config,
             loop_facts.job_facts(args, self._began_with),
             self._built,
             self.enter_background,
+            self.faults.node_of,
         )
-        self.faults.node_of(session)
-        self._opened, self._is_recovering = session, True
-        recovery = session.open()
         self._session = session
+        recovery = session.outcome
         if recovery.record is not None:
             loop_facts.resume(args, recovery.record)
             self.iteration = args.iteration
             self._record_to_resume = recovery.record
-        self._is_recovering = False
-        if recovery.conversion is not None:
+        if session.replay is not None:
             self._recovery = recovery
             self._replay = Replay(
-                recovery.conversion, session.parameters, args, self._note_replayed_iteration
+                session.replay, session.met.live.parameters, args, self._note_replayed_iteration
             )
             # The data iterators, which are built next, begin with what the replay reads first.
             args.consumed_train_samples = self._replay.first_record.consumed_train_samples
@@ -158,7 +157,7 @@ class TrainingRun:
         if forward_backward is not None:
             self._loop = replace(self._loop, forward_backward=forward_backward)
         args, replay = get_args(), self._replay
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         self.is_replaying, self.phase = True, Phase.REPLAY
         self._is_recovering = True
         replay.run(self._loop)
@@ -166,8 +165,8 @@ class TrainingRun:
         self._is_recovering = False
         loop_facts.resume(args, replay.last_record)
         self.iteration = args.iteration
-        self._recovery.phases_s["replay"] = time.perf_counter() - start
-        self._write_recovery(self._recovery, replay.num_iterations)
+        phases_s = {**self._recovery.phases_s, "replay": time.perf_counter() - start_s}
+        self._write_recovery(replace(self._recovery, phases_s=phases_s), replay.num_iterations)
         self._recovery = None
 
     def _note_replayed_iteration(self, iteration: int) -> None:
@@ -175,7 +174,7 @@ class TrainingRun:
         self.event_log.progress(iteration, Phase.REPLAY)
         self.faults.fire(iteration, Phase.REPLAY)
 
-    def _write_recovery(self, recovery: Recovery, num_replayed: int = 0) -> None:
+    def _write_recovery(self, recovery: Outcome, num_replayed: int = 0) -> None:
         self.event_log.write(
             "recovery",
             recovery.iteration,
@@ -190,7 +189,7 @@ class TrainingRun:
             phases_s=recovery.phases_s,
             deterministic=recovery.is_deterministic,
             lossy=dict(recovery.lossy),
-            problems=recovery.problems,
+            problems=list(recovery.problems),
         )
         if recovery.loss is not None:
             numbers = {"plt": recovery.loss.total_plt, "lost_tokens": recovery.loss.lost_tokens}
@@ -382,12 +381,12 @@ class TrainingRun:
             if self._is_seam_open:
                 self._pass_seam(self._iteration_s)
             # Not those of now, where the loop has passed over a batch since.
-            self.is_saved = self._session.finish(
-                self.iteration,
-                self._last_facts or self._facts(),
-                self._write_report,
-                is_complete=self.iteration >= get_args().train_iters,
+            ending = self._session.finish(
+                self.iteration, self._last_facts or self._facts(), self._write_report
             )
+            self.is_saved = ending.outcome is not Place.UNSAVED
+            is_complete = self.iteration >= get_args().train_iters
+            self._may_lose_memory = ending.may_lose_memory(is_complete=is_complete)
         if self.config.observability.state_digest:
             self._write_digest(get_args().consumed_train_samples)
 
@@ -411,19 +410,14 @@ class TrainingRun:
         """End checkpointing and close the event log."""
         self._router_load.close()
         if self._session is not None:
-            self._session.close(is_clean=self._has_ended)
+            self._session.close(removes_memory=self._has_ended and self._may_lose_memory)
         self.event_log.close()
 
     def note_failure(self, error: Exception) -> None:
         """Remember a failure that speaks against the state that this start has recovered."""
-        if self._opened is None or not failure_causes.speaks_against_state(error):
-            return
-        if self._is_recovering or failure_causes.is_not_finite(error):
+        if self._session is not None and (self._is_recovering or is_not_finite(error)):
             where = "recovery" if self.phase is Phase.SETUP else f"iteration {self.iteration}"
-            # Megatron's words name the rank and the node, which may be others the next time.
-            is_not_finite = failure_causes.is_not_finite(error)
-            what = "a result that is not finite" if is_not_finite else describe(error)
-            self._opened.note_failure(f"{where}: {what}")
+            self._session.note_failure(where, error)
 
     def digest(self, consumed_train_samples: int) -> StateDigest:
         """Digest this rank's state."""

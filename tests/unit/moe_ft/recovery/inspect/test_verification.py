@@ -16,7 +16,7 @@ from moe_ft.format.entries import UnitEntry
 from moe_ft.format.manifest import Manifest
 from moe_ft.recovery.inspect.verification import verify
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
-from moe_ft.recovery.sources import StorageReader
+from moe_ft.recovery.readers import StorageReader
 from tests.unit.moe_ft.builders import (
     WindowState,
     fill_region,

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fault_tolerance.watch.failure_causes import is_not_finite, speaks_against_state
 from moe_ft.errors import ConfigError, CorruptStateError, UnrecoverableError
+from moe_ft.recovery.failure_causes import is_not_finite, speaks_against_state
 
 MEGATRONS_NAN = RuntimeError(
     "Rank 3, node store-7, device 3, iteration 12: Unexpected result nan "

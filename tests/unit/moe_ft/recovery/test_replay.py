@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from moe_ft.engine.regions import own_directory
+from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.faults import Phase
 from moe_ft.planning.recovery import Source, Tier
-from moe_ft.recovery import conversion
-from moe_ft.recovery.conversion import Conversion, Target
-from moe_ft.recovery.gather import RestoredSlices, find_gaps
+from moe_ft.recovery import replay
+from moe_ft.recovery.agree import Agreed
+from moe_ft.recovery.fetch import read_window
 from moe_ft.recovery.inventory import look_at_memory
-from moe_ft.recovery.restore import Readers, fetch
-from moe_ft.recovery.sources import MemoryReader
+from moe_ft.recovery.meet import LiveState
+from moe_ft.recovery.put_back import SharedSlices
+from moe_ft.recovery.readers import MemoryReader, Readers
+from moe_ft.recovery.replay import Conversion
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.units import UnitId
 from tests.unit.moe_ft.builders import (
@@ -62,26 +65,31 @@ class Rank:
         fill_window(own_directory(tmp_path, 0), length=length)
         (version,) = look_at_memory(tmp_path, "node-a", "job").versions
         readers = Readers(lambda source: MemoryReader(tmp_path / source.version.path))
-        self.fetched = fetch(
+        self.fetched = read_window(
             [Source(tier=Tier.MEMORY, version=version)], WINDOW_UNITS, catalog, readers
         )
         monkeypatch.setattr(
-            conversion.records,
+            replay.records,
             "apply",
             lambda record, *rest: self.applied.append(record.iteration),
         )
-        alone = RestoredSlices(dp=[{}], expt_dp=[{}])
-        self.conversion = Conversion(
-            self.fetched,
-            [(alone, alone)] * length,
-            {unit: window_position(unit, length) for unit in WINDOW_UNITS},
-            Target(
-                catalog=catalog,
-                built=([], SimpleNamespace(_copy_main_params_to_model_params=self._refresh), None),
-                groups=SimpleNamespace(dp_cp=None, expt_dp=None),
-                phase_hook=lambda phase, iteration: self.faults.append((phase, iteration)),
-            ),
+        alone = SharedSlices(dp=[{}], expt_dp=[{}])
+        self.positions = {unit: window_position(unit, length) for unit in WINDOW_UNITS}
+        agreed = Agreed(
+            fetched=self.fetched, slices=[(alone, alone)] * length, positions=self.positions
         )
+        optimizer = SimpleNamespace(_copy_main_params_to_model_params=self._refresh)
+        records: Any = None
+        live = LiveState(
+            built=([], optimizer, None),
+            parameters=parameters,
+            catalog=catalog,
+            layouts=UnitLayouts(catalog, 0),
+            records=records,
+            groups=SimpleNamespace(dp_cp=None, expt_dp=None),
+            phase_hook=lambda phase, iteration: self.faults.append((phase, iteration)),
+        )
+        self.conversion = Conversion(agreed, live)
 
     def _refresh(self) -> None:
         """Make the weights from the masters, as Megatron's optimizers do."""
@@ -134,7 +142,7 @@ def test_units_are_frozen_until_their_snapshot_has_been_put_back(
 def test_units_that_only_other_ranks_hold_are_frozen_alike(rank: Rank) -> None:
     # All ranks of the stage must agree on what is frozen, whoever read it.
     elsewhere = UnitId(kind=EARLY.kind, layer=8, expert=8)
-    rank.conversion._positions = {**rank.conversion._positions, elsewhere: 1}
+    rank.positions[elsewhere] = 1
     assert elsewhere in rank.conversion.frozen_units(0)
     assert elsewhere not in rank.conversion.frozen_units(1)
 
@@ -198,47 +206,3 @@ def test_single_snapshot_is_the_state_at_once(
     rank.conversion.load(0)
     assert rank.conversion.frozen_units(0) == frozenset()
     assert all(same(rank.masters[unit], rank.saved(unit, "param")) for unit in WINDOW_UNITS)
-
-
-# Whether the ranks together have read everything that several of them hold alike
-
-
-def restored(*slices: dict[str, tuple[int, int]]) -> RestoredSlices:
-    """Return what the ranks of a data-parallel group have read in one snapshot."""
-    return RestoredSlices(dp=slices, expt_dp=())
-
-
-def gaps(*snapshots: RestoredSlices, kept: tuple[str, ...] = ()) -> list[str]:
-    embedding: Any = [make_parameter(LATE, "p", parameter=torch.zeros(10))]
-    return find_gaps(embedding, snapshots, kept)
-
-
-@pytest.mark.parametrize(
-    ("snapshots", "expected"),
-    [
-        ([restored({"p": (0, 4)}, {"p": (4, 10)})], []),
-        ([restored({"p": (4, 10)}, {"p": (0, 4)})], []),
-        ([restored({}, {}), restored({"p": (0, 4)}, {"p": (4, 10)})], []),
-        ([restored({"p": (0, 10)}, {})], []),
-        ([restored({"p": (0, 4)}, {})], ["p"]),
-        ([restored({"p": (0, 4)}, {"p": (5, 10)})], ["p"]),
-        ([restored({"p": (0, 5)}, {"p": (4, 10)})], ["p"]),
-        ([restored({"p": (0, 10)}, {}), restored({}, {"p": (0, 10)})], ["p"]),
-        ([restored({}, {})], ["p"]),
-        ([], ["p"]),
-    ],
-)
-def test_shared_parameter_must_have_been_read_once_and_wholly_in_all_snapshots_together(
-    snapshots: list[RestoredSlices], expected: list[str]
-) -> None:
-    assert gaps(*snapshots) == expected
-
-
-def test_shared_parameter_that_stays_as_it_is_need_not_have_been_read() -> None:
-    assert gaps(restored({}), kept=("p",)) == []
-
-
-def test_experts_are_looked_for_among_the_ranks_that_share_them() -> None:
-    expert = [make_parameter(EARLY, "p", parameter=torch.zeros(10))]
-    both = RestoredSlices(dp=[{"p": (0, 10)}], expt_dp=[{"p": (0, 4)}])
-    assert find_gaps(expert, [both], ()) == ["p"]

@@ -1,9 +1,9 @@
 """Reading state back from any tier: one interface for memory, a peer's memory and storage."""
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import Protocol, Self
 
 from moe_ft.engine.peers import PeerConnection
 from moe_ft.engine.private_files import open_private, read_private
@@ -11,10 +11,11 @@ from moe_ft.engine.regions import MappedFile
 from moe_ft.engine.soundness import read_index
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
+from moe_ft.format.contents import check_header
 from moe_ft.format.encoding import checksum, decode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
-from moe_ft.planning.recovery import Version
+from moe_ft.planning.recovery import Source, Version
 from moe_ft.units import Level
 
 
@@ -176,3 +177,58 @@ class StorageReader:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+Opener = Callable[[Source], StateReader]
+
+
+class Readers:
+    """Sources of one rank, opened when they are first needed. Used by the training thread only.
+
+    Attributes:
+        problems: reasons for which a source could not be opened or read.
+    """
+
+    def __init__(self, open_source: Opener) -> None:
+        self._open_source = open_source
+        self._readers: dict[Source, StateReader | None] = {}
+        self.problems: list[str] = []
+
+    def open(self, source: Source) -> StateReader | None:
+        """Return the reader of a source, None if it cannot be read or holds something else by now."""
+        if source not in self._readers:
+            try:
+                reader = self._readers[source] = self._open_source(source)
+                _check_is_planned(reader, source)
+                check_header(reader.index, reader.read_header(), source.version.path)
+            except Exception as error:  # whatever a back end raises, another source may do
+                self._readers[source] = None
+                self.say(source, error)
+        return self._readers[source]
+
+    def say(self, source: Source, error: Exception) -> None:
+        """Remember a problem of a source."""
+        version = source.version
+        place = "storage" if version.node is None else f"memory of node {version.node}"
+        self.problems.append(f"{place}, {version.path}: {error}")
+
+    def __enter__(self) -> Self:
+        """Return these readers, which the end of the with statement closes."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close all sources."""
+        for reader in self._readers.values():
+            if reader is not None:
+                reader.close()
+
+
+def _check_is_planned(reader: StateReader, source: Source) -> None:
+    """Raise CorruptStateError if a place holds something else than when the recovery was planned."""
+    index, version = reader.index, source.version
+    found = (index.rank, index.iteration, index.identity.lineage, index.identity.history)
+    is_same = found == (version.rank, version.iteration, version.lineage, version.history)
+    if not is_same or (index.window, index.is_whole) != (version.window, True):
+        raise CorruptStateError(
+            f"it now holds iteration {index.iteration} of rank {index.rank}, not what was planned"
+        )

@@ -1,4 +1,4 @@
-"""Causes of a failure, told from its exception: the state that was computed, or what computed it."""
+"""Causes of a failure, judged by its exception: the state that was computed, or what computed it."""
 
 import re
 

@@ -1,16 +1,21 @@
-"""After a restore: every rank gets the slices that other ranks put back, and the weights that forward uses.
+"""Writing fetched state into the live model and optimizer, then exchanging what several ranks hold.
 
-Collective; the only part of recovery that uses Megatron's own process groups.
+The exchange is collective; it is the only part of recovery that uses Megatron's own process groups.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moe_ft.state.catalog import Slices
+from moe_ft.engine.background import PhaseHook
+from moe_ft.engine.packed import unpack_into
+from moe_ft.faults import Phase
+from moe_ft.format.entries import TensorEntry
+from moe_ft.recovery.units import FetchedUnit
+from moe_ft.state.catalog import Slices, UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import (
     DTYPES,
@@ -25,12 +30,12 @@ from moe_ft.units import Level
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RestoredSlices:
-    """Which slices of parameters that several ranks hold alike each of those ranks puts back.
+class SharedSlices:
+    """Slices that each rank puts back of the parameters that several ranks hold.
 
     Attributes:
-        dp, expt_dp: ``[rank in the group]`` flat ranges by parameter name, of the data-parallel group of
-            what is not an expert and of that of experts.
+        dp: ``[rank in the group]`` flat ranges by name of non-expert parameters, in the data-parallel group.
+        expt_dp: the same for the parameters of experts, in the experts' data-parallel group.
     """
 
     dp: Sequence[Slices]
@@ -38,14 +43,14 @@ class RestoredSlices:
 
 
 def exchange_state(
-    parameters: Sequence[LocalParameter], restored: RestoredSlices, level: Level, groups: Any
+    parameters: Sequence[LocalParameter], restored: SharedSlices, level: Level, groups: Any
 ) -> None:
-    """Exchange restored slices of what data-parallel ranks hold alike. Called by all ranks of a stage.
+    """Exchange slices of parameters that several data-parallel ranks hold. Called by all ranks of a stage.
 
     Args:
-        parameters: of this rank.
-        restored: which slices the ranks have put back.
-        level: of the units that they are of.
+        parameters: all parameters of this rank.
+        restored: slices that the ranks have put back.
+        level: level of the units that the slices belong to.
         groups: Megatron's ProcessGroupCollection.
     """
     replicated = [local for local in parameters if not local.is_sharded]
@@ -77,33 +82,36 @@ def sync_weights(model: Sequence[torch.nn.Module]) -> None:
             wrapper.start_param_sync(force_sync=True)
 
 
-def find_gaps(
-    parameters: Sequence[LocalParameter],
-    restored: Sequence[RestoredSlices],
-    kept: Collection[str],
-) -> list[str]:
-    """Return the names of shared parameters of which something has not been found, or twice.
+@torch.no_grad()
+def put_back(
+    units: Sequence[FetchedUnit],
+    catalog: UnitCatalog,
+    iteration: int,
+    phase_hook: PhaseHook | None,
+) -> None:
+    """Copy fetched slices into the live state: master weights and moments, or weights.
 
-    Args:
-        parameters: of this rank.
-        restored: what the ranks have found, in all snapshots together.
-        kept: parameters that stay as they are.
+    What other ranks own, the weights that follow from masters and the record are not put back here.
     """
-    gaps = []
-    for local in parameters:
-        if local.is_sharded or local.name in kept:
-            continue
-        found = [
-            owned[local.name]
-            for each in restored
-            for owned in (each.expt_dp if local.is_expert else each.dp)
-            if local.name in owned
-        ]
-        ends = [0, *(end for _, end in sorted(found))]
-        starts = [*(start for start, _ in sorted(found)), local.parameter.numel()]
-        if starts != ends:
-            gaps.append(local.name)
-    return gaps
+    for count, unit in enumerate(units):
+        if count == len(units) // 2 and phase_hook is not None:
+            phase_hook(Phase.RECOVERY, iteration)
+        by_name = {local.name: local for local in catalog.parameters_of(unit.unit)}
+        for tensor in unit.entry.tensors:
+            _write(by_name[tensor.parameter], tensor, unit.content)
+
+
+def _write(local: LocalParameter, tensor: TensorEntry, content: memoryview) -> None:
+    if tensor.is_absent:
+        drop_state(local)
+        return
+    if tensor.key not in ("param", "weight"):
+        make_state(local, tensor.key, DTYPES[tensor.dtype])
+    if not local.is_sharded:
+        local = replace(local, start=tensor.start, end=tensor.end)
+    target = live_tensor(local, tensor.key)
+    assert target is not None
+    unpack_into(target, tensor, content)
 
 
 def _exchange(

@@ -10,10 +10,11 @@ import pytest
 
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
-from moe_ft.planning.recovery import RecoveryPlan, Source, Tier, Version
-from moe_ft.recovery.handover import hand_over
-from moe_ft.recovery.recover import Recovered
-from moe_ft.recovery.restore import FetchedState, FetchedUnit
+from moe_ft.planning.recovery import Plan, Source, StagePlan, Tier, Version
+from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery.protect import hand_over
+from moe_ft.recovery.restore import Restored
+from moe_ft.recovery.units import FetchedUnit
 from moe_ft.strategies.interface import DenseStrategy
 from moe_ft.topology import RankInfo
 from moe_ft.units import parse_unit
@@ -63,7 +64,7 @@ def content_of(unit: UnitEntry) -> bytes:
     return WINDOW.content[unit.offset : unit.offset + unit.num_bytes]
 
 
-def fetched(index: Index = WINDOW.index, origin: Source = AT_2) -> FetchedState:
+def fetched(index: Index = WINDOW.index, origin: Source = AT_2) -> Fetched:
     """Return a window that was read from one source."""
 
     def read(units: dict[str, UnitEntry]) -> dict[str, FetchedUnit]:
@@ -78,29 +79,34 @@ def fetched(index: Index = WINDOW.index, origin: Source = AT_2) -> FetchedState:
             for name, unit in units.items()
         }
 
-    return FetchedState(
+    return Fetched(
         index=index, units=read(index.units), compute=[read(each) for each in index.compute]
     )
 
 
-def hand(
-    sources: list[Source], state: FetchedState | None = None, *, saves_all: bool = True
-) -> Any:
+def hand(sources: list[Source], state: Fetched | None = None, *, saves_all: bool = True) -> Any:
     """Return what the engine of rank 0 is told."""
-    plan = RecoveryPlan(
+    conversion: Any = None
+    plan = Plan(
         iteration=7,
         lineage="run-a",
         history=HISTORY,
         start=HISTORY[-1],
-        sources={0: tuple(sources)},
+        stages={0: StagePlan(target=7, replay_from=5, sources={0: tuple(sources)})},
     )
-    recovered = Recovered(plan=plan, fetched=state or fetched())
+    restored = Restored(
+        plan=plan,
+        fetched=state or fetched(),
+        conversion=conversion,
+        persisted_index="",
+        loss=None,
+    )
     used = SimpleNamespace(rotating=frozenset(), saves_all=saves_all)
-    return hand_over(recovered, used, Path("/memory/a"), 0, PEERS)  # type: ignore[arg-type]
+    return hand_over(restored, used, Path("/memory/a"), 0, PEERS)  # type: ignore[arg-type]
 
 
 def test_nothing_is_told_where_nothing_was_recovered() -> None:
-    assert hand_over(Recovered(), DenseStrategy([]), Path(), 0, PEERS) is None
+    assert hand_over(None, DenseStrategy([]), Path(), 0, PEERS) is None
 
 
 def test_window_of_a_peer_is_handed_over_with_all_of_its_versions() -> None:
@@ -139,10 +145,10 @@ def test_window_that_is_intact_in_own_memory_is_not_handed_over_and_goes_to_peer
 
 def test_window_of_which_a_part_came_from_elsewhere_is_handed_over() -> None:
     state = fetched(origin=OWN)
-    weights = state.compute[0]
-    name = next(iter(weights))
-    weights[name] = replace(weights[name], source=AT_2)
-    assert hand([OWN, AT_2], state).window is not None
+    first, *others = state.compute
+    name = next(iter(first))
+    changed = {**first, name: replace(first[name], source=AT_2)}
+    assert hand([OWN, AT_2], replace(state, compute=[changed, *others])).window is not None
 
 
 def test_replica_on_the_own_node_is_not_the_ranks_own_memory() -> None:
@@ -170,17 +176,15 @@ def test_window_of_several_sources_that_differ_is_not_handed_over() -> None:
     state = fetched()
     name, unit = next(iter(state.units.items()))
     other = msgspec.structs.replace(unit.entry, checksum="0" * 16)
-    state.units[name] = FetchedUnit(
-        unit=unit.unit, source=AT_5, entry=other, content=unit.content, stays=False
-    )
-    told = hand([AT_2, AT_5], state)
+    changed = replace(unit, source=AT_5, entry=other)
+    told = hand([AT_2, AT_5], replace(state, units={**state.units, name: changed}))
     assert (told.window, told.peers_without) == (None, frozenset())
 
 
 def test_window_of_which_this_rank_read_a_part_only_is_not_handed_over() -> None:
     state = fetched()
-    state.units.popitem()
-    assert hand([AT_2], state).window is None
+    fewer = dict(list(state.units.items())[:-1])
+    assert hand([AT_2], replace(state, units=fewer)).window is None
 
 
 def test_state_that_is_partly_in_a_pool_is_not_handed_over() -> None:

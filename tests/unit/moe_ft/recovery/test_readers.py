@@ -15,7 +15,7 @@ from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import encode
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
-from moe_ft.recovery.sources import (
+from moe_ft.recovery.readers import (
     MemoryReader,
     PeerReader,
     StateReader,

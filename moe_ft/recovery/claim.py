@@ -1,55 +1,130 @@
-"""What is checked and prepared on a machine before anything is recovered: directories, locks, memory, room.
+"""Second phase of a start: a rank claims its place: memory directory, locks, persist directory, room.
 
-Every check raises a ConfigError with the flag, the value, the rule and the remedy; recovery/session.py runs
-them on all ranks and raises what one of them raises.
+Every check raises a ConfigError with the flag, the value, the rule and the remedy; all ranks raise what one
+of them raises. The persist directory and its lock are recovery/persist_directory.py.
 """
 
 import shutil
-import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import filelock
 
-from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import size_text
 from moe_ft.engine.job_directory import entered_job
-from moe_ft.engine.memory import holds
+from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.private_files import make_private, make_root
-from moe_ft.engine.regions import file_system_type, rank_and_holder
-from moe_ft.errors import ConfigError
-from moe_ft.format.identity import Start
+from moe_ft.engine.regions import file_system_type
+from moe_ft.engine.storage import Storage
+from moe_ft.engine.storage_lock import StorageLock
+from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.placement import plan_node_memory, sources_of
 from moe_ft.recovery.job_memory import alive_lock, measure, other_jobs
-from moe_ft.topology import Topology
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.persist_directory import open_storage, release_lock, take_lock
+from moe_ft.recovery.site import Site, say
 
 _CLAIM_POLL_S = 0.05
 _OLD_START_S = 20.0  # an older start's ranks may take a moment to die
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
-    """A rank's place: which rank of which job on which node, and where its node's memory is."""
+class Claimed:
+    """A rank's claims on its node and on storage.
 
-    config: MoeFtConfig
-    job_id: str
-    node: str
-    node_dir: Path
-    rank: int
-    topology: Topology
+    Attributes:
+        memory: this rank's share of the node's memory, not opened yet.
+        storage: the persist directory, None without one.
+        lock: lock of the persist directory; None on all ranks but rank 0, and while an earlier start of this
+            job may hold it.
+    """
 
-    @property
-    def is_lowest_on_node(self) -> bool:
-        """Whether this rank does what is done once per node."""
-        return self.topology.lowest_on_node(self.node).rank == self.rank
+    memory: RankMemory
+    storage: Storage | None
+    lock: StorageLock | None
 
 
-def say(line: str) -> None:
-    """Print a line for the people who watch the job."""
-    print(f"moe_ft: {line}", file=sys.stderr, flush=True)
+def claim(met: Met, opened: ExitStack) -> Claimed:
+    """Check this machine's directories, claim them, and open what the flags name. Called by all ranks.
+
+    Args:
+        met: result of the phase before.
+        opened: releases the claims.
+
+    Raises:
+        ConfigError: if a directory cannot be used, is used by another job, or has too little room.
+    """
+    site, together = met.site, met.ranks.check_together
+    warn_of_inexactness(site, is_deterministic=met.facts.is_deterministic)
+    together(lambda: opened.callback(claim_memory(site).release))
+
+    def open_persist_directory() -> tuple[Storage | None, StorageLock | None]:
+        storage, lock = open_storage(site)
+        if lock is not None:  # at once: another rank may refuse
+            opened.push(_Unlocking(lock))
+        return storage, lock
+
+    storage, lock = together(open_persist_directory)
+    together(lambda: check_memory(site, met.peers))
+    memory = RankMemory(
+        site.node_dir,
+        site.rank,
+        site.topology,
+        sources_of(met.peers, site.rank),
+        persists=site.writes_to_storage,
+    )
+    return Claimed(memory=memory, storage=storage, lock=lock)
+
+
+def take_over_lock(met: Met, claimed: Claimed, opened: ExitStack) -> StorageLock | None:
+    """Take the persist directory's lock from an earlier start of this job; return it on rank 0.
+
+    Called by all ranks, when nothing can refuse this start any more.
+    """
+
+    def take() -> StorageLock | None:
+        if claimed.lock is not None or claimed.storage is None:
+            return claimed.lock
+        if met.site.rank != 0 or not met.site.writes_to_storage:
+            return None
+        try:
+            lock = take_lock(met.site, claimed.storage)
+        except OSError as error:
+            raise ConfigError(
+                f"--moe-ft-persist-dir={claimed.storage.url}: its lock cannot be taken: {error}. Start "
+                "again when storage answers, or name another directory."
+            ) from error
+        opened.push(_Unlocking(lock))
+        return lock
+
+    return met.ranks.check_together(take)
+
+
+class _Unlocking:
+    """Ends the renewals of a lock; a start that is refused also removes the lock: it has written nothing."""
+
+    def __init__(self, lock: StorageLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        """Do nothing: the lock is held already."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Let other jobs have the persist directory at once after a refusal, and later otherwise."""
+        if isinstance(error, ConfigError | UnrecoverableError):
+            release_lock(self._lock)
+        else:
+            self._lock.close()
 
 
 def warn_of_inexactness(site: Site, *, is_deterministic: bool) -> None:
@@ -158,33 +233,3 @@ def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
             f"--moe-ft-memory-dir={site.config.memory.memory_dir}: {what}, and its file system has "
             f"{size_text(free)} for them. Enlarge it (mount -o remount,size=...). {remedy}."
         )
-
-
-def make_room(
-    site: Site, peers: Sequence[tuple[int, ...]], restored: tuple[Start, int] | None
-) -> None:
-    """Remove what other placements have left on this node and the recovery does not rest on.
-
-    What it rests on stays until a newer snapshot is complete and at its peers.
-
-    Args:
-        site: this rank's place.
-        peers: of every rank, now.
-        restored: writer and iteration of the state that was recovered, None after a fresh start.
-    """
-    here = {info.rank for info in site.topology.on_node(site.node)}
-    for directory in site.node_dir.iterdir() if site.is_lowest_on_node else ():
-        owner, holder = rank_and_holder(directory.name)
-        is_used = holder in here and (owner == holder or owner in sources_of(peers, holder or 0))
-        if owner is None or is_used or directory.is_symlink():
-            continue
-        is_needed = False
-        for data in directory.glob("region_*.safetensors"):
-            index = data.with_suffix(".json")
-            if restored is None or not holds(index, *restored):
-                index.unlink(missing_ok=True)
-                data.unlink(missing_ok=True)
-            else:
-                is_needed = True
-        for pool in directory.glob("pool_*.safetensors") if not is_needed else ():
-            pool.unlink(missing_ok=True)

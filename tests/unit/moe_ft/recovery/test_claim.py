@@ -10,9 +10,11 @@ from moe_ft.config.config import MemoryConfig, MoeFtConfig
 from moe_ft.engine.job_directory import job_lock, read_marker
 from moe_ft.engine.regions import Region, node_directory, own_directory
 from moe_ft.errors import ConfigError
-from moe_ft.recovery import preflight
+from moe_ft.recovery import claim
+from moe_ft.recovery.claim import check_memory, claim_memory
 from moe_ft.recovery.job_memory import alive_lock, is_alive
-from moe_ft.recovery.preflight import Site, check_memory, claim_memory, make_room
+from moe_ft.recovery.protect import make_room
+from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.recovery.jobs import leave_job
 
@@ -99,7 +101,7 @@ def test_job_directory_that_is_something_else_is_refused(tmp_path: Path) -> None
 def test_rank_whose_place_is_taken_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_OLD_START_S", 0.0)
+    monkeypatch.setattr(claim, "_OLD_START_S", 0.0)
     leave_job(tmp_path, "job")
     (tmp_path / "job" / "node").mkdir()
     with (
@@ -114,7 +116,7 @@ def test_rank_whose_place_is_taken_is_refused(
 def test_job_that_is_being_removed_all_the_time_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_OLD_START_S", 0.0)
+    monkeypatch.setattr(claim, "_OLD_START_S", 0.0)
     with (
         job_lock(leave_job(tmp_path, "job")).acquire(),
         pytest.raises(ConfigError, match="--moe-ft-job-id=job"),
