@@ -41,7 +41,8 @@ from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
 from moe_ft.recovery.sources import MemoryReader
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.record import CapturedRecord
-from moe_ft.strategies.interface import DenseStrategy, WindowPlan
+from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.interface import WindowPlan
 from moe_ft.topology import RankInfo, Topology
 
 ELEMENTS_PER_PARAMETER = 16

@@ -39,7 +39,7 @@ from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
 from moe_ft.recovery.sources import MemoryReader
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.strategies.interface import DenseStrategy
+from moe_ft.strategies.dense.strategy import DenseStrategy
 
 NUM_PARAMETERS = 40
 BYTES_PER_ELEMENT = 4 + 4 + 4  # master weight and two moments: what a snapshot holds

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_ft.format.records import IterationRecord
+from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.recovery import Tier
-from moe_ft.recovery.assembly import ExpertFacts
 from moe_ft.recovery.conversion import Conversion
 from moe_ft.recovery.job_loss import JobLoss
 from moe_ft.state.parameters import StatePlaces

@@ -37,7 +37,6 @@ from moe_ft.planning.recovery import (
     passed_over,
     plan_recovery,
 )
-from moe_ft.recovery.assembly import division_of
 from moe_ft.recovery.attempts import failed_too_often, read_attempts
 from moe_ft.recovery.choice import Choice, Wish, choose, follows, without_left
 from moe_ft.recovery.conversion import Conversion, Target
@@ -51,6 +50,7 @@ from moe_ft.recovery.sources import MemoryReader, PeerReader, StateReader, Stora
 from moe_ft.recovery.verdict import Verdict
 from moe_ft.state.catalog import Slices, UnitCatalog
 from moe_ft.strategies.interface import Strategy
+from moe_ft.strategies.registry import chosen
 from moe_ft.topology import Topology
 from moe_ft.units import UnitId, parse_unit
 
@@ -283,7 +283,7 @@ class Recoverer:
 
     def _check_settings(self, identity: Identity, inventory: Inventory) -> None:
         """Raise ConfigError if what was found is the state of another model or layout."""
-        division = division_of(self._site.config)
+        division = chosen(self._site.config).division(self._site.config)
         where = next(where for where, each in inventory.identities if each is identity)
         if division and identity.division and division != identity.division:
             raise ConfigError(
@@ -342,7 +342,9 @@ class Recoverer:
         rotating = RotatingState()
         if not strategy.saves_all:
             if fetched.compute:
-                fetched.missing.append("snapshot with all units: it is a window of strategy sparse")
+                fetched.missing.append(
+                    "snapshot with all units: it is a window of several snapshots"
+                )
             rotating = fetch_rotating(
                 plan.elsewhere.get(rank, ()),
                 sorted(strategy.rotating),

@@ -7,7 +7,7 @@ from typing import Any
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.format.files import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
-from moe_ft.recovery.assembly import ExpertFacts, division_of
+from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.job import JobFacts
 from moe_ft.recovery.job_loss import JobLoss, add_up
 from moe_ft.recovery.preflight import Site
@@ -15,6 +15,7 @@ from moe_ft.recovery.recover import Recovered
 from moe_ft.recovery.rotating import by_expert, versions_in
 from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.strategies.registry import chosen
 from moe_ft.strategies.sparse.strategy import SparseStrategy
 
 
@@ -50,7 +51,7 @@ def make_identity(
         is_chosen=recovered.is_chosen,
     )
     history = continue_history(() if plan is None else plan.history, start)
-    replays = config.strategy.strategy == "sparse"
+    kind = chosen(config)
     return Identity(
         job_id=site.job_id,
         lineage=names.lineage if plan is None else plan.lineage,
@@ -58,8 +59,8 @@ def make_identity(
         fingerprint=dict(fingerprint),
         world_size=facts.world_size,
         strategy=config.strategy.strategy,
-        division=division_of(config),
-        replay_settings=facts.replay_settings if replays else {},
+        division=kind.division(config),
+        replay_settings=facts.replay_settings if kind.replays else {},
         superseded=names_to_supersede(recovered.names, history),
         began_with=facts.began_with if plan is None else plan.began_with,
     )

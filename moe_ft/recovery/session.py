@@ -65,6 +65,7 @@ from moe_ft.state import record as records
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter, local_parameters
 from moe_ft.strategies.interface import Strategy
+from moe_ft.strategies.registry import chosen
 from moe_ft.topology import RankInfo, Topology
 
 # What else decides which slice of which parameter a rank has, such as the sizes of gradient buckets.
@@ -91,10 +92,9 @@ class Session:
         self._parameters = local_parameters(
             model, optimizer, facts.places, slice_assignment(config.strategy.sharding)
         )
-        is_partial = config.strategy.strategy == "partial"
         self._catalog = UnitCatalog(
             self._parameters,
-            leaves_out_frozen=is_partial,
+            leaves_out_frozen=chosen(config).leaves_out_frozen,
             packings=config.precision.packings,
         )
         self._layouts = UnitLayouts(self._catalog, facts.places.dp.rank)
@@ -297,7 +297,7 @@ class Session:
     def _build_strategy(self) -> Strategy:
         facts, group = self._facts, self._facts.groups.dp_cp
         leader = dist.get_process_group_ranks(group)[0] if dist.is_initialized() else 0
-        places = self._agreement.gather((leader, facts.places.dp.rank, facts.experts.ep.rank))
+        places = self._agreement.gather((leader, facts.places.dp.rank, facts.experts.ep_rank))
         return build_strategy(
             self._config,
             self._catalog,

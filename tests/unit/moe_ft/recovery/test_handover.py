@@ -13,7 +13,7 @@ from moe_ft.planning.recovery import RecoveryPlan, Source, Tier, Version
 from moe_ft.recovery.handover import hand_over
 from moe_ft.recovery.recover import Recovered
 from moe_ft.recovery.restore import FetchedState, FetchedUnit
-from moe_ft.strategies.interface import DenseStrategy
+from moe_ft.strategies.dense.strategy import DenseStrategy
 from moe_ft.topology import RankInfo
 from moe_ft.units import parse_unit
 from tests.unit.moe_ft.builders import FRESH, make_history, make_window
