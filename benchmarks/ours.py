@@ -30,7 +30,7 @@ from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.recovery.fetch import read_window
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.readers import MemoryReader, Opener, PeerReader, Readers, StorageReader
-from moe_ft.strategies.interface import DenseStrategy
+from moe_ft.strategies.dense.strategy import DenseStrategy
 from moe_ft.topology import RankInfo, Topology
 
 _AGREEMENT_TIMEOUT_S = 600.0

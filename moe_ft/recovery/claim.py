@@ -28,6 +28,7 @@ from moe_ft.recovery.job_memory import alive_lock, measure, other_jobs
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.persist_directory import open_storage, release_lock, take_lock
 from moe_ft.recovery.site import Site, say
+from moe_ft.strategies.registry import chosen
 
 _CLAIM_POLL_S = 0.05
 _OLD_START_S = 20.0  # an older start's ranks may take a moment to die
@@ -136,10 +137,11 @@ def warn_of_inexactness(site: Site, *, is_deterministic: bool) -> None:
     """
     if site.rank != 0:
         return
-    if site.config.strategy.strategy == "sparse" and not is_deterministic:
+    kind = chosen(site.config)
+    if kind.replays and not is_deterministic:
         say(
-            "warning: without --deterministic-mode a recovery of --moe-ft-strategy sparse is consistent, but "
-            "not bit for bit the run without the failure"
+            f"warning: without --deterministic-mode a recovery of --moe-ft-strategy {kind.name} is "
+            "consistent, but not bit for bit the run without the failure"
         )
     precision = site.config.precision
     if precision.lossy_parts:
@@ -220,8 +222,7 @@ def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
     limit = site.config.memory.host_memory_limit_bytes
     what = f"snapshots and replicas take {size_text(needed)} on node {site.node}"
     remedy = "Lower --moe-ft-replication-factor, leave out --moe-ft-persist-dir, or use more ranks"
-    if site.config.strategy.strategy == "sparse":
-        remedy = f"Give a shorter --moe-ft-window or --moe-ft-max-window. {remedy}"
+    remedy = f"{chosen(site.config).memory_remedy} {remedy}".lstrip()
     if limit is not None and needed > limit:
         raise ConfigError(
             f"--moe-ft-host-memory-limit={site.config.memory.host_memory_limit}: {what}, more than "

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ft.recovery.assembly import ExpertFacts
+from moe_ft.planning.experts import ExpertFacts
 from moe_ft.state.parameters import StatePlaces
 
 

@@ -137,7 +137,7 @@ def fetch(
     if strategy.saves_all:
         return replace(fetched, missing=tuple(missing))
     if fetched.compute:
-        missing.append("snapshot with all units: it is a window of strategy sparse")
+        missing.append("snapshot with all units: it is a window of several snapshots")
     rotation = fetch_rotating(
         plan.elsewhere.get(rank, ()),
         sorted(strategy.rotating),

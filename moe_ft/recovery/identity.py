@@ -3,9 +3,9 @@
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan
-from moe_ft.recovery.assembly import division_of
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.meet import Met
+from moe_ft.strategies.registry import chosen
 
 
 def make_identity(
@@ -19,7 +19,7 @@ def make_identity(
         plan: the state that it continues; None if it begins a run.
         is_chosen: whether the user has named where this start begins.
     """
-    config, facts = met.config, met.facts
+    config, facts, kind = met.config, met.facts, chosen(met.config)
     start = Start(
         number=number_of_next(inventory.starts),
         resumed_at=facts.iteration if plan is None else plan.iteration,
@@ -34,8 +34,8 @@ def make_identity(
         fingerprint=dict(met.fingerprint),
         world_size=facts.world_size,
         strategy=config.strategy.strategy,
-        division=division_of(config),
-        replay_settings=facts.replay_settings if config.strategy.strategy == "sparse" else {},
+        division=kind.division(config),
+        replay_settings=facts.replay_settings if kind.replays else {},
         superseded=names_to_supersede(inventory.names, history),
         began_with=facts.began_with if plan is None else plan.began_with,
     )

@@ -34,6 +34,7 @@ from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter, local_parameters
 from moe_ft.state.record import RecordTaker
 from moe_ft.strategies.interface import Strategy
+from moe_ft.strategies.registry import chosen
 from moe_ft.topology import RankInfo, Topology
 
 # What else decides which slice of which parameter a rank has, such as the sizes of gradient buckets.
@@ -162,7 +163,7 @@ def _read_live_state(
     )
     catalog = UnitCatalog(
         parameters,
-        leaves_out_frozen=config.strategy.strategy == "partial",
+        leaves_out_frozen=chosen(config).leaves_out_frozen,
         packings=config.precision.packings,
     )
     return LiveState(
@@ -181,7 +182,7 @@ def _build_strategy(
 ) -> Strategy:
     group = facts.groups.dp_cp
     leader = dist.get_process_group_ranks(group)[0] if dist.is_initialized() else 0
-    places = ranks.everyone.gather((leader, facts.places.dp.rank, facts.experts.ep.rank))
+    places = ranks.everyone.gather((leader, facts.places.dp.rank, facts.experts.ep_rank))
     return build_strategy(
         config,
         live.catalog,

@@ -12,12 +12,12 @@ import msgspec
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.format.identity import Identity, differing_settings, incomparable_settings
 from moe_ft.planning.recovery import Plan, Rejection, plan_recovery
-from moe_ft.recovery.assembly import division_of
 from moe_ft.recovery.choice import Choice, choose, follows, without_left
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import Found
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.verdict import Verdict
+from moe_ft.strategies.registry import chosen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ def check_all_is_read(candidate: Plan, found: Found) -> None:
 def check_settings(identity: Identity, inventory: Inventory, met: Met, verdict: Verdict) -> None:
     """Raise ConfigError if an identity is that of another model, layout or data."""
     where = next(where for where, each in inventory.identities if each is identity)
-    division = division_of(met.config)
+    division = chosen(met.config).division(met.config)
     if division and identity.division and division != identity.division:
         raise ConfigError(
             f"{where} holds experts that are divided otherwise: '{identity.division}' there, "

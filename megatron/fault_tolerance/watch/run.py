@@ -35,6 +35,8 @@ from moe_ft.recovery.start import start
 from moe_ft.state.digest import StateDigest, digest_state
 from moe_ft.state.record import IterationFacts, apply_rng
 from moe_ft.state.router_load import RouterLoad, table
+from moe_ft.strategies.interface import Counting
+from moe_ft.strategies.registry import kind_of
 
 
 class TrainingRun:
@@ -81,6 +83,12 @@ class TrainingRun:
         self.is_saved = True
 
     @property
+    def _counting(self) -> Counting:
+        """The numbers that routers sum up for the strategy."""
+        kind = kind_of(self.config.strategy.strategy)
+        return Counting.NOTHING if kind is None else kind.counting(self.config)
+
+    @property
     def checkpoints(self) -> bool:
         """Whether a strategy takes checkpoints in this run."""
         return self._session is not None
@@ -106,7 +114,8 @@ class TrainingRun:
         if self.config.strategy.is_on and optimizer is not None:
             recovery = self._start_session(args)
         if self._session is not None or self.config.observability.router_log:
-            self._router_load.start(model, sums_probabilities=self.config.sparse.is_soft)
+            is_soft = self._counting is Counting.PROBABILITIES
+            self._router_load.start(model, sums_probabilities=is_soft)
         self._num_floating_point_operations = float(args.num_floating_point_operations_so_far)
         if self.config.observability.event_log is not None:
             self._write_start(args)
@@ -283,7 +292,7 @@ class TrainingRun:
         self.enter(Phase.BEFORE_STEP)
         if self._session is not None:
             layers, load = self._session.counted_layers, self._router_load
-            is_soft = self.config.strategy.strategy == "sparse" and self.config.sparse.is_soft
+            is_soft = self._counting is Counting.PROBABILITIES
             counts = load.probabilities() if is_soft else load.counts()
             tokens = table(counts, layers, get_args().num_experts) if layers else None
             self._session.engine.before_step(tokens)

@@ -29,7 +29,7 @@ from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
-from moe_ft.recovery.sources import MemoryReader, read_unit
+from moe_ft.recovery.readers import MemoryReader, read_unit
 from moe_ft.topology import RankInfo
 from tests.unit.moe_ft.builders import (
     add_units,

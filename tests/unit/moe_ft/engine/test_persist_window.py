@@ -15,7 +15,7 @@ from moe_ft.format.encoding import FORMAT, checksum, encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Version
-from moe_ft.recovery.sources import StorageReader, read_unit
+from moe_ft.recovery.readers import StorageReader, read_unit
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
     WindowState,

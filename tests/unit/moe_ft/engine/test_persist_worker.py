@@ -38,7 +38,7 @@ from moe_ft.format.entries import FileEntry
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from moe_ft.planning.recovery import Version
-from moe_ft.recovery.sources import StorageReader, read_unit
+from moe_ft.recovery.readers import StorageReader, read_unit
 from tests.unit.moe_ft.builders import (
     add_units,
     complete_iterations,

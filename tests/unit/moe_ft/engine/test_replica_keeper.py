@@ -24,7 +24,7 @@ from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
-from moe_ft.recovery.sources import MemoryReader, read_unit
+from moe_ft.recovery.readers import MemoryReader, read_unit
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
     WINDOW_FILE_BYTES,

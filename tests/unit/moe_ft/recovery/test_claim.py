@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, StrategyConfig
 from moe_ft.engine.job_directory import job_lock, read_marker
 from moe_ft.engine.regions import Region, node_directory, own_directory
 from moe_ft.errors import ConfigError
@@ -29,7 +29,8 @@ def site_of(memory_dir: Path, job_id: str = "job", limit: str | None = None) -> 
     info = RankInfo(rank=0, node="node", stage=0, pid=1, address=None, region_bytes=REGION_BYTES)
     return Site(
         config=MoeFtConfig(
-            memory=MemoryConfig(memory_dir=str(memory_dir), job_id=job_id, host_memory_limit=limit)
+            strategy=StrategyConfig(strategy="dense"),
+            memory=MemoryConfig(memory_dir=str(memory_dir), job_id=job_id, host_memory_limit=limit),
         ),
         job_id=job_id,
         node="node",
