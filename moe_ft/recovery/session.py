@@ -20,6 +20,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.addresses import own_host
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook, Report
+from moe_ft.engine.build import build_engine
 from moe_ft.engine.context import EngineContext, EngineSettings
 from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.ending import Outcome
@@ -348,7 +349,7 @@ class Session:
             raises=config.strategy.on_error == "raise",
             staging_bytes=config.precision.staging,
         )
-        self._engine = CheckpointEngine(
+        self._engine = build_engine(
             settings,
             context,
             self._strategy,
