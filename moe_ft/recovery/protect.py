@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
+from moe_ft.engine.build import build_engine
 from moe_ft.engine.context import EngineContext, EngineSettings, RestoredState, RestoredWindow
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.memory import holds
@@ -52,7 +53,7 @@ def protect(
     """
     config, site = met.config, met.site
     peers = tuple(site.topology.ranks[peer] for peer in met.peers[site.rank])
-    engine = CheckpointEngine(
+    engine = build_engine(
         EngineSettings(
             interval=config.strategy.interval_iterations,
             overhead_limit=config.strategy.overhead_limit,

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ft.engine.background import Reports
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory import ReplicaMemory
 from moe_ft.engine.peer_messages import Deadline, Put, Reply, receive_header, send, send_all
 from moe_ft.engine.peers import PeerReplicator, Replica
@@ -54,7 +55,7 @@ class Sender:
         self.reports = Reports()
         self.fails_at: set[int] = set()
         self.stretches: list[tuple[int, int]] = []
-        self.replicator = PeerReplicator([self.peer.info], TOKEN, self.reports, self._hook)
+        self.replicator = PeerReplicator([self.peer.info], TOKEN, self.reports, self._hook, Clock())
         self.pair = self.replicator._pairs[HOLDER]
         self._spy_on_connection()
         self.regions = [Region(directory / "own", number, WINDOW_FILE_BYTES) for number in (0, 1)]
