@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from moe_ft.engine.background import Report
 from moe_ft.engine.ending import Ending
-from moe_ft.engine.ending import Outcome as Place
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.planning.recovery import Plan
@@ -73,7 +72,7 @@ class Checkpointing:
         """
         ending = self.engine.finish(iteration, lambda: self.capture(facts), log)
         site = self.met.site
-        if ending.outcome is Place.UNSAVED and site.is_lowest_on_node:
+        if not ending.is_saved and site.is_lowest_on_node:
             persist_dir = site.config.storage.persist_dir or ""
             say(ending.advice(persist_dir, str(site.node_dir), site.job_id))
         return ending

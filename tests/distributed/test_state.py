@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import pretrain_gpt_moe
-from megatron.fault_tolerance.watch.run import TrainingRun
+from megatron.fault_tolerance.watch.checkpoints import Checkpoints
 from moe_ft.recovery.meet import Met
 from moe_ft.state.slices import describe, live_tensor
 from moe_ft.state.tensors import named_optimizer_tensors, named_parameters
@@ -49,14 +49,14 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
 
 def check_ownership(flags: list[str]) -> None:
     """Train two iterations, then compare what the ranks own with what they hold. Runs on every rank."""
-    original = TrainingRun.end_training
+    original = Checkpoints.end_training
 
-    def end_training(run: TrainingRun) -> None:
-        original(run)
-        assert run._session is not None
-        check_ownership_of(run._session.met)
+    def end_training(checkpoints: Checkpoints) -> None:
+        original(checkpoints)
+        assert checkpoints._running is not None
+        check_ownership_of(checkpoints._running.met)
 
-    TrainingRun.end_training = end_training  # type: ignore[method-assign]  # this process only
+    Checkpoints.end_training = end_training  # type: ignore[method-assign]  # this process only
     pretrain_gpt_moe.main(flags)
 
 
