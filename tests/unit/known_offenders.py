@@ -18,7 +18,6 @@ KNOWN: dict[str, frozenset[str]] = {
             "megatron/fault_tolerance/watch/run.py",
             "moe_ft/recovery/recover.py",
             "moe_ft/recovery/session.py",
-            "tests/distributed/test_partial.py",
             "tests/unit/moe_ft/builders.py",
             "tests/unit/moe_ft/commands/plan/test_command.py",
             "tests/unit/moe_ft/engine/test_packed_snapshot.py",
