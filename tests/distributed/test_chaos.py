@@ -12,8 +12,8 @@ import pytest
 
 from moe_ft.events import event_path
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import digests, events, run_training, run_with_restarts
-from tests.recoveries import RecoveryWatch
+from tests.faulty_runs import run_until_it_ends
+from tests.harness import digests, events, run_training
 
 NUM_RANKS = 4
 NUM_ITERATIONS = 120
@@ -103,35 +103,20 @@ def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_no
     tmp_path: Path,
     memory_dir: Path,
 ) -> None:
-    log = tmp_path / "events"
     flags = [
         *job_flags(dataset_flags),
-        *event_flags(log),
-        *("--moe-ft-strategy", "sparse", "--moe-ft-window", window, "--moe-ft-job-id", "test"),
-        *(
-            "--moe-ft-memory-dir",
-            str(memory_dir),
-            "--moe-ft-persist-dir",
-            str(tmp_path / "storage"),
-        ),
-        *("--moe-ft-persist-interval", "2", "--moe-ft-fault-report-grace-s", "0.5"),
+        *("--moe-ft-strategy", "sparse", "--moe-ft-window", window),
+        *("--moe-ft-persist-interval", "2"),
     ]
-    nodes = [f"node{rank % 2}" for rank in range(NUM_RANKS)]
-    watch = RecoveryWatch(
-        log, NUM_RANKS, memory_dir / "test", tmp_path / "storage", lambda start: nodes
-    )
-    start = time.monotonic()
+    log, start = tmp_path / "events", time.monotonic()
     with Killer(log, seed) as killer:
-        results = run_with_restarts(
+        recovered = run_until_it_ends(
             flags,
             NUM_RANKS,
-            log_dir=tmp_path,
+            folder=tmp_path,
+            memory_dir=memory_dir,
             max_restarts=KILLS_PER_RUN + 3,
-            nodes=lambda start: nodes,
-            between=watch.look,
         )
-    results[-1].check()
-    recovered = watch.check(len(results))
     steps = "; ".join(str(each or "nothing") for each in recovered)
     print(f"{len(killer.kills)} kills in {time.monotonic() - start:.0f} s; recovered {steps}")
     # Only the first starts may have left nothing; no kill takes memory away.
