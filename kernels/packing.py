@@ -220,5 +220,5 @@ def _unpacked(segment: Segment, buffer: torch.Tensor) -> torch.Tensor:
     typed = numbers.view(segment.to.dtype)
     if segment.scales is None:
         return convert(typed, of)
-    wide = widen_blocks(typed, side.view(torch.float32), segment.to)
+    wide = widen_blocks(typed, side.view(torch.float32))
     return convert(wide, of)

@@ -155,7 +155,7 @@ def test_conversion_between_short_formats_is_that_by_fp32(
     of: NumberFormat, to: NumberFormat
 ) -> None:
     numbers = round_to(random(5000), of)
-    expected = numbers if of is to else round_to(widen(numbers, of), to)
+    expected = numbers if of is to else round_to(widen(numbers), to)
     assert same_bits(convert(numbers, to), expected)
 
 
