@@ -1,8 +1,8 @@
 """Rounding of fp32 to shorter formats and widening back: the reference for the kernels.
 
-torch's casts do the work. They agree on all finite numbers that a format can hold. They differ, even between
-the vector and the scalar code of one machine, on overflow, infinities and NaN, which are therefore handled here
-as kernels/number_formats.py says. Tests compare the results with the integer steps of the kernels.
+torch's casts do the work. They agree on all finite numbers that a format can hold. They differ on overflow,
+infinities and NaN, even between the vector and the scalar code of one machine, so these are handled here as
+kernels/number_formats.py says. Tests compare the results with the integer steps of the kernels.
 """
 
 import torch
