@@ -22,6 +22,7 @@ from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.persist_worker import PersistWorker, request_path
+from moe_ft.engine.replica_sender import Replicator
 from moe_ft.engine.storage import Storage
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.faults import Phase
@@ -165,6 +166,7 @@ class Rank:
         self.node_dir = job.folder / f"node-{rank}"
         self.server = PeerServer(self.node_dir, "127.0.0.1")
         self.memory: RankMemory
+        self.context: EngineContext
         self.engine: CheckpointEngine
 
     def _parameter(self, unit: Any) -> Any:
@@ -188,8 +190,8 @@ class Rank:
             region_bytes=self.layouts.region_bytes,
         )
 
-    def build(self, topology: Topology) -> None:
-        """Build the engine, and what it is given."""
+    def give(self, topology: Topology) -> None:
+        """Make what the engine is given."""
         num_ranks, has_peers = self.setup.num_ranks, self.setup.has_peers
         next_, last = (self.rank + 1) % num_ranks, (self.rank - 1) % num_ranks
         self.memory = RankMemory(
@@ -199,7 +201,7 @@ class Rank:
             [last] if has_peers else [],
             persists=self.setup.persist_interval > 0,
         )
-        context = EngineContext(
+        self.context = EngineContext(
             rank=self.rank,
             topology=topology,
             identity=make_identity(world_size=num_ranks),
@@ -213,21 +215,26 @@ class Rank:
             writer=None,
             phase_hook=lambda phase, iteration: self.hook(phase, iteration),
         )
+        self.engine = self.build(
+            clock=self.clock, make_worker=self._make_worker, replicator=self.job.replicator
+        )
+
+    def build(self, **own: Any) -> CheckpointEngine:
+        """Return an engine with parts for tests, or with those of training."""
         settings = EngineSettings(
             interval=self.setup.interval,
             overhead_limit=0.05,
             persist_interval=self.setup.persist_interval,
             raises=self.setup.raises,
         )
-        self.engine = build_engine(
+        return build_engine(
             settings,
-            context,
+            self.context,
             self.strategy,
             LocalAgreement(self.job.meeting, self.rank),
             self.layouts,
             lambda captured: self.completed.append(captured.facts.iteration),
-            clock=self.clock,
-            make_worker=self._make_worker,
+            **own,
         )
 
     def _make_worker(self, name: str) -> ManualWorker:
@@ -290,12 +297,16 @@ class Job:
 
     Attributes:
         iteration: of the state now.
+        is_started: whether the engines are.
+        replicator: in the place of connections to peers.
     """
 
     folder: Path
     setup: Setup
     iteration: int = 0
     ranks: list[Rank] = field(default_factory=list)
+    is_started: bool = True
+    replicator: Replicator | None = None
 
     def __post_init__(self) -> None:
         self.meeting = Meeting(self.setup.num_ranks)
@@ -307,7 +318,8 @@ class Job:
                 rank.server.admit("token")
         topology = Topology(ranks=tuple(rank.info for rank in self.ranks))
         for rank in self.ranks:
-            rank.build(topology)
+            rank.give(topology)
+        for rank in self.ranks if self.is_started else ():
             rank.engine.start(0, None)
             if self.setup.persist_interval:
                 rank.clock.serve = Writer(rank).serve

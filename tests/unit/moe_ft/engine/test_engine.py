@@ -12,7 +12,7 @@ from moe_ft.engine.engine import FENCE_DEADLINE_S
 from moe_ft.engine.regions import Role
 from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
-from tests.unit.moe_ft.builders import complete_iterations
+from tests.unit.moe_ft.engine.checkpoints import complete_iterations
 from tests.unit.moe_ft.engine.engine_job import RECORD_S, Job, Rank, Setup
 
 MakeJob = Callable[..., Job]
