@@ -5,7 +5,6 @@ KNOWN: dict[str, frozenset[str]] = {
         {
             "moe_ft/engine/engine.py::CheckpointEngine.__init__",
             "moe_ft/recovery/recover.py::Recoverer.recover",
-            "tests/distributed/test_torchrun.py::test_lost_node_of_two_torchrun_agents_is_recovered_from_its_peer",
             "tests/unit/moe_ft/builders.py::make_window",
         }
     ),
@@ -262,12 +261,6 @@ KNOWN: dict[str, frozenset[str]] = {
             "moe_ft/topology.py",
             "moe_ft/units.py::Level",
             "moe_ft/units.py::UnitKind",
-            "tests/distributed/test_recovery.py",
-            "tests/distributed/test_stock_features.py",
-            "tests/gpu/determinism.py",
-            "tests/harness.py::JobResult",
-            "tests/recoveries.py::Expected",
-            "tests/stock.py::Training",
             "tests/unit/fault_tolerance/program/test_model.py",
             "tests/unit/kernels/test_packing.py",
             "tests/unit/moe_ft/commands/plan/test_command.py",
@@ -293,14 +286,12 @@ KNOWN: dict[str, frozenset[str]] = {
             "tests/unit/moe_ft/strategies/partial/test_size.py",
             "tests/unit/moe_ft/strategies/sparse/test_size.py",
             "tests/unit/moe_ft/test_bad_command_lines.py::Answer",
-            "tests/unit/test_recoveries.py",
         }
     ),
     "outside": frozenset(
         {
             "moe_ft/events.py: DESIGN",
             "moe_ft/state/freezing.py: DESIGN",
-            "tests/sparse_matrix.py: the issue of",
         }
     ),
     "paths": frozenset(
