@@ -8,6 +8,7 @@ no longer exists is an error. A breakage that has done damage leaves a mark.
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,19 @@ def wrap(original: Callable[..., Any], make: Callable[..., Any]) -> None:
 
 def never_restore() -> None:
     """Make recovery find nothing."""
-    from moe_ft.recovery.recover import Recovered, Recoverer
+    from moe_ft.recovery.inventory import Inventory
+    from moe_ft.recovery.look import look
 
-    def recover(*_: object) -> Recovered:
-        mark()
-        return Recovered()
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any) -> Any:
+            found = original(*args)
+            if found.inventory.versions:
+                mark()
+            return replace(found, inventory=Inventory())
 
-    _set_method(Recoverer, "recover", recover)
+        return changed
+
+    wrap(look, make)
 
 
 def restore_the_older_iteration() -> None:
@@ -114,7 +121,7 @@ def skip_the_data_position() -> None:
 
 def skip_one_expert() -> None:
     """Keep the first expert of the last rank as the fresh start made it."""
-    from moe_ft.recovery.restore import put_back
+    from moe_ft.recovery.put_back import put_back
     from moe_ft.units import UnitKind
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +139,7 @@ def skip_one_expert() -> None:
 
 def skip_one_moment() -> None:
     """Set one moment of one parameter on the last rank to 0."""
-    from moe_ft.recovery.restore import put_back
+    from moe_ft.recovery.put_back import put_back
     from moe_ft.state.slices import live_tensor
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,7 +203,7 @@ def skip_a_buffer() -> None:
 
 def restore_another_ranks_slice() -> None:
     """Give each rank the master weights of the next rank for one parameter, whose slices are equally long."""
-    from moe_ft.recovery.gather import exchange_state
+    from moe_ft.recovery.put_back import exchange_state
     from moe_ft.state.slices import live_tensor
     from moe_ft.units import Level
 

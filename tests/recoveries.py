@@ -15,7 +15,9 @@ from typing import Any
 
 from moe_ft.errors import CorruptStateError
 from moe_ft.events import last_incarnation
-from moe_ft.format.files import IndexHead, Manifest, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import IndexHead
+from moe_ft.format.manifest import Manifest
 from tests.harness import events
 
 

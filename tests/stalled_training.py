@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt_moe
-from moe_ft.engine import stall
 from moe_ft.engine.agreement import StageSum
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.stall import Stall
 from moe_ft.state.record import RecordTaker
 from tests.harness import JobResult, run_ranks
 
@@ -31,7 +32,12 @@ def _train(flags: list[str]) -> None:
 
         return act
 
-    stall.clock = lambda: now_s
+    class SlowCopies(Clock):
+        def perf_counter(self) -> float:
+            return now_s
+
+    make_stall = Stall.__init__
+    Stall.__init__ = lambda stall, clock: make_stall(stall, SlowCopies())  # type: ignore[method-assign]
     StageSum.begin = slow(StageSum.begin, COUNTS_S)  # type: ignore[method-assign]
     RecordTaker.capture = slow(RecordTaker.capture, RECORD_S)  # type: ignore[method-assign]
     pretrain_gpt_moe.main(flags)

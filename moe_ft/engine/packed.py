@@ -11,7 +11,7 @@ from kernels.block_scaling import ScaleKind
 from kernels.number_formats import BF16, E4M3, E5M2, FP16, NumberFormat
 from kernels.pack_table import PackTable
 from kernels.packing import Segment
-from moe_ft.format.files import TensorEntry, tensor_bytes, tensor_pieces
+from moe_ft.format.entries import TensorEntry, tensor_bytes, tensor_pieces
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing, Piece
 from moe_ft.state.slices import DTYPES
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.token_ledger import Loss, job_plt
-from moe_ft.recovery.assembly import ExpertFacts
 from moe_ft.strategies.partial.strategy import PartialStrategy
 
 
@@ -45,7 +45,7 @@ def add_up(losses: Sequence[Loss], strategy: PartialStrategy, experts: ExpertFac
         lost.update(loss.lost)
         repeated.update(loss.repeated)
         accumulated.update(loss.accumulated)
-    planned = experts.planned_samples * experts.tokens_per_sample
+    planned = experts.planned_tokens
     lost_tokens, plt = job_plt(lost, planned)
     total_lost_tokens, total_plt = job_plt(accumulated, planned)
     strategy.raise_k(total_plt, plt)

@@ -1,12 +1,15 @@
 """Strategies: which units a snapshot holds at which level. Pure; the engine knows only this interface."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, Protocol
 
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.fields import Part
 from moe_ft.format.records import ExpertProgress
-from moe_ft.planning.experts import Counts
+from moe_ft.planning.experts import Counts, ExpertFacts
 from moe_ft.planning.lost_tokens import Gaps
 from moe_ft.units import Level, UnitId
 
@@ -151,46 +154,112 @@ def _window_of(plan: SnapshotPlan) -> WindowPlan:
     return WindowPlan(snapshots=(plan,), key=plan.shares)
 
 
-class DenseStrategy(SingleSnapshots):
-    """Every unit FULL in every snapshot. Sources: CheckFreq, Gemini."""
+class Counting(Enum):
+    """Numbers that the routers of a run sum up for its strategy, by expert and iteration."""
 
-    saves_all = True
-    rotating: frozenset[UnitId] = frozenset()
-    most_rotating = 0
-    counted_layers: tuple[str, ...] = ()
+    NOTHING = auto()
+    TOKENS = auto()
+    PROBABILITIES = auto()  # that the gate gives to all experts
 
-    def __init__(self, units: Iterable[UnitId]) -> None:
-        self._plan = SnapshotPlan(levels=dict.fromkeys(units, Level.FULL))
 
-    def plan(self, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
-        """Return FULL for every unit."""
-        return self._plan
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Facts about the model and its training that strategies check at start.
 
-    def possible_plans(self) -> list[SnapshotPlan]:
-        """Return the only one."""
-        return [self._plan]
+    Attributes:
+        num_experts: per MoE layer; 0 for a model without experts.
+        num_iterations: of the whole training, None if that is not known yet.
+    """
 
-    def is_whole(self, iteration: int) -> bool:
-        """Every snapshot is."""
-        return True
+    num_experts: int
+    num_iterations: int | None = None
 
-    def values(self, copied_bytes: float | None, flow_bytes: float | None) -> list[int]:
-        """Nothing is agreed on."""
-        return []
 
-    def agree(self, values: list[int]) -> dict[str, int]:
-        """Nothing changes."""
-        return {}
+class UnitSizes(Protocol):
+    """The units of a rank and their sizes."""
 
-    def add_tokens(self, counts: Counts) -> None:
-        """Nothing depends on them."""
+    @property
+    def units(self) -> tuple[UnitId, ...]:
+        """Whole units."""
+        ...
 
-    def note_complete(self, iteration: int) -> None:
-        """Nothing depends on it."""
+    def owns(self, unit: UnitId) -> bool:
+        """Return whether this rank saves something of a unit or a part of one."""
+        ...
 
-    def plan_persist(self, *, is_last: bool = False) -> frozenset[UnitId]:
-        """Nothing rotates."""
-        return frozenset()
+    def num_bytes(self, unit: UnitId, level: Level = Level.FULL, *, alignment: int = 1) -> int:
+        """Return the bytes that this rank saves of it, each tensor rounded up to an alignment."""
+        ...
 
-    def note_persisted(self) -> None:
-        """Nothing depends on it."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFacts:
+    """Facts about a rank that its strategy is built from.
+
+    Attributes:
+        rank: global.
+        catalog: the rank's units.
+        experts: of the job.
+        dp_ep_ranks: ``[data-parallel rank]`` its expert-parallel rank.
+        grouped_layers: layers whose experts on this rank are one module and can be frozen only together.
+        replicated_bytes: state outside experts that all data-parallel ranks hold, undivided.
+        gather: exchanges values among the ranks of the stage, all of which must call it.
+    """
+
+    rank: int
+    catalog: UnitSizes
+    experts: ExpertFacts
+    dp_ep_ranks: Sequence[int]
+    grouped_layers: frozenset[str]
+    replicated_bytes: int
+    gather: Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyKind(ABC):
+    """A strategy before any rank has built it: its name, its options, and what it asks of a job.
+
+    Attributes:
+        name: value of --moe-ft-strategy.
+        options: dataclass whose fields become flags, None for a strategy without flags of its own.
+        is_exact: whether a recovery brings back the state as it was, bit for bit.
+        replays: whether a recovery runs iterations again. Their settings must then be those of the run.
+        leaves_out_frozen: whether parameters that are not trained are in no unit.
+        adaptive_with: flags that make `can_shard_adaptively` true; empty if none do.
+        memory_remedy: what makes snapshots smaller, as a sentence; empty if nothing does.
+    """
+
+    name: str
+    options: type[Part] | None = None
+    is_exact: bool = True
+    replays: bool = False
+    leaves_out_frozen: bool = False
+    adaptive_with: str = ""
+    memory_remedy: str = ""
+
+    def options_in(self, config: MoeFtConfig) -> Any:
+        """Return this strategy's options, the defaults if the settings hold none."""
+        assert self.options is not None
+        return config.options.get(self.name, self.options())
+
+    def counting(self, config: MoeFtConfig) -> Counting:
+        """Return what routers count."""
+        return Counting.NOTHING
+
+    def division(self, config: MoeFtConfig) -> str:
+        """Return how experts are divided among snapshots and ranks; empty if they are not."""
+        return ""
+
+    def can_shard_adaptively(self, config: MoeFtConfig) -> bool:
+        """Return whether replicated state may be divided by the selected experts of each rank."""
+        return False
+
+    def check(self, config: MoeFtConfig, model: ModelFacts) -> None:
+        """Raise ConfigError if the strategy cannot work with these settings or this model.
+
+        Called a second time when the number of iterations is known.
+        """
+
+    @abstractmethod
+    def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
+        """Return the strategy of a rank. Called by all ranks of a stage."""

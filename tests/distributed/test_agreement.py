@@ -9,6 +9,7 @@ import torch.distributed as dist
 from moe_ft.engine import agreement as agreement_file
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import Reports
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions, Turn, Votes
 from moe_ft.engine.snapshot_job import SnapshotState
 from tests.harness import run_ranks
@@ -30,7 +31,7 @@ def votes() -> Votes:
         can_grow=True,
         turn=Turn.TRY,
         strategy=(7,),
-        tuner=(dist.get_rank(),),
+        interval=(dist.get_rank(),),
     )
 
 
@@ -40,12 +41,12 @@ def decide(act: Callable[[Decisions], None]) -> None:
     agreement, stage = Agreement(GROUP_TIMEOUT_S), StageSum(GROUP_TIMEOUT_S)
     agreement.start()
     stage.start([0] * NUM_RANKS, dist.get_rank())
-    decisions = Decisions(agreement, stage, Reports())
+    decisions = Decisions(agreement, stage, Reports(), Clock())
     decisions.begin_count(torch.ones(1, 2, dtype=torch.int64), 0)
     decisions.begin(votes, 0)
     decided = decisions.read(0)
     assert decided is not None
-    assert decided[0].tuner == [0]
+    assert decided[0].interval == (0,)
     assert decided[1] is not None
     assert decided[1].tolist() == [[NUM_RANKS] * 2]
     act(decisions)

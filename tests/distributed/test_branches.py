@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pretrain_gpt_moe
-from moe_ft.recovery import conversion, restore
+from moe_ft.recovery import put_back as written
+from moe_ft.recovery import replay
 from tests.checkpoint_job import NUM_RANKS, CheckpointJob, flip_byte, refusal
 from tests.harness import run_training
 
@@ -85,14 +86,14 @@ def test_state_that_exists_and_is_damaged_is_refused_until_the_user_says_so(
 
 def fail_to_put_back(iteration: int, flags: list[str]) -> None:
     """Train on a machine that cannot restore the state of one iteration."""
-    original = restore.put_back
+    original = written.put_back
 
     def put_back(units: object, catalog: object, at: int, hook: object) -> None:
         if at == iteration:
             raise ValueError("this cannot be put back")
         original(units, catalog, at, hook)  # type: ignore[arg-type]
 
-    conversion.put_back = put_back  # type: ignore[assignment]
+    replay.put_back = put_back  # type: ignore[assignment]
     pretrain_gpt_moe.main(flags)
 
 

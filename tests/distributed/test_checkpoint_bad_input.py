@@ -22,8 +22,8 @@ from moe_ft.engine import storage_lock
 from moe_ft.engine.regions import file_system_type
 from moe_ft.engine.storage import Storage
 from moe_ft.engine.storage_lock import StorageLock
-from moe_ft.format.files import checksum
-from moe_ft.recovery import preflight
+from moe_ft.format.encoding import checksum
+from moe_ft.recovery import claim
 from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import JobResult, Train, events, run_training
@@ -366,7 +366,7 @@ def test_persist_directory_of_another_running_job_is_refused_by_all_ranks(
 
 def train_impatiently(flags: list[str]) -> None:
     """Train without waiting for ranks of an older start to end. Runs on every rank."""
-    preflight._OLD_START_S = 0.1
+    claim._OLD_START_S = 0.1
     pretrain_gpt_moe.main(flags)
 
 

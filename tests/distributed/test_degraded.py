@@ -14,7 +14,7 @@ import psutil
 import pretrain_gpt_moe
 from moe_ft.engine import ending
 from moe_ft.engine.agreement import Agreement
-from moe_ft.recovery.session import Session
+from moe_ft.recovery.running import Checkpointing
 from moe_ft.state.record import CapturedRecord, IterationFacts
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob
 
@@ -262,14 +262,14 @@ def test_ranks_that_cannot_agree_any_more_train_to_the_end_and_recover_at_the_ne
 
 def train_with_failing_capture(flags: list[str]) -> None:
     """Train; one rank fails to take the record of one iteration. Runs on every rank."""
-    original = Session.capture
+    original = Checkpointing.capture
 
-    def capture(session: Session, facts: IterationFacts) -> CapturedRecord:
+    def capture(session: Checkpointing, facts: IterationFacts) -> CapturedRecord:
         if os.environ["RANK"] == "1" and facts.iteration == 3:
             raise MemoryError("no room for the record")
         return original(session, facts)
 
-    Session.capture = capture  # type: ignore[method-assign]  # this process only
+    Checkpointing.capture = capture  # type: ignore[method-assign]  # this process only
     pretrain_gpt_moe.main(flags)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from moe_ft.format.files import Index, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from tests.checkpoint_job import CheckpointJob
 from tests.few_bits_adam import train_with_few_bits
 

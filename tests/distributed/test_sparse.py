@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import pretrain_gpt_moe
-from moe_ft.format.files import Index, decode
-from moe_ft.recovery.session import Session
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
+from moe_ft.recovery.running import Checkpointing
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob, flip_byte
 from tests.demo_model import event_flags
 from tests.harness import digests, events, run_training
@@ -217,13 +218,13 @@ def test_length_and_rules_of_order_may_change_with_a_start(
 
 def train_and_die_at_the_end(flags: list[str]) -> None:
     """Train to the end, and die before the memory of the job is removed."""
-    finish = Session.finish
+    finish = Checkpointing.finish
 
     def finish_and_die(*args: Any, **kwargs: Any) -> None:
         finish(*args, **kwargs)
         os._exit(1)
 
-    Session.finish = finish_and_die  # type: ignore[assignment,method-assign]
+    Checkpointing.finish = finish_and_die  # type: ignore[assignment,method-assign]
     pretrain_gpt_moe.main(flags)
 
 

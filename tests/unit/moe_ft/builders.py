@@ -11,26 +11,18 @@ from typing import Any
 import msgspec
 import torch
 
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.layout import FileLayout, lay_out, lay_out_window
 from moe_ft.engine.manifests import find_manifests, read_manifest, write_manifest
 from moe_ft.engine.peers import Replica
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag, rank_path
-from moe_ft.format.files import (
-    FORMAT,
-    History,
-    Identity,
-    Index,
-    Manifest,
-    ParameterEntry,
-    Start,
-    TensorEntry,
-    UnitEntry,
-    checksum,
-    encode,
-)
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import FORMAT, checksum, encode
+from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry
+from moe_ft.format.identity import History, Identity, Start
+from moe_ft.format.index import Index
+from moe_ft.format.manifest import Manifest
 from moe_ft.format.records import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level, UnitId, UnitKind

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from moe_ft.engine.retention import Retention
 from moe_ft.engine.storage import Storage, iteration_directory
-from moe_ft.format.files import MANIFEST_NAME, Identity, Manifest
+from moe_ft.format.identity import Identity
+from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from tests.unit.moe_ft.builders import persist_checkpoint
 
 

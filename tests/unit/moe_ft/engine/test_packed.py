@@ -14,7 +14,7 @@ from kernels.packing import Segment, pack_by_reference
 from kernels.rounding import convert
 from kernels.split_master import join_masters, split_masters
 from moe_ft.engine.packed import segments_of, unpack_into
-from moe_ft.format.files import TensorEntry, tensor_bytes, tensor_pieces
+from moe_ft.format.entries import TensorEntry, tensor_bytes, tensor_pieces
 from moe_ft.format.packings import ALIGNMENT_BYTES, DTYPE_BYTES, Packing, pieces
 from moe_ft.state.slices import DTYPES
 from tests.unit.kernels.packs import any_numbers, in_a_row, same_bits

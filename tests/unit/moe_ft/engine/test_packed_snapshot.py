@@ -1,8 +1,9 @@
-"""Snapshots that are packed: what regions and slots hold, and what is found out on the way."""
+"""Snapshots that are packed: regions, slots, and errors that are found on the way."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,35 +11,31 @@ import safetensors
 import torch
 
 from moe_ft.config.precision import PARTS
-from moe_ft.engine import snapshot
-from moe_ft.engine.background import Reports
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.copying import StateCopier
 from moe_ft.engine.layout import LazyLayout
 from moe_ft.engine.packed import unpack_into
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import MappedFile, Region
-from moe_ft.engine.snapshot import SnapshotWriter
-from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
+from moe_ft.engine.snapshot_job import SnapshotRequest, SnapshotState
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.format.files import Index, TensorEntry, UnitEntry, decode, tensor_pieces
+from moe_ft.format.contents import check_units
+from moe_ft.format.entries import TensorEntry, UnitEntry, tensor_pieces
 from moe_ft.format.packings import Packing
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.slices import live_tensor
 from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
 from moe_ft.units import Level, UnitId, UnitKind
-from tests.unit.moe_ft.builders import make_identity, make_optimizer, make_parameter, make_record
+from tests.unit.moe_ft.builders import make_optimizer, make_parameter
+from tests.unit.moe_ft.engine.snapshots import COMPLETE, DEADLINE_S, FAILED, SnapshotRank
 from tests.unit.moe_ft.engine.test_packed import image_of
 from tests.waiting import wait_for
 
-RUNNING, FAILED, COMPLETE = SnapshotState.RUNNING, SnapshotState.FAILED, SnapshotState.COMPLETE
 EMBEDDING, ROUTER = UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.ROUTER, layer=0)
 EXPERTS = [UnitId(kind=UnitKind.EXPERT, layer=0, expert=each) for each in range(2)]
 # The embedding is larger than a buffer, the router has fp32 weights.
 SIZES = {EMBEDDING: 200_000, ROUTER: 129, EXPERTS[0]: 1, EXPERTS[1]: 8193}
 STAGING_BYTES = 1 << 20
 SLACK_BYTES = 1 << 15  # for windows of several snapshots
-DEADLINE_S = 30.0
 
 Packings = Mapping[str, Packing]
 EXACT: Packings = {}
@@ -50,8 +47,8 @@ MIXED: Packings = {
 LOSSY: list[Packings] = [dict.fromkeys(PARTS, each) for each in Packing if each.is_lossy]
 
 
-class Rank:
-    """A rank with random state, and the thread that takes its snapshots."""
+class Rank(SnapshotRank):
+    """A rank with random state, which may be packed."""
 
     def __init__(
         self, directory: Path, packings: Packings, staging_bytes: int = STAGING_BYTES
@@ -77,24 +74,8 @@ class Rank:
         self.window(plans)
         self.layouts.region_bytes = self.layout.num_bytes + SLACK_BYTES
         self.window(plans)
-        self.regions = [Region(directory, each, self.layout.num_bytes) for each in range(2)]
-        for region in self.regions:
-            region.open()
-        self.reports = Reports()
-        self.hook: Callable[[], None] = lambda: None
-        self.writer = SnapshotWriter(
-            self.parameters,
-            make_identity(),
-            0,
-            "node-a",
-            self.reports,
-            None,
-            lambda phase, iteration: self.hook(),
-            lambda record: None,
-            pool=self.pool,
-            staging_bytes=staging_bytes,
-        )
-        self.writer.start()
+        regions = [Region(directory, each, self.layout.num_bytes) for each in range(2)]
+        super().__init__(self.parameters, regions, pool=self.pool, staging_bytes=staging_bytes)
         self.train()
 
     def window(self, plans: list[SnapshotPlan]) -> None:
@@ -115,33 +96,24 @@ class Rank:
         """Fill a tensor with random numbers."""
         tensor.copy_(torch.randn(tensor.shape, generator=self.random))
 
-    def job(self, iteration: int = 5, *, position: int = 0, region: int = 0) -> SnapshotJob:
-        """Return the job of a snapshot of the state as it is."""
-        layout, record = self.layout, SimpleNamespace(iteration=iteration)
-        return SnapshotJob(
+    def request(
+        self, iteration: int = 5, *, position: int = 0, region: int = 0, **changes: Any
+    ) -> SnapshotRequest:
+        """Return the request for a snapshot of the state as it is."""
+        layout = self.layout
+        request = SnapshotRequest(
             region=self.regions[region],
             window=LazyLayout(lambda: layout),
             position=position,
             iteration=iteration,
-            record=record,  # type: ignore[arg-type]
             keep_iteration=None,
             plan=self.plans[position],
         )
-
-    def run(self, job: SnapshotJob) -> SnapshotState:
-        """Take a snapshot, wait for its end, and return how it ended."""
-        self.writer.submit(job)
-        wait_for(lambda: job.state is not RUNNING, f"the snapshot of iteration {job.iteration}")
-        return job.state
+        return replace(request, **changes)
 
     def take(self, iteration: int = 5, **which: int) -> SnapshotState:
-        """Make a job and run it."""
-        return self.run(self.job(iteration, **which))
-
-    def index(self, region: int = 0) -> Index:
-        """Return what a region holds."""
-        path = self.regions[region].index_path
-        return decode(path.read_bytes(), Index, str(path))
+        """Take a snapshot and return how it ended."""
+        return self.run(self.request(iteration, **which)).state
 
     def header(self) -> dict[str, tuple[str, int]]:
         """Return the type and the size of every tensor in a region's file, as safetensors reads it."""
@@ -172,18 +144,6 @@ class Rank:
             == image[each.offset : each.offset + each.num_bytes]
             for each in tensor_pieces(tensor)
         )
-
-    def reasons(self) -> list[str]:
-        """Return why something failed since the last call."""
-        return [each.fields["reason"] for each in self.reports.drain() if each.event == "degraded"]
-
-
-@pytest.fixture(autouse=True)
-def records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records come from a model and an optimizer of Megatron; here they have their iteration only."""
-    monkeypatch.setattr(
-        snapshot.records, "encode", lambda captured: make_record(captured.iteration)
-    )
 
 
 MakeRank = Callable[..., Rank]
@@ -360,14 +320,14 @@ def test_tensors_that_were_replaced_are_followed(
 
 
 def test_snapshot_that_breaks_off_in_the_middle_leaves_the_next_one_whole(rank: Rank) -> None:
-    def break_off() -> None:
+    def break_off(iteration: int) -> None:
         raise RuntimeError("the copy breaks here")
 
     rank.take(5)
     rank.hook = break_off
     rank.train()
     assert rank.take(6) is FAILED
-    rank.hook = lambda: None
+    rank.hook = lambda iteration: None
     assert rank.take(7) is COMPLETE
     assert rank.odd_tensors() == []
 
@@ -395,10 +355,10 @@ def test_second_snapshot_of_a_window_writes_nothing_outside_of_its_stretch(rank:
     window_of_two(rank)
     rank.take(5)
     rank.train()
-    job = rank.job(6, position=1)
-    start, end = job.stretch
+    request = rank.request(6, position=1)
+    start, end = request.stretch
     before = rank.regions[0].mapping[:]
-    assert rank.run(job) is COMPLETE
+    assert rank.run(request).state is COMPLETE
     after = rank.regions[0].mapping[:]
     assert (after[:start], after[end:]) == (before[:start], before[end:])
     check_units(rank.index(), {"": memoryview(after)}, "the region")
@@ -411,18 +371,16 @@ def test_window_that_lies_otherwise_may_follow_in_the_same_region(rank: Rank) ->
     assert rank.odd_tensors() == []
 
 
-def job_with_slot(rank: Rank, slot: int) -> SnapshotJob:
-    """Return a job that has an expert in the pool."""
+def request_with_slot(rank: Rank, slot: int) -> SnapshotRequest:
+    """Return a request that has an expert in the pool."""
     levels = {unit: Level.FULL for unit in SIZES if unit != EXPERTS[1]}
     rank.window([SnapshotPlan(levels=levels)])
-    job = rank.job()
-    job.slots = [rank.layouts.place(EXPERTS[1], rank.pool.offset_of(slot))]
-    return job
+    return rank.request(slots=[rank.layouts.place(EXPERTS[1], rank.pool.offset_of(slot))])
 
 
 @pytest.mark.parametrize("slot", [0, 1])
 def test_unit_in_a_slot_is_packed_as_in_a_region(rank: Rank, slot: int) -> None:
-    assert rank.run(job_with_slot(rank, slot)) is COMPLETE
+    assert rank.run(request_with_slot(rank, slot)).state is COMPLETE
     entry = rank.index().units[str(EXPERTS[1])]
     assert (entry.file, rank.pool.slot_at(entry.offset)) == (rank.pool.name, slot)
     assert [each.packing for each in entry.tensors] == ["split", "bf16", "fp8-e4m3-block"]
@@ -433,7 +391,7 @@ def test_moments_that_are_absent_in_a_region_are_marked_although_slots_lack_none
     rank: Rank,
 ) -> None:
     rank.parameters[0].optimizer.optimizer.state.clear()
-    assert rank.run(job_with_slot(rank, 0)) is COMPLETE
+    assert rank.run(request_with_slot(rank, 0)).state is COMPLETE
     absent = {
         name
         for name, entry in rank.index().units.items()
@@ -492,11 +450,11 @@ def test_byte_that_was_changed_on_its_way_fails_the_snapshot(
 def test_byte_that_was_changed_on_its_way_to_a_slot_fails_the_snapshot(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = job_with_slot(rank, 1)
-    tensor = job.slots[0].tensors[-1]
-    at = last_byte(job.slots[0].offset, tensor, 1)
+    request = request_with_slot(rank, 1)
+    tensor = request.slots[0].tensors[-1]
+    at = last_byte(request.slots[0].offset, tensor, 1)
     flip_before_check(monkeypatch, rank.pool, lambda: at)
-    assert rank.run(job) is FAILED
+    assert rank.run(request).state is FAILED
     (reason,) = rank.reasons()
     assert reason.startswith(f"SnapshotError: {EXPERTS[1]}.weight/exp_avg_sq was changed")
 
@@ -515,15 +473,18 @@ def test_snapshot_after_one_that_was_changed_on_its_way_is_complete(
 def test_optimizer_may_step_before_what_was_copied_is_checked(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, check = rank.job(), StateCopier.check
+    check, may_step = StateCopier.check, threading.Event()
 
     def step_and_check(copier: StateCopier) -> None:
-        assert job.copied.is_set()
+        assert may_step.wait(DEADLINE_S)
         rank.train()
         check(copier)
 
     monkeypatch.setattr(StateCopier, "check", step_and_check)
-    assert rank.run(job) is COMPLETE
+    job = rank.submit(rank.request())
+    assert job.copied.wait(DEADLINE_S)
+    may_step.set()
+    wait_for(lambda: job.state is COMPLETE, "the snapshot to be complete")
 
 
 def test_weights_that_were_not_rounded_from_their_masters_fail_the_snapshot(rank: Rank) -> None:
@@ -539,4 +500,4 @@ def test_weights_that_were_not_rounded_from_their_masters_fail_the_snapshot(rank
 
 def test_state_that_must_be_packed_is_never_copied_as_it_is(tmp_path: Path) -> None:
     rank = Rank(tmp_path, {"exp_avg": Packing.BF16}, staging_bytes=0)
-    assert rank.take() is SnapshotState.FAILED
+    assert rank.take() is FAILED

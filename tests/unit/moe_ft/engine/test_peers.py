@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory import ReplicaMemory
 from moe_ft.engine.peer_authentication import challenge_client
 from moe_ft.engine.peer_messages import (
@@ -27,8 +28,9 @@ from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, decode
-from moe_ft.recovery.sources import MemoryReader, read_unit
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
+from moe_ft.recovery.readers import MemoryReader, read_unit
 from moe_ft.topology import RankInfo
 from tests.unit.moe_ft.builders import (
     add_units,
@@ -54,7 +56,7 @@ def reports() -> Reports:
 
 @pytest.fixture
 def replicator(peer: Peer, reports: Reports) -> Iterator[PeerReplicator]:
-    replicator = PeerReplicator([peer.info], TOKEN, reports, no_fault)
+    replicator = PeerReplicator([peer.info], TOKEN, reports, no_fault, Clock())
     yield replicator
     replicator.close()
 
@@ -217,7 +219,7 @@ def test_replica_with_a_wrong_token_is_refused_and_nothing_kept(
     tmp_path: Path, peer: Peer, reports: Reports
 ) -> None:
     region, index = own_state(tmp_path, 5)
-    replicator = PeerReplicator([peer.info], "another token", reports, no_fault)
+    replicator = PeerReplicator([peer.info], "another token", reports, no_fault, Clock())
     replicator.replicate(replica_of(region, index, 4))
     replicator.close()
     assert only(reports).event == "degraded"
@@ -245,7 +247,7 @@ def test_replica_whose_sender_dies_in_the_middle_is_no_replica(
         if iteration == 6:
             raise RuntimeError("the sender dies here")
 
-    replicator = PeerReplicator([peer.info], TOKEN, reports, die)
+    replicator = PeerReplicator([peer.info], TOKEN, reports, die, Clock())
     region, index = own_state(tmp_path, 5)
     replicator.replicate(replica_of(region, index, 4))
     before = peer.committed()
@@ -352,7 +354,7 @@ class Sender:
         self.pool, self.replica = self.make_pool(tmp_path / "own"), self.make_pool(directory)
         memory = ReplicaMemory(regions=tuple(self.peer.regions), pool=self.replica)
         self.peer.keep({SOURCE: memory})
-        self.replicator = PeerReplicator([self.peer.info], TOKEN, reports, no_fault)
+        self.replicator = PeerReplicator([self.peer.info], TOKEN, reports, no_fault, Clock())
         self.connection = self.replicator._pairs[HOLDER].connection
         self.sent: list[tuple[str, ...]] = []
 
@@ -518,7 +520,7 @@ def test_peer_that_comes_back_gets_the_next_replica(
     address = unreachable.getsockname()
     unreachable.close()
     gone = msgspec.convert({**info_fields(peer.info), "address": address}, RankInfo)
-    replicator = PeerReplicator([gone], TOKEN, reports, no_fault)
+    replicator = PeerReplicator([gone], TOKEN, reports, no_fault, Clock())
     region, index = own_state(tmp_path, 5)
     assert not replicator.replicate(replica_of(region, index, 4))
     replicator._pairs[HOLDER].connection._address = peer.info.address
@@ -535,7 +537,7 @@ def test_peer_that_does_not_say_a_word_is_given_up(
     with socket.create_server((HOST, 0)) as listener:
         address = (HOST, listener.getsockname()[1])
         silent = msgspec.convert({**info_fields(peer.info), "address": address}, RankInfo)
-        replicator = PeerReplicator([silent], TOKEN, reports, no_fault)
+        replicator = PeerReplicator([silent], TOKEN, reports, no_fault, Clock())
         replicator.replicate(replica_of(region, index, 4))
         replicator.close()
     reason = only(reports).fields["reason"]
@@ -590,7 +592,7 @@ def test_peer_that_is_left_still_gets_replicas(
     tmp_path: Path, peer: Peer, reports: Reports
 ) -> None:
     gone = msgspec.convert({**info_fields(peer.info), "rank": 1, "address": (HOST, 1)}, RankInfo)
-    replicator = PeerReplicator([gone, peer.info], TOKEN, reports, no_fault)
+    replicator = PeerReplicator([gone, peer.info], TOKEN, reports, no_fault, Clock())
     region, index = own_state(tmp_path, 5)
     replicator.replicate(replica_of(region, index, 4))
     replicator.close()
@@ -605,7 +607,7 @@ def info_fields(info: RankInfo) -> dict[str, object]:
 
 def test_rank_without_peers_that_listen_reports_nothing(tmp_path: Path, reports: Reports) -> None:
     region, index = own_state(tmp_path, 5)
-    PeerReplicator([], TOKEN, reports, no_fault).replicate(replica_of(region, index, None))
+    PeerReplicator([], TOKEN, reports, no_fault, Clock()).replicate(replica_of(region, index, None))
     assert reports.drain() == []
 
 

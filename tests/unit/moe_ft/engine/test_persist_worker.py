@@ -33,9 +33,12 @@ from moe_ft.engine.regions import Region, write_atomically
 from moe_ft.engine.storage import Storage, file_tag, rank_path
 from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.errors import CorruptStateError, LockLostError
-from moe_ft.format.files import MANIFEST_NAME, FileEntry, Index, Manifest, checksum, decode, encode
+from moe_ft.format.encoding import checksum, decode, encode
+from moe_ft.format.entries import FileEntry
+from moe_ft.format.index import Index
+from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from moe_ft.planning.recovery import Version
-from moe_ft.recovery.sources import StorageReader, read_unit
+from moe_ft.recovery.readers import StorageReader, read_unit
 from tests.unit.moe_ft.builders import (
     add_units,
     complete_iterations,

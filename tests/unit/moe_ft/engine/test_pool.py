@@ -12,7 +12,7 @@ from safetensors import safe_open
 from moe_ft.engine.pool import Pool, PoolVersions, RestoredVersion
 from moe_ft.engine.regions import Region, Role
 from moe_ft.errors import SnapshotError
-from moe_ft.format.files import UnitEntry
+from moe_ft.format.entries import UnitEntry
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.host_memory import num_slots
 from moe_ft.planning.lost_tokens import limit_of_k

@@ -14,15 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ft.engine.background import Reports
-from moe_ft.engine.checks import check_units
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory import ReplicaMemory
 from moe_ft.engine.peer_messages import Deadline, Put, Reply, receive_header, send, send_all
 from moe_ft.engine.peers import PeerReplicator, Replica
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.format.files import Identity, Index, decode, encode
-from moe_ft.recovery.sources import MemoryReader, read_unit
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import decode, encode
+from moe_ft.format.identity import Identity
+from moe_ft.format.index import Index
+from moe_ft.recovery.readers import MemoryReader, read_unit
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
     WINDOW_FILE_BYTES,
@@ -52,7 +55,7 @@ class Sender:
         self.reports = Reports()
         self.fails_at: set[int] = set()
         self.stretches: list[tuple[int, int]] = []
-        self.replicator = PeerReplicator([self.peer.info], TOKEN, self.reports, self._hook)
+        self.replicator = PeerReplicator([self.peer.info], TOKEN, self.reports, self._hook, Clock())
         self.pair = self.replicator._pairs[HOLDER]
         self._spy_on_connection()
         self.regions = [Region(directory / "own", number, WINDOW_FILE_BYTES) for number in (0, 1)]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from moe_ft.engine.background import Reports
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.persist import PersistClient
 from moe_ft.engine.persist_worker import PersistRequest, PersistWorker, request_path
 from moe_ft.engine.pool import Pool, PoolVersions
@@ -58,7 +59,7 @@ class Rank:
         self.pool = Pool(folder / "rank", 4 * 33, 3 * NUM_EXPERTS)
         self.pool.open()
         self.versions = PoolVersions(self.pool)
-        self.client = PersistClient(folder / "persist", 0, self.reports, no_fault)
+        self.client = PersistClient(folder / "persist", 0, self.reports, no_fault, Clock())
         self.worker = PersistWorker(folder / "persist", self.storage, keep=2)
         self.schedule = StorageSchedule(
             interval, self.client, self.versions, self.strategy, make_identity(), 0

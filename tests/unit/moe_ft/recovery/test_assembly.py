@@ -8,21 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ft.config.config import MoeFtConfig, PartialConfig, SparseConfig, StrategyConfig
+from moe_ft.config.config import MoeFtConfig, StrategyConfig
 from moe_ft.engine.layout import lay_out
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.format.files import ParameterEntry
+from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.packings import ALIGNMENT_BYTES
+from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.recovery.assembly import (
-    ExpertFacts,
     build_strategy,
     ep_ranks_by_dp,
     measure_sizes,
 )
 from moe_ft.state.catalog import UnitCatalog
-from moe_ft.state.parameters import GroupPlace, LocalParameter
-from moe_ft.strategies.interface import DenseStrategy, Strategy
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.interface import Strategy
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import run_together
 
@@ -73,7 +76,8 @@ def catalog_of(dp_rank: int) -> UnitCatalog:
 def facts(dp_rank: int, num_experts: int = EP_SIZE) -> ExpertFacts:
     return ExpertFacts(
         num_experts=num_experts,
-        ep=GroupPlace(rank=dp_rank % EP_SIZE, size=EP_SIZE),
+        ep_rank=dp_rank % EP_SIZE,
+        ep_size=EP_SIZE,
         tokens_per_sample=1,
         planned_samples=100,
         samples_per_iteration=1,
@@ -83,7 +87,7 @@ def facts(dp_rank: int, num_experts: int = EP_SIZE) -> ExpertFacts:
 def config_of(partial: PartialConfig | None = None, **strategy: str) -> MoeFtConfig:
     return MoeFtConfig(
         strategy=StrategyConfig(**{"strategy": "partial", **strategy}),
-        partial=partial or PartialConfig(k_snapshot="1"),
+        options={"partial": partial or PartialConfig(k_snapshot="1")},
     )
 
 
@@ -149,7 +153,8 @@ def test_expert_parallel_ranks_are_those_of_the_own_group_in_its_order() -> None
 
 def sparse_config(window: str) -> MoeFtConfig:
     return MoeFtConfig(
-        strategy=StrategyConfig(strategy="sparse"), sparse=SparseConfig(window=window, max_window=4)
+        strategy=StrategyConfig(strategy="sparse"),
+        options={"sparse": SparseConfig(window=window, max_window=4)},
     )
 
 

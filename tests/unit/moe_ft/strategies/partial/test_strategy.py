@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.format.records import ExpertProgress
-from moe_ft.planning.experts import Counts, ExpertLayout
+from moe_ft.planning.experts import Counts, Expert, ExpertFacts, ExpertLayout
 from moe_ft.planning.lost_tokens import Gaps
 from moe_ft.planning.token_ledger import UnitVersion, job_plt
-from moe_ft.recovery.assembly import ExpertFacts
 from moe_ft.recovery.job_loss import JobLoss, add_up
-from moe_ft.state.parameters import GroupPlace
 from moe_ft.strategies.partial.strategy import (
     PartialSettings,
     PartialStrategy,
@@ -35,7 +33,6 @@ SETTINGS = PartialSettings(
 )
 GAP = ((2, 5),)
 ONE_LAYER = ExpertLayout(num_layers=1, num_experts=4, ep_size=1)
-Expert = tuple[str, int]
 
 
 def expert(layer: int, number: int) -> UnitId:
@@ -600,7 +597,8 @@ def train_with_faults(num_iterations: int, faults: range, *, raises_k: bool) -> 
     experts = ExpertLayout(num_layers=1, num_experts=8, ep_size=4)
     facts = ExpertFacts(
         num_experts=8,
-        ep=GroupPlace(rank=0, size=4),
+        ep_rank=0,
+        ep_size=4,
         tokens_per_sample=8,
         planned_samples=num_iterations,
         samples_per_iteration=1,
