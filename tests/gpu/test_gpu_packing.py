@@ -1,6 +1,6 @@
 """Kernels on a GPU give the bits of their reference, and staging brings them into pinned memory.
 
-The same is tested in Triton's interpreter in tests/unit/kernels, which run on a GPU where there is one.
+tests/unit/kernels tests the same in Triton's interpreter, or on a GPU where there is one.
 """
 
 import mmap
