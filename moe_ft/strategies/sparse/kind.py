@@ -9,7 +9,7 @@ from moe_ft.planning.experts import experts_of_stage
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
-from moe_ft.strategies.sparse.strategy import SparseSettings, SparseStrategy
+from moe_ft.strategies.sparse.strategy import SparseStrategy
 from moe_ft.units import Level
 
 
@@ -56,16 +56,8 @@ class Sparse(StrategyKind):
             [tuple(units.sizes) for _, units in everyone], facts.experts.num_experts
         )
         options: SparseConfig = self.options_in(config)
-        settings = SparseSettings(
-            window=options.window_snapshots,
-            longest=options.max_window,
-            measure=options.unit_order,
-            decay=options.popularity_decay,
-            change=options.reorder_change,
-            fraction=options.reorder_fraction,
-        )
         own = [member for member, _ in everyone].index(facts.rank)
-        return SparseStrategy(own, [units for _, units in everyone], layers, settings)
+        return SparseStrategy(own, [units for _, units in everyone], layers, options)
 
 
 SPARSE = Sparse(
