@@ -1,6 +1,6 @@
 """Models with many flags that the small one of other tests leaves alone are recovered bit for bit.
 
-A flag that is not called untested in program/flag_table.py is in a test; many are only here.
+A flag that is not called untested in moe_ft/config/flag_table.py is in a test; many are only here.
 """
 
 import pytest
