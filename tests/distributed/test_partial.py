@@ -10,10 +10,9 @@ from megatron.core.models.gpt import GPTModel
 import pretrain_gpt_moe
 from moe_ft.cli import main
 from moe_ft.engine.storage import Storage
-from moe_ft.planning.model_size import ByteModel, ModelShape
+from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.strategies.partial.size import SavedModel
-from moe_ft.strategies.sparse.size import stage_units
 from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
 from tests.demo_model import RERUNS, event_flags, layout_flags, model_flags
 from tests.harness import digests, run_ranks, run_with_restarts
