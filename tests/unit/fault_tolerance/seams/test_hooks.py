@@ -1,4 +1,4 @@
-"""Seams call the listeners where Megatron's loop passes, and are taken out again."""
+"""Seams call the listeners as Megatron's loop runs, and are removed at the end."""
 
 from argparse import Namespace
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Facts of the loop are those of Megatron's arguments and counters."""
+"""Facts of the loop come from Megatron's arguments and counters."""
 
 from argparse import Namespace
 
@@ -14,7 +14,7 @@ from tests.unit.moe_ft.builders import make_record
     ("flags", "expected"),
     [
         ({}, ""),
-        ({"load": "/a"}, ""),  # goes on with what is there
+        ({"load": "/a"}, ""),  # continues a run
         ({"finetune": True, "load": "/a"}, "--finetune --load /a"),
         ({"ckpt_step": 7, "load": "/a"}, "--ckpt-step 7 --load /a"),
         ({"finetune": True}, "--finetune"),

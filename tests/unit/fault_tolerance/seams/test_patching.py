@@ -1,4 +1,4 @@
-"""Replaced attributes are put back as they were."""
+"""Replaced attributes are restored."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A recovery goes on in the loop: the data position, then the random numbers, each when the loop needs it."""
+"""A recovery continues in the loop: data position, replay and random numbers, each when the loop needs it."""
 
 import random
 from argparse import Namespace
@@ -58,7 +58,7 @@ def test_counters_are_those_of_the_record_before_the_data_iterators_are_built(
     assert args.num_floating_point_operations_so_far == 1e15
 
 
-def test_data_begin_where_the_replay_begins_and_the_loop_goes_on_from_the_record(
+def test_data_begin_with_the_replay_and_the_loop_continues_from_the_record(
     args: Namespace,
 ) -> None:
     resumption = Resumption(args, record_of(5), replay_of(args, record_of(3), record_of(5)))

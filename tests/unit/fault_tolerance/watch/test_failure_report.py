@@ -1,4 +1,4 @@
-"""Ranks that stop say why, once, and name the ranks from which nothing was heard."""
+"""A rank that stops says why, once, and names the ranks that gave no sign of life."""
 
 import multiprocessing
 import os

@@ -120,6 +120,6 @@ def open_logs(folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_all_ranks_count_their_starts_alike(tmp_path: Path) -> None:
+def test_all_ranks_have_the_same_incarnation(tmp_path: Path) -> None:
     run_ranks(open_logs, 2, str(tmp_path), log_dir=tmp_path).check()
     assert [events(tmp_path, rank, "opened")[0]["incarnation"] for rank in (0, 1)] == [7, 7]

@@ -79,7 +79,7 @@ def test_state_is_passed_at_once_with_samples_that_the_loop_has_not_counted(run:
     assert run.loop.stall_s == 0.25
 
 
-def test_operations_are_added_to_those_of_earlier_starts(run: Run) -> None:
+def test_operations_are_added_to_the_count_of_earlier_starts(run: Run) -> None:
     of_one = float(num_floating_point_operations(run.args, 8))
     assert of_one > 0
     for iteration in (6, 7):
@@ -112,15 +112,15 @@ def test_state_is_passed_once(run: Run) -> None:
     assert len(run.engine.acted) == 1
 
 
-def test_last_facts_are_not_those_of_a_batch_that_was_skipped_since(run: Run) -> None:
+def test_last_facts_do_not_include_a_batch_that_was_skipped_later(run: Run) -> None:
     run.args.consumed_train_samples = 40
     run.seam.end_iteration(ended(6))
-    run.args.consumed_train_samples = 56  # the iteration's own 8, and those of the skipped batch
+    run.args.consumed_train_samples = 56  # 8 of the iteration, 8 of a skipped batch
     assert run.seam.last_facts() is run.engine.acted[0]
     assert run.seam.last_facts().consumed_train_samples == 48
 
 
-def test_last_facts_are_those_of_now_if_nothing_was_trained(run: Run) -> None:
+def test_last_facts_are_the_current_ones_if_nothing_was_trained(run: Run) -> None:
     run.args.consumed_train_samples = 40
     facts = run.seam.last_facts()
     assert (facts.iteration, facts.consumed_train_samples) == (6, 40)
