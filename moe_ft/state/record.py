@@ -17,6 +17,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moe_ft.errors import ConfigError, SnapshotError
+from moe_ft.format.json_values import convert_leaves, finite_or_name
 from moe_ft.format.records import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state import fp8_state
 from moe_ft.state.parameters import LocalParameter
@@ -198,9 +199,10 @@ def encode(captured: CapturedRecord) -> IterationRecord:
     facts, values = captured.facts, captured.values
     return IterationRecord(
         iteration=facts.iteration,
-        grad_norm=None if facts.grad_norm is None else _number(facts.grad_norm),
+        grad_norm=None if facts.grad_norm is None else finite_or_name(float(facts.grad_norm)),
         grad_norms_by_group={
-            name: _number(value) for name, value in values["grad_norms_by_group"].items()
+            name: finite_or_name(float(value))
+            for name, value in values["grad_norms_by_group"].items()
         },
         num_tokens=None if values["num_tokens"] is None else int(values["num_tokens"]),
         optimizers=tuple(_encode_optimizer(each) for each in values["optimizers"]),
@@ -240,14 +242,14 @@ def _encode_rng(values: Mapping[str, Any]) -> dict[str, Any]:
         "python": {
             "version": version,
             "words": _to_json(torch.tensor(words, dtype=torch.int64)),
-            "gauss": None if gauss is None else _number(gauss),
+            "gauss": None if gauss is None else finite_or_name(float(gauss)),
         },
         "numpy": {
             "name": name,
             "keys": _to_json(torch.from_numpy(keys.astype(np.int64))),
             "position": position,
             "has_gauss": has_gauss,
-            "cached": _number(cached),
+            "cached": finite_or_name(float(cached)),
         },
         "torch": _to_json(values["torch"]),
         "device": _to_json(values["device"]),
@@ -255,29 +257,21 @@ def _encode_rng(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _number(value: Any) -> Any:
-    """JSON has no infinities and no NaN."""
-    value = float(value)
-    return value if math.isfinite(value) else str(value)
-
-
 def _to_json(value: Any) -> Any:
-    """Turn scalars, tensors, lists and dicts into JSON values without losing a bit."""
+    """Return scalars, tensors, lists and dicts as JSON values without losing a bit."""
+    return convert_leaves(value, _leaf_to_json)
+
+
+def _leaf_to_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         packed = pack(value)
         data = packed.data.hex()
         return {"tensor": {"dtype": packed.dtype, "shape": list(packed.shape), "data": data}}
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return {
-        "other": repr(value)
-    }  # a setting, such as an enum: it comes from the command line again
+    return {"other": repr(value)}  # a setting such as an enum, which the command line gives again
 
 
 def _from_json(value: Any) -> Any:
