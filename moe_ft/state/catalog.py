@@ -10,6 +10,7 @@ from types import MappingProxyType
 import msgspec
 import torch
 
+from moe_ft.arithmetic import round_up
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import FROZEN, TensorEntry, tensor_bytes
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing
@@ -100,16 +101,17 @@ class UnitCatalog:
     def num_bytes(self, unit: UnitId, level: Level = Level.FULL, *, alignment: int = 1) -> int:
         """Return the bytes that this rank saves of a unit, each tensor rounded up to an alignment."""
         sizes = map(tensor_bytes, self.tensors(unit, level))
-        return sum(-(-size // alignment) * alignment for size in sizes)
+        return sum(round_up(size, alignment) for size in sizes)
 
     def most_bytes(self, unit: UnitId) -> int:
         """Return the bytes that a version of a unit may take, however another start has kept it."""
         return sum(
             max(
-                -(-tensor_bytes(msgspec.structs.replace(tensor, packing=each)) // ALIGNMENT_BYTES)
+                round_up(
+                    tensor_bytes(msgspec.structs.replace(tensor, packing=each)), ALIGNMENT_BYTES
+                )
                 for each in (Packing if tensor.dtype == "F32" else (Packing.EXACT,))
             )
-            * ALIGNMENT_BYTES
             for tensor in self.tensors(unit, Level.FULL)
         )
 

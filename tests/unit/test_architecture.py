@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BASE = (
+    "arithmetic",
     "errors",
     "config",
     "units",
