@@ -44,7 +44,7 @@ class Packing(StrEnum):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether numbers are restored changed."""
+        """True if restored numbers differ from the saved ones."""
         return self not in (Packing.EXACT, Packing.SPLIT)
 
 
