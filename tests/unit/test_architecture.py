@@ -9,6 +9,7 @@ from functools import cache
 from tests.unit.source import ROOT, check_rule, module_name, product_files, tree_of
 
 BASE = (
+    "arithmetic",
     "errors",
     "config",
     "units",
