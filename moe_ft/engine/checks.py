@@ -1,4 +1,4 @@
-"""Whether the bytes of units are those that an index says; no I/O."""
+"""Checks of bytes against the checksums of an index; no I/O."""
 
 from collections.abc import Iterable, Mapping
 

@@ -153,7 +153,7 @@ class StateCopier:
 
 
 class _Copies:
-    """What a snapshot copies into one file; tables for packing it serve until a tensor is replaced."""
+    """Copies of a snapshot into one file; tables for packing them serve until a tensor is replaced."""
 
     def __init__(self, copies: Sequence["_Copy"]) -> None:
         self.copies = copies
@@ -221,7 +221,7 @@ class _Copy:
 
     @property
     def target(self) -> torch.Tensor:
-        """Where it goes, if it is copied as it is."""
+        """Its place in the file, if it is copied as it is."""
         if self.entry.packing != Packing.EXACT:
             raise SnapshotError(f"{self.local.name}/{self.entry.key} can only be packed")
         if self._target is None:

@@ -1,6 +1,6 @@
-"""How the unit versions of a window's snapshots lie in a data file, which is a valid safetensors file.
+"""Layout of the unit versions of a window in a data file, which is a valid safetensors file.
 
-The snapshots lie one behind the other, so that what one of them adds is one stretch of bytes.
+The snapshots follow each other, so that each adds one stretch of bytes.
 
 The header has a fixed size, padded with blanks; alignment gaps are declared as tensors ``__unused__/n``,
 because safetensors refuses holes. Sizes and offsets only: no torch, no I/O.
@@ -24,7 +24,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlace:
-    """Where one unit version lies: bytes from the start of the file; offsets of tensors from its own."""
+    """Place of a unit version, in bytes from the start of the file; offsets of tensors are from its own."""
 
     unit: UnitId
     level: Level
@@ -78,7 +78,7 @@ def lay_out(units: Contents, num_bytes: int | None = None) -> FileLayout:
 
 
 def lay_out_window(snapshots: Iterable[Contents], num_bytes: int | None = None) -> FileLayout:
-    """Place units one behind the other, snapshot by snapshot.
+    """Place units one after the other, snapshot by snapshot.
 
     Args:
         snapshots: units, their level and their tensors, whose offsets are ignored; units without

@@ -74,7 +74,7 @@ class _Stretch:
 
 @dataclass(slots=True)
 class Chunk:
-    """What is packed at once.
+    """Segments that are packed at once.
 
     Attributes:
         names: ``[segment]`` of the tensors.
@@ -216,7 +216,7 @@ class Staging:
             torch.cuda.synchronize()
 
     def copy(self, chunks: Sequence[Chunk]) -> None:
-        """Pack chunks and copy them into their files; on a GPU, that goes on after the return.
+        """Pack chunks and copy them into their files; on a GPU, that continues after the return.
 
         Packing is in the current stream, copying in one of its own.
         """

@@ -1,4 +1,4 @@
-"""How the units of a rank lie in its regions and slots, for each plan of its strategy."""
+"""Layouts of a rank's units in its regions and slots, for each plan of its strategy."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ class UnitLayouts:
         ]
 
     def _slices(self, plan: SnapshotPlan) -> Slices | None:
-        """Return how the plan divides parameters that data-parallel ranks hold alike."""
+        """Return how the plan divides parameters that all data-parallel ranks hold."""
         if plan.shares is None:
             return None
         shared = [
@@ -57,7 +57,6 @@ class UnitLayouts:
 
         Args:
             unit: of which this rank saves something.
-            offset: of the slot.
         """
         if unit not in self._places:
             layout = lay_out([(unit, Level.FULL, self._catalog.tensors(unit, Level.FULL))])

@@ -214,6 +214,24 @@ class WindowState:
         return (self.layout.ends[position - 1] if position else 0), self.layout.ends[position]
 
 
+def _window_units(
+    position: int, length: int, num_elements: int
+) -> list[tuple[UnitId, Level, list[TensorEntry]]]:
+    """Return what one snapshot of `make_window` holds."""
+    found = []
+    for unit in WINDOW_UNITS:
+        at = window_position(unit, length)
+        level = Level.FULL if at == position else Level.COMPUTE
+        keys = {"param": "F32", "exp_avg": "F32"} if at == position else {"weight": "BF16"}
+        if at >= position:
+            tensors = [
+                TensorEntry(f"{unit}.weight", key, 0, num_elements, dtype, 0)
+                for key, dtype in keys.items()
+            ]
+            found.append((unit, level, tensors))
+    return found
+
+
 def make_window(
     rank: int = 0,
     first_iteration: int = 5,
@@ -227,22 +245,9 @@ def make_window(
 
     Every unit has an fp32 master and a moment at FULL, and a BF16 weight at COMPUTE.
     """
-
-    def contents(position: int) -> list[tuple[UnitId, Level, list[TensorEntry]]]:
-        found = []
-        for unit in WINDOW_UNITS:
-            at = window_position(unit, length)
-            level = Level.FULL if at == position else Level.COMPUTE
-            keys = {"param": "F32", "exp_avg": "F32"} if at == position else {"weight": "BF16"}
-            if at >= position:
-                tensors = [
-                    TensorEntry(f"{unit}.weight", key, 0, num_elements, dtype, 0)
-                    for key, dtype in keys.items()
-                ]
-                found.append((unit, level, tensors))
-        return found
-
-    layout = lay_out_window([contents(each) for each in range(length)], WINDOW_FILE_BYTES)
+    layout = lay_out_window(
+        [_window_units(each, length, num_elements) for each in range(length)], WINDOW_FILE_BYTES
+    )
     seed = f"{rank} {first_iteration} {length}"
     content = layout.header + numbers(seed, layout.num_bytes - len(layout.header))
 

@@ -134,7 +134,7 @@ def jobs(draw: st.DrawFn) -> tuple[ExpertLayout, PartialSettings]:
 
 
 class Rank:
-    """What the engine does with the slots of one rank, without copying anything."""
+    """Slots of one rank as the engine uses them, without copying anything."""
 
     def __init__(self, directory: Path, experts: ExpertLayout, settings: PartialSettings) -> None:
         units = [
@@ -188,7 +188,7 @@ class Rank:
             assert self.versions.keep_persisting(units) == sorted(units)
 
     def end(self) -> None:
-        """What was written is a checkpoint."""
+        """Note that a checkpoint was written."""
         if self.persisting:
             self.strategy.note_persisted()
         self.persisting = {}
