@@ -1,8 +1,7 @@
 """Small states that are real in form: identities, records, indexes, data files, regions, checkpoints."""
 
 import random
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +33,6 @@ from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level, UnitId, UnitKind
 
 FRESH = ((0, 0),)
-GATHER_DEADLINE_S = 30.0
 
 
 def numbers(seed: str, num_bytes: int) -> bytes:
@@ -410,41 +408,3 @@ def add_units(region: Region, index: Index, units: Mapping[str, UnitEntry]) -> I
     index = msgspec.structs.replace(index, units={**index.units, **units})
     region.commit(encode(index), index.iteration)
     return index
-
-
-def run_together[Answer](
-    num_ranks: int, run: Callable[[int, Callable[[Any], list[Any]]], Answer]
-) -> list[Answer]:
-    """Run a function for all ranks at once, in threads, with a gather that exchanges values among them.
-
-    Args:
-        num_ranks: how many.
-        run: called with the rank and the gather.
-    """
-    values: list[Any] = [None] * num_ranks
-    answers: dict[int, Answer] = {}
-    barrier = threading.Barrier(num_ranks, timeout=GATHER_DEADLINE_S)
-
-    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
-        def gather(value: Any) -> list[Any]:
-            values[rank] = value
-            barrier.wait()
-            everyone = list(values)
-            barrier.wait()
-            return everyone
-
-        return gather
-
-    def answer(rank: int) -> None:
-        try:
-            answers[rank] = run(rank, gather_of(rank))
-        except BaseException:
-            barrier.abort()
-            raise
-
-    threads = [threading.Thread(target=answer, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(GATHER_DEADLINE_S)
-    return [answers[rank] for rank in range(num_ranks)]

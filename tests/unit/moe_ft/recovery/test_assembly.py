@@ -24,7 +24,7 @@ from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import GroupPlace, LocalParameter
 from moe_ft.strategies.interface import DenseStrategy, Strategy
 from moe_ft.units import Level, UnitId, UnitKind
-from tests.unit.moe_ft.builders import run_together
+from tests.unit.moe_ft.together import run_together
 
 EP_SIZE, EXPT_DP_SIZE = 2, 4
 NUM_LAYERS = 3
