@@ -6,7 +6,6 @@ torchrun --nproc-per-node 4 pretrain_gpt_moe.py --text-dir DIR MEGATRON_FLAGS --
 import os
 import sys
 import time
-from contextlib import closing
 from functools import partial
 from typing import NoReturn
 
@@ -20,8 +19,7 @@ from megatron.fault_tolerance.program.environment import end_with_rank, prepare_
 from megatron.fault_tolerance.program.forward_step import forward_step
 from megatron.fault_tolerance.program.model import build_config, embedding_ranks
 from megatron.fault_tolerance.seams import hooks
-from megatron.fault_tolerance.watch import failure_report
-from megatron.fault_tolerance.watch.run import TrainingRun
+from megatron.fault_tolerance.watch.composition import listeners_for
 from moe_ft.errors import ConfigError, MoeFtError, UnrecoverableError
 
 EXIT_REFUSED = 2
@@ -43,10 +41,9 @@ def main(command_line: list[str] | None = None) -> None:
         megatron_config = build_config(args)
     except ConfigError as error:
         refuse(error)
-    run = TrainingRun(config, args.rank)
-    reporting = failure_report.reporting(run, on_sigterm=not args.exit_signal_handler)
+    listeners = listeners_for(config, args.rank, on_sigterm=not args.exit_signal_handler)
     try:
-        with closing(run), reporting, hooks.installed(run):
+        with listeners, hooks.installed(listeners):
             pretrain(
                 megatron_config,
                 provide_datasets,
@@ -54,15 +51,12 @@ def main(command_line: list[str] | None = None) -> None:
                 forward_step,
                 get_embedding_ranks=partial(embedding_ranks, megatron_config.model),
             )
-    except (
-        ConfigError,
-        UnrecoverableError,
-    ) as error:  # what only the built model or the disks tell
+    except (ConfigError, UnrecoverableError) as error:  # only the built model or the disks told
         refuse(error)
     except SystemExit as end:  # one of Megatron's --exit-* flags, or a failed validation of results
         if end.code:
             raise
-    if not run.is_saved:
+    if not listeners.loop.is_saved:
         time.sleep(END_GRACE_S)  # the first rank to end has the launcher end all others
         raise SystemExit(EXIT_NOT_SAVED)
 

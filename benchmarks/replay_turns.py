@@ -17,12 +17,13 @@ import torch.distributed as dist
 from megatron.training import get_args, training
 
 import pretrain_gpt_moe
+from megatron.fault_tolerance.seams.listeners import Listeners
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import LoopParts, Replay
-from megatron.fault_tolerance.watch.run import TrainingRun
+from megatron.fault_tolerance.watch import checkpoints
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.format.records import IterationRecord
-from moe_ft.recovery.session import Session
+from moe_ft.recovery.running import Checkpointing
 from moe_ft.state.record import CapturedRecord, IterationFacts, encode
 from moe_ft.units import UnitId
 
@@ -74,7 +75,7 @@ class ReplayTurns:
         self._variants, self._rounds_left = variants, num_rounds
         self.times: dict[str, list[tuple[float, ...]]] = {each.name: [] for each in variants}
         self.times[""] = []
-        self._session: Session | None = None
+        self._running: Checkpointing | None = None
         self._loop: LoopParts | None = None
         self._captured: CapturedRecord | None = None
         self._begin = self._forward_backward = (0.0, 0.0)
@@ -82,38 +83,41 @@ class ReplayTurns:
     def install(self) -> None:
         """Enter the stock loop, for as long as the process runs."""
         patches = Patches()
-        open_session, capture, is_due = Session.open, Session.capture, CheckpointEngine._is_due
-        begin, end = TrainingRun.begin_iteration, TrainingRun.end_iteration
-        begin_training = TrainingRun.begin_training
+        start, capture = checkpoints.start, Checkpointing.capture
+        is_due = CheckpointEngine._is_due
+        begin, end = Listeners.begin_iteration, Listeners.end_iteration
+        begin_training = Listeners.begin_training
         get_function = training.get_forward_backward_func
 
-        def remember_session(session: Session) -> Any:
-            self._session = session
-            return open_session(session)
+        def start_and_remember(*args: Any) -> Checkpointing:
+            self._running = start(*args)
+            return self._running
 
-        def remember_record(session: Session, facts: IterationFacts) -> CapturedRecord:
-            self._captured = capture(session, facts)
+        def remember_record(running: Checkpointing, facts: IterationFacts) -> CapturedRecord:
+            self._captured = capture(running, facts)
             return self._captured
 
-        def remember_loop(run: TrainingRun, loop: LoopParts) -> None:
+        def remember_loop(listeners: Listeners, loop: LoopParts) -> None:
             self._loop = loop
-            begin_training(run, loop)
+            begin_training(listeners, loop)
 
-        def begin_iteration(run: TrainingRun, iteration: int) -> None:
-            begin(run, iteration)
+        def begin_iteration(listeners: Listeners, iteration: int) -> None:
+            begin(listeners, iteration)
             self._begin = _now()
 
-        def end_iteration(run: TrainingRun, *args: Any, **options: Any) -> None:
-            if run.iteration >= NUM_WARM_UP:
+        def end_iteration(listeners: Listeners, *args: Any, **options: Any) -> None:
+            if listeners.loop.iteration >= NUM_WARM_UP:
                 self._note("")
-            end(run, *args, **options)
+            end(listeners, *args, **options)
 
-        patches.set(Session, "open", remember_session)
-        patches.set(Session, "capture", remember_record)
-        patches.set(TrainingRun, "begin_iteration", begin_iteration)
-        patches.set(TrainingRun, "end_iteration", end_iteration)
-        patches.set(TrainingRun, "begin_training", remember_loop)
-        patches.set(TrainingRun, "replay_if_due", lambda run, *args: self._replay(run, *args))
+        patches.set(checkpoints, "start", start_and_remember)
+        patches.set(Checkpointing, "capture", remember_record)
+        patches.set(Listeners, "begin_iteration", begin_iteration)
+        patches.set(Listeners, "end_iteration", end_iteration)
+        patches.set(Listeners, "begin_training", remember_loop)
+        patches.set(
+            Listeners, "replay_if_due", lambda listeners, *args: self._replay(listeners, *args)
+        )
         patches.set(
             CheckpointEngine,
             "_is_due",
@@ -138,26 +142,32 @@ class ReplayTurns:
 
         return run
 
-    def _replay(self, run: TrainingRun, forward_backward: Callable[..., Any] | None = None) -> None:
+    def _replay(
+        self, listeners: Listeners, forward_backward: Callable[..., Any] | None = None
+    ) -> None:
         """Run one iteration again in each variant; every other round in opposite order."""
-        if forward_backward is None or run.iteration < NUM_WARM_UP or self._rounds_left == 0:
+        if (
+            forward_backward is None
+            or listeners.loop.iteration < NUM_WARM_UP
+            or self._rounds_left == 0
+        ):
             return
         assert self._captured is not None and self._loop is not None
         loop = replace(self._loop, forward_backward=forward_backward)
         record = encode(self._captured)
         self._rounds_left -= 1
-        run.is_replaying = True
+        listeners.loop.is_replaying = True
         for variant in self._variants[:: 1 if self._rounds_left % 2 else -1]:
             replay = self._make_replay(variant, record)
             dist.barrier()
             self._begin = _now()
             replay.run(loop)
             self._note(variant.name)
-        run.is_replaying = False
+        listeners.loop.is_replaying = False
 
     def _make_replay(self, variant: ReplayVariant, record: IterationRecord) -> Replay:
-        assert self._session is not None
-        parameters = self._session.parameters
+        assert self._running is not None
+        parameters = self._running.met.live.parameters
         units = sorted({each.unit for each in parameters})
         num_frozen = round(len(units) * variant.share)
         # Spread over all kinds and layers alike.

@@ -24,8 +24,9 @@ from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.engine.worker import ThreadWorker
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
-from moe_ft.format.files import Identity, ParameterEntry, Start
-from moe_ft.recovery.restore import FetchedUnit
+from moe_ft.format.entries import ParameterEntry
+from moe_ft.format.identity import Identity, Start
+from moe_ft.recovery.units import FetchedUnit
 from moe_ft.state import record as records
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter

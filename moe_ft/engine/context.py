@@ -12,7 +12,8 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.persist_worker import WriterSettings
 from moe_ft.engine.pool import RestoredVersion
-from moe_ft.format.files import Identity, Index, Start
+from moe_ft.format.identity import Identity, Start
+from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Family
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.strategies.interface import WindowPlan

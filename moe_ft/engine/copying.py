@@ -16,7 +16,7 @@ from moe_ft.engine.regions import MappedFile
 from moe_ft.engine.snapshot_job import SnapshotRequest
 from moe_ft.engine.staging import Chunk, PackedPart, Staging, cut_into_chunks
 from moe_ft.errors import SnapshotError
-from moe_ft.format.files import TensorEntry
+from moe_ft.format.entries import TensorEntry
 from moe_ft.format.packings import Packing
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, own_slice, whole_tensor
@@ -95,11 +95,7 @@ class StateCopier:
         return absent
 
     def check(self) -> None:
-        """Check that what was copied last has arrived as it was packed.
-
-        Raises:
-            SnapshotError: if not.
-        """
+        """Raise SnapshotError if masters of the last snapshot cannot be restored from what was packed."""
         for chunk in self._chunks:
             chunk.check()
 

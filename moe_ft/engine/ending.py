@@ -40,6 +40,11 @@ class Ending:
     newest_in_memory: int | None
     is_agreed: bool
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the last state is where it should be."""
+        return self.outcome is not Outcome.UNSAVED
+
     def may_lose_memory(self, *, is_complete: bool) -> bool:
         """Return whether nothing in memory is needed any more.
 

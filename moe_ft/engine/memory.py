@@ -22,7 +22,9 @@ from moe_ft.engine.regions import (
     replica_directory,
 )
 from moe_ft.errors import SnapshotError
-from moe_ft.format.files import IndexHead, Start, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.identity import Start
+from moe_ft.format.index import IndexHead
 from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.topology import RankInfo, Topology
 

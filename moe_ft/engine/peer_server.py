@@ -27,7 +27,7 @@ from moe_ft.engine.peer_messages import (
 )
 from moe_ft.engine.private_files import open_private
 from moe_ft.engine.replica_keeper import ReplicaKeeper
-from moe_ft.format.files import check_path
+from moe_ft.format.encoding import check_path
 
 
 class PeerServer:

@@ -27,7 +27,9 @@ from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, UnitEntry, encode
+from moe_ft.format.encoding import encode
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from moe_ft.topology import RankInfo
 
 _SLOWEST_CHECK_BYTES_PER_S = 100e6  # of a peer that verifies a replica

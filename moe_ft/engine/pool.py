@@ -13,7 +13,8 @@ import msgspec
 
 from moe_ft.engine.regions import MappedFile, Region, Role
 from moe_ft.errors import SnapshotError
-from moe_ft.format.files import Index, UnitEntry
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from moe_ft.format.packings import ALIGNMENT_BYTES
 
 _LENGTH_BYTES = 8

@@ -22,7 +22,8 @@ from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotRequest, SnapshotRes
 from moe_ft.engine.worker import Worker
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, encode
+from moe_ft.format.encoding import encode
+from moe_ft.format.index import Index
 
 
 class SnapshotWriter:

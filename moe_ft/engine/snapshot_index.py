@@ -11,15 +11,10 @@ from moe_ft.engine.record_log import RecordLog
 from moe_ft.engine.regions import MappedFile
 from moe_ft.engine.snapshot_job import SnapshotRequest
 from moe_ft.errors import SnapshotError
-from moe_ft.format.files import (
-    FORMAT,
-    Identity,
-    Index,
-    ParameterEntry,
-    TensorEntry,
-    UnitEntry,
-    checksum,
-)
+from moe_ft.format.encoding import FORMAT, checksum
+from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry
+from moe_ft.format.identity import Identity
+from moe_ft.format.index import Index
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from moe_ft.engine.layout import FileLayout, LazyLayout, UnitPlace
 from moe_ft.engine.regions import Region
-from moe_ft.format.files import UnitEntry
+from moe_ft.format.entries import UnitEntry
 from moe_ft.strategies.interface import SnapshotPlan
 
 

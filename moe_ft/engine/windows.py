@@ -20,7 +20,8 @@ from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.restored_memory import keep_restored
 from moe_ft.engine.snapshot import SnapshotWriter
 from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotRequest, SnapshotState
-from moe_ft.format.files import Index, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy, WindowPlan
 
@@ -146,6 +147,7 @@ class Windows:
         assert region is not None
         region.advance(Role.SNAPSHOT)
         plan = self._strategy.plan_window(iteration, is_last=is_last)
+        self._strategy.note_begun(plan)
         layout = self._layout(plan)
         self.open = OpenWindow(plan=plan, layout=layout, region=region, is_last=is_last)
         self._take(self.open, iteration, capture)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.errors import ConfigError
+from moe_ft.strategies.interface import StrategyKind
+from moe_ft.strategies.registry import kind_of, kinds
 
-Strategies = tuple[str, ...]
-ALL: Strategies = ("dense", "partial", "sparse")
+Strategies = Callable[[StrategyKind], bool]
 
 _NO_UNITS = "the state it makes cannot be taken apart into units"
 _IGNORED = "pretrain_gpt_moe.py would ignore it"
@@ -30,9 +31,9 @@ class Refusal:
         dest: the flag, as argparse calls it.
         flag: as messages name it.
         reason: why it is refused.
-        remedy: what to do instead.
+        remedy: what to do instead; {others} stands for the strategies that it is not refused with.
         is_used: whether parsed arguments use it.
-        strategies: those that it is refused with; empty for always.
+        strategies: those that it is refused with; None for always, also without a strategy.
         covers_flag: whether any use of the flag is refused, and not only some values or combinations.
     """
 
@@ -41,11 +42,13 @@ class Refusal:
     reason: str
     remedy: str
     is_used: Callable[[Any], bool]
-    strategies: Strategies = ()
+    strategies: Strategies | None = None
     covers_flag: bool = True
 
 
-def _flag(dest: str, reason: str, remedy: str = _LEAVE, strategies: Strategies = ()) -> Refusal:
+def _flag(
+    dest: str, reason: str, remedy: str = _LEAVE, strategies: Strategies | None = None
+) -> Refusal:
     """Return a rule that refuses a flag whose default is false or None."""
     return Refusal(
         dest=dest,
@@ -64,7 +67,7 @@ def _values(
     reason: str,
     remedy: str = _LEAVE,
     *,
-    strategies: Strategies = (),
+    strategies: Strategies | None = None,
     covers_flag: bool = False,
 ) -> Refusal:
     """Return a rule that refuses some values of a flag."""
@@ -87,6 +90,18 @@ def _shards_experts(args: Any) -> bool:
     default = args.tensor_model_parallel_size
     size = default if args.expert_tensor_parallel_size is None else args.expert_tensor_parallel_size
     return bool((args.expert_tensor_parallel_num_weight_shards or 0) > size)
+
+
+def _any(kind: StrategyKind) -> bool:
+    return True
+
+
+def _loses_tokens(kind: StrategyKind) -> bool:
+    return not kind.is_exact
+
+
+def _replays(kind: StrategyKind) -> bool:
+    return kind.replays
 
 
 def _has_graphs(args: Any) -> bool:
@@ -137,13 +152,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "fp8_param_gather",
         "parameters kept in FP8 cannot be restored bit for bit yet",
         "Leave it out; FP8 compute with bf16 parameters needs none of it",
-        ALL,
+        _any,
     ),
     _flag(
         "fp4_param_gather",
         "parameters kept in FP4 cannot be restored bit for bit yet",
         "Leave it out; FP4 compute with bf16 parameters needs none of it",
-        ALL,
+        _any,
     ),
     _flag("moe_single_grouped_weight", _NO_UNITS, _OWN_PARAMETERS),
     _flag("moe_single_grouped_bias", _NO_UNITS, _OWN_PARAMETERS),
@@ -154,7 +169,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _shards_weights,
         _SHARDED_WEIGHTS,
         "Leave it out, or raise --tensor-model-parallel-size instead",
-        strategies=ALL,
+        strategies=_any,
         covers_flag=True,
     ),
     _values(
@@ -163,13 +178,13 @@ REFUSALS: tuple[Refusal, ...] = (
         _shards_experts,
         _SHARDED_WEIGHTS,
         "Leave it out, or raise --expert-tensor-parallel-size instead",
-        strategies=ALL,
+        strategies=_any,
         covers_flag=True,
     ),
     _flag(
         "fake_process_group",
         "its ranks exchange nothing, so they cannot agree on a checkpoint",
-        strategies=ALL,
+        strategies=_any,
     ),
     # What a strategy cannot do with.
     _values(
@@ -178,7 +193,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _has_graphs,
         "replayed graphs run no hooks, so the tokens that a failure loses could not be counted",
         "Use --cuda-graph-impl none",
-        strategies=("partial",),
+        strategies=_loses_tokens,
     ),
     _values(
         "cuda_graph_impl",
@@ -187,15 +202,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "replayed graphs run no hooks, and compute the gradients that they were captured with, frozen "
         "units or not",
         "Use --cuda-graph-impl none",
-        strategies=("sparse",),
+        strategies=_replays,
     ),
     _values(
         "qk_clip",
         "--qk-clip",
         lambda args: args.qk_clip,
         "it changes weights after the optimizer step, which a recovery runs again without it",
-        "Leave it out, or use dense",
-        strategies=("sparse",),
+        "Leave it out, or use {others}",
+        strategies=_replays,
     ),
     _values(
         "phase_transition_iterations",
@@ -203,8 +218,8 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: bool(args.phase_transition_iterations),
         "Megatron reads a phase's data from where training continues, and a recovery runs iterations before "
         "that again",
-        "Use --moe-ft-strategy dense or partial",
-        strategies=("sparse",),
+        "Use --moe-ft-strategy {others}",
+        strategies=_replays,
     ),
     # What the program would have to do, and this one does not.
     _flag("sft", _IGNORED),
@@ -216,7 +231,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "inprocess_restart",
         _IGNORED,
         "Leave it out: let torchrun restart the ranks (--max-restarts), and recover from memory with "
-        "--moe-ft-strategy dense, partial or sparse",
+        "--moe-ft-strategy {others}",
     ),
     _flag(
         "logits_load_dir",
@@ -281,15 +296,23 @@ def check_refusals(args: argparse.Namespace) -> None:
             checkpoint).
     """
     strategy = args.moe_ft_strategy
+    kind = kind_of(strategy)
     for rule in REFUSALS:
-        if rule.strategies and strategy not in rule.strategies:
+        if rule.strategies is not None and (kind is None or not rule.strategies(kind)):
             continue
         if not hasattr(args, rule.dest):  # --moe-ft-allow-untested-megatron
             continue
         if rule.is_used(args):
             where = f" with --moe-ft-strategy={strategy}" if rule.strategies else ""
             given = _as_given(rule, getattr(args, rule.dest, None))
-            raise ConfigError(f"{given} is not supported{where}: {rule.reason}. {rule.remedy}.")
+            remedy = rule.remedy.format(others=_others(rule))
+            raise ConfigError(f"{given} is not supported{where}: {rule.reason}. {remedy}.")
+
+
+def _others(rule: Refusal) -> str:
+    """Return the strategies that a flag is not refused with, in words."""
+    names = [kind.name for kind in kinds() if rule.strategies is None or not rule.strategies(kind)]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _as_given(rule: Refusal, value: Any) -> str:

@@ -18,7 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import IterationRecord
-from moe_ft.recovery.conversion import Conversion
+from moe_ft.recovery.replay import Conversion
 from moe_ft.state.freezing import Freezing
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.record import apply_rng
@@ -126,9 +126,9 @@ class Replay:
         if get_num_microbatches() != after.num_microbatches:
             raise ConfigError(
                 f"iteration {before.iteration} had {after.num_microbatches} micro-batches and would have "
-                f"{get_num_microbatches()} with the batch sizes of this start: a window of --moe-ft-strategy "
-                "sparse can be recovered with the settings of its run only. Start with those, or ignore it "
-                "with --moe-ft-recover-from load."
+                f"{get_num_microbatches()} with the batch sizes of this start: a window of several snapshots "
+                "can be recovered with the settings of its run only. Start with those, or ignore it with "
+                "--moe-ft-recover-from load."
             )
         args.curr_iteration = before.iteration
         apply_rng(before)

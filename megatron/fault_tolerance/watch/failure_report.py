@@ -1,8 +1,8 @@
-"""Says, when a rank fails or is told to end, which ranks fell silent: died, or hung.
+"""Report of the end of a rank that fails or is told to end: which ranks fell silent, died or hung.
 
 Every rank that stops leaves a note in the job's store (a TCP store, no collective: the groups are broken)
-and waits a moment for the notes of the others. Ranks without a note are the ones to look at. What the
-notes say afterwards is moe_ft/commands/report.py.
+and waits a moment for the notes of the others. Ranks without a note are the ones to look at. What a log says
+afterwards is moe_ft/commands/report.py.
 """
 
 import os
@@ -12,16 +12,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.fault_tolerance.watch.run import TrainingRun
+from megatron.fault_tolerance.seams.listeners import LoopListener, LoopState
+from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError, UnrecoverableError
-from moe_ft.events import read_progress
+from moe_ft.events import EventLog, read_progress
 
 _SOURCE_LINE = re.compile(r"\[\S+\.cc:\d+\] ")  # where in gloo's source an error was raised
 _STORE_DEADLINE_S = 5.0
@@ -30,122 +31,152 @@ _MIN_POLL_S = 0.1
 _MAX_STORE_OPERATIONS_PER_S = 5000  # of all ranks together
 
 
-@contextmanager
-def reporting(run: TrainingRun, *, on_sigterm: bool) -> Iterator[None]:
-    """Report an exception or a SIGTERM that ends training.
-
-    An exception passes on, and the process ends soon after. SIGTERM, which launchers send to all ranks
-    when one has died, ends the process after the report. SystemExit, which all of Megatron's --exit-*
-    flags use, is not an error.
-
-    Args:
-        run: what ends.
-        on_sigterm: False leaves SIGTERM alone, for --exit-signal-handler.
-    """
-    reporter = _Reporter(run)
-    if on_sigterm:
-        reporter.listen_for_sigterm()
-    try:
-        yield
-    except (ConfigError, UnrecoverableError):
-        if on_sigterm:
-            reporter.stop_listening()
-        raise  # a refusal, the same on all ranks: nobody died
-    except Exception as error:
-        _exit_within(_EXIT_DEADLINE_S + run.config.fault.fault_report_grace_s)
-        text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
-        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
-        reporter.report(f"{type(error).__name__}: {text[:300]}", timed_out)
-        # Still listening: the launcher's SIGTERM, which may come now, shall end every rank alike.
-        raise
-    except BaseException:
-        if on_sigterm:
-            reporter.stop_listening()
-        raise
-    if on_sigterm:
-        reporter.stop_listening()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Notes:
-    """Which ranks left a note, and whether any of them had timed out waiting for another."""
+    """Ranks that left a note, and whether any of them had timed out waiting for another."""
 
     heard: frozenset[int]
     timed_out: bool
 
 
-class _Reporter:
-    """Reports once, for whichever comes first: an exception (training thread) or SIGTERM (a thread)."""
+class FailureReport(LoopListener):
+    """Reports the exception or the SIGTERM that ends training, once, whichever comes first.
 
-    def __init__(self, run: TrainingRun) -> None:
-        self._run = run
+    The training thread reports an exception; the process ends soon after. A thread reports SIGTERM, which
+    launchers send to all ranks when one has died, and then ends the process. SystemExit, which all of
+    Megatron's --exit-* flags use, is not a failure. Nor is a refusal: it is the same on all ranks.
+    """
+
+    def __init__(
+        self, config: MoeFtConfig, loop: LoopState, event_log: EventLog, *, on_sigterm: bool
+    ) -> None:
+        """Prepare.
+
+        Args:
+            config: says how long to wait for the notes of other ranks.
+            loop: where the rank is.
+            event_log: gets the event "stopped".
+            on_sigterm: False leaves SIGTERM alone, for --exit-signal-handler.
+        """
+        self._grace_s = config.fault.fault_report_grace_s
+        self._has_log = config.observability.event_log is not None
+        self._loop, self._log = loop, event_log
+        self._sigterm = _Sigterm(self._report_sigterm) if on_sigterm else None
         self._lock = threading.Lock()
-        self._reported = False
+        self._has_reported = False
 
-    def report(self, reason: str, timed_out: bool) -> None:
-        """Print and log why this rank stops, and which other ranks gave no sign of life."""
-        with self._lock:  # the second caller waits until the first has finished
-            if not self._reported:
-                self._reported = True
-                self._report(reason, timed_out)
+    def start(self) -> None:
+        """Listen for SIGTERM."""
+        if self._sigterm is not None:
+            self._sigterm.start()
+
+    def failed(self, error: Exception) -> None:
+        """Report an exception, unless it is a refusal; the process ends within a deadline from now on."""
+        if isinstance(error, ConfigError | UnrecoverableError):
+            return
+        _exit_within(_EXIT_DEADLINE_S + self._grace_s)
+        text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
+        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
+        self._report(f"{type(error).__name__}: {text[:300]}", timed_out)
+
+    def close(self) -> None:
+        """Give SIGTERM back, except after a failure.
+
+        The launcher's SIGTERM may come then, and must end every rank in the same way.
+        """
+        if self._sigterm is not None and not self._has_reported:
+            self._sigterm.close()
+
+    def _report_sigterm(self) -> None:
+        self._report("SIGTERM: told to end, by the launcher if another rank failed", False)
 
     def _report(self, reason: str, timed_out: bool) -> None:
-        run = self._run
-        rank, log_directory = run.event_log.rank, run.event_log.directory
-        _say(f"rank {rank} stopped in iteration {run.iteration}, phase {run.phase}: {reason}")
-        if run.config.observability.event_log is not None:
-            _say(f"rank {rank}: the events are in {log_directory}")
-        notes = _exchange_within_deadline(run, timed_out) if dist.is_initialized() else None
+        """Print and log why this rank stops, and which other ranks gave no sign of life. Any thread."""
+        with self._lock:  # the second caller waits until the first has finished
+            if not self._has_reported:
+                self._has_reported = True
+                self._write_report(reason, timed_out)
+
+    def _write_report(self, reason: str, timed_out: bool) -> None:
+        loop, rank, directory = self._loop, self._log.rank, self._log.directory
+        _say(f"rank {rank} stopped in iteration {loop.iteration}, phase {loop.phase}: {reason}")
+        if self._has_log:
+            _say(f"rank {rank}: the events are in {directory}")
+        notes = self._exchange_notes(timed_out) if dist.is_initialized() else None
         silent = None
         if notes is not None:
             silent = sorted(set(range(dist.get_world_size())) - notes.heard)
             if silent and rank == min(notes.heard):  # once is enough
-                _say(f"rank {rank} {_describe(silent, notes.timed_out, log_directory)}")
+                _say(f"rank {rank} {_describe(silent, notes.timed_out, directory)}")
         elif dist.is_initialized():
-            seen = _last_seen(0, log_directory)
+            seen = _last_seen(0, directory)
             _say(
                 f"rank {rank} could not ask the others: the job's store, which rank 0{seen} keeps "
                 "unless the launcher does, does not answer"
             )
-        run.event_log.write(
+        self._log.write(
             "stopped",
-            run.iteration,
-            phase=run.phase.value,
+            loop.iteration,
+            phase=loop.phase.value,
             reason=reason,
-            torn=run.is_torn,
+            torn=loop.is_torn,
             silent_ranks=silent,
             timed_out=notes.timed_out if notes else timed_out,
         )
 
-    def listen_for_sigterm(self) -> None:
-        """Let a thread report at SIGTERM: a Python handler cannot run while a collective blocks."""
+    def _exchange_notes(self, timed_out: bool) -> _Notes | None:
+        """Exchange notes with the other ranks that stop; None if the store does not answer."""
+        answer: list[_Notes] = []
+
+        def exchange() -> None:
+            # The store's host may be what died: the caller then says that it does not answer.
+            with suppress(RuntimeError, OSError):
+                answer.append(_exchange(self._log.incarnation, timed_out, self._grace_s))
+
+        # A store operation can block for minutes when its host is gone: give it a thread, not our time.
+        thread = threading.Thread(target=exchange, daemon=True)
+        thread.start()
+        thread.join(self._grace_s + _STORE_DEADLINE_S)
+        return answer[0] if answer else None
+
+
+class _Sigterm:
+    """A thread that acts on SIGTERM: a Python handler cannot run while a collective blocks."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._is_listening = False
+
+    def start(self) -> None:
+        """Take SIGTERM over. Main thread."""
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno())
         self._old_handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
-        self._listening = True
+        self._is_listening = True
         os.register_at_fork(after_in_child=self._forget_in_child)
-        threading.Thread(target=self._wait_for_sigterm, daemon=True).start()
+        threading.Thread(target=self._wait, daemon=True).start()
 
-    def _wait_for_sigterm(self) -> None:
+    def _wait(self) -> None:
         while number := self._reader.recv(1):
             if number[0] == signal.SIGTERM:
-                self.report("SIGTERM: told to end, by the launcher if another rank failed", False)
+                self._act()
                 sys.stdout.flush()
                 os._exit(128 + signal.SIGTERM)
 
     def _forget_in_child(self) -> None:
-        """Keep forked processes, such as data loader workers, from reporting as this rank."""
-        if self._listening:
+        """Keep forked processes, such as data loader workers, from acting as this rank."""
+        if self._is_listening:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def stop_listening(self) -> None:
-        """Give SIGTERM back."""
-        self._listening = False
-        signal.set_wakeup_fd(self._old_wakeup_fd)
-        signal.signal(signal.SIGTERM, self._old_handler)
-        self._writer.close()
+    def close(self) -> None:
+        """Give SIGTERM back. Main thread."""
+        if self._is_listening:
+            self._is_listening = False
+            signal.set_wakeup_fd(self._old_wakeup_fd)
+            signal.signal(signal.SIGTERM, self._old_handler)
+            self._writer.close()
 
 
 def _describe(silent: list[int], timed_out: bool, log_directory: Path) -> str:
@@ -160,23 +191,6 @@ def _describe(silent: list[int], timed_out: bool, log_directory: Path) -> str:
 def _last_seen(rank: int, log_directory: Path) -> str:
     progress = read_progress(log_directory, rank)
     return f" (last in iteration {progress.iteration}, {progress.phase})" if progress else ""
-
-
-def _exchange_within_deadline(run: TrainingRun, timed_out: bool) -> _Notes | None:
-    """Exchange notes with the other ranks that stop; None if the store does not answer."""
-    answer: list[_Notes] = []
-    grace_s = run.config.fault.fault_report_grace_s
-
-    def exchange() -> None:
-        # The store's host may be what died: the caller then says that it does not answer.
-        with suppress(RuntimeError, OSError):
-            answer.append(_exchange(run.event_log.incarnation, timed_out, grace_s))
-
-    # A store operation can block for minutes when its host is gone: give it a thread, not our time.
-    thread = threading.Thread(target=exchange, daemon=True)
-    thread.start()
-    thread.join(grace_s + _STORE_DEADLINE_S)
-    return answer[0] if answer else None
 
 
 def _exchange(incarnation: int, timed_out: bool, grace_s: float) -> _Notes:

@@ -1,4 +1,4 @@
-"""Inflicts the faults of --moe-ft-inject-fault on this rank, each once per event log.
+"""Injected faults: inflicts those of --moe-ft-inject-fault on this rank, each once per event log.
 
 Names and parsing are moe_ft/faults.py. The seams in hooks.py say which phase the rank is in.
 """
@@ -7,34 +7,53 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
+from megatron.fault_tolerance.seams.listeners import LoopListener
 from moe_ft.errors import InjectedFaultError
 from moe_ft.events import EventLog
 from moe_ft.faults import FaultKind, FaultSpec, Phase
-from moe_ft.recovery.session import Session
 
 
-class FaultInjector:
-    """Fires this rank's faults at their phases, on the thread that is in the phase."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """Everything of this node that is lost with its power.
+
+    Attributes:
+        pids: of its ranks.
+        directory: its memory of the job.
+    """
+
+    pids: tuple[int, ...]
+    directory: Path
+
+
+class Faults(LoopListener):
+    """Fires the faults of this rank at their phases, on the thread that is in the phase."""
 
     def __init__(self, faults: Sequence[FaultSpec], event_log: EventLog) -> None:
         self._faults = tuple(fault for fault in faults if fault.rank == event_log.rank)
         self._event_log = event_log
-        self._session: Session | None = None
+        self._find_node: Callable[[], Node] | None = None
 
-    def node_of(self, session: Session) -> None:
-        """Learn what faults of kind lose-node destroy."""
-        self._session = session
+    def set_node(self, find_node: Callable[[], Node]) -> None:
+        """Set how a fault of kind lose-node finds what to destroy.
 
-    def is_armed(self, iteration: int, phase: Phase) -> bool:
+        Args:
+            find_node: called when such a fault fires; the node's ranks are not known before they have met.
+        """
+        self._find_node = find_node
+
+    def waits_for(self, iteration: int, phase: Phase) -> bool:
         """Return whether a fault waits for this rank at this phase of this iteration."""
         return any(fault.is_due(iteration, phase) for fault in self._faults)
 
-    def fire(self, iteration: int, phase: Phase) -> None:
-        """Inflict the faults of this phase that have not fired before, if any.
+    def enter_phase(self, iteration: int, phase: Phase) -> None:
+        """Inflict the faults of this phase that have not fired before, if any. Any thread.
 
         Raises:
             InjectedFaultError: for faults of kind exception.
@@ -62,20 +81,18 @@ class FaultInjector:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind is FaultKind.HANG:
             _hang()
-        elif fault.kind is FaultKind.LOSE_NODE and self._session is not None:
-            _lose_node(self._session)
+        elif fault.kind is FaultKind.LOSE_NODE and self._find_node is not None:
+            _lose(self._find_node())
         raise InjectedFaultError(f"--moe-ft-inject-fault {fault}")
 
 
-def _lose_node(session: Session) -> None:
-    """Do to this node what the loss of its power does: no process and no memory is left."""
-    topology = session.topology
-    node = next(info.node for info in topology.ranks if info.pid == os.getpid())
-    pids = [info.pid for info in topology.on_node(node) if info.pid != os.getpid()]
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(session.node_dir, ignore_errors=True)
+def _lose(node: Node) -> None:
+    """Leave no process and no memory of this node, as the loss of its power does."""
+    for pid in node.pids:
+        if pid != os.getpid():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(node.directory, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -15,19 +15,11 @@ from moe_ft.engine.manifests import find_manifests, read_manifest, write_manifes
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag, rank_path
-from moe_ft.format.files import (
-    FORMAT,
-    History,
-    Identity,
-    Index,
-    Manifest,
-    ParameterEntry,
-    Start,
-    TensorEntry,
-    UnitEntry,
-    checksum,
-    encode,
-)
+from moe_ft.format.encoding import FORMAT, checksum, encode
+from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry
+from moe_ft.format.identity import History, Identity, Start
+from moe_ft.format.index import Index
+from moe_ft.format.manifest import Manifest
 from moe_ft.format.records import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level, UnitId, UnitKind

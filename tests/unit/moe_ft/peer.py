@@ -18,7 +18,8 @@ from moe_ft.engine.peers import PeerConnection, Replica
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region, replica_directory
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from moe_ft.topology import RankInfo
 from tests.unit.moe_ft.builders import fill_region, make_state
 

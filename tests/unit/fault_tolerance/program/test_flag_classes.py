@@ -19,15 +19,16 @@ from megatron.fault_tolerance.program.flag_classes import (
     names_of,
     untested_flags,
 )
-from megatron.fault_tolerance.program.flag_table import FLAGS
 from megatron.fault_tolerance.program.refusals import REFUSALS, Refusal, check_refusals
 from megatron.fault_tolerance.seams.loop_facts import fingerprint, replay_settings
+from moe_ft.config.flag_table import FLAGS
 from moe_ft.errors import ConfigError
+from moe_ft.strategies import registry
 from tests.demo_model import model_flags
 from tests.stock_program import CPU_FLAGS
 
 TESTS = Path(__file__).parents[3]
-RULES = {f"{rule.flag} {'/'.join(rule.strategies)}": rule for rule in REFUSALS if rule.covers_flag}
+RULES = {rule.flag: rule for rule in REFUSALS if rule.covers_flag}
 
 
 @pytest.fixture(scope="module")
@@ -103,21 +104,25 @@ def test_refused_flag_is_refused_with_its_reason_and_remedy(
 ) -> None:
     rule = RULES[name]
     setattr(args, rule.dest, used(rule, parser))
-    if rule.strategies:
+    refused_with = ["none", *(kind.name for kind in registry.kinds())]
+    if rule.strategies is not None:
         check_refusals(args)
         assert megatron_flags(parser)[rule.dest] in untested_flags(args, parser)
-    for strategy in rule.strategies or ("none", "sparse"):
+        refused_with = [kind.name for kind in registry.kinds() if rule.strategies(kind)]
+    assert refused_with
+    for strategy in refused_with:
         args.moe_ft_strategy = strategy
         with pytest.raises(ConfigError, match="is not supported") as refusal:
             check_refusals(args)
         assert str(refusal.value).startswith(rule.flag)
-        assert str(refusal.value).endswith(f"{rule.reason}. {rule.remedy}.")
+        remedy = rule.remedy.format(others="dense, partial or sparse")
+        assert str(refusal.value).endswith(f"{rule.reason}. {remedy}.")
 
 
 def test_defaults_are_neither_refused_nor_untested(
     args: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> None:
-    for strategy in ("none", "dense", "partial", "sparse"):
+    for strategy in registry.names():
         args.moe_ft_strategy = strategy
         check_refusals(args)
     assert untested_flags(args, parser) == []

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.manifests import find_manifests, read_manifest
 from moe_ft.engine.retention import Retention
 from moe_ft.engine.storage import Storage, iteration_directory
-from moe_ft.format.files import MANIFEST_NAME, Identity, Manifest, checksum
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import checksum
+from moe_ft.format.identity import Identity
+from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from tests.unit.moe_ft.builders import persist_checkpoint
 
 

@@ -15,7 +15,6 @@ import torch
 
 from moe_ft.engine.background import Report
 from moe_ft.engine.build import build_engine
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.context import EngineContext, EngineSettings
 from moe_ft.engine.ending import Ending
 from moe_ft.engine.engine import CheckpointEngine
@@ -26,7 +25,9 @@ from moe_ft.engine.replica_sender import Replicator
 from moe_ft.engine.storage import Storage
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, decode
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.record import CapturedRecord, IterationFacts
 from moe_ft.strategies.interface import DenseStrategy, SnapshotPlan, Strategy, WindowPlan

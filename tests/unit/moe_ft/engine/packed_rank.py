@@ -13,7 +13,7 @@ from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import MappedFile, Region
 from moe_ft.engine.snapshot_job import SnapshotRequest, SnapshotState
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.format.files import TensorEntry, UnitEntry, tensor_pieces
+from moe_ft.format.entries import TensorEntry, UnitEntry, tensor_pieces
 from moe_ft.format.packings import Packing
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.slices import live_tensor

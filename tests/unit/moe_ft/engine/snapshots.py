@@ -24,7 +24,9 @@ from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotRequest, SnapshotSta
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.engine.worker import ThreadWorker
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, UnitEntry, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.strategies.interface import SnapshotPlan, WindowPlan

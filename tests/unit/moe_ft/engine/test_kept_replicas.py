@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_ft.engine.peer_messages import Deadline, Put, Reply, receive_header, send, send_all
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import encode
+from moe_ft.format.encoding import encode
 from tests.unit.moe_ft.builders import (
     WindowState,
     make_window,

@@ -7,7 +7,7 @@ import pytest
 from moe_ft.engine.manifests import find_manifests, manifests, read_manifest, write_manifest
 from moe_ft.engine.storage import Storage, file_tag, iteration_directory
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Identity
+from moe_ft.format.identity import Identity
 from tests.unit.moe_ft.builders import make_identity, persist_checkpoint, persist_rank
 
 RUN, OTHER = make_identity(world_size=2), make_identity("run-b", world_size=2)

@@ -23,7 +23,8 @@ from moe_ft.engine.peers import PeerConnection, PeerReplicator
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from moe_ft.topology import RankInfo
 from tests.unit.moe_ft.builders import (
     fill_region,

@@ -19,7 +19,8 @@ from moe_ft.engine.regions import Region, write_atomically
 from moe_ft.engine.storage import Storage
 from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.errors import LockLostError
-from moe_ft.format.files import MANIFEST_NAME, Manifest, checksum, encode
+from moe_ft.format.encoding import checksum, encode
+from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from tests.unit.moe_ft.builders import fill_region, make_identity
 from tests.unit.moe_ft.engine.checkpoints import complete_iterations
 from tests.unit.moe_ft.engine.writer_office import Office, opened, request_for

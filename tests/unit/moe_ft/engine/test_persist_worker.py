@@ -18,9 +18,11 @@ from moe_ft.engine.persist_worker import (
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.storage import Storage, rank_path
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import FileEntry, Manifest, encode
+from moe_ft.format.encoding import encode
+from moe_ft.format.entries import FileEntry
+from moe_ft.format.manifest import Manifest
 from moe_ft.planning.recovery import Version
-from moe_ft.recovery.sources import StorageReader, read_unit
+from moe_ft.recovery.readers import StorageReader, read_unit
 from tests.unit.moe_ft.builders import (
     add_units,
     fill_region,

@@ -11,8 +11,9 @@ from moe_ft.engine.memory import ReplicaMemory
 from moe_ft.engine.peers import Replica
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Index, decode
-from moe_ft.recovery.sources import MemoryReader, read_unit
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
+from moe_ft.recovery.readers import MemoryReader, read_unit
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
     WINDOW_FILE_BYTES,

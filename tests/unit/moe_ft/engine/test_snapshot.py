@@ -9,10 +9,10 @@ import pytest
 import safetensors
 import torch
 
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.layout import FileLayout, LazyLayout
 from moe_ft.engine.snapshot_job import SnapshotJob
 from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.format.contents import check_units
 from tests.unit.moe_ft.engine.snapshots import (
     COMPLETE,
     DEADLINE_S,

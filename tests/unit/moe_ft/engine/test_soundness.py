@@ -17,7 +17,7 @@ from moe_ft.engine.soundness import (
 )
 from moe_ft.engine.storage import Listings, Storage, iteration_directory
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Manifest, UnitSource
+from moe_ft.format.manifest import Manifest, UnitSource
 from tests.unit.moe_ft.builders import fill_region, make_identity, persist_checkpoint
 
 ITERATION = 5

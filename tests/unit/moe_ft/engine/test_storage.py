@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from moe_ft.engine.manifests import find_manifests, write_manifest
 from moe_ft.engine.storage import Storage, file_tag, hide_password, rank_path
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import MANIFEST_NAME, Identity, encode
+from moe_ft.format.encoding import encode
+from moe_ft.format.identity import Identity
+from moe_ft.format.manifest import MANIFEST_NAME
 from tests.unit.moe_ft.builders import (
     make_identity,
     make_state,

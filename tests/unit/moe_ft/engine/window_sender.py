@@ -5,12 +5,14 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.engine.background import Reports
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.peers import PeerReplicator, Replica
 from moe_ft.engine.regions import Region
 from moe_ft.faults import Phase
-from moe_ft.format.files import Identity, Index, decode, encode
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import decode, encode
+from moe_ft.format.identity import Identity
+from moe_ft.format.index import Index
 from tests.unit.moe_ft.builders import (
     WINDOW_FILE_BYTES,
     WindowState,

@@ -16,7 +16,8 @@ from moe_ft.engine.persist_worker import (
 )
 from moe_ft.engine.regions import Region, write_atomically
 from moe_ft.engine.storage import Storage, file_tag
-from moe_ft.format.files import Index, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from tests.unit.moe_ft.builders import (
     make_identity,
 )

@@ -1,0 +1,81 @@
+"""Settings of a run by flag, as JSON values: its fingerprint, and the settings that a replay must share.
+
+The classes of the flags are flag_classes.py.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron.fault_tolerance.program.flag_classes import Kind, names_of
+
+# Of paths the last part counts: where files lie may change.
+_PATH_LISTS = frozenset({"data_path", "train_data_path"})
+_PATHS = frozenset(
+    {
+        *("tokenizer_model", "vocab_file", "merge_file", "metadata_path"),
+        *("te_precision_config_file", "heterogeneous_layers_config_path"),
+        *("nccl_communicator_config_path", "tp_comm_overlap_cfg"),
+    }
+)
+# Files that list paths, with weights: what they say counts.
+_LISTING_FILES = frozenset({"data_args_path", "per_split_data_args_path"})
+
+
+def fingerprint(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that the training state depends on, by flag, as JSON values.
+
+    State of a run that differs in one of them is another run's. Call it after Megatron's validation.
+    """
+    return _values_of(args, Kind.FINGERPRINT)
+
+
+def replay_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that an iteration which is run again must share, by flag, as JSON values.
+
+    Those of the fingerprint are not repeated. Call it after Megatron's validation.
+    """
+    return _values_of(args, Kind.REPLAY)
+
+
+def _values_of(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
+    return {  # what a Megatron does not have is left out, so that it is compared with nothing
+        "--" + name.replace("_", "-"): _as_used(name, _setting(name, getattr(args, name)), args)
+        for name in names_of(kind)
+        if hasattr(args, name)
+    }
+
+
+def _as_used(name: str, value: Any, args: argparse.Namespace) -> Any:
+    """Return what Megatron's configuration makes of a value, which may be written in several ways."""
+    if name == "cp_comm_type" and isinstance(value, list) and len(value) == 1:
+        return value[0]
+    if name == "microbatch_group_size_per_vp_stage" and value is None:
+        return args.pipeline_model_parallel_size
+    if name == "moe_expert_capacity_factor" and value is not None and value < 0:
+        return None
+    if name == "decoupled_lr":  # given or not divides the parameters; the rate itself may change
+        return value is not None
+    return value
+
+
+def _setting(name: str, value: Any) -> Any:
+    if name in _PATH_LISTS:
+        return [_last_part(str(word)) for word in value or ()]
+    if name in _PATHS and value is not None:
+        return _last_part(value)
+    if name in _LISTING_FILES and value is not None:
+        words = re.findall(r"[^\s\"\[\]{}:,]+", Path(value).read_text(encoding="utf-8"))
+        return [_last_part(word) for word in words]
+    return _as_json(value)
+
+
+def _last_part(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

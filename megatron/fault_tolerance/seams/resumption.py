@@ -1,0 +1,69 @@
+"""Rest of a recovery, which the loop can do only later: replay, data position, random numbers.
+
+Before it, weights, moments and counters are already in place: that is watch/checkpoints.py.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron.fault_tolerance.seams import loop_facts
+from megatron.fault_tolerance.seams.replay import LoopParts, Replay
+from moe_ft.format.records import IterationRecord
+from moe_ft.state.record import apply_rng
+
+
+class Resumption:
+    """Steps from a recovered state to the first iteration of the loop. Owned by the training thread."""
+
+    def __init__(
+        self, args: argparse.Namespace, record: IterationRecord, replay: Replay | None
+    ) -> None:
+        """Set the counters of the loop, from which the data iterators are built next.
+
+        Args:
+            args: Megatron's arguments.
+            record: of the state that the loop continues from.
+            replay: of the iterations that lead to it; None if the state is in place.
+        """
+        self._args, self._replay = args, replay
+        self._record: IterationRecord | None = record  # until its random numbers are restored
+        self._parts: LoopParts | None = None
+        loop_facts.resume(args, record)
+        if (
+            replay is not None
+        ):  # the data iterators begin with the batch that the replay reads first
+            args.consumed_train_samples = replay.first_record.consumed_train_samples
+
+    @property
+    def is_replay_due(self) -> bool:
+        """Whether iterations have to be run again."""
+        return self._replay is not None
+
+    def begin_training(self, parts: LoopParts) -> None:
+        """Set the data position of the loop: the data iterators exist."""
+        self._parts = parts
+        if self._record is not None:
+            self._args.consumed_train_samples = self._record.consumed_train_samples
+
+    def replay(self, forward_backward: Callable[..., Any] | None) -> int:
+        """Run the iterations again; return their number. Called by all ranks.
+
+        Args:
+            forward_backward: the loop's own, if it is about to call it.
+        """
+        replay, parts = self._replay, self._parts
+        assert replay is not None and parts is not None
+        if forward_backward is not None:
+            parts = replace(parts, forward_backward=forward_backward)
+        replay.run(parts)
+        self._replay = None
+        loop_facts.resume(self._args, replay.last_record)
+        return replay.num_iterations
+
+    def restore_rng(self) -> None:
+        """Restore the random numbers, once: nothing may draw any between this and the next forward pass."""
+        if self._record is not None:
+            apply_rng(self._record)
+            self._record = None

@@ -1,0 +1,245 @@
+"""Checkpoints of a run: recovers at the start, then lets the engine act at the seams.
+
+The only file that calls moe_ft.recovery. What the rest of a recovery needs of the loop is
+seams/resumption.py; when the engine acts on a state is state_seam.py.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron.training import get_args
+
+from megatron.fault_tolerance.seams import loop_facts
+from megatron.fault_tolerance.seams.listeners import (
+    Built,
+    EndedIteration,
+    LoopListener,
+    LoopState,
+)
+from megatron.fault_tolerance.seams.replay import LoopParts, Replay
+from megatron.fault_tolerance.seams.resumption import Resumption
+from megatron.fault_tolerance.watch.faults import Faults, Node
+from megatron.fault_tolerance.watch.routers import Routers
+from megatron.fault_tolerance.watch.scalars import Scalars
+from megatron.fault_tolerance.watch.state_seam import StateSeam
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.background import Report
+from moe_ft.events import EventLog
+from moe_ft.faults import Phase
+from moe_ft.recovery.failure_causes import is_not_finite
+from moe_ft.recovery.outcome import Outcome
+from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.site import Site
+from moe_ft.recovery.start import start
+from moe_ft.state.record import IterationFacts
+from moe_ft.strategies.interface import JobLoss
+
+
+class Checkpoints(LoopListener):
+    """Drives the checkpointing of one rank. Owned by the training thread.
+
+    Does nothing without a strategy, or with --skip-train.
+    """
+
+    def __init__(
+        self,
+        config: MoeFtConfig,
+        loop: LoopState,
+        event_log: EventLog,
+        scalars: Scalars,
+        faults: Faults,
+        routers: Routers,
+    ) -> None:
+        self._config, self._loop = config, loop
+        self._log, self._scalars = event_log, scalars
+        self._faults, self._routers = faults, routers
+        self._began_with = ""
+        self._running: Checkpointing | None = None
+        self._resumption: Resumption | None = None
+        self._seam: StateSeam | None = None
+        self._has_ended = False
+        self._may_lose_memory = False
+
+    def before_setup(self) -> None:
+        """Note how the run began, before --load changes --finetune."""
+        self._began_with = loop_facts.began_with(get_args())
+
+    def after_setup(self, built: Built) -> None:
+        """Recover, if there is something to recover from, and start the engine. Called by all ranks.
+
+        Raises:
+            ConfigError: if the flags do not fit this machine, or the state that is there.
+            UnrecoverableError: if there is state, and none of it is usable.
+        """
+        if not self._config.strategy.is_on or built[1] is None:
+            return
+        args = get_args()
+        facts = loop_facts.job_facts(args, self._began_with)
+        running = start(
+            self._config,
+            facts,
+            built,
+            self._enter_background,
+            lambda site: self._faults.set_node(lambda: _node_of(site)),
+        )
+        self._running = running
+        if running.outcome.record is not None:
+            replay = None
+            if running.replay is not None:
+                parameters = running.met.live.parameters
+                replay = Replay(running.replay, parameters, args, self._note_replayed)
+            self._resumption = Resumption(args, running.outcome.record, replay)
+            self._loop.iteration = args.iteration
+        self._seam = StateSeam(self._loop, self._act, self._routers.counts)
+
+    def after_recovery(self) -> None:
+        """Write the event "recovery", unless a replay is still to come."""
+        if self._resumption is not None and not self._resumption.is_replay_due:
+            self._write_recovery(0)
+
+    def begin_training(self, parts: LoopParts) -> None:
+        """Set the position in the data."""
+        if self._resumption is not None:
+            self._resumption.begin_training(parts)
+
+    def replay_if_due(self, forward_backward: Callable[..., Any] | None = None) -> None:
+        """Run the iterations of a recovered window again; only now has the loop configured the model.
+
+        Called by all ranks.
+
+        Args:
+            forward_backward: the loop's own, if it is about to call it.
+        """
+        if self._resumption is None or not self._resumption.is_replay_due:
+            return
+        loop, start_s = self._loop, time.perf_counter()
+        loop.is_replaying, loop.phase = True, Phase.REPLAY
+        num_replayed = self._resumption.replay(forward_backward)
+        loop.is_replaying, loop.phase = False, Phase.SETUP
+        loop.iteration = get_args().iteration
+        self._write_recovery(num_replayed, {"replay": time.perf_counter() - start_s})
+
+    def _write_recovery(
+        self, num_replayed: int, phases_s: Mapping[str, float] | None = None
+    ) -> None:
+        assert self._running is not None
+        outcome = self._running.outcome
+        iteration, loss = outcome.iteration, outcome.loss
+        outcome = replace(outcome, phases_s={**outcome.phases_s, **(phases_s or {})})
+        self._log.write("recovery", iteration, **_recovery_fields(outcome, num_replayed))
+        if loss is not None:
+            numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
+            self._scalars.write(numbers, iteration=iteration)
+
+    def _note_replayed(self, iteration: int) -> None:
+        self._loop.iteration = iteration
+        self._log.progress(iteration, Phase.REPLAY)
+        self._faults.enter_phase(iteration, Phase.REPLAY)
+
+    def _enter_background(self, phase: Phase, iteration: int) -> None:
+        """Inflict the faults that wait in a phase outside the iteration. Any thread."""
+        self._faults.enter_phase(iteration, phase)
+
+    def before_batch(self) -> None:
+        """Let the engine act on the state that was evaluated, if that was postponed."""
+        if self._seam is not None:
+            self._seam.pass_postponed()
+
+    def begin_iteration(self) -> None:
+        """Restore the random numbers: nothing draws any before forward."""
+        if self._resumption is not None:
+            self._resumption.restore_rng()
+
+    def before_step(self) -> None:
+        """Wait until no copy reads weights any more, and count the tokens of the experts."""
+        if self._seam is not None:
+            assert self._running is not None
+            layers = self._running.counted_layers
+            tokens = self._routers.popularity(layers, get_args().num_experts)
+            self._running.engine.before_step(tokens)
+
+    def end_iteration(self, ended: EndedIteration) -> None:
+        """Take the record of the new state, and start the snapshots that are due."""
+        if self._seam is not None:
+            self._seam.end_iteration(ended)
+
+    def _act(self, facts: IterationFacts, iteration_s: float) -> float:
+        assert self._running is not None
+        running = self._running
+        return running.engine.end_iteration(
+            facts.iteration, iteration_s, lambda: running.capture(facts)
+        )
+
+    def after_iteration(self, ended: EndedIteration) -> None:
+        """Write what the threads of the engine have reported."""
+        if self._seam is not None:
+            assert self._running is not None
+            self._running.engine.drain(self._write_report)
+
+    def _write_report(self, report: Report) -> None:
+        self._log.write(report.event, report.iteration, **report.fields)
+        numbers = {
+            f"{report.event}/{name}": float(value)
+            for name, value in report.fields.items()
+            if isinstance(value, int | float)
+        }
+        self._scalars.write(numbers, iteration=report.iteration)
+
+    def end_training(self) -> None:
+        """Bring the last state to storage. Called by all ranks."""
+        loop = self._loop
+        if self._resumption is not None:
+            self._resumption.restore_rng()  # nothing was left to train
+        # An exit in the middle of an iteration leaves half of it in the buffers: that is no state.
+        if self._seam is not None and not loop.is_in_iteration:
+            assert self._running is not None
+            self._seam.pass_postponed()
+            facts = self._seam.last_facts()
+            ending = self._running.finish(loop.iteration, facts, self._write_report)
+            loop.is_saved = ending.is_saved
+            is_complete = loop.iteration >= get_args().train_iters
+            self._may_lose_memory = ending.may_lose_memory(is_complete=is_complete)
+
+    def end(self, reason: str, exit_code: int) -> None:
+        """Note whether the job is over: if it is to be started again, it finds its memory."""
+        self._has_ended = exit_code == 0 and not self._loop.is_in_iteration
+
+    def failed(self, error: Exception) -> None:
+        """Remember a failure that speaks against the state that this start has recovered."""
+        loop = self._loop
+        if self._running is not None and (loop.is_replaying or is_not_finite(error)):
+            is_setup = loop.phase is Phase.SETUP
+            where = "recovery" if is_setup else f"iteration {loop.iteration}"
+            self._running.note_failure(where, error)
+
+    def close(self) -> None:
+        """End checkpointing, if it has started."""
+        if self._running is not None:
+            self._running.close(removes_memory=self._has_ended and self._may_lose_memory)
+
+
+def _node_of(site: Site) -> Node:
+    node = next(info.node for info in site.topology.ranks if info.pid == os.getpid())
+    pids = tuple(info.pid for info in site.topology.on_node(node))
+    return Node(pids=pids, directory=site.node_dir)
+
+
+def _recovery_fields(recovery: Outcome, num_replayed: int) -> dict[str, Any]:
+    """Return the fields of the event "recovery", after the given number of replayed iterations."""
+    return {
+        "scope": "global",
+        "target_iteration": recovery.iteration,
+        "restored_iteration": recovery.iteration - num_replayed,
+        "replayed_iterations": num_replayed,
+        "start": recovery.start,
+        "writer": recovery.writer,
+        **(recovery.loss or JobLoss()).fields(),
+        "sources": {tier.value: count for tier, count in recovery.sources.items()},
+        "phases_s": dict(recovery.phases_s),
+        "deterministic": recovery.is_deterministic,
+        "lossy": dict(recovery.lossy),
+        "problems": list(recovery.problems),
+    }
