@@ -127,7 +127,7 @@ class PoolVersions:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether there is a pool."""
+        """True if there is a pool."""
         return self._pool is not None
 
     def _slots(self, entries: Iterable[UnitEntry]) -> frozenset[int]:
