@@ -63,9 +63,9 @@ def layer_of(module: str) -> str | None:
     return max((name for name in LAYERS if is_in(module, name)), key=len, default=None)
 
 
-def folder_of(strategy: str) -> str:
-    """Return the folder of a strategy, with which everything in it may work."""
-    return ".".join(strategy.split(".")[:3])
+def parent(name: str, num_parts: int) -> str:
+    """Return the first parts of a dotted name, such as the folder of a strategy or a module in it."""
+    return ".".join(name.split(".")[:num_parts])
 
 
 @cache
@@ -122,11 +122,11 @@ def test_interface_of_strategies_imports_no_implementation() -> None:
 
 def test_only_the_registry_imports_strategies() -> None:
     wrong = [
-        f"{module} imports {imported}"
+        f"{module} imports {parent(imported, 4)}"
         for module, names in imports().items()
         for imported in names
         if is_in(imported, STRATEGIES) and not is_in(imported, INTERFACE, REGISTRY)
-        if module != REGISTRY and not is_in(module, folder_of(imported))
+        if module != REGISTRY and not is_in(module, parent(imported, 3))
     ]
     check_rule("strategies", wrong, f"ask {REGISTRY} instead of one strategy")
 
