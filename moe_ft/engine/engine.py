@@ -6,8 +6,8 @@ engine/persist.py has it written. engine/build.py makes all parts.
 
 All ranks decide together whether a window of snapshots begins, is complete or goes to storage. A failure
 that can hit one rank alone costs it a snapshot or a checkpoint, which then fails on all ranks. A failure in
-what must be the same on all ranks ends checkpointing until the next start (engine/decisions.py). Neither
-ends training.
+what must come out the same on all ranks ends checkpointing until the next start (engine/decisions.py).
+Neither ends training.
 """
 
 from collections.abc import Callable
