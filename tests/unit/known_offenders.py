@@ -279,7 +279,6 @@ KNOWN: dict[str, frozenset[str]] = {
     ),
     "imports": frozenset(
         {
-            "tests/distributed/test_partial_layouts.py: moe_ft.strategies.sparse.size.stage_units",
             "tests/unit/fault_tolerance/seams/test_hooks.py: megatron.fault_tolerance.watch.run.TrainingRun",
             "tests/unit/moe_ft/engine/engine_job.py: moe_ft.strategies.interface.DenseStrategy",
             "tests/unit/moe_ft/engine/test_pooled_replicas.py: moe_ft.recovery.sources.MemoryReader",
