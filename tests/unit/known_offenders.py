@@ -236,7 +236,7 @@ KNOWN: dict[str, frozenset[str]] = {
             "benchmarks/sparse_schedule.py: planning/windows.py",
             "docs/architecture.md: checkpointing.py",
             "docs/architecture.md: cpu_device.py",
-            "docs/architecture.md: engine/checks.py",
+            "docs/architecture.md: format/contents.py",
             "docs/architecture.md: expert_summary.py",
             "docs/architecture.md: fault_injection.py",
             "docs/architecture.md: formats.py",
