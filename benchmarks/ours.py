@@ -72,8 +72,8 @@ class MoeFtMemory(Candidate):
 
     def start(self) -> None:
         """Start an engine with warm regions, as moe_ft/recovery/protect.py does."""
+        from moe_ft.engine.build import build_engine
         from moe_ft.engine.context import EngineSettings
-        from moe_ft.engine.engine import CheckpointEngine
 
         self._persist_dir.mkdir(exist_ok=True)
         agreement = Agreement(_AGREEMENT_TIMEOUT_S)
@@ -83,7 +83,7 @@ class MoeFtMemory(Candidate):
         settings = EngineSettings(
             interval=1, overhead_limit=0.05, persist_interval=int(self.persists), raises=True
         )
-        self._engine = CheckpointEngine(
+        self._engine = build_engine(
             settings,
             self._context(agreement, layouts.lay_out(strategy.plan_window(0)).num_bytes),
             strategy,

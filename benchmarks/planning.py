@@ -27,6 +27,7 @@ from benchmarks import stand_ins
 from benchmarks.output import show
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import Report
+from moe_ft.engine.build import build_engine
 from moe_ft.engine.context import EngineContext, EngineSettings
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.layout import FileLayout
@@ -137,7 +138,7 @@ class EngineRank:
             phase_hook=stand_ins.no_fault,
         )
         settings = EngineSettings(interval=1, overhead_limit=0.05, persist_interval=0, raises=True)
-        return CheckpointEngine(
+        return build_engine(
             settings,
             context,
             self.strategy,

@@ -1,4 +1,4 @@
-"""Training on a clock of its own, which only copies that training waits for move."""
+"""Training on a clock that advances only in copies that training waits for."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -16,7 +16,7 @@ COUNTS_S, RECORD_S = 1000.0, 20.0
 
 
 def train_on_slow_copies(flags: Sequence[str], world_size: int, *, log_dir: Path) -> JobResult:
-    """Run a job in which bringing counts to the CPU and copying a record take the seconds above."""
+    """Run a job in which copying counts takes COUNTS_S and copying a record takes RECORD_S."""
     return run_ranks(_train, world_size, list(flags), log_dir=log_dir)
 
 

@@ -95,11 +95,7 @@ class StateCopier:
         return absent
 
     def check(self) -> None:
-        """Check that what was copied last has arrived as it was packed.
-
-        Raises:
-            SnapshotError: if not.
-        """
+        """Raise SnapshotError if masters of the last snapshot cannot be restored from what was packed."""
         for chunk in self._chunks:
             chunk.check()
 

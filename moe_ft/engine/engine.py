@@ -6,8 +6,8 @@ engine/persist.py has it written. engine/build.py makes all parts.
 
 All ranks decide together whether a window of snapshots begins, is complete or goes to storage. A failure
 that can hit one rank alone costs it a snapshot or a checkpoint, which then fails on all ranks. A failure in
-what must be the same on all ranks ends checkpointing until the next start (engine/decisions.py). Neither
-ends training.
+what must come out the same on all ranks ends checkpointing until the next start (engine/decisions.py).
+Neither ends training.
 """
 
 from collections.abc import Callable
@@ -146,6 +146,7 @@ class CheckpointEngine:
 
     def _votes(self, turn: Turn = Turn.TRY) -> Votes:
         window = self._windows.open
+        self._strategy.note_measured(self._profile.copied_bytes, self._profile.flow_bytes)
         return Votes(
             state=self._windows.state,
             is_ready=self._windows.has_room,
@@ -154,9 +155,7 @@ class CheckpointEngine:
             is_protected=window is None or window.is_protected,
             can_grow=window is None or not window.has_failed,
             turn=turn,
-            strategy=tuple(
-                self._strategy.values(self._profile.copied_bytes, self._profile.flow_bytes)
-            ),
+            strategy=tuple(self._strategy.values()),
             interval=self._interval.values(),
         )
 
@@ -240,14 +239,14 @@ class CheckpointEngine:
         if window is None or window.last is None:
             return
         last = window.last
-        self._strategy.note_complete(last.iteration)
+        self._strategy.note_complete(window.plan, last.iteration)
         for job in window.jobs:
             result = job.result.result()
             self._profile.note(
                 job.request.num_bytes, result.copy_s, result.commit_s, job.replicate_s
             )
         if facts := window.facts():
-            self._messages.tell_window(last.iteration, facts, self._profile)
+            self._messages.tell_window(last.iteration, facts, self._profile, window.plan.hint)
         if votes.is_protected and not self._has_removed_left_overs:
             self._has_removed_left_overs = True
             with self._reports.catching(BackgroundPart.MEMORY, last.iteration):

@@ -127,8 +127,7 @@ def fetch(
         most_iteration: latest iteration of versions of units that only some snapshots hold; None for any.
     """
     rank, catalog, strategy = met.site.rank, met.live.catalog, met.strategy
-    always = list(strategy.plan_window(plan.iteration).snapshots[0].levels)
-    fetched = read_window(plan.sources_of(rank), always, catalog, readers)
+    fetched = read_window(plan.sources_of(rank), strategy.always, catalog, readers)
     missing = list(fetched.missing)
     if fetched.index is None:
         missing.append("record")

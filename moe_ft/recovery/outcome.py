@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from moe_ft.format.identity import Identity
 from moe_ft.format.records import IterationRecord
 from moe_ft.planning.recovery import Tier
-from moe_ft.recovery.job_loss import JobLoss
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.restore import Restored
+from moe_ft.strategies.interface import JobLoss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

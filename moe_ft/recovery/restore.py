@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from moe_ft.format.index import Index
 from moe_ft.format.records import IterationRecord
 from moe_ft.planning.recovery import Plan, Tier
+from moe_ft.planning.token_ledger import UnitVersion
 from moe_ft.recovery.agree import Agreed
 from moe_ft.recovery.fetch import Fetched
-from moe_ft.recovery.job_loss import JobLoss, add_up
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.readers import Readers
 from moe_ft.recovery.replay import Conversion
-from moe_ft.recovery.rotating import by_expert, versions_in
-from moe_ft.strategies.partial.strategy import PartialStrategy
-from moe_ft.strategies.sparse.strategy import SparseStrategy
+from moe_ft.recovery.rotating import versions_in
+from moe_ft.strategies.interface import JobLoss, Resumed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,19 +72,19 @@ def _resume_strategy(
     """Tell the strategy what was recovered; return the loss of the whole job. Called by all ranks."""
     index, strategy, ranks = fetched.index, met.strategy, met.ranks
     assert index is not None
-    if isinstance(strategy, SparseStrategy):
-        strategy.resume(index.window)
-    if not isinstance(strategy, PartialStrategy):
-        return None
-    units = sorted(strategy.rotating)
-    on_storage = {}
-    for found in ranks.stage.gather(versions_in(persisted, units)):
-        on_storage.update(found)
+    on_storage: dict[str, UnitVersion] = {}
+    if not strategy.saves_all:
+        units = sorted(strategy.rotating)
+        for found in ranks.stage.gather(versions_in(persisted, units)):
+            on_storage.update(found)
     loss = strategy.resume(
-        index.progress or strategy.nothing_counted(),
-        plan.iteration,
-        by_expert(fetched.rotation.versions),
-        by_expert(on_storage),
-        fetched.rotation.gaps,
+        Resumed(
+            iteration=plan.iteration,
+            window=index.window,
+            progress=index.progress,
+            restored=fetched.rotation.versions,
+            persisted=on_storage,
+            gaps_before=fetched.rotation.gaps,
+        )
     )
-    return add_up(ranks.everyone.gather(loss), strategy, met.facts.experts)
+    return None if strategy.saves_all else strategy.settle_losses(ranks.everyone.gather(loss))

@@ -17,7 +17,7 @@ from moe_ft.planning.token_ledger import UnitVersion
 from moe_ft.recovery.readers import Readers
 from moe_ft.recovery.units import FetchedUnit, fetch_unit
 from moe_ft.state.catalog import UnitCatalog
-from moe_ft.units import UnitId, parse_unit
+from moe_ft.units import UnitId
 
 Version = tuple[int, int]  # incarnation, iteration
 Gather = Callable[[Any], list[Any]]  # of the ranks of the stage
@@ -184,12 +184,6 @@ def _best_common(everyone: Sequence[Mapping[str, Mapping[Version, Any]]]) -> dic
         for name, versions in found.items():
             common[name] = common[name] & set(versions) if name in common else set(versions)
     return {name: max(versions) for name, versions in common.items() if versions}
-
-
-def by_expert(versions: Mapping[str, UnitVersion]) -> dict[tuple[str, int], UnitVersion]:
-    """Return versions by layer name and expert."""
-    units = {name: parse_unit(name) for name in versions}
-    return {(units[name].layer_name, units[name].expert): versions[name] for name in versions}
 
 
 def versions_in(index: Index | None, units: Sequence[UnitId]) -> dict[str, UnitVersion]:

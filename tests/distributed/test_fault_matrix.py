@@ -1,4 +1,4 @@
-"""After faults of every kind in every phase, on many layouts, the state is that of a run without them."""
+"""Faults of every kind in every phase, on many layouts: the final state is that of a run without them."""
 
 from pathlib import Path
 

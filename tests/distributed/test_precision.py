@@ -1,11 +1,12 @@
-"""State that is packed on its way, and kept in other formats, is recovered as far as these keep it."""
+"""State that is packed and kept in other formats is recovered as exactly as these formats keep it."""
 
 import shutil
 from collections.abc import Sequence
 
 import pytest
 
-from moe_ft.commands.report import render, summarize
+from moe_ft.commands.report import render
+from moe_ft.commands.run_summary import summarize
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
 from tests.checkpoint_job import NUM_ITERATIONS, TWO_NODES, CheckpointJob, refusal
 
@@ -20,7 +21,7 @@ KEPT = {"exp_avg": "bf16", "exp_avg_sq": "fp8-e4m3-block", "param": "fp16"}
 
 
 def shown(job: CheckpointJob) -> str:
-    """Return what `inspect` says of the storage."""
+    """Return the output of `inspect` on the storage."""
     return render_holdings(find_holdings(str(job.storage)), lists_units=False)
 
 

@@ -1,4 +1,4 @@
-"""After faults in runs with sparse windows the state is, bit for bit, that of a run without them."""
+"""Faults in runs with sparse windows: the final state is, bit for bit, that of a run without them."""
 
 from pathlib import Path
 

@@ -24,7 +24,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
     "fp32": ({"bf16": False}, {"ep": 2}, 2),
     "virtual-stages": ({"num_layers_per_virtual_pipeline_stage": 1}, {"pp": 2}, 2),
     "tied-embedding": ({"untie_embeddings_and_output_weights": False}, {"pp": 2}, 4),
-    # Latent attention, shared experts, further token prediction, and sequences that two ranks share.
+    # Latent attention, shared experts, multi-token prediction, and sequences that two ranks share.
     "deepseek": (DEEPSEEK, {"cp": 2, "ep": 2}, 2),
     "every-other-layer": ({"moe_layer_freq": 2}, {"pp": 2}, 2),
     "tp2-etp2": ({"sequence_parallel": True}, {"tp": 2, "etp": 2}, 4),
@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
 
 
 def check_ownership(flags: list[str]) -> None:
-    """Train two iterations, then compare what the ranks own with what they hold. Runs on every rank."""
+    """Train two iterations, then compare the state that ranks own with what they hold. Runs on every rank."""
     original = Checkpoints.end_training
 
     def end_training(checkpoints: Checkpoints) -> None:
@@ -87,7 +87,7 @@ def check_ownership_of(met: Met) -> None:
 
 
 def check_slices(met: Met) -> None:
-    """The slices of one parameter over all ranks that hold the same part of it are disjoint and cover it."""
+    """Check that ranks which hold the same part of a parameter own disjoint slices that cover it."""
     places = met.facts.places
     own = [
         (

@@ -112,39 +112,55 @@ def names_in(body: Iterable[ast.stmt]) -> set[str]:
 
 
 def imported_names(path: str) -> dict[str, tuple[str, str]]:
-    """Return by local name what a file imports from the repository, anywhere: module and name."""
-    return {
-        alias.asname or alias.name: (node.module, alias.name)
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ImportFrom) and node.module
-        if (ROOT / node.module.replace(".", "/").partition("/")[0]).is_dir()
-        or node.module == "pretrain_gpt_moe"
-        if not node.module.startswith(MEGATRON)
-        for alias in node.names
-    }
+    """Return by local name what a file imports from the repository, anywhere: module and name in it.
+
+    The name is empty where the module itself is imported.
+    """
+    found = {}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {each.asname or each.name: (each.name, "") for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {each.asname or each.name: (node.module, each.name) for each in node.names}
+    return {local: (module, name) for local, (module, name) in found.items() if is_ours(module)}
+
+
+def is_ours(module: str) -> bool:
+    top = module.partition(".")[0]
+    is_there = top in FOLDERS.split("|") or (ROOT / f"{top}.py").exists()
+    return is_there and not module.startswith(MEGATRON)
 
 
 def replaced_attributes(path: str) -> Iterator[tuple[str, str]]:
-    """Yield which attributes of imported modules and classes a file replaces: (local name, attribute)."""
+    """Yield the attributes of other modules and classes that a file replaces: (local name, attribute)."""
     for node in ast.walk(tree_of(path)):
         match node:
-            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=owner), attr=name)]):
+            case ast.Attribute(value=ast.Name(id=owner), attr=name, ctx=ast.Store()):
                 yield owner, name
-            case ast.Call(args=[ast.Name(id=owner), ast.Constant(value=str(name)), _, *_]):
+            case ast.Call(
+                func=ast.Name(id=function) | ast.Attribute(attr=function),
+                args=[ast.Name(id=owner), ast.Constant(value=str(name)), *_],
+            ) if function not in ("getattr", "hasattr"):
                 yield owner, name
 
 
 def attributes_of(module: str, name: str) -> set[str] | None:
-    """Return what a module or a class of a module defines; None for anything else."""
-    file = ROOT / f"{module}.{name}".replace(".", "/")
-    if file.with_suffix(".py").exists():
-        return names_in(tree_of(file.with_suffix(".py").relative_to(ROOT).as_posix()).body)
-    file = (ROOT / module.replace(".", "/")).with_suffix(".py")
-    if not file.exists():
-        return None
-    body = tree_of(file.relative_to(ROOT).as_posix()).body
-    classes = (node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
-    return next((names_in(each.body) for each in classes), None)
+    """Return the names that a module, or a class in a module, defines; None for anything else."""
+    as_module = body_of(f"{module}.{name}" if name else module)
+    if as_module is not None:
+        return names_in(as_module)
+    classes = (node for node in body_of(module) or () if isinstance(node, ast.ClassDef))
+    for each in classes:
+        if each.name == name:
+            bases = (base.id for base in each.bases if isinstance(base, ast.Name))
+            inherited = (attributes_of(module, base) or set() for base in bases)
+            return names_in(each.body).union(*inherited)
+    return None
+
+
+def body_of(module: str) -> list[ast.stmt] | None:
+    path = f"{module.replace('.', '/')}.py"
+    return tree_of(path).body if (ROOT / path).exists() else None
 
 
 def test_nothing_outside_the_repository_is_named() -> None:
@@ -185,7 +201,7 @@ def test_names_that_are_imported_exist() -> None:
         f"{path}: {module}.{name}"
         for path in python_files()
         for module, name in imported_names(path).values()
-        if not module_exists(f"{module}.{name}")
+        if not module_exists(f"{module}.{name}" if name else module)
     ]
     check_rule("imports", wrong, "these names are gone; imports inside functions count too")
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron.fault_tolerance.program.flag_table import DERIVED, FLAGS
+from moe_ft.config.flag_table import DERIVED, FLAGS
 
 
 class Kind(Enum):

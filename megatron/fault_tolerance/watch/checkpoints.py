@@ -30,12 +30,12 @@ from moe_ft.engine.background import Report
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 from moe_ft.recovery.failure_causes import is_not_finite
-from moe_ft.recovery.job_loss import JobLoss
 from moe_ft.recovery.outcome import Outcome
 from moe_ft.recovery.running import Checkpointing
 from moe_ft.recovery.site import Site
 from moe_ft.recovery.start import start
 from moe_ft.state.record import IterationFacts
+from moe_ft.strategies.interface import JobLoss
 
 
 class Checkpoints(LoopListener):
@@ -236,26 +236,10 @@ def _recovery_fields(recovery: Outcome, num_replayed: int) -> dict[str, Any]:
         "replayed_iterations": num_replayed,
         "start": recovery.start,
         "writer": recovery.writer,
-        **_loss_fields(recovery.loss),
+        **(recovery.loss or JobLoss()).fields(),
         "sources": {tier.value: count for tier, count in recovery.sources.items()},
         "phases_s": dict(recovery.phases_s),
         "deterministic": recovery.is_deterministic,
         "lossy": dict(recovery.lossy),
         "problems": list(recovery.problems),
-    }
-
-
-def _loss_fields(loss: JobLoss | None) -> dict[str, Any]:
-    """Return the fields on lost tokens; nothing is lost without a lossy strategy."""
-    if loss is None:
-        return {"lost_tokens": 0, "plt": 0.0}
-    return {
-        "lost_tokens": loss.lost_tokens,
-        "plt": loss.plt,
-        "repeated_tokens": loss.repeated_tokens,
-        "total_lost_tokens": loss.total_lost_tokens,
-        "total_plt": loss.total_plt,
-        "lost_per_expert": {layer: list(counts) for layer, counts in loss.per_expert.items()},
-        "k_snapshot": loss.k_snapshot,
-        "k_persist": loss.k_persist,
     }

@@ -6,10 +6,12 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.planning.experts import experts_of_stage
+from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
-from moe_ft.strategies.sparse.strategy import SparseSettings, SparseStrategy
+from moe_ft.strategies.sparse.report import render
+from moe_ft.strategies.sparse.strategy import SparseStrategy
 from moe_ft.units import Level
 
 
@@ -38,6 +40,10 @@ class Sparse(StrategyKind):
                 "use when it is complete. Lower it, or use auto."
             )
 
+    def plan(self, job: PlannedJob) -> str:
+        """Return the plan of a job."""
+        return render(job, self.options_in(job.config))
+
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
         """Return the strategy of a rank. Called by all ranks of a stage."""
         catalog = facts.catalog
@@ -56,16 +62,8 @@ class Sparse(StrategyKind):
             [tuple(units.sizes) for _, units in everyone], facts.experts.num_experts
         )
         options: SparseConfig = self.options_in(config)
-        settings = SparseSettings(
-            window=options.window_snapshots,
-            longest=options.max_window,
-            measure=options.unit_order,
-            decay=options.popularity_decay,
-            change=options.reorder_change,
-            fraction=options.reorder_fraction,
-        )
         own = [member for member, _ in everyone].index(facts.rank)
-        return SparseStrategy(own, [units for _, units in everyone], layers, settings)
+        return SparseStrategy(own, [units for _, units in everyone], layers, options)
 
 
 SPARSE = Sparse(

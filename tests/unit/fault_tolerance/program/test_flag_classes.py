@@ -19,9 +19,9 @@ from megatron.fault_tolerance.program.flag_classes import (
     names_of,
     untested_flags,
 )
-from megatron.fault_tolerance.program.flag_table import FLAGS
 from megatron.fault_tolerance.program.refusals import REFUSALS, Refusal, check_refusals
 from megatron.fault_tolerance.seams.loop_facts import fingerprint, replay_settings
+from moe_ft.config.flag_table import FLAGS
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
 from tests.demo_model import model_flags

@@ -75,7 +75,7 @@ def kept(packing: Packing, tensor: torch.Tensor, weights: torch.Tensor | None) -
     to, scales = SHORT[packing]
     if scales is None:
         return convert(convert(tensor, to), FP32)
-    return widen_blocks(*round_to_blocks(tensor, to, scales), to)
+    return widen_blocks(*round_to_blocks(tensor, to, scales))
 
 
 def content_with(image: torch.Tensor, entry: TensorEntry, seed: int, behind: int) -> memoryview:

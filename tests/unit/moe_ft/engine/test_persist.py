@@ -33,7 +33,8 @@ from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag
 from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.faults import Phase
-from tests.unit.moe_ft.builders import complete_iterations, fill_region, make_identity
+from tests.unit.moe_ft.builders import fill_region, make_identity
+from tests.unit.moe_ft.engine.checkpoints import complete_iterations
 from tests.waiting import wait_for
 
 TAG = file_tag(make_identity())

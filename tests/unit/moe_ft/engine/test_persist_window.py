@@ -19,7 +19,6 @@ from moe_ft.recovery.readers import StorageReader, read_unit
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
     WindowState,
-    complete_iterations,
     fill_region,
     fill_window,
     make_identity,
@@ -28,6 +27,7 @@ from tests.unit.moe_ft.builders import (
     persist_rank,
     persist_window,
 )
+from tests.unit.moe_ft.engine.checkpoints import complete_iterations
 
 FAR_S = 60.0
 TWO_RANKS = make_identity(world_size=2)

@@ -17,14 +17,13 @@ from moe_ft.format.encoding import encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.manifest import MANIFEST_NAME
 from tests.unit.moe_ft.builders import (
-    complete_iterations,
     make_identity,
     make_state,
     manifest_of,
     persist_checkpoint,
     persist_rank,
 )
-from tests.unit.moe_ft.engine.checkpoints import save
+from tests.unit.moe_ft.engine.checkpoints import complete_iterations, save
 from tests.unit.moe_ft.faulty_storage import Injector, KilledError, faulty_urls, install
 
 TWO_RANKS = make_identity(world_size=2)

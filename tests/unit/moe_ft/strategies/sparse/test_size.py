@@ -12,10 +12,11 @@ from moe_ft.planning.model_size import (
     ByteModel,
     ModelShape,
     evenly_spaced_layers,
-    unit_parameters,
+    stage_units,
 )
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.sharding import assign_equal_slices
+from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
 from moe_ft.strategies.sparse.size import (
     choose_length,
@@ -23,9 +24,8 @@ from moe_ft.strategies.sparse.size import (
     position_sizes,
     position_work,
     region_bytes,
-    stage_units,
 )
-from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN, SparseSettings, SparseStrategy
+from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN, SparseStrategy
 from moe_ft.strategies.sparse.windows import PositionSizes, snapshot_bytes
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.planning.shapes import TINY
@@ -160,7 +160,7 @@ def test_windows_are_those_of_the_strategy_that_runs(
     layers = [f"layer.{layer}" for layer in shape.moe_layers]
     ranks = [rank_units(units, shape, layout, rank) for rank in range(layout.dp)]
     ranks = [replace(each, grouped_layers=frozenset(layers * is_grouped)) for each in ranks]
-    flags = SparseSettings(window=length, longest=8)
+    flags = SparseConfig(window=str(length), max_window=8)
     plan = SparseStrategy(0, ranks, layers, flags).plan_window(0)
     sizes = position_sizes(
         units, layout, ByteModel(), np.random.default_rng(0), is_grouped=is_grouped
@@ -192,27 +192,6 @@ def rank_units(
         for name, (start, end) in zip(names, slices, strict=True):
             sizes[name] = (12 * (end - start), 2 * (end - start))
     return RankUnits(ep_rank=ep_rank, sizes=sizes)
-
-
-@given(models())
-def test_stages_together_have_the_units_of_the_model(
-    model: tuple[ModelShape, SavingLayout],
-) -> None:
-    shape, _ = model
-    for num_stages in (n for n in range(2, 6) if shape.num_layers % n == 0):
-        stages = stage_units(shape, num_stages)
-        expected = unit_parameters(shape)
-        expected.setdefault(UnitId(kind=UnitKind.OUTPUT), shape.vocab_size * shape.hidden_size)
-        together = {unit: count for stage in stages for unit, count in stage.items()}
-        assert together == expected
-        assert sum(map(len, stages)) == len(expected)
-
-
-def test_embedding_is_on_the_first_stage_and_its_tied_copy_on_the_last() -> None:
-    first, last = stage_units(TINY, 2)
-    assert [str(unit) for unit in first if unit.layer < 0] == ["embedding"]
-    assert [str(unit) for unit in last if unit.layer < 0] == ["final-norm", "output"]
-    assert {unit.layer for unit in last if unit.layer >= 0} == {1}
 
 
 def test_six_equal_operators_have_the_snapshots_of_figure_6() -> None:
@@ -269,7 +248,7 @@ def test_region_is_that_of_the_strategy_that_runs(
     layers = [f"layer.{layer}" for layer in shape.moe_layers]
     ranks = [rank_units(units, shape, layout, rank) for rank in range(layout.dp)]
     ranks = [replace(each, grouped_layers=frozenset(layers * is_grouped)) for each in ranks]
-    flags = SparseSettings(window=None, longest=longest)
+    flags = SparseConfig(max_window=longest)
     reserved = []
     for rank, own in enumerate(ranks):
         strategy = SparseStrategy(rank, ranks, layers, flags)
@@ -304,13 +283,6 @@ def test_work_of_a_module_is_where_the_first_of_its_experts_is() -> None:
     alone, shared = SavingLayout(dp=2, ep=2), SavingLayout(dp=4, ep=2)
     assert position_work(units, alone, 0.5, is_grouped=True)[:4].tolist() == [20, 0, 20, 0]
     assert position_work(units, shared, 0.5, is_grouped=True)[:4].tolist() == [20, 20, 0, 0]
-
-
-@pytest.mark.parametrize("num_stages", [0, 2])
-def test_stages_that_do_not_divide_the_layers_are_refused(num_stages: int) -> None:
-    shape = replace(TINY, num_layers=3)
-    with pytest.raises(PlanError, match=f"{num_stages} stages must divide 3 layers, at least 1"):
-        stage_units(shape, num_stages)
 
 
 def test_adaptive_sharding_is_refused() -> None:
