@@ -281,8 +281,8 @@ KNOWN: dict[str, frozenset[str]] = {
         {
             "tests/unit/fault_tolerance/seams/test_hooks.py: megatron.fault_tolerance.watch.run.TrainingRun",
             "tests/unit/moe_ft/engine/engine_job.py: moe_ft.strategies.interface.DenseStrategy",
-            "tests/unit/moe_ft/engine/test_pooled_replicas.py: moe_ft.recovery.sources.MemoryReader",
-            "tests/unit/moe_ft/engine/test_pooled_replicas.py: moe_ft.recovery.sources.read_unit",
+            "tests/unit/moe_ft/engine/test_pooled_replicas.py: moe_ft.recovery.readers.MemoryReader",
+            "tests/unit/moe_ft/engine/test_pooled_replicas.py: moe_ft.recovery.readers.read_unit",
         }
     ),
 }
