@@ -1,7 +1,7 @@
 """How many parameters a GPT with experts has, unit by unit, and how many bytes a checkpoint of one takes.
 
 Computed from hyper-parameters, for planning before there is a model. The parameters of a real model are
-found by state/parameters.py. What a rank saves of them is planning/partial_size.py.
+found by state/parameters.py. What a rank saves of them is moe_ft/strategies/*/size.py.
 """
 
 from collections.abc import Mapping
