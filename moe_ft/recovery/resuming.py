@@ -92,4 +92,4 @@ def resume_strategy(
             gaps_before=recovered.rotating.gaps,
         )
     )
-    return None if strategy.saves_all else strategy.settle_losses(agreement.gather(loss))
+    return strategy.settle_losses(agreement.gather(loss))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import Part
+from moe_ft.errors import ConfigError
 from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.experts import Counts, ExpertFacts
 from moe_ft.planning.token_ledger import Loss, UnitVersion
@@ -312,6 +313,16 @@ class StrategyKind(ABC):
 
         Called a second time when the number of iterations is known.
         """
+
+    def report(self, job: Any) -> str:
+        """Return what `python -m moe_ft plan` says of this strategy for a job.
+
+        Raises:
+            ConfigError: if the job cannot be planned.
+        """
+        raise ConfigError(
+            f"--strategy={self.name} cannot be planned: it brings no report. Name another strategy."
+        )
 
     @abstractmethod
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:

@@ -14,7 +14,7 @@ from moe_ft.config.fields import Part
 from moe_ft.config.precision import PrecisionConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
-from moe_ft.strategies.interface import ModelFacts
+from moe_ft.strategies.interface import ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.sparse.config import SparseConfig
 
@@ -137,6 +137,15 @@ def test_strategies_that_promise_nothing_take_lossy_formats(name: str) -> None:
 def test_no_strategy_refuses_formats_that_lose_nothing(state_dtype: str) -> None:
     for name in registry.names():
         registry.check(precise(name, state_dtype), MODEL)
+
+
+def test_strategy_without_a_report_says_so() -> None:
+    class Silent(StrategyKind):
+        def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError, match="--strategy=silent cannot be planned.*Name another"):
+        Silent(name="silent").report(None)
 
 
 # Nothing else knows a strategy by name
