@@ -181,7 +181,7 @@ def test_windows_after_the_end_of_training_come_to_hold_everything(
         run.begin(1)
         run.end(1)
     for number in itertools.count():
-        assert number < 2 * NUM_EXPERTS, "windows go on for ever"
+        assert number < 2 * NUM_EXPERTS, "windows never end"
         run.begin(0)  # the last ones
         run.end(0)
         if run.strategy.is_whole(run.iteration):
