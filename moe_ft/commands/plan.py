@@ -16,7 +16,7 @@ from moe_ft.strategies.interface import ModelFacts
 _USAGE = "python -m moe_ft plan [OPTIONS] -- COMMAND LINE OF TRAINING"
 _EXAMPLE = (
     "python -m moe_ft plan --bandwidth 25GB --iteration-s 2 -- torchrun --nproc-per-node 8 "
-    "pretrain_gpt_moe.py --num-layers 24 ... --moe-ft-strategy sparse"
+    "pretrain_gpt_moe.py --num-layers 24 ... --moe-ft-strategy NAME"
 )
 _DEFAULT_RANKS_PER_NODE = 8
 
