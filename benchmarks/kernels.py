@@ -17,12 +17,10 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import xxhash
 from tabulate import tabulate
 
 from benchmarks.output import show
 from kernels.block_scaling import ScaleKind
-from kernels.checksum import packed_checksum
 from kernels.number_formats import BF16, E4M3
 from kernels.pack_table import PackTable
 from kernels.packing import ALIGNMENT, Segment
@@ -149,17 +147,6 @@ def packing_peers(num_bytes: int, num_tensors: int) -> Peers:
     return peers
 
 
-def checksum_peers(num_bytes: int) -> Peers:
-    """Return the checksums of bytes on the host."""
-    content = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8).numpy()
-    other = content.copy()
-    return {
-        "memcpy": (2 * num_bytes, lambda: other.__setitem__(slice(None), content)),
-        "xxh3-64 (one read)": (num_bytes, lambda: xxhash.xxh3_64_intdigest(content.data)),
-        "packed checksum in numpy (one read)": (num_bytes, lambda: packed_checksum(content)),
-    }
-
-
 # --- whole snapshots
 
 
@@ -248,8 +235,6 @@ def main() -> None:
         peers = packing_peers(options.mib << 20, count)
         parts.append(f"{options.mib} MiB of fp32 in {count} tensors, every other one unaligned")
         parts.append(speed_table(peers, options.repeats))
-    parts.append("Checksums on the host")
-    parts.append(speed_table(checksum_peers(options.mib << 20), options.repeats))
     models = {
         "DeepSeek-MoE 16B, 8 experts of 2048 x 1408": (2048, 1408, 8),
         "Mixtral 8x7B, 1 expert of 4096 x 14336": (4096, 14336, 1),

@@ -27,10 +27,10 @@ from moe_ft.engine.regions import node_directory, own_directory, replica_directo
 from moe_ft.engine.storage import Storage
 from moe_ft.planning.placement import place_replicas, sources_of
 from moe_ft.planning.recovery import Source, Tier, Version
+from moe_ft.recovery.fetch import read_window
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
-from moe_ft.recovery.restore import Opener, Readers, fetch
-from moe_ft.recovery.sources import MemoryReader, PeerReader, StorageReader
-from moe_ft.strategies.interface import DenseStrategy
+from moe_ft.recovery.readers import MemoryReader, Opener, PeerReader, Readers, StorageReader
+from moe_ft.strategies.dense.strategy import DenseStrategy
 from moe_ft.topology import RankInfo, Topology
 
 _AGREEMENT_TIMEOUT_S = 600.0
@@ -71,9 +71,9 @@ class MoeFtMemory(Candidate):
         return node_directory(str(self.site.tmpfs), self._stand_ins.JOB_ID, node)
 
     def start(self) -> None:
-        """Start an engine with warm regions, as moe_ft/recovery/session.py does."""
+        """Start an engine with warm regions, as moe_ft/recovery/protect.py does."""
+        from moe_ft.engine.build import build_engine
         from moe_ft.engine.context import EngineSettings
-        from moe_ft.engine.engine import CheckpointEngine
 
         self._persist_dir.mkdir(exist_ok=True)
         agreement = Agreement(_AGREEMENT_TIMEOUT_S)
@@ -83,7 +83,7 @@ class MoeFtMemory(Candidate):
         settings = EngineSettings(
             interval=1, overhead_limit=0.05, persist_interval=int(self.persists), raises=True
         )
-        self._engine = CheckpointEngine(
+        self._engine = build_engine(
             settings,
             self._context(agreement, layouts.lay_out(strategy.plan_window(0)).num_bytes),
             strategy,
@@ -190,7 +190,7 @@ class MoeFtMemory(Candidate):
         sources = [Source(tier=tier, version=version) for version in found]
         catalog = self._stand_ins.catalog_of(self._parameters)
         readers = Readers(open_source)
-        fetched = fetch(sources, catalog.units, catalog, readers)
+        fetched = read_window(sources, catalog.units, catalog, readers)
         if fetched.index is None or fetched.missing:
             raise LookupError(f"iteration {iteration}: {fetched.missing[:3]}, {readers.problems}")
         return self._stand_ins.state_of(fetched.units)

@@ -27,6 +27,7 @@ from benchmarks import stand_ins
 from benchmarks.output import show
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import Report
+from moe_ft.engine.build import build_engine
 from moe_ft.engine.context import EngineContext, EngineSettings
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.layout import FileLayout
@@ -34,14 +35,18 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.regions import own_directory
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.format.files import Index, Start, decode, encode
+from moe_ft.format.encoding import decode, encode
+from moe_ft.format.identity import Start
+from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Source, Tier, Version, plan_recovery
+from moe_ft.recovery.fetch import Fetched, read_window
 from moe_ft.recovery.inventory import look_at_memory
-from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
-from moe_ft.recovery.sources import MemoryReader
+from moe_ft.recovery.put_back import put_back
+from moe_ft.recovery.readers import MemoryReader, Readers
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.record import CapturedRecord
-from moe_ft.strategies.interface import DenseStrategy, WindowPlan
+from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.interface import WindowPlan
 from moe_ft.topology import RankInfo, Topology
 
 ELEMENTS_PER_PARAMETER = 16
@@ -133,7 +138,7 @@ class EngineRank:
             phase_hook=stand_ins.no_fault,
         )
         settings = EngineSettings(interval=1, overhead_limit=0.05, persist_interval=0, raises=True)
-        return CheckpointEngine(
+        return build_engine(
             settings,
             context,
             self.strategy,
@@ -247,12 +252,12 @@ def measure_recovery(rank: EngineRank, repetitions: int) -> Rows:
     index = decode(content, Index, str(path))
     version = _version_of(index, str(path.relative_to(rank.node_dir)))
     sources = [Source(tier=Tier.MEMORY, version=version)]
-    fetched = FetchedState()
+    fetched = Fetched()
 
     def fetch_state() -> None:
         nonlocal fetched
         readers = Readers(lambda source: MemoryReader(rank.node_dir / source.version.path))
-        fetched = fetch(sources, rank.catalog.units, rank.catalog, readers)
+        fetched = read_window(sources, rank.catalog.units, rank.catalog, readers)
 
     steps: dict[str, Callable[[], object]] = {
         f"encode an index of {len(content) / 1e6:.1f} MB": lambda: encode(index),

@@ -20,9 +20,10 @@ import pretrain_gpt_moe
 from megatron.fault_tolerance.seams.listeners import Listeners
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import LoopParts, Replay
+from megatron.fault_tolerance.watch import checkpoints
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.format.records import IterationRecord
-from moe_ft.recovery.session import Session
+from moe_ft.recovery.running import Checkpointing
 from moe_ft.state.record import CapturedRecord, IterationFacts, encode
 from moe_ft.units import UnitId
 
@@ -74,7 +75,7 @@ class ReplayTurns:
         self._variants, self._rounds_left = variants, num_rounds
         self.times: dict[str, list[tuple[float, ...]]] = {each.name: [] for each in variants}
         self.times[""] = []
-        self._session: Session | None = None
+        self._running: Checkpointing | None = None
         self._loop: LoopParts | None = None
         self._captured: CapturedRecord | None = None
         self._begin = self._forward_backward = (0.0, 0.0)
@@ -82,17 +83,18 @@ class ReplayTurns:
     def install(self) -> None:
         """Enter the stock loop, for as long as the process runs."""
         patches = Patches()
-        open_session, capture, is_due = Session.open, Session.capture, CheckpointEngine._is_due
+        start, capture = checkpoints.start, Checkpointing.capture
+        is_due = CheckpointEngine._is_due
         begin, end = Listeners.begin_iteration, Listeners.end_iteration
         begin_training = Listeners.begin_training
         get_function = training.get_forward_backward_func
 
-        def remember_session(session: Session) -> Any:
-            self._session = session
-            return open_session(session)
+        def start_and_remember(*args: Any) -> Checkpointing:
+            self._running = start(*args)
+            return self._running
 
-        def remember_record(session: Session, facts: IterationFacts) -> CapturedRecord:
-            self._captured = capture(session, facts)
+        def remember_record(running: Checkpointing, facts: IterationFacts) -> CapturedRecord:
+            self._captured = capture(running, facts)
             return self._captured
 
         def remember_loop(listeners: Listeners, loop: LoopParts) -> None:
@@ -108,8 +110,8 @@ class ReplayTurns:
                 self._note("")
             end(listeners, *args, **options)
 
-        patches.set(Session, "open", remember_session)
-        patches.set(Session, "capture", remember_record)
+        patches.set(checkpoints, "start", start_and_remember)
+        patches.set(Checkpointing, "capture", remember_record)
         patches.set(Listeners, "begin_iteration", begin_iteration)
         patches.set(Listeners, "end_iteration", end_iteration)
         patches.set(Listeners, "begin_training", remember_loop)
@@ -164,8 +166,8 @@ class ReplayTurns:
         listeners.loop.is_replaying = False
 
     def _make_replay(self, variant: ReplayVariant, record: IterationRecord) -> Replay:
-        assert self._session is not None
-        parameters = self._session.parameters
+        assert self._running is not None
+        parameters = self._running.met.live.parameters
         units = sorted({each.unit for each in parameters})
         num_frozen = round(len(units) * variant.share)
         # Spread over all kinds and layers alike.

@@ -48,8 +48,10 @@ from benchmarks.sparse_jobs import (
 )
 from benchmarks.window_turns import Loop, Turn, Variant, plan_turns, times_path, train_in_turns
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.watch import checkpoints
 from moe_ft.engine.memory import RankMemory
-from moe_ft.recovery import session
+from moe_ft.recovery import claim
+from moe_ft.recovery.running import Checkpointing
 from tests.harness import events, run_ranks
 
 NUM_MEASURED = 6  # iterations of a turn
@@ -180,26 +182,26 @@ def _by_iteration(event_log: Path, rank: int, event: str) -> dict[int, Any]:
 def report_memory(flags: list[str], folder: str) -> None:
     """Train on this rank; write what it has reserved, for itself and for peers, and its parameters."""
     memories: list[RankMemory] = []
-    open_session = session.Session.open
+    start = checkpoints.start
 
     def make(*args: Any, **options: Any) -> RankMemory:
         memories.append(RankMemory(*args, **options))
         return memories[-1]
 
-    def open_and_report(self: session.Session) -> session.Recovery:
-        recovery = open_session(self)
+    def start_and_report(*args: Any, **options: Any) -> Checkpointing:
+        checkpointing = start(*args, **options)
         regions = (r for each in memories[0].replicas.values() for r in each.regions)
         found = {
             "own": memories[0].num_own_bytes,
             "replicas": sum(region.num_bytes for region in regions),
-            "parameters": sum(each.end - each.start for each in self.parameters),
+            "parameters": sum(each.end - each.start for each in checkpointing.met.live.parameters),
         }
         (Path(folder) / f"memory_{os.environ['RANK']}.json").write_text(json.dumps(found))
-        return recovery
+        return checkpointing
 
     patches = Patches()
-    patches.set(session, "RankMemory", make)
-    patches.set(session.Session, "open", open_and_report)
+    patches.set(claim, "RankMemory", make)
+    patches.set(checkpoints, "start", start_and_report)
     pretrain_gpt_moe.main(flags)
 
 

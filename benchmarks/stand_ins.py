@@ -12,15 +12,21 @@ from typing import Any
 import torch
 
 from moe_ft.engine.background import Reports
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.copying import StateCopier
 from moe_ft.engine.layout import FileLayout, LazyLayout
+from moe_ft.engine.record_log import RecordLog
 from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.snapshot import SnapshotWriter
-from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
+from moe_ft.engine.snapshot_index import SnapshotIndexer
+from moe_ft.engine.snapshot_job import SnapshotRequest, SnapshotState
 from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.engine.worker import ThreadWorker
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
-from moe_ft.format.files import Identity, ParameterEntry, Start
-from moe_ft.recovery.restore import FetchedUnit
+from moe_ft.format.entries import ParameterEntry
+from moe_ft.format.identity import Identity, Start
+from moe_ft.recovery.units import FetchedUnit
 from moe_ft.state import record as records
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
@@ -158,19 +164,28 @@ def snapshot(
     region.advance(Role.SNAPSHOT)
     reports = Reports()
     taker = record_taker(parameters[0].optimizer, parameters)
+    log = RecordLog(taker.complete)
+    log.append(iteration, taker.capture(facts(iteration)))
     writer = SnapshotWriter(
-        parameters, identity(1), 0, "node", reports, None, no_fault, taker.complete
+        StateCopier(parameters, None, 0),
+        SnapshotIndexer(identity(1), 0, "node", parameters, log),
+        log,
+        None,
+        None,
+        reports,
+        no_fault,
+        ThreadWorker("snapshot"),
+        Clock(),
     )
-    job = SnapshotJob(
+    request = SnapshotRequest(
         region=region,
         window=LazyLayout(lambda: layout),
         iteration=iteration,
-        record=taker.capture(facts(iteration)),
         keep_iteration=None,
         plan=plan.snapshots[0],
     )
     writer.start()
-    writer.submit(job)
+    job = writer.submit(request)
     writer.close(_COPY_DEADLINE_S)
     if job.state is not SnapshotState.COMPLETE:
         raise SnapshotError(f"the snapshot is {job.state.name}: {reports.drain()}")

@@ -28,18 +28,20 @@ from tabulate import tabulate
 
 from benchmarks import stand_ins
 from benchmarks.output import show
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag
-from moe_ft.format.files import Index, decode
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Source, Tier
+from moe_ft.recovery.fetch import Fetched, read_window
 from moe_ft.recovery.inspect.verification import verify
 from moe_ft.recovery.inventory import look_at_memory
-from moe_ft.recovery.restore import FetchedState, Readers, fetch, put_back
-from moe_ft.recovery.sources import MemoryReader
+from moe_ft.recovery.put_back import put_back
+from moe_ft.recovery.readers import MemoryReader, Readers
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.strategies.interface import DenseStrategy
+from moe_ft.strategies.dense.strategy import DenseStrategy
 
 NUM_PARAMETERS = 40
 BYTES_PER_ELEMENT = 4 + 4 + 4  # master weight and two moments: what a snapshot holds
@@ -157,14 +159,14 @@ def measure_restore(
     """
     live = [tensor for name, tensor in state.items() if not name.endswith(".weight")]
     copies = [tensor.clone() for tensor in live]
-    catalog, fetched = stand_ins.catalog_of(parameters), FetchedState()
+    catalog, fetched = stand_ins.catalog_of(parameters), Fetched()
 
     def fetch_state() -> None:
         nonlocal fetched
         versions = look_at_memory(memory, _NODE, stand_ins.JOB_ID).versions
         sources = [Source(tier=Tier.MEMORY, version=version) for version in versions]
         readers = Readers(lambda source: MemoryReader(region.index_path, [region]))
-        fetched = fetch(sources, catalog.units, catalog, readers)
+        fetched = read_window(sources, catalog.units, catalog, readers)
 
     def put_state_back() -> None:
         put_back(list(fetched.units.values()), catalog, _ITERATION, stand_ins.no_fault)

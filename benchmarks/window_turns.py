@@ -19,7 +19,7 @@ from megatron.training import training
 import pretrain_gpt_moe
 from benchmarks.sparse_jobs import LONGEST_WINDOW
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.engine import snapshot
+from moe_ft.engine import copying
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.profile import SnapshotProfile
 from moe_ft.strategies.interface import WindowPlan
@@ -131,10 +131,10 @@ def _take_turns(window_of: dict[int, int | None]) -> None:
     def plan_as_told(
         strategy: SparseStrategy, iteration: int, *, is_last: bool = False
     ) -> WindowPlan:
-        own = strategy.window
-        strategy.window = window_of.get(iteration) or own
+        own = strategy.length.now
+        strategy.length.now = window_of.get(iteration) or own
         plan = plan_window(strategy, iteration, is_last=is_last)
-        strategy.window = own
+        strategy.length.now = own
         return plan
 
     def is_due_as_told(engine: CheckpointEngine, iteration: int) -> bool:
@@ -170,7 +170,7 @@ def _sleep_instead(seconds: float) -> None:
 
 def _copy_over_link(bytes_per_s: float) -> None:
     """Have copies take longer, as over PCIe; the two ranks have a link each."""
-    copy_all = snapshot._copy_all
+    copy_all = copying._copy_all
 
     def copy_slowly(copies: Sequence[Any], **options: Any) -> set[tuple[str, str]]:
         start = time.perf_counter()
@@ -179,4 +179,4 @@ def _copy_over_link(bytes_per_s: float) -> None:
         time.sleep(max(0.0, start + seconds - time.perf_counter()))
         return absent
 
-    _patches.set(snapshot, "_copy_all", copy_slowly)
+    _patches.set(copying, "_copy_all", copy_slowly)

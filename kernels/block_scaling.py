@@ -49,7 +49,7 @@ def round_to_blocks(
     blocks = _in_blocks(values)
     is_finite = torch.isfinite(blocks)
     largest = torch.where(is_finite, blocks.abs(), 0.0).amax(dim=1)
-    scales = largest / float(widen(_largest(to), to))
+    scales = largest / to.largest
     if kind is ScaleKind.POWER_OF_TWO:
         bits = scales.view(torch.int32)
         scales = ((bits + 0x7FFFFF) & _EXPONENT).view(torch.float32)
@@ -60,15 +60,14 @@ def round_to_blocks(
     return rounded.reshape(-1)[: values.numel()], scales
 
 
-def widen_blocks(rounded: torch.Tensor, scales: torch.Tensor, of: NumberFormat) -> torch.Tensor:
+def widen_blocks(rounded: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return what `round_to_blocks` has left of ``[n]`` numbers, in fp32.
 
     Args:
         rounded: ``[n]`` numbers of the format.
         scales: ``[num_blocks(n)]`` fp32.
-        of: the format.
     """
-    blocks = _in_blocks(widen(rounded, of))
+    blocks = _in_blocks(widen(rounded))
     # Rounded up, the largest numbers of fp32 would be beyond it.
     most = torch.finfo(torch.float32).max
     wide = (blocks * scales[:, None]).clamp(-most, most)
@@ -80,7 +79,3 @@ def _in_blocks(values: torch.Tensor) -> torch.Tensor:
     """Return ``[block, BLOCK]`` numbers, the last block filled up with zeros."""
     missing = -values.numel() % BLOCK
     return torch.nn.functional.pad(values, (0, missing)).reshape(-1, BLOCK)
-
-
-def _largest(to: NumberFormat) -> torch.Tensor:
-    return torch.tensor([to.max_code], dtype=to.code_dtype).view(to.dtype)

@@ -1,8 +1,8 @@
-"""The floating-point formats that state can be packed in, and what rounding to them means.
+"""The floating-point formats that state can be packed in, and the rule for rounding to them.
 
-From fp32 to shorter ones, to nearest, ties to even. A finite number never becomes an infinity: beyond the
-largest it is that one. An infinity stays one where the format has them and is NaN otherwise (e4m3). Every NaN
-becomes the format's canonical quiet one, of the same sign.
+Rounding from fp32 is to nearest, ties to even. A finite number never becomes an infinity: a number beyond the
+largest of the format becomes the largest. An infinity stays one if the format has infinities and becomes NaN
+otherwise (e4m3). Every NaN becomes the format's canonical quiet NaN, of the same sign.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,13 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberFormat:
-    """Layout of a binary floating-point format: sign, exponent, mantissa, from the highest bit on.
+    """Layout of a binary floating-point format: sign, exponent, mantissa, from the highest bit down.
 
     Attributes:
         name: as in --moe-ft-state-dtype.
-        dtype: torch's.
         code_dtype: integers of the same width.
-        exponent_bits, mantissa_bits: widths.
-        max_code: of the largest finite number; codes are without the sign.
-        infinity_code: of infinity; where there is none, that of NaN.
+        max_code: code of the largest finite number; codes exclude the sign.
+        infinity_code: that of NaN in a format without infinities.
         nan_code: of the canonical NaN.
     """
 
@@ -35,8 +33,13 @@ class NumberFormat:
 
     @property
     def bias(self) -> int:
-        """What is added to an exponent."""
+        """The number that is added to an exponent to store it."""
         return (1 << (self.exponent_bits - 1)) - 1
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number."""
+        return torch.finfo(self.dtype).max
 
     @property
     def num_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Segments that are packed together: by kernels where they are on a GPU, by the reference elsewhere."""
+"""Segments that are packed together: by kernels on a GPU, by the reference elsewhere."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class PackTable:
-    """Segments that are packed and unpacked together, again and again.
+    """Segments that are packed and unpacked together, any number of times.
 
-    It keeps the tensors; whoever replaces one makes another table.
+    The table keeps the tensors; replacing one of them requires another table.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -36,24 +36,19 @@ class PackTable:
             buffer: ``[n]`` uint8, on the tensors' device; on a GPU aligned to 16 bytes.
 
         Returns:
-            ``[segment, 2]`` int64, on the same device: the bits of what `sum_segment` returns for each
-            segment, and how many of its weights were not rounded from their masters, which then do not come
-            back. On a GPU packing goes on after the return.
+            ``[segment]`` int64, on the same device: the number of weights that were not rounded from their
+            masters, which then cannot be restored. On a GPU packing continues after the return.
         """
         if not self._is_on_gpu:
             return pack_by_reference(self.segments, buffer)
         return self._kernel_table().pack(buffer)
 
-    def unpack(self, buffer: torch.Tensor, *, with_sums: bool = True) -> torch.Tensor:
-        """Unpack all tensors; return as `pack` does the sums of what was in the buffer.
-
-        Lines must be filled up with zeros, as `pack` does.
-
-        Without sums, for content that is known to be intact, they may be 0.
-        """
-        if not self._is_on_gpu:
-            return unpack_by_reference(self.segments, buffer, with_sums=with_sums)
-        return self._kernel_table().unpack(buffer)
+    def unpack(self, buffer: torch.Tensor) -> None:
+        """Unpack all tensors; on a GPU this continues after the return."""
+        if self._is_on_gpu:
+            self._kernel_table().unpack(buffer)
+        else:
+            unpack_by_reference(self.segments, buffer)
 
     def _kernel_table(self) -> "KernelTable":
         if self._on_device is None:

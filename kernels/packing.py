@@ -1,30 +1,26 @@
-"""Packing many tensors into one buffer and unpacking them, each in a format of its own, with checksums.
+"""Packing of many tensors into one buffer, each in its own format, and unpacking.
 
-What comes out is defined here, in torch and numpy; on a GPU kernels/triton_packing.py computes the same bits
-in one launch, and kernels/pack_table.py chooses. Where tensors lie in a buffer is the caller's business.
+This file is the reference, in torch. On a GPU kernels/triton_packing.py computes the same bits in one launch;
+kernels/pack_table.py chooses between the two. The caller decides the places of tensors in a buffer.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kernels.block_scaling import BLOCK, ScaleKind, num_blocks, round_to_blocks, widen_blocks
-from kernels.checksum import CHUNK_BYTES, WORD_BYTES, finish, packed_checksum, sum_chunks
 from kernels.number_formats import FORMAT_OF, FP32, NumberFormat
 from kernels.rounding import convert
 from kernels.split_master import join_masters, split_masters
 
 ALIGNMENT = 64
-_AT_ONCE = 1 << 18  # numbers, of which some dozens of results are computed
-Content = npt.NDArray[np.uint8]
+_AT_ONCE = 1 << 18  # numbers, whose dozens of intermediate results must not take much memory
 
 
 class Way(IntEnum):
-    """How a tensor is packed; kernels know the numbers."""
+    """Ways to pack a tensor; the kernels know the numbers."""
 
     AS_IT_IS = 0
     CONVERTED = 1
@@ -38,13 +34,13 @@ class Segment:
     """One tensor and its place in a buffer.
 
     Attributes:
-        tensor: ``[n]``, contiguous, on the buffer's device: what is packed, or unpacked into.
-        offset: of its numbers in the buffer, in bytes, a multiple of ALIGNMENT. They, and what is at
-            side_offset, take whole lines of so many bytes, filled up with zeros; the buffer has room for
-            the last one.
-        to: the format in the buffer; None for the bits as they are, of any dtype.
-        scales: with an 8-bit format, the kind of scale that blocks of 128 numbers have.
-        weights: ``[n]`` BF16, of which the tensor is the fp32 masters: what they leave out is packed.
+        tensor: ``[n]``, contiguous, on the buffer's device: the source of packing and target of unpacking.
+        offset: of its numbers in the buffer, in bytes, a multiple of ALIGNMENT. The numbers, and the bytes
+            at side_offset, take whole lines of ALIGNMENT bytes, padded with zeros; the buffer has room for
+            the last line.
+        to: the format in the buffer; None keeps the bits unchanged, for any dtype.
+        scales: kind of the scales that blocks of 128 numbers have in an 8-bit format.
+        weights: ``[n]`` BF16 weights of a tensor of fp32 masters; the buffer gets what they leave out.
         side_offset: of the scales (fp32, one per block), or of split masters' carries (one bit each).
     """
 
@@ -57,7 +53,7 @@ class Segment:
 
     @property
     def way(self) -> Way:
-        """How it is packed."""
+        """The way to pack it."""
         if self.weights is not None:
             return Way.SPLIT
         if self.scales is not None:
@@ -85,15 +81,8 @@ class Segment:
             return -(-self.tensor.numel() // 8)
         return 0 if self.scales is None else 4 * num_blocks(self.tensor.numel())
 
-    @property
-    def side_words(self) -> int:
-        """Words of its scales or carries that belong to one chunk of the checksum."""
-        if self.weights is not None:
-            return CHUNK_BYTES // 2 // 8 // WORD_BYTES
-        return 0 if self.scales is None else CHUNK_BYTES // BLOCK * 4 // WORD_BYTES
-
     def check(self) -> None:
-        """Raise ValueError if it cannot be packed."""
+        """Raise ValueError if this segment cannot be packed."""
         if not self.tensor.is_contiguous() or self.tensor.dim() != 1:
             raise ValueError("a segment's tensor must be flat and contiguous")
         if self.offset % ALIGNMENT or self.side_offset % ALIGNMENT:
@@ -113,65 +102,24 @@ class Segment:
 
 def pack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> torch.Tensor:
     """Pack tensors; see `pack_table.PackTable.pack`."""
-    return _as_sums([_pack(segment, buffer) for segment in segments])
+    counts = [sum(_pack(part, buffer) for part in _parts(segment)) for segment in segments]
+    return torch.tensor(counts, dtype=torch.int64)
 
 
-def unpack_by_reference(
-    segments: Sequence[Segment], buffer: torch.Tensor, *, with_sums: bool = True
-) -> torch.Tensor:
+def unpack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> None:
     """Unpack tensors; see `pack_table.PackTable.unpack`."""
     for segment in segments:
         for part in _parts(segment):
             part.tensor.copy_(_unpacked(part, buffer))
-    content = buffer.numpy()
-    return _as_sums([(sum_segment(each, content) if with_sums else 0, 0) for each in segments])
-
-
-def sum_segment(segment: Segment, content: Content) -> int:
-    """Return what the chunks of a segment add up to, 0 to 2**64 - 1; see kernels/checksum.py.
-
-    Args:
-        segment: which one; its tensor is not looked at.
-        content: ``[n]`` uint8, the buffer on the host.
-    """
-    return sum_chunks(
-        content[segment.offset : segment.offset + segment.num_bytes],
-        content[segment.side_offset : segment.side_offset + segment.side_bytes],
-        segment.side_words,
-    )
-
-
-def buffer_checksum(segments: Sequence[Segment], sums: torch.Tensor) -> int:
-    """Return the checksum of a packed buffer, 0 to 2**64 - 1.
-
-    Args:
-        segments: what it holds.
-        sums: ``[segment, 2]`` that packing or unpacking returned.
-    """
-    totals = sums[:, 0].cpu().view(torch.uint64).tolist()
-    each = [
-        finish(total, segment.num_bytes) for total, segment in zip(totals, segments, strict=True)
-    ]
-    return packed_checksum(np.array(each, dtype=np.uint64).view(np.uint8))
-
-
-def _as_sums(found: list[tuple[int, int]]) -> torch.Tensor:
-    return torch.tensor(found, dtype=torch.uint64).view(torch.int64).view(-1, 2)
-
-
-def _pack(segment: Segment, buffer: torch.Tensor) -> tuple[int, int]:
-    """Pack one tensor; return its sum, and how many of its masters cannot be split."""
-    num_wrong = sum(_pack_numbers(part, buffer) for part in _parts(segment))
-    return sum_segment(segment, buffer.numpy()), num_wrong
 
 
 def _parts(segment: Segment) -> Iterator[Segment]:
-    """Yield a segment cut into pieces, so that what is computed from one takes little memory."""
+    """Yield pieces of a segment that are small enough for intermediate results to take little memory."""
     count = segment.tensor.numel()
     if count <= _AT_ONCE:
         yield segment
         return
-    side_of = 8 if segment.weights is not None else BLOCK / 4  # numbers that a byte of it is for
+    side_of = 8 if segment.weights is not None else BLOCK / 4  # numbers per byte
     for first in range(0, count, _AT_ONCE):
         part = slice(first, first + _AT_ONCE)
         yield replace(
@@ -183,8 +131,8 @@ def _parts(segment: Segment) -> Iterator[Segment]:
         )
 
 
-def _pack_numbers(segment: Segment, buffer: torch.Tensor) -> int:
-    """Pack numbers; return how many of them are masters that cannot be split."""
+def _pack(segment: Segment, buffer: torch.Tensor) -> int:
+    """Pack numbers; return the number of masters that cannot be split."""
     tensor, num_wrong = segment.tensor, 0
     if segment.weights is not None:
         parts = split_masters(tensor, segment.weights)
@@ -201,7 +149,7 @@ def _pack_numbers(segment: Segment, buffer: torch.Tensor) -> int:
 
 
 def _put(numbers: torch.Tensor, buffer: torch.Tensor, offset: int) -> None:
-    """Write numbers, and zeros to the end of their last line."""
+    """Write numbers, and zeros up to the end of their last line."""
     data = numbers.view(torch.uint8)
     end = offset + len(data)
     buffer[offset:end] = data
@@ -220,5 +168,5 @@ def _unpacked(segment: Segment, buffer: torch.Tensor) -> torch.Tensor:
     typed = numbers.view(segment.to.dtype)
     if segment.scales is None:
         return convert(typed, of)
-    wide = widen_blocks(typed, side.view(torch.float32), segment.to)
+    wide = widen_blocks(typed, side.view(torch.float32))
     return convert(wide, of)

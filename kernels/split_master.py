@@ -11,9 +11,8 @@ A weight that was not rounded from its master cannot be split; such places are c
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-
-from kernels.bit_packing import pack_bits, unpack_bits
 
 _LOWER, _INFINITY, _QUIET = 0xFFFF, 0x7F80, 0x40
 _MAGNITUDE = 0x7FFF
@@ -52,7 +51,7 @@ def split_masters(masters: torch.Tensor, weights: torch.Tensor) -> SplitMasters:
     remainders = torch.where(are_both_nan, of_nan, lower)
     return SplitMasters(
         remainders=remainders.to(torch.int16),
-        carries=pack_bits(carries),
+        carries=torch.from_numpy(np.packbits(carries.numpy(), bitorder="little")),
         num_wrong=int(is_wrong.sum()),
     )
 
@@ -63,9 +62,9 @@ def join_masters(
     """Return the ``[n]`` fp32 masters that `split_masters` was given with these weights."""
     lower = remainders.to(torch.int32) & _LOWER
     codes = weights.contiguous().view(torch.int16).to(torch.int32) & _LOWER
-    upper = codes - unpack_bits(carries, len(lower)).to(torch.int32)
-    bits = torch.where(_is_nan(codes), lower << 16, (upper << 16) | lower)
-    return bits.view(torch.float32)
+    bits = np.unpackbits(carries.numpy(), count=len(lower), bitorder="little")
+    upper = codes - torch.from_numpy(bits).to(torch.int32)
+    return torch.where(_is_nan(codes), lower << 16, (upper << 16) | lower).view(torch.float32)
 
 
 def _is_nan(codes: torch.Tensor) -> torch.Tensor:

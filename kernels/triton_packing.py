@@ -1,10 +1,9 @@
-"""What kernels/packing.py defines, as Triton kernels: all segments in one launch, checksums in the same pass.
+"""Triton kernels that pack and unpack as kernels/packing.py defines, all segments in one launch.
 
-A program packs or unpacks one tile, which is a chunk of the checksum: 8 KiB in the buffer, whatever that is
-in numbers. A table says which tile is of which segment, another one everything about segments.
+One program handles one tile: 8 KiB of the buffer, however many numbers that is. One table maps tiles to
+segments, another describes the segments.
 """
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checksum import CHUNK_BYTES, CHUNK_WORDS, KEYS
 from kernels.number_formats import FORMAT_OF, FP32, NumberFormat
 from kernels.packing import Segment, Way
 from kernels.triton_rounding import (
@@ -23,10 +21,10 @@ from kernels.triton_rounding import (
     widen_codes,
 )
 
+TILE_BYTES = 8192  # in the buffer
 _NUM_WARPS = 8
-_MOST_REGISTERS = 128  # of a thread: two programs at a time on a multiprocessor, and hardly a spill
-_WORDS = tl.constexpr(CHUNK_WORDS)
-_HALVES = tl.constexpr(2 * CHUNK_WORDS)
+_MOST_REGISTERS = 128  # per thread: two programs at a time on a multiprocessor, and hardly a spill
+_HALVES = tl.constexpr(TILE_BYTES // 4)  # int32 of a tile in the buffer
 _AS_IT_IS = tl.constexpr(int(Way.AS_IT_IS))
 _FP32_SCALES = tl.constexpr(int(Way.FP32_SCALES))
 _POWER_OF_TWO_SCALES = tl.constexpr(int(Way.POWER_OF_TWO_SCALES))
@@ -51,7 +49,7 @@ _FIELDS = tl.constexpr(20)
 
 @triton.jit
 def _load_as(address, first, count, DTYPE: tl.constexpr, TILE: tl.constexpr):
-    """Return ``[TILE]`` numbers from one on, zeros behind the last."""
+    """Return ``[TILE]`` numbers from one on, zeros after the last."""
     places = first + tl.arange(0, TILE)
     if (address % 16 == 0) & (first + TILE <= count):  # several at a time
         start = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
@@ -64,7 +62,7 @@ def _load_as(address, first, count, DTYPE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _load(address, first, count, num_bytes, TILE: tl.constexpr):
-    """Return ``[TILE]`` int32: numbers of 1, 2 or 4 bytes from one on, zeros behind the last."""
+    """Return ``[TILE]`` int32: numbers of 1, 2 or 4 bytes from one on, zeros after the last."""
     if num_bytes == 4:
         numbers = _load_as(address, first, count, tl.int32, TILE)
     elif num_bytes == 2:
@@ -76,7 +74,7 @@ def _load(address, first, count, num_bytes, TILE: tl.constexpr):
 
 @triton.jit
 def _store_as(address, first, count, numbers, DTYPE: tl.constexpr, TILE: tl.constexpr):
-    """Write ``[TILE]`` numbers from one on, none behind the last."""
+    """Write ``[TILE]`` numbers from one on, none after the last."""
     places = first + tl.arange(0, TILE)
     if (address % 16 == 0) & (first + TILE <= count):
         start = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
@@ -88,7 +86,7 @@ def _store_as(address, first, count, numbers, DTYPE: tl.constexpr, TILE: tl.cons
 
 @triton.jit
 def _store(address, first, count, num_bytes, numbers, TILE: tl.constexpr):
-    """Write the lowest 1, 2 or 4 bytes of ``[TILE]`` int32 from one number on, none behind the last."""
+    """Write the lowest 1, 2 or 4 bytes of ``[TILE]`` int32 from one number on, none after the last."""
     if num_bytes == 4:
         _store_as(address, first, count, numbers, tl.int32, TILE)
     elif num_bytes == 2:
@@ -134,53 +132,26 @@ def _widen(codes, fields):
 
 
 @triton.jit
-def _weigh(halves, keys, COUNT: tl.constexpr):
-    """Return what ``[COUNT, 2]`` halves of words add to the sum of their chunk, given their first key."""
-    shifts = (tl.arange(0, 2) * 32)[None, :].to(tl.uint64)
-    words = tl.sum(halves.to(tl.uint32, bitcast=True).to(tl.uint64) << shifts, axis=1)
-    keyed = (words ^ (words >> 32)) * tl.load(keys + tl.arange(0, COUNT)).to(
-        tl.uint64, bitcast=True
-    )
-    return tl.sum(keyed, axis=0)
-
-
-@triton.jit
-def _mix(number):
-    mixed = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
-    return mixed ^ (mixed >> 31)
-
-
-@triton.jit
-def _finish_chunk(total, number):
-    """Return what a chunk adds to the sum of its segment; see checksum.py."""
-    of_place = _mix((number + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15)
-    return _mix(total + of_place).to(tl.int64, bitcast=True)
-
-
-@triton.jit
-def _pack_tile(row, number, buffer, keys, wrong, TILE: tl.constexpr, BYTES: tl.constexpr):
-    """Pack one tile of a segment; return the sum of its words."""
+def _pack_tile(row, number, buffer, num_wrong, TILE: tl.constexpr, BYTES: tl.constexpr):
+    """Pack one tile of a segment."""
     count, way = tl.load(row + _COUNT), tl.load(row + _WAY)
     first = number * TILE
     numbers = _load(
         tl.load(row + _ADDRESS), first, count, tl.load(row + _TENSOR_BYTES).to(tl.int32), TILE
     )
     side = buffer + tl.load(row + _SIDE_OFFSET)
-    side_sum = tl.full((), 0, tl.uint64)
     if way == _AS_IT_IS:
         codes = numbers
     elif (TILE == 4096) & (way == _SPLIT):
         weights = _load(tl.load(row + _WEIGHTS), first, count, 2, TILE)
-        codes, carries, num_wrong = _split(numbers, weights)
-        tl.atomic_add(wrong, num_wrong.to(tl.int64))
+        codes, carries, wrong = _split(numbers, weights)
+        tl.atomic_add(num_wrong, wrong.to(tl.int64))
         if TILE == 4096:
             places = tl.arange(0, 32)[None, :]
             packed = tl.sum(tl.reshape(carries, [128, 32]) << places, axis=1)
             halves = number * 128 + tl.arange(0, 128)
             ends = tl.cdiv(count, 512) * 16
             tl.store(side.to(tl.pointer_type(tl.int32)) + halves, packed, mask=halves < ends)
-            side_sum = _weigh(tl.reshape(packed, [64, 2]), keys + _WORDS, 64)
     elif (TILE == 8192) & ((way == _FP32_SCALES) | (way == _POWER_OF_TWO_SCALES)):
         codes = numbers
         if TILE == 8192:
@@ -194,27 +165,24 @@ def _pack_tile(row, number, buffer, keys, wrong, TILE: tl.constexpr, BYTES: tl.c
             scale_bits = tl.where(blocks < used, scale_bits, 0)
             target = side.to(tl.pointer_type(tl.int32)) + blocks
             tl.store(target, scale_bits, mask=blocks < tl.cdiv(used, 16) * 16)
-            side_sum = _weigh(tl.reshape(scale_bits, [32, 2]), keys + _WORDS, 32)
     else:
         codes = _round_to(_widen(numbers, row + _TENSOR_FORMAT), row + _PACKED_FORMAT)
     if BYTES == 4:
-        halves = tl.reshape(codes, [_WORDS, 2])
+        halves = codes
     elif BYTES == 2:
-        shifts = (tl.arange(0, 2) * 16)[None, None, :]
-        halves = tl.sum(tl.reshape(codes & 0xFFFF, [_WORDS, 2, 2]) << shifts, axis=2)
+        shifts = (tl.arange(0, 2) * 16)[None, :]
+        halves = tl.sum(tl.reshape(codes & 0xFFFF, [_HALVES, 2]) << shifts, axis=1)
     else:
-        shifts = (tl.arange(0, 4) * 8)[None, None, :]
-        halves = tl.sum(tl.reshape(codes & 0xFF, [_WORDS, 2, 4]) << shifts, axis=2)
+        shifts = (tl.arange(0, 4) * 8)[None, :]
+        halves = tl.sum(tl.reshape(codes & 0xFF, [_HALVES, 4]) << shifts, axis=1)
     target = (buffer + tl.load(row + _OFFSET)).to(tl.int64)
     ends = tl.cdiv(count * BYTES, 64) * 16  # whole lines
-    flat = tl.reshape(halves, [_HALVES])
-    _store_as(target, number * _HALVES, ends, flat, tl.int32, _HALVES)
-    return _weigh(halves, keys, _WORDS) + side_sum
+    _store_as(target, number * _HALVES, ends, halves, tl.int32, _HALVES)
 
 
 @triton.jit
 def _split(bits, weights):
-    """Return ``[TILE]`` remainders, carries and how many weights are wrong; see split_master.py."""
+    """Return ``[TILE]`` remainders, carries and the number of wrong weights; see split_master.py."""
     lower, upper = bits & 0xFFFF, (bits >> 16) & 0xFFFF
     is_nan = (weights & 0x7FFF) > 0x7F80
     both_nan = is_nan & ((bits & 0x7FFFFFFF) > 0x7F800000)
@@ -226,24 +194,22 @@ def _split(bits, weights):
 
 
 @triton.jit
-def _unpack_tile(row, number, buffer, keys, TILE: tl.constexpr, BYTES: tl.constexpr):
-    """Unpack one tile of a segment; return the sum of its words."""
+def _unpack_tile(row, number, buffer, TILE: tl.constexpr, BYTES: tl.constexpr):
+    """Unpack one tile of a segment."""
     count, way = tl.load(row + _COUNT), tl.load(row + _WAY)
     first = number * TILE
     source = (buffer + tl.load(row + _OFFSET)).to(tl.int64)
     ends = tl.cdiv(count * BYTES, 64) * 16  # whole lines
-    flat = _load_as(source, number * _HALVES, ends, tl.int32, _HALVES)
-    halves = tl.reshape(flat, [_WORDS, 2])
+    halves = _load_as(source, number * _HALVES, ends, tl.int32, _HALVES)
     if BYTES == 4:
-        codes = tl.reshape(halves, [TILE])
+        codes = halves
     elif BYTES == 2:
-        shifts = (tl.arange(0, 2) * 16)[None, None, :]
-        codes = tl.reshape((halves[:, :, None] >> shifts) & 0xFFFF, [TILE])
+        shifts = (tl.arange(0, 2) * 16)[None, :]
+        codes = tl.reshape((halves[:, None] >> shifts) & 0xFFFF, [TILE])
     else:
-        shifts = (tl.arange(0, 4) * 8)[None, None, :]
-        codes = tl.reshape((halves[:, :, None] >> shifts) & 0xFF, [TILE])
+        shifts = (tl.arange(0, 4) * 8)[None, :]
+        codes = tl.reshape((halves[:, None] >> shifts) & 0xFF, [TILE])
     side = (buffer + tl.load(row + _SIDE_OFFSET)).to(tl.pointer_type(tl.int32))
-    side_sum = tl.full((), 0, tl.uint64)
     if way == _AS_IT_IS:
         numbers = codes
     elif (TILE == 4096) & (way == _SPLIT):
@@ -251,7 +217,6 @@ def _unpack_tile(row, number, buffer, keys, TILE: tl.constexpr, BYTES: tl.conste
         if TILE == 4096:
             parts = number * 128 + tl.arange(0, 128)
             packed = tl.load(side + parts, mask=parts < tl.cdiv(count, 512) * 16, other=0)
-            side_sum = _weigh(tl.reshape(packed, [64, 2]), keys + _WORDS, 64)
             carries = tl.reshape((packed[:, None] >> tl.arange(0, 32)[None, :]) & 1, [TILE])
             weights = _load(tl.load(row + _WEIGHTS), first, count, 2, TILE)
             is_nan = (weights & 0x7FFF) > 0x7F80
@@ -262,7 +227,6 @@ def _unpack_tile(row, number, buffer, keys, TILE: tl.constexpr, BYTES: tl.conste
             blocks = number * 64 + tl.arange(0, 64)
             used = tl.cdiv(count, 128)
             scale_bits = tl.load(side + blocks, mask=blocks < tl.cdiv(used, 16) * 16, other=0)
-            side_sum = _weigh(tl.reshape(scale_bits, [32, 2]), keys + _WORDS, 32)
             bits = tl.reshape(_widen(codes, row + _PACKED_FORMAT), [64, 128])
             wide = multiply_blocks(bits, scale_bits.to(tl.float32, bitcast=True))
             numbers = _round_to(tl.reshape(wide, [TILE]), row + _TENSOR_FORMAT)
@@ -270,81 +234,75 @@ def _unpack_tile(row, number, buffer, keys, TILE: tl.constexpr, BYTES: tl.conste
         numbers = _round_to(_widen(codes, row + _PACKED_FORMAT), row + _TENSOR_FORMAT)
     width = tl.load(row + _TENSOR_BYTES).to(tl.int32)
     _store(tl.load(row + _ADDRESS), first, count, width, numbers, TILE)
-    return _weigh(halves, keys, _WORDS) + side_sum
 
 
 @triton.jit
-def _work(rows, segments, buffer, keys, sums, IS_PACKING: tl.constexpr):
+def _work_on_tile(row, number, buffer, num_wrong, IS_PACKING: tl.constexpr, BYTES: tl.constexpr):
+    TILE: tl.constexpr = 4 * _HALVES // BYTES
+    if IS_PACKING:
+        _pack_tile(row, number, buffer, num_wrong, TILE, BYTES)
+    else:
+        _unpack_tile(row, number, buffer, TILE, BYTES)
+
+
+@triton.jit
+def _work(rows, segments, buffer, num_wrong, IS_PACKING: tl.constexpr):
     """Pack or unpack one tile."""
     tile = tl.program_id(0).to(tl.int64)
     segment = tl.load(segments + tile).to(tl.int64)
     row = rows + segment * _FIELDS
     number = tile - tl.load(row + _FIRST_TILE)
     packed_bytes = tl.load(row + _PACKED_BYTES)
-    result = sums + 2 * segment
     if packed_bytes == 4:
-        if IS_PACKING:
-            total = _pack_tile(row, number, buffer, keys, result + 1, 2048, 4)
-        else:
-            total = _unpack_tile(row, number, buffer, keys, 2048, 4)
+        _work_on_tile(row, number, buffer, num_wrong + segment, IS_PACKING, 4)
     elif packed_bytes == 2:
-        if IS_PACKING:
-            total = _pack_tile(row, number, buffer, keys, result + 1, 4096, 2)
-        else:
-            total = _unpack_tile(row, number, buffer, keys, 4096, 2)
+        _work_on_tile(row, number, buffer, num_wrong + segment, IS_PACKING, 2)
     else:
-        if IS_PACKING:
-            total = _pack_tile(row, number, buffer, keys, result + 1, 8192, 1)
-        else:
-            total = _unpack_tile(row, number, buffer, keys, 8192, 1)
-    tl.atomic_add(result, _finish_chunk(total, number))
-
-
-@functools.cache
-def _keys_on(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(KEYS.view(np.int64)).to(device)
+        _work_on_tile(row, number, buffer, num_wrong + segment, IS_PACKING, 1)
 
 
 class KernelTable:
-    """Segments as the kernels read them. On the device only while they run: tables of all chunks add up."""
+    """Segments as the kernels read them.
+
+    The tables are on the device only while the kernels run, because those of all chunks together are large.
+    """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        """Write the tables for segments, which were checked."""
-        counts = [-(-segment.num_bytes // CHUNK_BYTES) for segment in segments]
+        """Write the tables for segments that have been checked."""
+        counts = [triton.cdiv(segment.num_bytes, TILE_BYTES) for segment in segments]
         firsts = np.cumsum([0, *counts])
         rows = [_row(each, int(first)) for each, first in zip(segments, firsts, strict=False)]
         self._rows = torch.tensor(rows, dtype=torch.int64)
         self._segments = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
-        if segments[0].tensor.is_cuda:  # from where the device reads them while the host goes on
+        if segments[0].tensor.is_cuda:  # pinned, so that the copies to the device are asynchronous
             self._rows, self._segments = self._rows.pin_memory(), self._segments.pin_memory()
 
     def pack(self, buffer: torch.Tensor) -> torch.Tensor:
         """Launch the kernel that packs; see `pack_table.PackTable.pack`."""
         return self._launch(buffer, is_packing=True)
 
-    def unpack(self, buffer: torch.Tensor) -> torch.Tensor:
+    def unpack(self, buffer: torch.Tensor) -> None:
         """Launch the kernel that unpacks; see `pack_table.PackTable.unpack`."""
-        return self._launch(buffer, is_packing=False)
+        self._launch(buffer, is_packing=False)
 
     def _launch(self, buffer: torch.Tensor, *, is_packing: bool) -> torch.Tensor:
         device = buffer.device
-        sums = torch.zeros((len(self._rows), 2), dtype=torch.int64, device=device)
+        num_wrong = torch.zeros(len(self._rows), dtype=torch.int64, device=device)
         if len(self._segments):
             _work[(len(self._segments),)](
                 self._rows.to(device, non_blocking=True),
                 self._segments.to(device, non_blocking=True),
                 buffer,
-                _keys_on(device),
-                sums,
+                num_wrong,
                 is_packing,
                 num_warps=_NUM_WARPS,
                 maxnreg=_MOST_REGISTERS,
             )
-        return sums
+        return num_wrong
 
 
 def _row(segment: Segment, first_tile: int) -> list[int]:
-    """Return the fields of a segment; numbers of 8 bytes count as two of 4."""
+    """Return the fields of a segment; an 8-byte number counts as two 4-byte numbers."""
     tensor, weights = segment.tensor, segment.weights
     width = tensor.element_size()
     in_words = 2 if width == 8 else 1

@@ -1,13 +1,14 @@
-"""Breaks recovery on purpose, in ways that a suite of tests must notice; see tests/power.py.
+"""Ways to break recovery on purpose, which the tests must notice; see tests/power.py.
 
-Each breakage is a function that changes the product inside of a rank's process, before training starts. It
-changes functions wherever they were imported to, so that moving an import hides nothing; a name that is gone
-is an error, never a breakage that nobody notices. What does its damage leaves a mark.
+Each breakage is a function that changes the product in the process of a rank before training starts. It
+changes a function in every module that has imported it, so that moving an import hides nothing. A name that
+no longer exists is an error. A breakage that has done damage leaves a mark.
 """
 
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch.distributed as dist
 BREAKAGE, MARKS = "TEST_BREAKAGE", "TEST_BREAKAGE_MARKS"
 
 
-def apply_wanted() -> None:
-    """Apply the breakage that the environment names, if any. Call it before anything of the product runs."""
+def apply_breakage() -> None:
+    """Apply the breakage that the environment names, if any. Call it before the product runs."""
     if name := os.environ.get(BREAKAGE):
         BREAKAGES[name]()
 
@@ -31,7 +32,7 @@ def mark() -> None:
 
 
 def wrap(original: Callable[..., Any], make: Callable[..., Any]) -> None:
-    """Put ``make(original)`` in the place of a function in every module that has it."""
+    """Replace a function with ``make(original)`` in every module of the product that has it."""
     changed = make(original)
     found = [
         (module, name)
@@ -45,18 +46,24 @@ def wrap(original: Callable[..., Any], make: Callable[..., Any]) -> None:
 
 
 def never_restore() -> None:
-    """Have recovery find nothing."""
-    from moe_ft.recovery.recover import Recovered, Recoverer
+    """Make recovery find nothing."""
+    from moe_ft.recovery.inventory import Inventory
+    from moe_ft.recovery.look import look
 
-    def recover(*_: object) -> Recovered:
-        mark()
-        return Recovered()
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any) -> Any:
+            found = original(*args)
+            if found.inventory.versions:
+                mark()
+            return replace(found, inventory=Inventory())
 
-    _set_method(Recoverer, "recover", recover)
+        return changed
+
+    wrap(look, make)
 
 
 def restore_the_older_iteration() -> None:
-    """Pass over the newest iteration, where there is an older one."""
+    """Skip the newest iteration where there is an older one."""
     from moe_ft.planning.recovery import plan_recovery
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,16 +80,16 @@ def restore_the_older_iteration() -> None:
 
 
 def skip_the_random_numbers() -> None:
-    """Leave the random number states as the start has made them."""
+    """Keep the random number states of the fresh start."""
     from moe_ft.state.record import apply_rng
 
     wrap(apply_rng, lambda original: lambda record: mark())
 
 
 def skip_the_data_position() -> None:
-    """Read the data from one micro-batch too early on, in the loop and in a replay.
+    """Begin to read the data one micro-batch too early, in the loop and in a replay.
 
-    Not from the beginning: Megatron takes a position of 0 for one that an old checkpoint lacks.
+    The beginning of the data would not do: Megatron takes position 0 for one that an old checkpoint lacks.
     """
     from megatron.training import get_args
 
@@ -113,8 +120,8 @@ def skip_the_data_position() -> None:
 
 
 def skip_one_expert() -> None:
-    """Leave the first expert of the last rank as the start has made it."""
-    from moe_ft.recovery.restore import put_back
+    """Keep the first expert of the last rank as the fresh start made it."""
+    from moe_ft.recovery.put_back import put_back
     from moe_ft.units import UnitKind
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,8 +138,8 @@ def skip_one_expert() -> None:
 
 
 def skip_one_moment() -> None:
-    """Leave one moment of one parameter on the last rank at 0."""
-    from moe_ft.recovery.restore import put_back
+    """Set one moment of one parameter on the last rank to 0."""
+    from moe_ft.recovery.put_back import put_back
     from moe_ft.state.slices import live_tensor
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +161,7 @@ def skip_one_moment() -> None:
 
 
 def skip_the_loss_scale() -> None:
-    """Leave the state of the loss scale as the start has made it."""
+    """Keep the loss scale of the fresh start."""
     from moe_ft.state.record import apply
     from moe_ft.state.tensors import inner_optimizers
 
@@ -174,7 +181,7 @@ def skip_the_loss_scale() -> None:
 
 
 def skip_a_buffer() -> None:
-    """Leave the first buffer that the record would change as the start has made it."""
+    """Keep the first buffer that the record would change as the fresh start made it."""
     from moe_ft.state.record import apply, unpack
     from moe_ft.state.tensors import named_buffers
 
@@ -195,8 +202,8 @@ def skip_a_buffer() -> None:
 
 
 def restore_another_ranks_slice() -> None:
-    """Give each rank master weights of the next one, for one parameter of which both have as many."""
-    from moe_ft.recovery.gather import exchange_state
+    """Give each rank the master weights of the next rank for one parameter, whose slices are equally long."""
+    from moe_ft.recovery.put_back import exchange_state
     from moe_ft.state.slices import live_tensor
     from moe_ft.units import Level
 

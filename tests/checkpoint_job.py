@@ -1,4 +1,4 @@
-"""A small job that takes checkpoints, for tests of what happens around them."""
+"""Small job that takes checkpoints, for tests of everything around them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,13 +22,13 @@ TWO_NODES = ("node0", "node1")
 
 
 class CheckpointJob:
-    """Two ranks with expert parallelism, on one node or two, with the tiers that a test asks for."""
+    """Job of two ranks with expert parallelism, on one or two nodes, with the tiers that a test needs."""
 
     def __init__(self, dataset_flags: Sequence[str], folder: Path, memory_dir: Path) -> None:
         self.folder, self.memory_dir = folder, memory_dir
         self.storage = folder / "storage"
         self.events_dir = folder / "events"
-        self.train: Train | None = None  # in place of pretrain_gpt_moe.py itself
+        self.train: Train | None = None  # runs instead of pretrain_gpt_moe.py
         self.base = [
             *model_flags(train_iters=NUM_ITERATIONS, hidden_dropout=0.1),
             *layout_flags({"ep": 2}),
@@ -72,7 +72,7 @@ class CheckpointJob:
     def resume(
         self, *flags: str, storage: bool = False, nodes: Sequence[str] | None = None
     ) -> JobResult:
-        """Start the job once more; check that it recovers the newest state that the last start has left."""
+        """Start the job again; check that it recovers the newest state that the last start left."""
         watch = self._watch(lambda start: nodes, storage=storage, has_begun=True)
         watch.look(0)
         assert watch.expected != [None], "nothing is left to recover"
@@ -102,18 +102,17 @@ class CheckpointJob:
         between: Callable[[int], None] | None = None,
         is_intact: bool = True,
     ) -> list[JobResult]:
-        """Start the job again until it ends by itself.
+        """Restart the job until it ends by itself.
 
-        The last result is checked, and that each start has recovered what it must, see tests/recoveries.py.
+        Checks the last result, and that each restart recovers the right state, see tests/recoveries.py.
 
         Args:
             faults: to inject.
-            flags: of the job, besides.
+            flags: further flags of the job.
             storage: whether there is a persist directory.
             nodes: see `run_with_restarts`.
             between: called after a start that failed, with its number.
-            is_intact: False where the test itself makes the newest state unusable, and says what must be
-                recovered instead.
+            is_intact: False if the test makes the newest state unusable and checks the recovery itself.
         """
         watch = self._watch(nodes, storage=storage)
 
@@ -138,11 +137,11 @@ class CheckpointJob:
         return results
 
     def events(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
-        """Return a rank's events of one kind."""
+        """Return the events of one kind of a rank."""
         return events(self.events_dir, rank, event)
 
     def recovered(self) -> list[tuple[int, int]]:
-        """Return which iteration each recovery restored, and went on from; fail if the ranks differ."""
+        """Return for each recovery the iterations restored and continued from; fail if the ranks differ."""
         found = [
             [
                 (line["incarnation"], line["restored_iteration"], line["target_iteration"])
@@ -164,7 +163,7 @@ class CheckpointJob:
 
 
 def refusal(result: JobResult) -> str:
-    """Return why a start was refused; fail if it was not."""
+    """Return the reason of a refused start; fail if the start was not refused."""
     assert result.exit_codes[0] == EXIT_REFUSED, result.output(0)[-2000:]
     (line,) = [line for line in result.output(0).splitlines() if ".py: error: " in line]
     return line

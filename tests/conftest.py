@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
-# Several ranks share the cores; the ranks inherit it. Must be set before torch is imported.
+# Several ranks share the cores, and inherit this. Set it before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# Without a GPU kernels run in Triton's interpreter. Triton is imported by Megatron, and asks then.
+# Without a GPU, kernels run in Triton's interpreter. Megatron imports Triton, which reads this at import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -25,7 +25,7 @@ from megatron.fault_tolerance.program.text_dataset import TextSource, write_data
 def dataset_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the flags that train on a small byte-level dataset of real text."""
     folder = tmp_path_factory.mktemp("dataset")
-    # Not this project's own text: its every change would change all losses.
+    # Not the text of this project: each change of it would change all losses.
     source = TextSource(paths=(str(Path(asyncio.__file__).parent),))
     write_dataset(source, folder / "text")
     paths = ["--data-path", str(folder / "text"), "--data-cache-path", str(folder / "cache")]

@@ -1,4 +1,4 @@
-"""Choosing runs such that every pair of circumstances occurs: pairwise covering arrays."""
+"""Pairwise covering arrays: runs chosen so that every pair of circumstances occurs."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ def all_pairs(factors: Factors) -> set[Pair]:
 
 
 def covering_array(factors: Factors, seed: int = 0, num_tries: int = 60) -> list[dict[str, str]]:
-    """Return runs in which every pair occurs, each the best of some random ones for a missing pair."""
+    """Return runs in which every pair occurs; each is the best of several random runs with a missing pair."""
     generator = random.Random(seed)
     missing, runs = all_pairs(factors), []
     while missing:
@@ -47,7 +47,7 @@ def first_runs[Run](
     values_of: Callable[[Run], Mapping[str, str]],
     cost: Callable[[Run], int],
 ) -> list[Run]:
-    """Return that many of the runs, such that they hold as many values of all factors as they can."""
+    """Return ``count`` of the runs, chosen to hold as many values of all factors as possible."""
     chosen: list[Run] = []
     seen: set[tuple[str, str]] = set()
 
@@ -68,5 +68,5 @@ def coverage(runs: Sequence[Mapping[str, str]], factors: Factors) -> float:
 
 
 def parameters[Case](cases: Sequence[Case], some: Sequence[Case]) -> list[Any]:
-    """Return cases for pytest, of which those that are not among some run in `make test-matrix` only."""
+    """Return cases for pytest; those outside of ``some`` run in `make test-matrix` only."""
     return [pytest.param(each, marks=() if each in some else pytest.mark.matrix) for each in cases]

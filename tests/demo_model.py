@@ -1,4 +1,4 @@
-"""The small MoE GPT that most tests train, as Megatron flags."""
+"""Megatron flags of the small MoE GPT that most tests train."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +40,7 @@ _MODEL: dict[str, str | int | float | None] = {
     "--seed": 1234,
 }
 
-# A failed check of the gradients is injected into all iterations after the first: Megatron runs them twice.
+# Inject a failed check of the gradients into every iteration but the first: Megatron runs those twice.
 RERUNS = (
     *("--no-check-for-nan-in-loss-and-grad", "--check-for-large-grads"),
     *("--error-injection-rate", "1", "--error-injection-type", "transient_error"),
@@ -71,7 +71,7 @@ DEEPSEEK: dict[str, str | int | float | bool] = {
 
 
 def deepseek_flags(**changes: str | int | float | bool) -> list[str]:
-    """Return the flags of a small model of DeepSeek's kind; changes as those of `model_flags`."""
+    """Return the flags of a small model like DeepSeek, with changes as in `model_flags`."""
     return model_flags(**{**DEEPSEEK, **changes})
 
 
@@ -110,7 +110,7 @@ def event_flags(directory: Path) -> list[str]:
 
 
 def _words(flag: str, value: str | float | tuple[str, ...] | None) -> list[str]:
-    # Several values of one flag are separated by blanks; a value with blanks is in a tuple.
+    # Blanks separate several values of one flag; a tuple holds a value with blanks.
     if isinstance(value, tuple):
         return [flag, *value]
     return [flag] if value is None else [flag, *str(value).split()]

@@ -1,8 +1,9 @@
-"""Training with a stand-in for Transformer Engine's FusedAdam, which needs a GPU.
+"""Training with a substitute for Transformer Engine's FusedAdam, which needs a GPU.
 
-It keeps its state in the same places and types: masters as 16-bit remainders or scaled FP16, moments in BF16,
-scaled FP16 or FP8 tensors that pretend to be fp32, scales beside the state. Everything around it is stock
-Megatron: parsing, the distributed optimizer, the loop. How TE computes is not claimed; torch does it here.
+The substitute keeps its state in the same places and types: masters as 16-bit remainders or scaled FP16;
+moments in BF16, scaled FP16 or FP8 tensors that pretend to be fp32; scales next to the state. Parsing, the
+distributed optimizer and the loop are stock Megatron. The arithmetic is torch's and need not equal that of
+TE.
 """
 
 import sys
@@ -20,7 +21,7 @@ _FP8_MOST = 448.0
 
 
 class Fp8Tensor(torch.Tensor):
-    """FP8 numbers with one scale, in bytes; whoever asks is told fp32. Read as fp32 only by `wide`."""
+    """FP8 numbers with one scale, in bytes; claims to be fp32. Only `wide` converts it to fp32."""
 
     _data: torch.Tensor
     _scale_inv: torch.Tensor
@@ -52,7 +53,7 @@ class Fp8Tensor(torch.Tensor):
 
 
 class FewBitsAdam(torch.optim.Optimizer):
-    """AdamW whose state is kept as TE's FusedAdam keeps it, and whose gradients may be `decoupled_grad`."""
+    """AdamW that keeps its state as TE's FusedAdam does and accepts gradients in `decoupled_grad`."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class FewBitsAdam(torch.optim.Optimizer):
 
 
 def _weights(master: torch.Tensor, param: torch.Tensor, *, is_split: bool) -> torch.Tensor:
-    """Return the weights of masters: of split ones the upper half, half rounded up."""
+    """Return the weights of masters: the upper half of split ones, with halves rounded up."""
     if not is_split:
         return master.to(param.dtype)
     bits = master.view(torch.int32)
@@ -172,7 +173,7 @@ def _weights(master: torch.Tensor, param: torch.Tensor, *, is_split: bool) -> to
 
 
 def train_with_few_bits(flags: list[str]) -> None:
-    """Run pretrain_gpt_moe.py with the stand-in where Megatron asks for Transformer Engine's Adam."""
+    """Run pretrain_gpt_moe.py with the substitute where Megatron asks for Transformer Engine's Adam."""
     package = ModuleType("transformer_engine.pytorch.optimizers")
     package.FusedAdam = FewBitsAdam  # type: ignore[attr-defined]
     names = ("transformer_engine", "transformer_engine.pytorch")

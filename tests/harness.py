@@ -1,8 +1,8 @@
 """Runs several ranks of a job for tests, forked from one process that has torch and Megatron imported.
 
-Importing takes four seconds a process; a fork takes milliseconds. The standard library's fork server
-does it: it imports once, stays single-threaded, and every rank is a fresh fork of it. A rank's output
-goes to a file, which a failing test shows.
+Importing takes four seconds per process, a fork milliseconds. The standard library's fork server imports once
+and stays single-threaded, and every rank is a fresh fork of it. The output of a rank goes to a file, which a
+failing test shows.
 """
 
 import multiprocessing
@@ -21,12 +21,12 @@ from typing import Any
 
 import pretrain_gpt_moe
 from moe_ft.events import event_path, read_events
-from tests.breakages import BREAKAGE, MARKS, apply_wanted
+from tests.breakages import BREAKAGE, MARKS, apply_breakage
 
 KILL_AFTER_S = 30.0  # torchrun's --shutdown-timeout
 _POLL_S = 0.02
 _TAIL_BYTES = 3000
-_PORTS = (10_000, 32_768)  # those above are given to whoever asks for any
+_PORTS = (10_000, 32_768)  # the system hands out the ports above these
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pretrain_gpt_moe"])
@@ -34,7 +34,7 @@ _context.set_forkserver_preload(["pretrain_gpt_moe"])
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
-    """How the ranks of one incarnation ended."""
+    """End of one incarnation: exit codes and output of its ranks."""
 
     exit_codes: tuple[int, ...]  # negative: ended by that signal
     log_paths: tuple[Path, ...]
@@ -68,18 +68,18 @@ def run_ranks(
     torchrun; no process is left behind. GPUs are hidden unless ``env`` shows them.
 
     Args:
-        target: importable function; it finds RANK, WORLD_SIZE, MASTER_ADDR and so on set.
+        target: importable function; RANK, WORLD_SIZE, MASTER_ADDR and so on are set when it runs.
         world_size: number of ranks.
         args: picklable arguments of the function.
-        log_dir: where each rank's output goes; created.
+        log_dir: folder for the output of each rank; created.
         deadline_s: fails the test, after killing all ranks, if they take longer.
         env: further environment variables.
-        nodes: per rank the node it is on; None for one node.
+        nodes: ``[rank]`` the node of each rank; None for one node.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     paths = tuple(log_dir / f"output_{rank}.log" for rank in range(world_size))
     common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", **(env or {})}
-    # What forks the ranks has the environment of its own start.
+    # The fork server has the environment of its own start.
     common |= {name: os.environ[name] for name in (BREAKAGE, MARKS) if name in os.environ}
     common.setdefault("MASTER_PORT", str(free_port()))
     common.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -118,7 +118,7 @@ def run_training(
     nodes: Sequence[str] | None = None,
     train: Train | None = None,
 ) -> JobResult:
-    """Run pretrain_gpt_moe.py on every rank of a new job, or what does so after it has changed something."""
+    """Run pretrain_gpt_moe.py on every rank of a new job, or ``train``, which changes something first."""
     return run_ranks(
         train or _train,
         world_size,
@@ -142,11 +142,11 @@ def run_with_restarts(
     between: Callable[[int], None] | None = None,
     train: Train | None = None,
 ) -> list[JobResult]:
-    """Run a job and start all its ranks again while a rank fails, as torchrun does.
+    """Run a job and restart all its ranks as long as a rank fails, as torchrun does.
 
-    Arguments are those of `run_training`; ``max_restarts`` says how often. ``nodes`` returns per rank
-    the node it is on in a start, from 0; ``between`` is called after a start that failed, with its number.
-    Returns one result per incarnation, the last failure like the others.
+    Arguments are those of `run_training`; there are at most ``max_restarts`` restarts. ``nodes`` returns the
+    node of each rank in a start, counted from 0. ``between`` is called after a start that failed, with its
+    number. Returns one result per incarnation, the last one included.
     """
     results: list[JobResult] = []
     while len(results) <= max_restarts:
@@ -197,7 +197,7 @@ def _rank_main(
         os.dup2(output, stream)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        apply_wanted()
+        apply_breakage()
         target(*args)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -208,7 +208,7 @@ def _rank_main(
         code = 0
     sys.stdout.flush()
     sys.stderr.flush()
-    # Tests want the exit code, not a tidy interpreter: broken process groups can block its end.
+    # Tests need only the exit code, and broken process groups can block the end of an interpreter.
     os._exit(code)
 
 
@@ -228,7 +228,7 @@ def _wait(ranks: Sequence[Any], deadline: float, paths: Sequence[Path]) -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on now, and no outgoing connection will get."""
+    """Return a port of this machine that nobody listens on and no outgoing connection will get."""
     while True:
         port = random.randrange(*_PORTS)
         with socket.socket() as listener, suppress(OSError):

@@ -1,8 +1,8 @@
-"""Proves that the suite notices a broken recovery: runs some of its tests with each of tests/breakages.py.
+"""Proof that the tests notice a broken recovery: some of them run with each breakage of tests/breakages.py.
 
-python -m tests.power [--all] [BREAKAGE ...] prints which tests fail with each breakage, and how. It fails if
-a breakage survives, if it did no damage, or if a test fails with nothing broken. All of the tests are among
-those of `make test`, which runs them unbroken.
+python -m tests.power [--all] [BREAKAGE ...] prints the tests that fail with each breakage, and their
+messages. It fails if no test notices a breakage, if a breakage did no damage, or if a test fails with
+nothing broken. `make test` runs all of these tests with nothing broken.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _SCALED = (
 )
 _PARTIAL = "test_partial.py::test_all_experts_in_every_snapshot_lose_nothing_and_recover_bitwise"
 _SPARSE = "test_sparse.py::test_window_is_recovered_bitwise_and_the_next_one_follows_it"
-# Quick ones. A breakage is run with those that have it in their way; --all runs every one of them.
+# Quick tests. Each breakage runs with the tests that it affects; --all runs every test with it.
 TESTS: dict[str, tuple[str, ...]] = {
     "never_restore": (_DENSE, _SPARSE),
     "restore_the_older_iteration": (_DENSE,),
@@ -65,7 +65,7 @@ def main(words: list[str]) -> int:
 
 
 def try_breakage(name: str, tests: Sequence[str]) -> bool:
-    """Run tests with a breakage and say which of them fail; return whether one does."""
+    """Run tests with a breakage and print those that fail; return whether one does."""
     start = time.monotonic()
     failed, was_reached = run_tests(tests, name)
     found = f"{len(failed)} of {len(tests)} tests fail" if failed else "SURVIVES"
@@ -79,11 +79,11 @@ def try_breakage(name: str, tests: Sequence[str]) -> bool:
 
 
 class Outcomes:
-    """A plugin of pytest that notes how tests end.
+    """Plugin of pytest that collects the outcomes of tests.
 
     Attributes:
         passed: names of tests that passed.
-        failed: by name, why.
+        failed: by name, the message of a test that failed.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Outcomes:
         self.failed: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Note a report of pytest."""
+        """Keep the outcome that a report of pytest tells."""
         name = report.nodeid.removeprefix(_FOLDER)
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
@@ -102,11 +102,11 @@ class Outcomes:
 
 
 def run_tests(tests: Sequence[str], breakage: str | None) -> tuple[dict[str, str], bool]:
-    """Return how which tests fail, and whether the breakage has done damage.
+    """Return the messages of the tests that fail, by name, and whether the breakage did damage.
 
     Args:
-        tests: to run.
-        breakage: name of one, None for none.
+        tests: names below tests/distributed/.
+        breakage: None to break nothing.
 
     Raises:
         RuntimeError: if not all of the tests were run.
@@ -115,7 +115,7 @@ def run_tests(tests: Sequence[str], breakage: str | None) -> tuple[dict[str, str
     with tempfile.TemporaryDirectory(prefix="moe_ft_power_") as marks:
         os.environ.update({BREAKAGE: breakage or "", MARKS: marks})
         words = ["-p", "no:cacheprovider", *(_FOLDER + test for test in tests)]
-        with redirect_stdout(output):  # in this process: what forks the ranks stays warm
+        with redirect_stdout(output):  # in this process, so that the fork server stays warm
             pytest.main(words, plugins=[outcomes])
         if outcomes.passed | set(outcomes.failed) != set(tests):
             raise RuntimeError(f"not all of {len(tests)} tests were run:\n{output.getvalue()}")

@@ -1,4 +1,4 @@
-"""Waits for processes that a test did not start itself."""
+"""Waiting for processes that a test did not start itself."""
 
 import os
 import time

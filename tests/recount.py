@@ -1,7 +1,7 @@
-"""Recounts what recoveries lose, from the routing log and the rules of selection alone.
+"""Second count of the tokens that recoveries lose, from the routing log and the rules of selection alone.
 
-Nothing of moe_ft is used: the order of experts, the two selections and the sums are written again from their
-description, so that a mistake in one of the two shows.
+It uses nothing of moe_ft: the order of experts, the two selections and the sums are written again from their
+description, so that a mistake in either count shows.
 """
 
 from collections import defaultdict
@@ -13,14 +13,13 @@ from tests.harness import events
 Expert = tuple[str, int]
 
 
-Missing = dict[
-    int, int
-]  # tokens whose updates an expert lacks, by the iteration whose state they made
+# Tokens whose updates an expert lacks, by the iteration that their update led to.
+Missing = dict[int, int]
 
 
 @dataclass
 class Version:
-    """A saved version of an expert; iteration 0 is the first state."""
+    """Saved version of an expert; iteration 0 is the first state."""
 
     iteration: int = 0
     missing: Missing = field(default_factory=dict)
@@ -28,7 +27,7 @@ class Version:
 
 @dataclass
 class Saved:
-    """An expert's newest versions in memory and on storage."""
+    """Newest versions of an expert in memory and on storage."""
 
     memory: Version = field(default_factory=Version)
     storage: Version = field(default_factory=Version)
@@ -36,12 +35,12 @@ class Saved:
 
 @dataclass
 class Recount:
-    """Follows one run of a model whose MoE layers are all on one stage.
+    """Count of one run of a model whose MoE layers are all on one stage.
 
     Attributes:
-        routed: tokens by (layer, expert) and iteration whose state they made, in the last attempt at it.
+        routed: tokens by (layer, expert) and the iteration that they led to, in the last attempt at it.
         saved: newest versions.
-        missing: what the live experts lack.
+        missing: tokens that the live experts lack.
     """
 
     folder: Path
@@ -58,14 +57,14 @@ class Recount:
     cursor: int = 0
 
     def order(self, layer: int) -> list[int]:
-        """Return a layer's experts as they come next: from rank to rank, layer after layer."""
+        """Return the experts of a layer in the order of their turns: from rank to rank, layer after layer."""
         num_local = self.num_experts // self.ep_size
         start = self.cursor + layer * self.k_snapshot
         positions = [(start + step) % self.num_experts for step in range(self.num_experts)]
         return [place % self.ep_size * num_local + place // self.ep_size for place in positions]
 
     def read(self, incarnation: int, after: int) -> None:
-        """Read what was routed in an incarnation that went on from an iteration."""
+        """Read the routing log of an incarnation that continued from an iteration."""
         fresh: dict[Expert, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for rank in range(self.num_ranks):
             for line in events(self.folder, rank, "router_load"):
@@ -78,7 +77,7 @@ class Recount:
             self.routed[expert] = {**kept, **counts}
 
     def unsaved(self, expert: Expert, iteration: int) -> int:
-        """Return the tokens that the live expert has learnt from and its version in memory has not."""
+        """Return the number of tokens known to the live expert and not to its version in memory."""
         version = self.saved[expert].memory
         return sum(
             count
@@ -87,7 +86,7 @@ class Recount:
         )
 
     def news_in_memory(self, expert: Expert) -> int:
-        """Return the tokens that the version in memory has learnt from and the one on storage has not."""
+        """Return the number of tokens known to the version in memory and not to the one on storage."""
 
         def learnt(version: Version) -> int:
             return sum(
@@ -99,7 +98,7 @@ class Recount:
         return learnt(self.saved[expert].memory) - learnt(self.saved[expert].storage)
 
     def snapshot(self, iteration: int) -> None:
-        """A snapshot of this iteration was complete."""
+        """Count a complete snapshot of an iteration."""
         for number, layer in enumerate(self.layers):
             order = self.order(number)
             if self.is_load_aware:
@@ -112,7 +111,7 @@ class Recount:
         self.cursor = (self.cursor + self.k_snapshot) % self.num_experts
 
     def persist(self) -> None:
-        """The newest versions of some experts went to storage."""
+        """Count a checkpoint: the newest versions of some experts go to storage."""
         for number, layer in enumerate(self.layers):
             saved = {expert: self.saved[layer, expert] for expert in self.order(number)}
             candidates = [
@@ -134,7 +133,7 @@ class Recount:
     def recover(
         self, iteration: int, lost_ranks: frozenset[int] = frozenset()
     ) -> dict[str, list[int]]:
-        """Return the tokens ``[expert]`` that a recovery loses by layer; lost ranks have storage only."""
+        """Return by layer the tokens ``[expert]`` that a recovery loses; lost ranks have only storage."""
         num_local = self.num_experts // self.ep_size
         lost: dict[str, list[int]] = {layer: [] for layer in self.layers}
         for layer in self.layers:
@@ -153,5 +152,5 @@ class Recount:
 
     @property
     def total(self) -> int:
-        """The tokens that all live experts lack."""
+        """Number of tokens that all live experts lack together."""
         return sum(sum(missing.values()) for missing in self.missing.values())

@@ -1,10 +1,10 @@
-"""Checks recoveries against what lay in memory and on storage before each start.
+"""Checks of recoveries against the state in memory and on storage before each start.
 
 Digests alone do not tell a recovery from a run that began again: both end in the same state. Between two
-starts `RecoveryWatch.look` reads what the dead processes have left, and works out what the next start must
-recover, by rules of its own: of the latest start that has left something of every rank the newest state, and
-for each rank the nearest tier that has it. It reads indexes only; a test that damages data says itself what
-must become of it.
+starts `RecoveryWatch.look` reads what the dead processes have left and derives by its own rules what the
+next start must recover: the newest state of the latest start that left state of every rank, and for each
+rank the nearest tier that has it. It reads only indexes; a test that damages data checks the recovery
+itself.
 """
 
 from collections import defaultdict
@@ -15,18 +15,20 @@ from typing import Any
 
 from moe_ft.errors import CorruptStateError
 from moe_ft.events import last_incarnation
-from moe_ft.format.files import IndexHead, Manifest, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import IndexHead
+from moe_ft.format.manifest import Manifest
 from tests.harness import events
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """One rank's whole window in one place.
+    """Complete window of one rank in one place.
 
     Attributes:
-        iteration: the last one of the window.
+        iteration: last iteration of the window.
         start: number of the start that wrote it.
-        node: whose memory it is in, None for storage.
+        node: the node whose memory holds it, None for storage.
     """
 
     rank: int
@@ -39,11 +41,11 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What a start must recover.
+    """Recovery that a start must make.
 
     Attributes:
-        tiers: ``[rank]`` where its state must come from.
-        has_parts: whether single experts may come from elsewhere.
+        tiers: ``[rank]`` the tier that its state must come from.
+        has_parts: whether single experts may come from other tiers.
     """
 
     restored_iteration: int
@@ -105,9 +107,9 @@ def newest(held: Sequence[Held], world_size: int, nodes: Sequence[str] | None) -
     """Return what a start must recover, None if there is no state of all ranks.
 
     Args:
-        held: everything that there is.
+        held: all windows that exist.
         world_size: number of ranks.
-        nodes: ``[rank]`` its node in that start; None if all are on the only one.
+        nodes: ``[rank]`` its node in that start; None if there is only one node.
     """
     families: dict[tuple[int, int, int], dict[int, list[Held]]] = defaultdict(dict)
     for each in held:
@@ -138,7 +140,7 @@ def _nearest(places: Sequence[Held], node: str | None) -> str:
 
 
 class RecoveryWatch:
-    """Looks between the starts of a job what the next one must recover, and checks in the end that it did.
+    """Watch over the starts of a job: notes what each must recover, and checks at the end that it did.
 
     Attributes:
         expected: ``[start - 1]``.
@@ -154,15 +156,15 @@ class RecoveryWatch:
         *,
         has_begun: bool = False,
     ) -> None:
-        """Begin before the first start, or after it.
+        """Begin to watch before or after the first start.
 
         Args:
-            log: the event log; may have earlier starts, which are not checked.
+            log: event log; earlier starts in it are not checked.
             world_size: number of ranks.
-            memory: of the job, with a directory for each node.
-            storage: the persist directory, None without one.
-            nodes: per start, see `run_with_restarts`.
-            has_begun: whether the last start that the log has is the first one.
+            memory: memory directory of the job, with a directory for each node.
+            storage: persist directory, None without one.
+            nodes: see `run_with_restarts`.
+            has_begun: whether the last start in the log is the first one to watch.
         """
         self._log, self._world_size = log, world_size
         self._memory, self._storage, self._nodes = memory, storage, nodes
@@ -178,10 +180,10 @@ class RecoveryWatch:
         self.expected.append(newest(held, self._world_size, nodes))
 
     def check(self, num_starts: int) -> list[Expected | None]:
-        """Check every start but the first on every rank; return what they have recovered.
+        """Check every start but the first on every rank; return what they recovered.
 
-        A rank that dies in its recovery, or in the replay that belongs to it, writes no event of it. Where an
-        iteration was trained, every rank has one.
+        A rank that dies in its recovery or in the replay after it writes no recovery event. Every rank of a
+        start that trained an iteration has one.
         """
         checked = self.expected[: num_starts - 1]
         for start, expected in enumerate(checked, 1):

@@ -1,4 +1,4 @@
-"""Training in which snapshots may have as many bytes as a test says, whatever the machine can copy."""
+"""Training in which a test sets the bytes of a snapshot, however fast the machine copies."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +13,9 @@ Budgets = Sequence[tuple[int, float]]
 def train_with_budgets(
     flags: Sequence[str], world_size: int, budgets: Budgets, *, log_dir: Path
 ) -> JobResult:
-    """Run a job in which ``(iteration, bytes)`` say from when on how many bytes cost no time.
+    """Run a job in which snapshots of at most ``bytes`` cost no time from ``iteration`` on.
 
-    Before the first of them nothing has been measured.
+    Nothing has been measured before the first of these ``(iteration, bytes)``.
     """
     return run_ranks(_train, world_size, list(flags), list(budgets), log_dir=log_dir)
 

@@ -1,20 +1,20 @@
-"""Runs with sparse windows and a fault, chosen so that every pair of circumstances occurs.
+"""Runs with faults and sparse windows, chosen so that every pair of circumstances occurs.
 
-Each restart must recover the newest window that is left, and the run must end with the digests of one that
-took no checkpoints and had no fault. Names of factors are those
-of the issue of exactness: whatever a replayed iteration could compute differently is one of them.
+Each restart must recover the newest window that is left, and the run must end with the digests of a run that
+took no checkpoints and had no fault. Whatever could make a replayed iteration compute something else is one
+of the factors.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_ft.faults import FaultKind, Phase
-from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import events, run_with_restarts
-from tests.recoveries import Expected, RecoveryWatch
+from tests.demo_model import layout_flags, model_flags
+from tests.faulty_runs import JOB_ID, fault_flags, faults_fired, run_until_it_ends
+from tests.recoveries import Expected
 
 NUM_ITERATIONS = 11
 _BATCH = 16
@@ -110,7 +110,7 @@ class SparseCase:
 
     @property
     def cost(self) -> int:
-        """Time that a run takes, in proportion: tensor-parallel ranks exchange most, and share two cores."""
+        """Relative time of a run: tensor-parallel ranks exchange most, and all share a few cores."""
         return self.world_size * LAYOUTS[self.layout][1].get("tp", 1)
 
     @property
@@ -142,14 +142,12 @@ def job_flags(case: SparseCase, dataset_flags: Sequence[str]) -> list[str]:
     return [*model_flags(**changes), *layout_flags(layout), *dataset_flags]
 
 
-def checkpoint_flags(case: SparseCase, memory_dir: Path, storage: Path) -> list[str]:
-    """Return flags that turn all tiers on, with an order of units that changes often."""
+def checkpoint_flags(case: SparseCase) -> list[str]:
+    """Return the flags of the checkpoints that the run takes; its order of units changes often."""
     return [
-        *("--moe-ft-strategy", "sparse", "--moe-ft-job-id", "test"),
+        *("--moe-ft-strategy", "sparse", "--moe-ft-persist-interval", "1"),
         *("--moe-ft-window", case.window, "--moe-ft-max-window", "4"),
         *("--moe-ft-unit-order", case.order, "--moe-ft-reorder-change", "0"),
-        *("--moe-ft-memory-dir", str(memory_dir), "--moe-ft-persist-dir", str(storage)),
-        *("--moe-ft-persist-interval", "1", "--moe-ft-fault-report-grace-s", "0.5"),
     ]
 
 
@@ -162,48 +160,36 @@ def run_case(
         AssertionError: if the run does not end by itself, a fault did not fire, or a rank has not recovered
             the newest window that was there from the nearest tier.
     """
-    log, first = folder / "events", int(case.iteration)
+    first = int(case.iteration)
     faults = [text.format(first, first + 1, first - 1) for text in FAULTS[case.fault]]
-    flags = [
-        *job_flags(case, dataset_flags),
-        *event_flags(log),
-        *checkpoint_flags(case, memory_dir, folder / "storage"),
-        *(word for fault in faults for word in ("--moe-ft-inject-fault", fault)),
-    ]
-    nodes = [f"node{rank % 2}" for rank in range(case.world_size)]
-    watch = RecoveryWatch(
-        log, case.world_size, memory_dir / "test", folder / "storage", lambda start: nodes
-    )
 
     def between(start: int) -> None:
         if case.fault == "lose-all-memory" and start == 0:
-            shutil.rmtree(memory_dir / "test")
-        watch.look(start)
+            shutil.rmtree(memory_dir / JOB_ID)
 
-    results = run_with_restarts(
-        flags,
+    recovered = run_until_it_ends(
+        [*job_flags(case, dataset_flags), *checkpoint_flags(case), *fault_flags(faults)],
         case.world_size,
-        log_dir=folder,
+        folder=folder,
+        memory_dir=memory_dir,
         max_restarts=4,
-        nodes=lambda start: nodes,
         between=between,
     )
-    results[-1].check()
-    recovered = watch.check(len(results))
-    check_case(case, log, len(faults), recovered)
+    check_case(case, len(faults), faults_fired(folder, case.world_size), recovered)
     return recovered
 
 
 def check_case(
-    case: SparseCase, log: Path, num_faults: int, recovered: Sequence[Expected | None]
+    case: SparseCase,
+    num_faults: int,
+    fired: Sequence[Mapping[str, Any]],
+    recovered: Sequence[Expected | None],
 ) -> None:
     """Fail unless the faults fired, and each restart recovered what the case itself says that it must.
 
-    Whatever was in memory between the starts: the first window is complete long before the first fault.
+    This does not depend on what was left between the starts: the first window is complete long before the
+    first fault.
     """
-    fired = [
-        line for rank in range(case.world_size) for line in events(log, rank, "fault_injected")
-    ]
     may_not_replay = case.fault == "kill-in-replay" and case.window in ("1", "auto")
     may_overflow = case.fault == "kill-in-step" and case.precision == "fp16"
     missing = num_faults - len(fired)
@@ -231,10 +217,5 @@ def check_case(
 
 
 def tier_of_even_ranks(case: SparseCase, start: int) -> str:
-    """Return where ranks recover from that are not on the node that is lost."""
+    """Return the tier from which the ranks recover whose node is not lost."""
     return "storage" if case.fault == "lose-all-memory" and start == 0 else "memory"
-
-
-def describe(case: SparseCase, recovered: Sequence[Expected | None]) -> str:
-    """Return one line for the table of `make test-matrix`."""
-    return f"{case}: {'; '.join(str(each or 'began again') for each in recovered)}"

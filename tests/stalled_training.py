@@ -1,4 +1,4 @@
-"""Training on a clock of its own, which only copies that training waits for move."""
+"""Training on a clock that advances only in copies that training waits for."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt_moe
-from moe_ft.engine import stall
 from moe_ft.engine.agreement import StageSum
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.stall import Stall
 from moe_ft.state.record import RecordTaker
 from tests.harness import JobResult, run_ranks
 
@@ -15,7 +16,7 @@ COUNTS_S, RECORD_S = 1000.0, 20.0
 
 
 def train_on_slow_copies(flags: Sequence[str], world_size: int, *, log_dir: Path) -> JobResult:
-    """Run a job in which bringing counts to the CPU and copying a record take the seconds above."""
+    """Run a job in which copying counts takes COUNTS_S and copying a record takes RECORD_S."""
     return run_ranks(_train, world_size, list(flags), log_dir=log_dir)
 
 
@@ -31,7 +32,12 @@ def _train(flags: list[str]) -> None:
 
         return act
 
-    stall.clock = lambda: now_s
+    class SlowCopies(Clock):
+        def perf_counter(self) -> float:
+            return now_s
+
+    make_stall = Stall.__init__
+    Stall.__init__ = lambda stall, clock: make_stall(stall, SlowCopies())  # type: ignore[method-assign]
     StageSum.begin = slow(StageSum.begin, COUNTS_S)  # type: ignore[method-assign]
     RecordTaker.capture = slow(RecordTaker.capture, RECORD_S)  # type: ignore[method-assign]
     pretrain_gpt_moe.main(flags)

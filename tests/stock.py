@@ -1,7 +1,7 @@
-"""Runs this project's program or the stock one on the same command, and keeps all that can be compared.
+"""Runs of our program and of the stock one (stock_program.py) with the same command, for comparison.
 
-That is every number that Megatron itself writes to TensorBoard, digests of the end, and digests of the
-copies of the embedding, which must be equal. The stock program is stock_program.py.
+Compared are every number that Megatron itself writes to TensorBoard, the digests of the final state, and the
+digests of the copies of the embedding, which must be equal.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ _NOT_COMPARED = ("time", "throughput", "moe-ft/")
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a job left.
+    """Results of a job.
 
     Attributes:
-        scalars: (iteration, value) of each number that Megatron logged, by name; without times.
-        ends: per rank the two digests of its state.
-        embeddings: per rank the digests of its copies of the embedding.
+        scalars: by name, (iteration, value) of each number that Megatron logged, without times.
+        ends: ``[rank]`` the two digests of its state.
+        embeddings: ``[rank]`` the digests of its copies of the embedding.
     """
 
     scalars: dict[str, list[tuple[int, float]]]
@@ -40,7 +40,7 @@ class Training:
 
 
 @contextmanager
-def remembering_what_is_built() -> Iterator[dict[str, Any]]:
+def recorded_build() -> Iterator[dict[str, Any]]:
     """Yield a dictionary that gets `state`: the model chunks, optimizer and scheduler of a run."""
     built: dict[str, Any] = {}
     setup = training.setup_model_and_optimizer
@@ -58,10 +58,10 @@ def remembering_what_is_built() -> Iterator[dict[str, Any]]:
 
 def train_and_digest(flags: list[str], is_stock: bool, folder: str) -> None:
     """Train on this rank and write its digests, taken after `pretrain` has returned."""
-    with remembering_what_is_built() as built:
+    with recorded_build() as built:
         (stock_program.train if is_stock else pretrain_gpt_moe.main)(flags)
     if (writer := get_tensorboard_writer()) is not None:
-        writer.flush()  # the rank ends without tidying up
+        writer.flush()  # the rank ends without closing it
     args = get_args()
     counters = {"train": args.consumed_train_samples, "valid": args.consumed_valid_samples}
     digest = digest_state(*built["state"], counters)
@@ -84,12 +84,12 @@ def run_program(flags: list[str], world_size: int, *, is_stock: bool, folder: Pa
 
 
 def _embeddings(model: Sequence[torch.nn.Module], is_tied: bool) -> list[str]:
-    """Digest each model chunk's weight of the embedding, which a tied output layer may be."""
+    """Return a digest of the embedding of each model chunk, which may be its tied output layer."""
     suffixes = ["word_embeddings.weight", *(["output_layer.weight"] if is_tied else [])]
     found = []
     for chunk in model:
         parameters = dict(chunk.named_parameters())
-        # A chunk with both uses the first only.
+        # A chunk that has both uses only the first.
         named = [name for suffix in suffixes for name in parameters if name.endswith(suffix)]
         weights = [parameters[name].detach().float().numpy() for name in named[:1]]
         found += [hashlib.sha256(weight.tobytes()).hexdigest() for weight in weights]

@@ -1,13 +1,13 @@
-"""Pretrains a GPT with stock Megatron-LM: a script of its own, to compare this project's program with.
+"""Pretraining of a GPT with stock Megatron-LM, to compare our program with.
 
-It is written after Megatron's public interface only: a model provider, a dataset provider, a forward
-step with its loss, and the ranks that hold the embedding are passed to `megatron.training.pretrain`.
-From this project it takes only what answers CUDA calls on a machine without a GPU. Two things are
-done in another way than Megatron's own scripts do them, so that one mistake cannot be in both
-programs: the model is put together here from Megatron's layer specifications, not by its builder, and
-every rank reads its batches itself, so that nothing is broadcast to tensor-parallel ranks.
+It uses only Megatron's public interface: a model provider, a dataset provider, a forward step with its
+loss, and the ranks that hold the embedding are passed to `megatron.training.pretrain`. From this project it
+uses only the CPU device, which answers calls to CUDA on a machine without a GPU. It differs from Megatron's
+own scripts in two ways, so that one mistake cannot be in both programs: it builds the model from Megatron's
+layer specifications, not with its builder, and every rank reads its batches itself, so that nothing is
+broadcast to tensor-parallel ranks.
 
-It does not know packed sequences, nor anything but GPTs that are trained on mock or indexed data.
+It trains GPTs on mock or indexed data, without packed sequences.
 """
 
 import os
@@ -45,7 +45,7 @@ from megatron.fault_tolerance.cpu import device as cpu_device
 
 Batch = dict[str, torch.Tensor | None]
 
-# What stock Megatron needs on a CPU: no fused kernel, no GPU communication.
+# Flags of stock Megatron on a CPU: no fused kernel, no GPU communication.
 CPU_FLAGS = [
     *("--distributed-backend", "gloo"),
     *("--transformer-impl", "local"),
@@ -56,15 +56,15 @@ CPU_FLAGS = [
     "--no-bias-gelu-fusion",
     "--no-bias-dropout-fusion",
     "--no-rope-fusion",
-    *("--num-workers", "0"),  # else workers, which a forked test rank cannot start
+    *("--num-workers", "0"),  # a forked test rank cannot start workers
 ]
 
 
 def train(flags: list[str]) -> None:
     """Train on this rank with Megatron's flags; the usual environment variables name the rank."""
     cpu_device.install()
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # asserted for some layouts, used by GPUs only
-    dataset_utils.compile_helpers = lambda: None  # the wheel has them compiled, and no Makefile
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # some layouts require it; only GPUs use it
+    dataset_utils.compile_helpers = lambda: None  # the wheel has them compiled and has no Makefile
     sys.argv = ["stock_program", *CPU_FLAGS, *flags]
     args = parse_and_validate_args()
     if args.sequence_parallel:
@@ -80,7 +80,7 @@ def train(flags: list[str]) -> None:
 
 
 def build_norm(_: Any, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> Any:
-    """Build a torch norm for sequence parallelism, which Megatron knows from fused kernels only."""
+    """Build a torch norm for sequence parallelism; Megatron supports it in fused kernels only."""
     kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
     norm = kinds[config.normalization](hidden_size, eps=eps)
     for parameter in norm.parameters():
@@ -131,7 +131,7 @@ def provide_model(
 
 
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """Return which ranks of a pipeline hold the input embedding's weight."""
+    """Return the ranks of a pipeline that hold the weight of the input embedding."""
     args = get_args()
     ranks = {pipeline_ranks[0]}
     if not args.untie_embeddings_and_output_weights:
@@ -141,7 +141,7 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def reads_batches(vp_stage: int | None = None) -> bool:
-    """Return whether this stage's layers need the batch: the embedding, MTP or the loss."""
+    """Return whether this stage needs the batch: for the embedding, MTP or the loss."""
     config = core_transformer_config_from_args(get_args())
     return is_first_or_last_pipeline_stage(vp_stage) or mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
@@ -177,12 +177,12 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
     return train_data, valid_data, test_data
 
 
-# Megatron then calls it on every rank, not only on the first of each tensor-parallel group.
+# Makes Megatron call it on every rank, not only on the first of each tensor-parallel group.
 provide_datasets.is_distributed = True
 
 
 def read_batch(data: Iterator[dict[str, Any]] | None, vp_stage: int | None) -> Batch:
-    """Return the next micro-batch, on a context-parallel rank its part of it; Nones where none is needed."""
+    """Return the next micro-batch, or the part of it of a context-parallel rank; Nones if not needed."""
     keys = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
     if data is None or not reads_batches(vp_stage):
         return dict.fromkeys(keys)
@@ -194,7 +194,7 @@ def read_batch(data: Iterator[dict[str, Any]] | None, vp_stage: int | None) -> B
 
 
 def forward_step(data: Iterator[dict[str, Any]] | None, model: Any) -> tuple[torch.Tensor, Any]:
-    """Return the model's output for a micro-batch and what makes the loss of the last stage's output."""
+    """Return the output of the model for a micro-batch, and the function that turns it into the loss."""
     timer = get_timers()("batch-generator", log_level=2)
     timer.start()
     batch = read_batch(data, get_attr_wrapped_model(model, "vp_stage"))

@@ -1,4 +1,4 @@
-"""Waits for something that another thread or process does; the deadline fails the test."""
+"""Waiting for another thread or process; the deadline fails the test."""
 
 import time
 from collections.abc import Callable

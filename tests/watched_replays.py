@@ -1,4 +1,4 @@
-"""Training whose replays are watched: which parameters are trained in them, and have gradients."""
+"""Training that notes which parameters its replays train and give gradients to."""
 
 import json
 import re
@@ -14,15 +14,15 @@ from moe_ft.state import freezing
 from moe_ft.state.freezing import Freezing
 from moe_ft.units import UnitId
 
-# With this experts that are modules of their own count as those of Transformer Engine, which need a GPU.
+# Treats single experts as one module, as Transformer Engine has them; that needs a GPU.
 _AS_GROUPED = re.compile(r"(?P<module>.*\.experts)\.local_experts\.\d+\.")
 
 
 def train_watched(folder: str, is_grouped: bool, flags: list[str]) -> None:
-    """Train, and note what each replayed iteration computes. Runs on every rank.
+    """Train, and note the parameters of each replayed iteration. Runs on every rank.
 
     Args:
-        folder: for what `replays_of` reads; the next start replaces it.
+        folder: for the file that `replays_of` reads; the next start replaces it.
         is_grouped: whether the experts of a layer count as one module, as with --moe-grouped-gemm.
         flags: of the job.
     """
@@ -44,7 +44,7 @@ def train_watched(folder: str, is_grouped: bool, flags: list[str]) -> None:
 
 
 def replays_of(folder: Path, rank: int) -> list[list[dict[str, Any]]]:
-    """Return ``[replay][parameter]`` of the last start that replayed something."""
+    """Return ``[replay][parameter]`` of the last start that replayed."""
     found: list[list[dict[str, Any]]] = json.loads((folder / f"replays_{rank}.json").read_text())
     return found
 

@@ -1,1 +1,1 @@
-"""Command-line tools: data preparation, checkpoint conversion."""
+"""Command-line tools: data preparation."""

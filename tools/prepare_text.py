@@ -1,4 +1,4 @@
-"""Turns text files into Megatron's indexed dataset, as `--data-path` reads it.
+"""Turn text files into the indexed dataset that Megatron reads with `--data-path`.
 
 python tools/prepare_text.py DIR_OR_FILES... --output-prefix P [--tokenizer DIR]
 """

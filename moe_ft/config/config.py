@@ -1,25 +1,18 @@
 """Settings of moe_ft: one frozen dataclass per part, from which the --moe-ft-* flags are generated.
 
-Field `event_log` becomes `--moe-ft-event-log`. The strategies' part is moe_ft/config/strategy.py; turning
-fields into argparse flags is megatron/fault_tolerance/program/arguments.py.
+Field `event_log` becomes `--moe-ft-event-log`; config/flags.py does that. The options of a strategy, and the
+rules about it, are with the strategy: see moe_ft/strategies/registry.py.
 """
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from moe_ft.config.directories import check_directories
-from moe_ft.config.fields import (
-    checked_name,
-    count,
-    flag_of,
-    one_of,
-    parse_size,
-    setting,
-)
+from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
 from moe_ft.config.precision import PrecisionConfig
-from moe_ft.config.strategy import PartialConfig, SparseConfig, StrategyConfig
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
 
@@ -28,7 +21,7 @@ DEFAULT_MEMORY_DIR = f"/dev/shm/moe_ft_{os.geteuid()}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryConfig:
+class MemoryConfig(Part):
     """Host memory: a job's own regions, and replicas at peers."""
 
     memory_dir: str = setting(
@@ -46,6 +39,7 @@ class MemoryConfig:
         "copies of every rank's state in the memory of other nodes; auto = 2 where the nodes allow "
         "it, else 1, and 0 on one node",
         metavar="N|auto",
+        bounds=Bounds(at_least=0),
     )
     job_id: str | None = setting(
         None,
@@ -71,8 +65,7 @@ class MemoryConfig:
     @property
     def num_replicas(self) -> int | None:
         """The replication factor, None for automatic; raises ConfigError if it is neither."""
-        is_auto = self.replication_factor == "auto"
-        return None if is_auto else count("replication_factor", self.replication_factor, least=0)
+        return self.number_or_auto("replication_factor")
 
     def resolve_job_id(self, environment: Mapping[str, str]) -> str:
         """Return the job's name.
@@ -106,44 +99,42 @@ class MemoryConfig:
                 return checked_name("node_id", source, name)
         return checked_name("node_id", "the host name", host)
 
-    def validate(self, world_size: int) -> None:
-        """Raise ConfigError if a size or a count cannot be read."""
-        _ = self.host_memory_limit_bytes, self.num_replicas
+    def check(self, world_size: int) -> None:
+        """Raise ConfigError if the limit cannot be read."""
+        _ = self.host_memory_limit_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StorageConfig:
+class StorageConfig(Part):
     """Storage: checkpoints that outlive all nodes."""
 
     persist_dir: str | None = setting(
         None, "directory or fsspec URL for checkpoints on storage", metavar="URL"
     )
     persist_interval: int = setting(
-        10, "every how many complete snapshots one is written to storage; 0 = never", metavar="N"
+        10,
+        "every how many complete snapshots one is written to storage; 0 = never",
+        metavar="N",
+        bounds=Bounds(at_least=0),
+        remedy="Give a number of snapshots, or 0 to write none to storage",
     )
-    keep: int = setting(2, "checkpoints to keep on storage", metavar="N")
+    keep: int = setting(
+        2,
+        "checkpoints to keep on storage",
+        metavar="N",
+        bounds=Bounds(at_least=1),
+        reason="the newest checkpoint is never deleted",
+        remedy="Give the number of checkpoints that storage has room for",
+    )
 
     @property
     def persists(self) -> bool:
         """Whether anything goes to storage."""
         return self.persist_dir is not None and self.persist_interval > 0
 
-    def validate(self, world_size: int) -> None:
-        """Raise ConfigError if a count is out of range."""
-        if self.persist_interval < 0:
-            raise ConfigError(
-                f"--moe-ft-persist-interval={self.persist_interval} must be at least 0. Give a number "
-                "of snapshots, or 0 to write none to storage."
-            )
-        if self.keep < 1:
-            raise ConfigError(
-                f"--moe-ft-keep={self.keep} must be at least 1: the newest checkpoint is never "
-                "deleted. Give the number of checkpoints that storage has room for."
-            )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecoveryConfig:
+class RecoveryConfig(Part):
     """What a start recovers from."""
 
     recover_from: str = setting(
@@ -173,14 +164,13 @@ class RecoveryConfig:
             )
         return int(number)
 
-    def validate(self, world_size: int) -> None:
-        """Raise ConfigError if a value is not among those offered."""
+    def check(self, world_size: int) -> None:
+        """Raise ConfigError if the iteration cannot be read."""
         _ = self.only_iteration
-        one_of("on_missing", self.on_missing, ("start", "fail"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ObservabilityConfig:
+class ObservabilityConfig(Part):
     """What a run writes about itself."""
 
     event_log: str | None = setting(
@@ -190,35 +180,28 @@ class ObservabilityConfig:
         False, "write a SHA-256 digest of the training state to the event log when training ends"
     )
     state_digest_interval: int = setting(
-        0, "also write the digest every N iterations; 0 = only at the end", metavar="N"
+        0,
+        "also write the digest every N iterations; 0 = only at the end",
+        metavar="N",
+        bounds=Bounds(at_least=0),
+        remedy="Give a number of iterations, or leave the flag out",
     )
-
     router_log: bool = setting(
         False, "also write the tokens that every expert got from this rank in each iteration"
     )
 
-    def validate(self, world_size: int) -> None:
-        """Raise ConfigError if digests are asked for without a place to write them."""
-        if self.state_digest_interval < 0:
-            raise ConfigError(
-                f"--moe-ft-state-digest-interval={self.state_digest_interval} must be at least 0. "
-                "Give a number of iterations, or leave the flag out."
-            )
-        if (self.state_digest or self.state_digest_interval) and self.event_log is None:
-            flag = "state-digest" if self.state_digest else "state-digest-interval"
-            raise ConfigError(
-                f"--moe-ft-{flag} writes to the event log, and there is none. "
-                "Add --moe-ft-event-log DIR."
-            )
-        if self.router_log and self.event_log is None:
-            raise ConfigError(
-                "--moe-ft-router-log writes to the event log, and there is none. "
-                "Add --moe-ft-event-log DIR."
-            )
+    def check(self, world_size: int) -> None:
+        """Raise ConfigError if something is to go to the event log and there is none."""
+        for name in ("state_digest", "state_digest_interval", "router_log"):
+            if getattr(self, name) and self.event_log is None:
+                raise ConfigError(
+                    f"{flag_of(name)} writes to the event log, and there is none. "
+                    "Add --moe-ft-event-log DIR."
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FaultConfig:
+class FaultConfig(Part):
     """Faults that the run inflicts on itself, for testing."""
 
     inject_fault: tuple[str, ...] = setting(
@@ -233,6 +216,9 @@ class FaultConfig:
         "seconds a failing rank waits for the other ranks' reports before it names those that "
         "gave none; 0 = do not wait",
         metavar="SECONDS",
+        bounds=Bounds(at_least=0, at_most=600),
+        reason="a launcher kills a slow rank after 30 seconds or so",
+        remedy="Give a number of seconds",
     )
 
     @property
@@ -240,7 +226,7 @@ class FaultConfig:
         """The parsed faults; raises ConfigError on the first that cannot be parsed."""
         return tuple(parse_fault(text) for text in self.inject_fault)
 
-    def validate(self, world_size: int) -> None:
+    def check(self, world_size: int) -> None:
         """Raise ConfigError on a fault that does not parse or names a rank that does not exist."""
         for fault in self.faults:
             if not fault.rank < world_size:
@@ -248,20 +234,18 @@ class FaultConfig:
                     f"--moe-ft-inject-fault {fault}: rank {fault.rank} must be less than the world "
                     f"size {world_size}. Name one of the ranks 0 to {world_size - 1}."
                 )
-        if not 0 <= self.fault_report_grace_s <= 600:
-            raise ConfigError(
-                f"--moe-ft-fault-report-grace-s={self.fault_report_grace_s} must be between 0 and "
-                "600 seconds. A launcher kills a slow rank after 30 seconds or so."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeFtConfig:
-    """All settings of moe_ft."""
+    """All settings of moe_ft.
+
+    Attributes:
+        options: of the strategies, by name of the strategy; of one that is missing, all have their defaults.
+    """
 
     strategy: StrategyConfig = StrategyConfig()
-    partial: PartialConfig = PartialConfig()
-    sparse: SparseConfig = SparseConfig()
+    options: Mapping[str, Part] = field(default_factory=dict)
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
     storage: StorageConfig = StorageConfig()
@@ -269,8 +253,14 @@ class MoeFtConfig:
     observability: ObservabilityConfig = ObservabilityConfig()
     fault: FaultConfig = FaultConfig()
 
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """All parts by name, the options of the strategies included."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**own.pop("options"), **own}
+
     def validate(self, world_size: int) -> None:
-        """Check every part and the rules between parts.
+        """Check every part and the rules between parts, but for those of a strategy (`registry.check`).
 
         Args:
             world_size: number of ranks of the job.
@@ -279,54 +269,37 @@ class MoeFtConfig:
             ConfigError: names the flag, its value, the rule and the remedy.
         """
         self._check_given()
-        for part in fields(self):
-            getattr(self, part.name).validate(world_size)
+        for part in self.parts.values():
+            part.validate(world_size)
         check_directories(self.memory.memory_dir, self.storage.persist_dir)
         if self.fault.inject_fault and self.observability.event_log is None:
             raise ConfigError(
                 f"--moe-ft-inject-fault {self.fault.inject_fault[0]} needs the event log, where a "
                 "fault that fired is marked so that it fires once. Add --moe-ft-event-log DIR."
             )
-        is_partial = self.strategy.strategy == "partial"
-        if self.strategy.sharding == "adaptive" and (
-            not is_partial or self.partial.selection != "sequential"
-        ):
-            raise ConfigError(
-                "--moe-ft-sharding=adaptive needs --moe-ft-strategy partial and --moe-ft-selection "
-                "sequential: only there it is known beforehand which rank has how many experts. Use "
-                "equal."
-            )
-        if self.strategy.is_exact:
-            self.precision.check_is_exact(self.strategy.strategy)
-        if self.strategy.strategy == "sparse" and self.strategy.interval != "1":
-            raise ConfigError(
-                f"--moe-ft-interval={self.strategy.interval} must be 1 with --moe-ft-strategy sparse: a "
-                "window needs a snapshot of every iteration. Leave it out; --moe-ft-window says how much "
-                "each of them holds."
-            )
         if not self.strategy.is_on:
             for fault in self.fault.faults:
                 if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:
                     raise ConfigError(
                         f"--moe-ft-inject-fault {fault} needs a strategy: with --moe-ft-strategy=none "
-                        "nothing is checkpointed. Add --moe-ft-strategy dense."
+                        "nothing is checkpointed. Name one with --moe-ft-strategy."
                     )
 
     def _check_given(self) -> None:
         """Raise ConfigError if a flag was given without a value: most would look like left out."""
-        for name, value, _ in self._settings():
+        for name, value, _ in self._settings(*self.parts):
             if isinstance(value, str) and not value.strip():
                 raise ConfigError(
                     f"{flag_of(name)}={value} is empty: an unset variable? Give a value, or leave the flag "
                     "out."
                 )
 
-    def _settings(self, *parts: str) -> Iterator[tuple[str, Any, Any]]:
-        """Yield name, value and default of the settings of some parts, or of all."""
-        for part in fields(self):
-            values = getattr(self, part.name)
-            for each in fields(values) if not parts or part.name in parts else ():
-                yield each.name, getattr(values, each.name), each.default
+    def _settings(self, *names: str) -> Iterator[tuple[str, Any, Any]]:
+        """Yield name, value and default of the settings of some parts."""
+        for name in names:
+            part = self.parts[name]
+            for each in fields(part):
+                yield each.name, getattr(part, each.name), each.default
 
     def warnings(self, train_iterations: int | None) -> list[str]:
         """Describe settings that change nothing.
@@ -337,7 +310,7 @@ class MoeFtConfig:
         strategy, users = self.strategy.strategy, {}
         if not self.strategy.is_on:
             users = dict.fromkeys(("precision", "memory", "storage", "recovery"), "a strategy")
-        users |= {each: each for each in ("partial", "sparse") if each != strategy}
+        users |= {name: name for name in self.options if name != strategy}
         found = [
             f"{flag_of(name)} changes nothing with --moe-ft-strategy={strategy}: it is for {user}"
             for part, user in users.items()

@@ -1,8 +1,11 @@
-"""What the parts of the configuration are made of: fields that become flags, and checks of their values."""
+"""Building blocks of the configuration: fields that become flags, and checks of their values.
+
+A field states its choices or its range once: argparse offers the choices, and `Part.validate` checks both.
+"""
 
 import re
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from moe_ft.errors import ConfigError
@@ -37,22 +40,123 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes / 1024**power:.{2 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def count(field_name: str, text: str, *, least: int) -> int:
-    """Return a count that may also be automatic, which the caller has looked for.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """Range of a number.
 
-    Raises:
-        ConfigError: if it is none.
+    Attributes:
+        at_least, at_most: may be reached.
+        above, below: may not.
     """
-    if not text.isdecimal() or int(text) < least:
-        raise ConfigError(
-            f"{flag_of(field_name)}={text} must be a whole number, at least {least}, or auto. "
-            "Give one of them."
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def contain(self, value: float) -> bool:
+        """Return whether a number is in the range; NaN is in none."""
+        return (
+            value == value
+            and (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
         )
-    return int(text)
+
+    @property
+    def rule(self) -> str:
+        """The range in words."""
+        if self.above is not None and self.below is not None:
+            return f"must be a fraction between {self.above} and {self.below}"
+        if self.at_least is not None and self.at_most is not None:
+            return f"must be between {self.at_least} and {self.at_most}"
+        upper = "" if self.below is None else f" and less than {self.below}"
+        return f"must be at least {self.at_least}{upper}"
+
+
+def setting(
+    default: Any,
+    help_text: str,
+    *,
+    metavar: str | None = None,
+    choices: Sequence[str] = (),
+    bounds: Bounds | None = None,
+    reason: str = "",
+    remedy: str = "",
+) -> Any:
+    """Return a dataclass field that becomes a flag.
+
+    Args:
+        default: a text, a number, False for a switch, a tuple for a flag that may be repeated.
+        help_text: for --help.
+        metavar: what --help calls the value.
+        choices: the only values.
+        bounds: of the number; a text with bounds is a number or `auto`.
+        reason: why these are the bounds, for the error message.
+        remedy: what to do about a value outside them, as a sentence without its period.
+    """
+    return field(
+        default=default,
+        metadata={
+            "help": help_text,
+            "metavar": metavar,
+            "choices": choices,
+            "bounds": bounds,
+            "reason": reason,
+            "remedy": remedy,
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Base of the parts of the settings, whose fields become flags."""
+
+    def validate(self, world_size: int) -> None:
+        """Raise ConfigError if a value is none of its choices, out of its range, or against a rule."""
+        for each in fields(self):
+            self._check_value(each)
+        self.check(world_size)
+
+    def check(self, world_size: int) -> None:
+        """Raise ConfigError if a rule is broken that is not a matter of one field's choices or range."""
+
+    def _check_value(self, each: Any) -> None:
+        value, rule = getattr(self, each.name), each.metadata
+        if rule["choices"]:
+            one_of(each.name, value, rule["choices"])
+        if rule["bounds"] is None:
+            return
+        if isinstance(value, str):
+            self.number_or_auto(each.name)
+        elif not rule["bounds"].contain(value):
+            reason = f": {rule['reason']}" if rule["reason"] else ""
+            raise ConfigError(
+                f"{flag_of(each.name)}={value} {rule['bounds'].rule}{reason}. {rule['remedy']}."
+            )
+
+    def number_or_auto(self, field_name: str) -> int | None:
+        """Return the whole number in a text field, None for `auto`.
+
+        Raises:
+            ConfigError: if it is neither, or less than the field allows.
+        """
+        text = getattr(self, field_name)
+        if text == "auto":
+            return None
+        (field_,) = (each for each in fields(self) if each.name == field_name)
+        least = field_.metadata["bounds"].at_least
+        if not text.isdecimal() or int(text) < least:
+            raise ConfigError(
+                f"{flag_of(field_name)}={text} must be a whole number, at least {least}, or auto. "
+                "Give one of them."
+            )
+        return int(text)
 
 
 def one_of(field_name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ConfigError unless a value is among those offered."""
+    """Raise ConfigError unless a value is one of the choices."""
     if value not in choices:
         raise ConfigError(
             f"{flag_of(field_name)}={value} must be one of {', '.join(choices)}. Name one of them."
@@ -77,8 +181,3 @@ def checked_name(field_name: str, source: str, name: str) -> str:
             f"{flag_of(field_name)} NAME."
         )
     return name
-
-
-def setting(default: Any, help_text: str, **metadata: Any) -> Any:
-    """Return a dataclass field that becomes a flag."""
-    return field(default=default, metadata={"help": help_text, **metadata})

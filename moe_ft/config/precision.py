@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moe_ft.config.fields import parse_size, setting
+from moe_ft.config.fields import Part, parse_size, setting
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 
@@ -13,7 +13,7 @@ _DEFAULT_STAGING = "64MiB"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrecisionConfig:
+class PrecisionConfig(Part):
     """In which precision state is kept, and how it is packed on its way."""
 
     state_dtype: str | None = setting(
@@ -74,7 +74,7 @@ class PrecisionConfig:
         is_packed = any(each is not Packing.EXACT for each in self.packings.values())
         return parse_size("staging_bytes", _DEFAULT_STAGING) if is_packed else 0
 
-    def validate(self, world_size: int) -> None:
+    def check(self, world_size: int) -> None:
         """Raise ConfigError if a format or a size cannot be used."""
         for part in ("exp_avg", "exp_avg_sq"):
             if self.packings[part] is Packing.SPLIT:

@@ -1,24 +1,48 @@
-"""What all ranks must know together, decided by one small all-reduce per iteration, and sums over a stage.
+"""Agreement of all ranks, by one small all-reduce per iteration, and sums over the ranks of a stage.
 
-Started before the optimizer step and read at the end of train_step: the step's own collectives have brought
-the ranks together in between, so that nobody waits for long. The groups are gloo on the CPU and of this
-purpose only. What is decided, and what happens when ranks cannot agree any more, is engine/decisions.py.
+An all-reduce begins before the optimizer step and is read at the end of train_step. The step's own
+collectives bring the ranks together in between, so nobody waits for long. The groups run gloo on the CPU and
+serve nothing else. The votes, and the way out when ranks can no longer agree, are in engine/decisions.py.
 """
 
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-# When all-reduces begin, the norm of the gradients has just brought the ranks together: they are apart by the
-# moment that the slowest one takes from there to here.
+# The norm of the gradients has just brought the ranks together: the slowest one is not far behind.
 _ANSWER_S = 120.0
+
+
+class Reduction[Given, Found](Protocol):
+    """One value of each rank in, one for all of them out."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a value was put in and the result was not read."""
+        ...
+
+    def begin(self, values: Given) -> None:
+        """Put in this rank's value."""
+        ...
+
+    def result(self) -> Found:
+        """Return the value of all of them."""
+        ...
+
+    def leave(self) -> None:
+        """Take no further part."""
+        ...
+
+
+Minimum = Reduction[Sequence[int], list[int]]
+Sum = Reduction[torch.Tensor, npt.NDArray[np.int64]]
 
 
 class _Reduction:

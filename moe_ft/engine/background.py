@@ -1,4 +1,4 @@
-"""What background threads hand to the training thread: events and failures, read at the next seam."""
+"""Reports of background parts to the training thread: events and failures, read at the next seam."""
 
 import threading
 import traceback
@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from moe_ft.faults import Phase
@@ -13,6 +14,18 @@ from moe_ft.faults import Phase
 # Called in the middle of a background part with its phase and iteration: the place where tests
 # inflict faults. Raises what a fault of kind exception raises.
 PhaseHook = Callable[[Phase, int], None]
+
+
+class BackgroundPart(StrEnum):
+    """Parts of the engine that can fail while training continues, as the field `part` of events has them."""
+
+    SNAPSHOT = "snapshot"
+    REPLICATE = "replicate"
+    PERSIST = "persist"
+    WRITER = "writer"
+    MEMORY = "memory"
+    AGREEMENT = "agreement"
+    PEER_SERVER = "peer-server"
 
 
 def describe(error: BaseException) -> str:
@@ -42,22 +55,32 @@ class Reports:
             self._reports.append(Report(event=event, iteration=iteration, fields=fields))
 
     def degraded(
-        self, part: str, iteration: int, reason: str, error: BaseException | None = None
+        self,
+        part: BackgroundPart,
+        iteration: int,
+        reason: str,
+        error: BaseException | None = None,
     ) -> None:
         """Add the event that a part failed and training continues without it.
 
         Args:
-            part: that failed.
             iteration: the one concerned, 0 if none.
             reason: one line.
             error: if an exception is the reason: the event gets its traceback.
         """
         fields = {} if error is None else {"traceback": "".join(traceback.format_exception(error))}
-        self.add("degraded", iteration, part=part, reason=reason, **fields)
+        self.add("degraded", iteration, part=part.value, reason=reason, **fields)
+
+    def skipped(self, part: BackgroundPart, iteration: int, reason: str) -> None:
+        """Add the event that a part left something out."""
+        self.add("skipped", iteration, part=part.value, reason=reason)
 
     @contextmanager
     def catching(
-        self, part: str, iteration: int, on_failure: Callable[[], None] = lambda: None
+        self,
+        part: BackgroundPart,
+        iteration: int,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Report what the body raises, and continue. For what may fail on one rank alone."""
         try:

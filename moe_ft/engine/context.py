@@ -1,18 +1,19 @@
-"""What the checkpoint engine is given: settings, its rank and job, what a recovery put back, layouts."""
+"""Inputs of the checkpoint engine: settings, facts about its rank and job, the restored state, layouts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from moe_ft.engine.agreement import StageSum
+from moe_ft.engine.agreement import Sum
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.layout import FileLayout, UnitPlace
 from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer
 from moe_ft.engine.persist_worker import WriterSettings
 from moe_ft.engine.pool import RestoredVersion
-from moe_ft.format.files import Identity, Index, Start
+from moe_ft.format.identity import Identity, Start
+from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Family
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.strategies.interface import WindowPlan
@@ -22,7 +23,7 @@ from moe_ft.units import UnitId
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
-    """What the flags say.
+    """Settings from the flags.
 
     Attributes:
         interval: iterations between snapshots, None for automatic.
@@ -40,15 +41,15 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineContext:
-    """What the engine is given about its rank and job.
+    """Facts about the engine's rank and job.
 
     Attributes:
-        memory: this rank's share of the node's, opened or not.
+        memory: this rank's share of the node's; the engine opens it.
         origins: checksums, by unit name, of the rotating units' weights in the run's first state.
         stage_load: adds up what the ranks of the stage count; None where nothing is counted.
         peers: ranks that keep this rank's replicas.
         server: listens already.
-        token: by which peers know each other.
+        token: the secret that peers share.
         writer: settings of the node's writer process; None on all but the lowest rank of a node
             and without storage.
     """
@@ -59,12 +60,22 @@ class EngineContext:
     parameters: Sequence[LocalParameter]
     memory: RankMemory
     origins: Mapping[str, str]
-    stage_load: StageSum | None
+    stage_load: Sum | None
     peers: tuple[RankInfo, ...]
     server: PeerServer
     token: str
     writer: WriterSettings | None
     phase_hook: PhaseHook
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether any parameter of the rank is on a GPU."""
+        return any(each.parameter.is_cuda for each in self.parameters)
+
+    @property
+    def persist_dir(self) -> Path:
+        """The directory of requests to the node's writer, and of its results."""
+        return self.memory.node_dir / "persist"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,17 +93,17 @@ class RestoredWindow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredState:
-    """What a recovery put back on this rank.
+    """The state that a recovery put back on this rank.
 
     Attributes:
         indexes: of the regions that it was read from.
-        rotating: the versions that rotating units have now, by name.
+        rotating: the current versions of rotating units, by name.
         persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
             persist directory; empty if there is none.
         family: of the versions that were put back, as planning/recovery.py has it.
         is_on_storage: whether storage has this state as one snapshot of everything.
         window: what was read, unless all of it lies in a region of this rank, or storage has it too.
-        peers_without: those of this rank's peers that do not have it; none if storage has.
+        peers_without: peers of this rank that do not have it; none if storage has.
     """
 
     indexes: frozenset[Path]
@@ -110,7 +121,7 @@ class RestoredState:
 
 
 class Layouts(Protocol):
-    """Knows how units lie in files."""
+    """Places units in files."""
 
     def lay_out(self, plan: WindowPlan) -> FileLayout:
         """Return the layout of a region."""

@@ -1,6 +1,6 @@
 """Copies live state into regions and slots: tensor by tensor, or packed through engine/staging.py.
 
-The threads around it are engine/snapshot.py.
+The worker that does it is engine/snapshot.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,10 +13,10 @@ import torch
 from moe_ft.engine.layout import FileLayout, UnitPlace
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import MappedFile
-from moe_ft.engine.snapshot_job import SnapshotJob
+from moe_ft.engine.snapshot_job import SnapshotRequest
 from moe_ft.engine.staging import Chunk, PackedPart, Staging, cut_into_chunks
 from moe_ft.errors import SnapshotError
-from moe_ft.format.files import TensorEntry
+from moe_ft.format.entries import TensorEntry
 from moe_ft.format.packings import Packing
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, own_slice, whole_tensor
@@ -27,7 +27,7 @@ Absent = set[tuple[str, str]]  # (parameter, key) of tensors that do not exist y
 
 
 class StateCopier:
-    """Copies what snapshots hold. Owned by the copy thread."""
+    """Copies what snapshots hold. Owned by the copy worker; the training thread calls `mark_ready`."""
 
     def __init__(
         self, parameters: Sequence[LocalParameter], pool: Pool | None, staging_bytes: int
@@ -55,21 +55,34 @@ class StateCopier:
             self._staging = Staging(self._staging_bytes, devices.pop())
             self._staging.warm_up()
 
+    def mark_ready(self) -> Any:
+        """Return the event after which the state may be read, None if it may be at once."""
+        if self._stream is None:
+            return None
+        ready = torch.cuda.Event()
+        ready.record()
+        return ready
+
     def copy(
-        self, job: SnapshotJob, at_half: Callable[[], None], at_end: Callable[[], None]
+        self,
+        request: SnapshotRequest,
+        ready: Any,
+        at_half: Callable[[], None],
+        at_end: Callable[[], None],
     ) -> Absent:
         """Copy everything that a snapshot holds; return what does not exist yet.
 
         Args:
-            job: the snapshot.
+            request: the snapshot.
+            ready: of `mark_ready`.
             at_half: called when half of it is copied, or is on its way.
             at_end: called when all of it is, in the stream that copies.
         """
-        copies = self._copies_of(job)
+        copies = self._copies_of(request)
         stream = self._stream
         with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
             if stream:
-                stream.wait_event(job.ready)
+                stream.wait_event(ready)
             if self._staging is None:
                 absent = self._copy_each(copies, at_half)
             else:
@@ -82,11 +95,7 @@ class StateCopier:
         return absent
 
     def check(self) -> None:
-        """Check that what was copied last has arrived as it was packed.
-
-        Raises:
-            SnapshotError: if not.
-        """
+        """Raise SnapshotError if masters of the last snapshot cannot be restored from what was packed."""
         for chunk in self._chunks:
             chunk.check()
 
@@ -112,21 +121,21 @@ class StateCopier:
         staging.copy(self._chunks[half:])
         return absent
 
-    def _copies_of(self, job: SnapshotJob) -> list["_Copies"]:
+    def _copies_of(self, request: SnapshotRequest) -> list["_Copies"]:
         """Return what a snapshot copies where.
 
         What goes into a region is found out once for each layout, for thousands of tensors.
         """
-        key = (job.region.number, job.position)
+        key = (request.region.number, request.position)
         known = self._known.get(key)
-        if known is None or known[0] is not job.layout:
-            places = job.layout.snapshots[job.position]
-            copies = _Copies(list(self._copies_to(job.region, places)))
-            known = self._known[key] = (job.layout, copies)
-        if not job.slots:
+        if known is None or known[0] is not request.layout:
+            places = request.layout.snapshots[request.position]
+            copies = _Copies(list(self._copies_to(request.region, places)))
+            known = self._known[key] = (request.layout, copies)
+        if not request.slots:
             return [known[1]]
         assert self._pool is not None
-        return [known[1], _Copies(list(self._copies_to(self._pool, job.slots)))]
+        return [known[1], _Copies(list(self._copies_to(self._pool, request.slots)))]
 
     def _copies_to(self, file: MappedFile, places: Iterable[UnitPlace]) -> Iterator["_Copy"]:
         for place in places:
@@ -181,7 +190,7 @@ def _copy_all(copies: Sequence["_Copy"], *, non_blocking: bool) -> Absent:
                 sources.append(source)
                 targets.append(copy.target)
         if sources:
-            # One call for many: Python's lock is free meanwhile, and the training thread goes on.
+            # One call for many: Python's lock is free meanwhile, and the training thread continues.
             torch._foreach_copy_(targets, sources, non_blocking)
     return absent
 

@@ -1,11 +1,11 @@
-"""Decisions of all ranks together in each iteration, and the way out when they no longer can decide.
+"""Decisions that all ranks take together in each iteration, and the way out when they no longer can.
 
 Each rank votes before the optimizer step; the least of all votes, read at the end of the iteration, is what
 all of them act on. How votes travel is engine/agreement.py, what follows from them engine/engine.py.
 
-A rank that cannot vote, hear the result or act on it leaves for the rest of this start: it begins no snapshot
-and frees no region any more. The others cannot complete the next vote without it, and leave there. Then one
-complete state of all ranks is left, although some may have heard the last result and others not:
+A rank that cannot vote, hear the result or act on it leaves for the rest of this start: from then on it
+begins no snapshot and frees no region. The others cannot complete the next vote without it, and leave there.
+One complete state of all ranks then remains, although some may have heard the last result and others not:
 
 - A window counts as complete when all ranks vote so: each of them has committed it by then.
 - A rank that hears this result may fill the region of the window before it. One that does not hear it keeps
@@ -14,16 +14,18 @@ complete state of all ranks is left, although some may have heard the last resul
   ranks. There is none.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import partial
+from itertools import islice
+from typing import Any
 
 import torch
 
-from moe_ft.engine.agreement import Agreement, StageSum
-from moe_ft.engine.background import Reports, describe
+from moe_ft.engine.agreement import Minimum, Sum
+from moe_ft.engine.background import BackgroundPart, Reports, describe
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.snapshot_job import SnapshotState
 from moe_ft.planning.experts import Counts
 
@@ -46,46 +48,47 @@ class Turn(IntEnum):
 class Votes:
     """Votes of a rank, or the least of those of all ranks.
 
+    Each field is one integer in the agreement, a tuple as many as it has. All ranks run the same version and
+    have equally long tuples, so a new vote is a new field and nothing else.
+
     Attributes:
-        state: how far the window under way is.
+        state: progress of the window under way.
         is_ready: whether there is memory for the next window.
         is_idle: whether nothing is being written to storage.
         can_persist: whether nothing has failed of what was written last.
         is_protected: whether peers have the window.
         can_grow: whether no snapshot of the window has failed.
         turn: at the end of training.
-        strategy, tuner: what these have measured.
+        strategy, interval: what these have measured.
     """
 
     state: SnapshotState
+    turn: Turn
     is_ready: bool
     is_idle: bool
     can_persist: bool
     is_protected: bool
     can_grow: bool
-    turn: Turn
-    strategy: Sequence[int]
-    tuner: Sequence[int]
+    strategy: tuple[int, ...]
+    interval: tuple[int, ...]
 
     def as_numbers(self) -> list[int]:
         """Return all votes; equally many on all ranks."""
-        flags = (self.is_ready, self.is_idle, self.can_persist, self.is_protected, self.can_grow)
-        return [int(self.state), int(self.turn), *map(int, flags), *self.strategy, *self.tuner]
+        numbers: list[int] = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            numbers += value if isinstance(value, tuple) else (int(value),)
+        return numbers
 
     def with_numbers(self, numbers: Sequence[int]) -> "Votes":
-        """Return what `as_numbers` gave, after it has been reduced; these votes say where what is."""
-        state, turn, is_ready, is_idle, can_persist, is_protected, can_grow, *measured = numbers
-        return Votes(
-            state=SnapshotState(state),
-            is_ready=bool(is_ready),
-            is_idle=bool(is_idle),
-            can_persist=bool(can_persist),
-            is_protected=bool(is_protected),
-            can_grow=bool(can_grow),
-            turn=Turn(turn),
-            strategy=measured[: len(self.strategy)],
-            tuner=measured[len(self.strategy) :],
-        )
+        """Return votes of the form of these from numbers as `as_numbers` returns them."""
+        rest = iter(numbers)
+        values: dict[str, Any] = {}
+        for each in fields(self):
+            own = getattr(self, each.name)
+            is_tuple = isinstance(own, tuple)
+            values[each.name] = tuple(islice(rest, len(own))) if is_tuple else type(own)(next(rest))
+        return Votes(**values)
 
 
 class Decisions:
@@ -95,15 +98,12 @@ class Decisions:
         is_off: whether this rank has left.
     """
 
-    def __init__(self, agreement: Agreement, stage_load: StageSum | None, reports: Reports) -> None:
-        """Begin.
-
-        Args:
-            agreement: reduces votes.
-            stage_load: adds up what the ranks of the stage count; None where nothing is counted.
-            reports: gets what goes wrong.
-        """
-        self._agreement, self._stage_load, self._reports = agreement, stage_load, reports
+    def __init__(
+        self, agreement: Minimum, stage_load: Sum | None, reports: Reports, clock: Clock
+    ) -> None:
+        """Take what reduces votes over all ranks, and counts over the stage if anything is counted."""
+        self._agreement, self._stage_load = agreement, stage_load
+        self._reports, self._clock = reports, clock
         self._votes: Votes | None = None
         self._reminded_s = 0.0
         self.is_off = False
@@ -145,15 +145,17 @@ class Decisions:
         try:
             return act()
         except Exception as error:  # whatever it is, training continues and says so
-            self._reminded_s = time.monotonic()
+            self._reminded_s = self._clock.monotonic()
             self.is_off = True
-            self._reports.degraded("agreement", iteration, f"{_OFF} ({describe(error)})", error)
+            self._reports.degraded(
+                BackgroundPart.AGREEMENT, iteration, f"{_OFF} ({describe(error)})", error
+            )
             for group in (self._agreement, self._stage_load):
                 if group is not None:
                     group.leave()
             return None
 
     def _remind(self, iteration: int) -> None:
-        if time.monotonic() - self._reminded_s >= _REMINDER_S:
-            self._reminded_s = time.monotonic()
-            self._reports.degraded("agreement", iteration, _OFF)
+        if self._clock.monotonic() - self._reminded_s >= _REMINDER_S:
+            self._reminded_s = self._clock.monotonic()
+            self._reports.degraded(BackgroundPart.AGREEMENT, iteration, _OFF)

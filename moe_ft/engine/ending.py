@@ -1,13 +1,13 @@
-"""The end of training: how the last state is brought to storage, and what to say when it is not there.
+"""The end of training: tries to bring the last state to storage, and advice if it is not there.
 
-The steps are the engine's (engine/engine.py); here is how often and how long they are tried.
+The steps are the engine's (engine/engine.py); this file decides how often and how long they are tried.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Turn
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # before each further try
@@ -25,7 +25,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """End of a training, as the engine has left it.
+    """End of training, as the engine leaves it.
 
     Attributes:
         iteration: the last state's.
@@ -39,6 +39,11 @@ class Ending:
     outcome: Outcome
     newest_in_memory: int | None
     is_agreed: bool
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the last state is where it should be."""
+        return self.outcome is not Outcome.UNSAVED
 
     def may_lose_memory(self, *, is_complete: bool) -> bool:
         """Return whether nothing in memory is needed any more.
@@ -89,16 +94,17 @@ class Progress:
 
 
 class _Tries:
-    """How often something was tried, and when the next try is."""
+    """The tries so far, and the time of the next one."""
 
-    def __init__(self, deadline_s: float) -> None:
-        self._end_s = time.monotonic() + deadline_s
+    def __init__(self, deadline_s: float, clock: Clock) -> None:
+        self._clock = clock
+        self._end_s = clock.monotonic() + deadline_s
         self._num_failed, self._next_s = 0, 0.0
 
     @property
     def turn(self) -> Turn:
         """What this rank wants."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if now > self._end_s or self._num_failed > len(_PAUSES_S):
             return Turn.GIVE_UP
         return Turn.WAIT if now < self._next_s else Turn.TRY
@@ -106,7 +112,7 @@ class _Tries:
     def note_failure(self) -> None:
         """All ranks have heard that the last try failed."""
         if self._num_failed < len(_PAUSES_S):
-            self._next_s = time.monotonic() + _PAUSES_S[self._num_failed]
+            self._next_s = self._clock.monotonic() + _PAUSES_S[self._num_failed]
         self._num_failed += 1
 
 
@@ -115,21 +121,22 @@ def bring_to_storage(
     begin_step: Callable[[], None],
     tell: Callable[[], None],
     deadline_s: float,
+    clock: Clock,
 ) -> bool:
     """Try until the last state is on storage, some tries have failed, or there is no time left.
 
     Called by all ranks, which leave it in the same round.
 
     Args:
-        advance: tells all ranks what this one wants and returns how far they are, None if they cannot agree.
-        begin_step: begins the next step, a snapshot or writing it.
-        tell: hands over what was reported.
+        advance: tells all ranks what this one wants and returns their progress, None if they cannot agree.
+        begin_step: begins the next step: a snapshot, or writing it.
+        tell: hands over reports.
         deadline_s: for all tries together.
 
     Returns:
         Whether the last state is on storage.
     """
-    tries = _Tries(deadline_s)
+    tries = _Tries(deadline_s, clock)
     while (progress := advance(tries.turn)) is not None:
         tell()
         if progress.is_saved or progress.turn is Turn.GIVE_UP:
@@ -138,5 +145,5 @@ def bring_to_storage(
             tries.note_failure()
         elif progress.turn is Turn.TRY and progress.is_idle:
             begin_step()
-        time.sleep(_POLL_S)
+        clock.sleep(_POLL_S)
     return False

@@ -1,35 +1,30 @@
-"""The checkpoint engine: at which seam which snapshot starts, completes, goes to storage.
+"""The checkpoint engine: begins snapshots, completes them and has them written, at the seams of the loop.
 
-It does not know which strategy it runs. The training thread calls the methods at the seams of the loop;
-which memory a snapshot fills is engine/windows.py, copying engine/snapshot.py, sending engine/peers.py,
-writing engine/persist.py.
+It does not know which strategy it runs. The training thread calls the methods at the seams;
+engine/windows.py decides which memory a snapshot fills, engine/snapshot.py copies, engine/peers.py sends,
+engine/persist.py has it written. engine/build.py makes all parts.
 
-All ranks together decide whether a window of snapshots begins, is complete or goes to storage. What can fail
-on one rank alone costs it a snapshot or a checkpoint, which then fails on all ranks. What must come out the
-same on all ranks, and fails on one, ends checkpointing until the next start (engine/decisions.py). Neither
-ends training.
+All ranks decide together whether a window of snapshots begins, is complete or goes to storage. A failure
+that can hit one rank alone costs it a snapshot or a checkpoint, which then fails on all ranks. A failure in
+what must come out the same on all ranks ends checkpointing until the next start (engine/decisions.py).
+Neither ends training.
 """
 
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from moe_ft.engine.agreement import Agreement
-from moe_ft.engine.background import Report
-from moe_ft.engine.context import EngineContext, EngineSettings, Layouts, RestoredState
+from moe_ft.engine.background import BackgroundPart, Report
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.context import EngineContext, EngineSettings, RestoredState
 from moe_ft.engine.decisions import Decisions, Turn, Votes
 from moe_ft.engine.ending import Ending, Outcome, Progress, bring_to_storage
 from moe_ft.engine.messages import Messages
-from moe_ft.engine.peers import PeerReplicator, Replica
-from moe_ft.engine.persist import (
-    PersistClient,
-    WriterSupervisor,
-    persist_deadline_s,
-    writer_command,
-)
-from moe_ft.engine.profile import IntervalTuner, SnapshotProfile
+from moe_ft.engine.peers import Replica
+from moe_ft.engine.persist import WriterSupervisor, persist_deadline_s
+from moe_ft.engine.profile import Interval, SnapshotProfile
 from moe_ft.engine.regions import Region
 from moe_ft.engine.restored_memory import replica_to_send
 from moe_ft.engine.snapshot import SnapshotWriter
@@ -45,6 +40,26 @@ FENCE_DEADLINE_S = 120.0
 _CLOSE_DEADLINE_S = 5.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineParts:
+    """Parts of one rank's engine.
+
+    Attributes:
+        supervisor: of the node's writer process; None unless this rank has to start it.
+    """
+
+    clock: Clock
+    messages: Messages
+    decisions: Decisions
+    interval: Interval
+    profile: SnapshotProfile
+    stall: Stall
+    writer: SnapshotWriter
+    windows: Windows
+    storage: StorageSchedule
+    supervisor: WriterSupervisor | None
+
+
 class CheckpointEngine:
     """Takes snapshots of one rank. Owned by the training thread."""
 
@@ -53,84 +68,33 @@ class CheckpointEngine:
         settings: EngineSettings,
         context: EngineContext,
         strategy: Strategy,
-        agreement: Agreement,
-        layouts: Layouts,
-        complete_record: Callable[[CapturedRecord], None],
+        parts: EngineParts,
     ) -> None:
         self._settings, self._context, self._strategy = settings, context, strategy
-        ranks = context.topology.ranks
-        same_stage = [each for each in ranks if each.stage == ranks[context.rank].stage]
-        self._messages = Messages(
-            context.rank,
-            is_first_of_stage=same_stage[0].rank == context.rank,
-            raises=settings.raises,
-        )
-        self._reports = self._messages.reports
-        self._decisions = Decisions(agreement, context.stage_load, self._reports)
-        self._memory = context.memory
+        self._memory, self._clock = context.memory, parts.clock
+        self._messages, self._reports = parts.messages, parts.messages.reports
+        self._decisions, self._interval = parts.decisions, parts.interval
+        self._profile, self._stall = parts.profile, parts.stall
+        self._writer, self._windows = parts.writer, parts.windows
+        self._storage, self._supervisor = parts.storage, parts.supervisor
         self._has_removed_left_overs = False
         self._restored_replica: Replica | None = None
         self._forward_start_s: float | None = None
-        self._profile = SnapshotProfile()
         self._start_iteration = self._iteration = 0
         self._outcome_without_training = Outcome.NOTHING_NEW
-        self._stall = Stall()
-        self._tuner = IntervalTuner(settings.overhead_limit) if settings.interval is None else None
-        self._replicator = (
-            PeerReplicator(context.peers, context.token, self._reports, context.phase_hook)
-            if context.peers
-            else None
-        )
-        self._writer = SnapshotWriter(
-            context.parameters,
-            context.identity,
-            context.rank,
-            context.topology.ranks[context.rank].node,
-            self._reports,
-            self._replicator,
-            context.phase_hook,
-            complete_record,
-            context.memory.pool,
-            context.origins,
-            settings.staging_bytes,
-        )
-        self._windows = Windows(context, strategy, layouts, self._writer, self._reports)
-        persist_dir = context.memory.node_dir / "persist"
-        self._storage = StorageSchedule(
-            settings.persist_interval,
-            PersistClient(
-                persist_dir,
-                context.rank,
-                self._reports,
-                context.phase_hook,
-                len(context.topology.ranks),
-            ),
-            self._windows.versions,
-            strategy,
-            context.identity,
-            context.rank,
-        )
-        self._supervisor = (
-            WriterSupervisor(
-                persist_dir, writer_command(persist_dir), self._reports, context.writer
-            )
-            if context.writer
-            else None
-        )
 
     def start(self, iteration: int, restored: RestoredState | None) -> None:
-        """Open memory, accept replicas and start the threads and the writer.
+        """Open memory, accept replicas, and start the workers and the writer.
 
         Args:
-            iteration: the state's.
-            restored: what was recovered, None after a fresh start: every region may then be overwritten.
+            restored: what was recovered; None after a fresh start: every region may then be overwritten.
 
         Raises:
             OSError: if the memory directory cannot be made or has no room.
         """
         context = self._context
         self._memory.open((restored.start, iteration) if restored else None)
-        if self._is_on_gpu:
+        if context.is_on_gpu:
             self._memory.pin()
         self._start_iteration = self._iteration = iteration
         if restored is not None:
@@ -146,19 +110,19 @@ class CheckpointEngine:
                 reason = (
                     "what was recovered does not fit this start's regions; peers get the next state"
                 )
-                self._reports.add("skipped", iteration, part="replicate", reason=reason)
+                self._reports.skipped(BackgroundPart.REPLICATE, iteration, reason)
         self._storage.start(restored.persisted_index if restored else "")
         if self._supervisor is not None:
             self._supervisor.start()
 
     def protect(self) -> None:
-        """Bring what was recovered to peers that lack it; all ranks have started, and accept replicas."""
+        """Send what was recovered to peers that lack it, once all ranks have started and accept replicas."""
         if self._restored_replica is not None:
             self._writer.send(self._restored_replica)
             self._restored_replica = None
 
     def before_step(self, tokens_per_expert: torch.Tensor | None = None) -> None:
-        """The fence: wait until nothing reads weights and moments any more.
+        """Wait until nothing reads weights and moments any longer: the fence.
 
         Called by all ranks before the optimizer step of every iteration.
 
@@ -166,7 +130,7 @@ class CheckpointEngine:
             tokens_per_expert: ``[layer, expert]`` counted on this rank in this iteration.
         """
         if self._forward_start_s is not None:
-            self._profile.note_forward_backward(time.perf_counter() - self._forward_start_s)
+            self._profile.note_forward_backward(self._clock.perf_counter() - self._forward_start_s)
             self._forward_start_s = None
         with self._stall.counting():
             self._decisions.begin_count(tokens_per_expert, self._iteration)
@@ -175,13 +139,14 @@ class CheckpointEngine:
 
     def _wait_for_copy(self) -> None:
         job = self._windows.last_job
-        if job is None or job.copied.is_set() or job.is_abandoned:
+        if job is None or job.copied.is_set() or job.abandoned.is_set():
             return
-        if not job.copied.wait(FENCE_DEADLINE_S):
-            job.is_abandoned = True  # it may hold a mixture of two iterations: never committed
+        if not self._clock.wait(job.copied, FENCE_DEADLINE_S):
+            job.abandoned.set()
 
     def _votes(self, turn: Turn = Turn.TRY) -> Votes:
         window = self._windows.open
+        self._strategy.note_measured(self._profile.copied_bytes, self._profile.flow_bytes)
         return Votes(
             state=self._windows.state,
             is_ready=self._windows.has_room,
@@ -190,23 +155,23 @@ class CheckpointEngine:
             is_protected=window is None or window.is_protected,
             can_grow=window is None or not window.has_failed,
             turn=turn,
-            strategy=self._strategy.values(self._profile.copied_bytes, self._profile.flow_bytes),
-            tuner=[] if self._tuner is None else self._tuner.values(),
+            strategy=tuple(self._strategy.values()),
+            interval=self._interval.values(),
         )
 
     def end_iteration(
         self, iteration: int, iteration_s: float, capture: Callable[[], CapturedRecord]
     ) -> float:
-        """The optimizer has stepped: read what was agreed, then start what is due.
+        """Read what was agreed, then start what is due. Called when the optimizer has stepped.
 
         Args:
             iteration: the state's now.
-            iteration_s: how long the iteration took.
+            iteration_s: the duration of the iteration.
             capture: takes the record of the state; called at once if a snapshot starts.
 
         Returns:
-            The seconds for which training stood still in this iteration: to bring its counts to the CPU,
-            at the fence, and to copy the record of its state.
+            The seconds for which training stood still in this iteration: to copy its counts to the CPU, at
+            the fence, and to copy the record of its state.
         """
         if not self._decisions.is_under_way:  # a skipped step has no fence
             self.before_step()
@@ -216,7 +181,7 @@ class CheckpointEngine:
             counted = partial(self._stall.count, capture)
             act = partial(self._act, *decided, iteration, iteration_s, counted)
             self._decisions.attempt(iteration, act)
-        self._forward_start_s = time.perf_counter()
+        self._forward_start_s = self._clock.perf_counter()
         return self._stall.take()
 
     def _act(
@@ -244,67 +209,64 @@ class CheckpointEngine:
                 reason = (
                     "the last one is not complete" if votes.is_ready else "all regions are in use"
                 )
-                self._reports.add("skipped", iteration, part="snapshot", reason=reason)
+                self._reports.skipped(BackgroundPart.SNAPSHOT, iteration, reason)
             else:
                 self._windows.begin(iteration, capture)
 
     def _tune(self, iteration: int, iteration_s: float, votes: Votes, *, is_busy: bool) -> None:
-        """Adapt to what the slowest rank measured: the strategy, and the interval if it is automatic."""
+        """Adapt the strategy and an automatic interval to what the slowest rank measured."""
         changes = self._strategy.agree([*votes.strategy])
         if changes:
             self._reports.add("strategy", iteration, **changes)
-        if self._tuner is None:
-            return
-        self._tuner.end_iteration(iteration_s, is_busy=is_busy)
-        if (cost := self._tuner.agree([*votes.tuner])) is not None:
+        self._interval.end_iteration(iteration_s, is_busy=is_busy)
+        if (cost := self._interval.agree(votes.interval)) is not None:
             self._reports.add(
                 "interval",
                 iteration,
-                interval=self._tuner.interval,
+                interval=self._interval.interval,
                 iteration_s=cost.iteration_s,
                 overhead_s=cost.overhead_s,
                 completion_s=cost.completion_s,
             )
 
     def _is_due(self, iteration: int) -> bool:
-        interval = self._settings.interval if self._tuner is None else self._tuner.interval
-        return bool(interval) and iteration - self._windows.last_iteration >= (interval or 0)
+        interval = self._interval.interval
+        return interval > 0 and iteration - self._windows.last_iteration >= interval
 
     def _settle(self, votes: Votes) -> None:
-        """Act on what all ranks together say of the window, and whether all peers have it."""
+        """Act on the progress of the window on all ranks, and on whether all peers have it."""
         window = self._windows.settle(votes.state)
         if window is None or window.last is None:
             return
         last = window.last
-        self._strategy.note_complete(last.iteration)
+        self._strategy.note_complete(window.plan, last.iteration)
         for job in window.jobs:
-            self._profile.note(job.num_bytes, job.copy_s, job.commit_s, job.replicate_s)
+            result = job.result.result()
+            self._profile.note(
+                job.request.num_bytes, result.copy_s, result.commit_s, job.replicate_s
+            )
         if facts := window.facts():
-            self._messages.tell_window(last.iteration, facts, self._profile)
+            self._messages.tell_window(last.iteration, facts, self._profile, window.plan.hint)
         if votes.is_protected and not self._has_removed_left_overs:
             self._has_removed_left_overs = True
-            with self._reports.catching("memory", last.iteration):
+            with self._reports.catching(BackgroundPart.MEMORY, last.iteration):
                 self._memory.remove_left_overs()
         self._storage.note_complete()
-        if self._tuner is not None and not self._storage.is_due:
-            self._tuner.end_checkpoint(last.complete_s)
+        if not self._storage.is_due:
+            self._interval.end_checkpoint(last.complete_s)
 
     def _submit(self, region: Region, *, is_last: bool = False) -> None:
-        with self._reports.catching("persist", region.iteration or 0):
+        with self._reports.catching(BackgroundPart.PERSIST, region.iteration or 0):
             self._storage.submit(region, is_last=is_last)
 
     def _poll_storage(self, votes: Votes) -> bool | None:
-        """Take back what was written; return whether that is a checkpoint, None if it is not known yet."""
+        """Take back what was written; return whether it is a checkpoint, None if that is not known yet."""
         is_confirmed = self._storage.confirm(are_idle=votes.is_idle, can_persist=votes.can_persist)
-        with self._reports.catching("persist", self._iteration):
+        with self._reports.catching(BackgroundPart.PERSIST, self._iteration):
             is_done = self._storage.poll(self._windows.complete, can_go_on=votes.can_persist)
-            if is_done and self._tuner is not None:
-                self._tuner.end_checkpoint(self._storage.seconds_per_snapshot)
+            if is_done:
+                self._interval.end_checkpoint(self._storage.seconds_per_snapshot)
         return is_confirmed
-
-    @property
-    def _is_on_gpu(self) -> bool:
-        return any(each.parameter.is_cuda for each in self._context.parameters)
 
     def drain(self, log: Callable[[Report], None]) -> None:
         """Hand over the events since the last call; see `Messages.drain`."""
@@ -316,12 +278,10 @@ class CheckpointEngine:
         capture: Callable[[], CapturedRecord],
         log: Callable[[Report], None],
     ) -> Ending:
-        """Training has ended: bring the last state to storage, if there is one, within a deadline.
-
-        Called by all ranks.
+        """Bring the last state to storage, if there is one, within a deadline. Called by all ranks.
 
         Args:
-            iteration: the state's.
+            iteration: the last state's.
             capture: takes the record of the state.
             log: see `drain`; also called while this waits.
         """
@@ -336,11 +296,13 @@ class CheckpointEngine:
                 partial(self._bring_last, iteration, capture),
                 partial(self._messages.drain, log, is_ending=True),
                 persist_deadline_s(self._memory.num_own_bytes, len(self._context.topology.ranks)),
+                self._clock,
             )
             if is_saved:
                 outcome = Outcome.SAVED
             else:
-                self._reports.degraded("persist", iteration, "the last state is not on storage")
+                reason = "the last state is not on storage"
+                self._reports.degraded(BackgroundPart.PERSIST, iteration, reason)
         self._messages.drain(log, is_ending=True)
         return Ending(
             iteration=iteration,
@@ -358,7 +320,7 @@ class CheckpointEngine:
         return self._start_iteration if is_in_memory else None
 
     def _advance_at_end(self, iteration: int, turn: Turn) -> Progress | None:
-        """Have all ranks hear how far each is, and act on it."""
+        """Tell all ranks this one's progress, and act on that of all."""
         window = self._windows.open
         if window is not None:
             window.is_given_up |= window.is_growing
@@ -398,14 +360,12 @@ class CheckpointEngine:
             self._decisions.attempt(iteration, begin)
 
     def close(self) -> None:
-        """End threads, connections and the writer process. The memory stays."""
+        """End workers, connections and the writer process. The memory stays."""
         self._writer.close(_CLOSE_DEADLINE_S)
-        if self._replicator is not None:
-            self._replicator.close()
         if self._supervisor is not None:
             self._supervisor.close()
         self._context.server.close()
-        if self._is_on_gpu:
+        if self._context.is_on_gpu:
             self._memory.unpin()
         self._memory.close()
 

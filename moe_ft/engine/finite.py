@@ -3,7 +3,7 @@
 import numpy as np
 
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import UnitEntry, tensor_pieces
+from moe_ft.format.entries import UnitEntry, tensor_pieces
 
 _BLOCK_BYTES = 1 << 20  # stays in a processor's cache
 # The unsigned type of a number's bits, and those that are all set if it is not finite, and only then.

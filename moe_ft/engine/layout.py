@@ -14,7 +14,9 @@ from itertools import chain
 import msgspec
 
 from moe_ft.errors import SnapshotError
-from moe_ft.format.files import Index, TensorEntry, checksum, tensor_pieces
+from moe_ft.format.encoding import checksum
+from moe_ft.format.entries import TensorEntry, tensor_pieces
+from moe_ft.format.index import Index
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.units import Level, UnitId, parse_unit
 

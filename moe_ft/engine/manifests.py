@@ -12,17 +12,10 @@ from collections.abc import Iterator, Sequence
 from moe_ft.engine.soundness import check_manifest
 from moe_ft.engine.storage import Storage, iteration_directory, rank_path
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import (
-    FORMAT,
-    MANIFEST_NAME,
-    FileEntry,
-    Index,
-    Manifest,
-    UnitSource,
-    checksum,
-    decode,
-    encode,
-)
+from moe_ft.format.encoding import FORMAT, checksum, decode, encode
+from moe_ft.format.entries import FileEntry
+from moe_ft.format.index import Index
+from moe_ft.format.manifest import MANIFEST_NAME, Manifest, UnitSource
 
 _NAME = re.compile(r"manifest(_[A-Za-z0-9_-]+)?\.json")
 

@@ -1,6 +1,6 @@
 """A rank's share of its node's memory: its own regions and pool, and the replicas that it keeps for others.
 
-Opening, pinning, cleaning up and removing; what goes in is decided by engine/engine.py.
+This file opens, pins, cleans up and removes it; engine/windows.py decides what goes in.
 """
 
 import re
@@ -22,7 +22,9 @@ from moe_ft.engine.regions import (
     replica_directory,
 )
 from moe_ft.errors import SnapshotError
-from moe_ft.format.files import IndexHead, Start, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.identity import Start
+from moe_ft.format.index import IndexHead
 from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.topology import RankInfo, Topology
 
@@ -32,14 +34,14 @@ _OURS = re.compile(r"(region_\d+\.(safetensors|json))|(pool_\d+x\d+\.safetensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaMemory:
-    """Where the replicas of one rank are kept: regions, and a pool if that rank has one."""
+    """Memory for the replicas of one rank: regions, and a pool if that rank has one."""
 
     regions: tuple[Region, ...]
     pool: Pool | None
 
 
 class RankMemory:
-    """Owned by the training thread.
+    """Memory of one rank. The training thread opens and closes it; each part states who fills it.
 
     Attributes:
         regions, pool: of this rank; no pool where every snapshot holds every unit.

@@ -1,12 +1,12 @@
-"""What the engine tells: events for the log, and lines on stderr that are worth a person's attention."""
+"""Messages of the engine: events for the log, and the warnings on stderr that a user should see."""
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from moe_ft.engine.background import Report, Reports, describe
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.profile import SnapshotProfile
 from moe_ft.errors import DegradedError
 
@@ -15,21 +15,21 @@ _NOTABLE_STALL = 0.01  # of an iteration
 
 
 class Messages:
-    """Owned by the training thread.
+    """Reports of one rank and their way to the user. Owned by the training thread.
 
     Attributes:
-        reports: the events, which background threads add too.
+        reports: the events; background threads add to them.
     """
 
-    def __init__(self, rank: int, *, is_first_of_stage: bool, raises: bool) -> None:
-        """Begin.
+    def __init__(self, rank: int, clock: Clock, *, is_first_of_stage: bool, raises: bool) -> None:
+        """Begin without reports.
 
         Args:
-            rank: whose they are.
-            is_first_of_stage: whether it speaks for the ranks of its stage.
+            is_first_of_stage: whether this rank speaks for its stage.
             raises: whether a failure ends training.
         """
         self.reports = Reports()
+        self._clock = clock
         self._rank, self._speaks, self._raises = rank, is_first_of_stage, raises
         self._printed_s: dict[str, float] = {}
         self._told_length = 0
@@ -60,19 +60,22 @@ class Messages:
             raise DegradedError(f"{failure} (--moe-ft-on-error=raise)")
 
     def _print_failure(self, part: str, failure: str, is_ending: bool) -> None:
-        """Print a failure, before the end at most one of a part in a while: the event log has all."""
-        now = time.monotonic()
+        """Print a failure, before the end at most one per part and interval; the event log has them all."""
+        now = self._clock.monotonic()
         if is_ending or now - self._printed_s.get(part, -_PRINT_INTERVAL_S) >= _PRINT_INTERVAL_S:
             self._printed_s[part] = now
             self._print(f", {failure}")
 
-    def tell_window(self, iteration: int, facts: dict[str, Any], profile: SnapshotProfile) -> None:
-        """Say what a window was like, and once for each length if training has to wait for it.
+    def tell_window(
+        self, iteration: int, facts: dict[str, Any], profile: SnapshotProfile, hint: str
+    ) -> None:
+        """Report a window; warn once for each length if training has to wait for it.
 
         Args:
             iteration: its last one.
-            facts: see `OpenWindow.facts`.
-            profile: what snapshots have taken so far.
+            facts: of `OpenWindow.facts`.
+            profile: measured so far.
+            hint: how to make snapshots smaller.
         """
         length, own_most = facts["length"], max(facts["bytes"], default=0)
         own_stall_s = profile.expected_stall_s(own_most)
@@ -83,8 +86,7 @@ class Messages:
         if is_new and self._speaks and stall_s > _NOTABLE_STALL * profile.iteration_s:
             self._print(
                 f": windows of {length} snapshots with up to {most / 2**20:.1f} MiB each hold up every "
-                f"iteration by about {stall_s:.3f} s of {profile.iteration_s:.3f} s. A longer "
-                "--moe-ft-window or --moe-ft-max-window, or more ranks, make them smaller."
+                f"iteration by about {stall_s:.3f} s of {profile.iteration_s:.3f} s. {hint}"
             )
 
     def _print(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The window of snapshots that is being taken: how far it is on this rank."""
+"""The window of snapshots that is being taken, and its progress on this rank."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +14,9 @@ class OpenWindow:
     """Snapshots of consecutive iterations, which count only together. Owned by the training thread.
 
     Attributes:
-        plan: what they hold.
         layout: of the region that all of them go into.
-        is_last: whether it is of the state that training has ended with.
-        jobs: those that were begun.
+        is_last: whether it holds the state that training has ended with.
+        jobs: the snapshots that were begun.
         is_given_up: no further one is taken, because one has failed or an iteration had none.
         is_broken: one could not be begun on this rank.
     """
@@ -47,9 +46,7 @@ class OpenWindow:
     @property
     def has_failed(self) -> bool:
         """Whether a snapshot has, or will when its copy ends."""
-        return self.is_broken or any(
-            job.state is SnapshotState.FAILED or job.is_abandoned for job in self.jobs
-        )
+        return self.is_broken or any(job.has_failed for job in self.jobs)
 
     @property
     def is_protected(self) -> bool:
@@ -58,7 +55,7 @@ class OpenWindow:
 
     @property
     def state(self) -> SnapshotState:
-        """How far all of them are together."""
+        """Progress of all of them together."""
         if self.is_growing or any(job.state is SnapshotState.RUNNING for job in self.jobs):
             return SnapshotState.RUNNING
         if self.is_given_up or self.has_failed:
@@ -69,5 +66,5 @@ class OpenWindow:
         """Return what the event log says of the window, nothing if its strategy has nothing to say."""
         if not self.plan.facts:
             return {}
-        sizes = [job.num_bytes for job in self.jobs]
+        sizes = [job.request.num_bytes for job in self.jobs]
         return {"length": len(self.jobs), "bytes": sizes, **self.plan.facts}

@@ -1,6 +1,6 @@
-"""The pieces of packed tensors as segments that kernels pack and unpack.
+"""Pieces of packed tensors, as segments that kernels pack and unpack.
 
-Where the pieces lie is moe_ft/format/packings.py; the way from the device to a region is engine/staging.py.
+The places of pieces are in moe_ft/format/packings.py; the transfer to a region is engine/staging.py.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from kernels.block_scaling import ScaleKind
 from kernels.number_formats import BF16, E4M3, E5M2, FP16, NumberFormat
 from kernels.pack_table import PackTable
 from kernels.packing import Segment
-from moe_ft.format.files import TensorEntry, tensor_bytes, tensor_pieces
+from moe_ft.format.entries import TensorEntry, tensor_bytes, tensor_pieces
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing, Piece
 from moe_ft.state.slices import DTYPES
 
@@ -36,10 +36,10 @@ def segments_of(
     """Yield the segments of one tensor.
 
     Args:
-        packing: how it is kept.
-        parts: its pieces; their offsets are those in the buffer.
+        packing: of the tensor in files.
+        parts: its pieces, with their offsets in the buffer.
         tensor: ``[n]``, live.
-        weights: ``[n]`` BF16, of which it is the masters, where these are split.
+        weights: ``[n]`` BF16 weights of the masters in `tensor`, if these are split.
     """
     first, *others = (piece.offset for piece in parts)
     if packing is Packing.EXACT:
@@ -56,12 +56,12 @@ def segments_of(
 
 
 def unpack_into(target: torch.Tensor, entry: TensorEntry, content: memoryview) -> None:
-    """Write what a file has of a tensor into the live one.
+    """Unpack a tensor from a file into the live one.
 
     Args:
-        target: ``[n]``, as the entry describes it; any device.
+        target: ``[n]``, as the entry describes it; on any device.
         entry: of the tensor.
-        content: of the unit that it is in.
+        content: of its unit.
     """
     part = content[entry.offset : entry.offset + tensor_bytes(entry)]
     packing = Packing(entry.packing)
@@ -69,17 +69,17 @@ def unpack_into(target: torch.Tensor, entry: TensorEntry, content: memoryview) -
         target.copy_(torch.frombuffer(part, dtype=DTYPES[entry.dtype]))
         return
     parts = tensor_pieces(entry)
-    # The last line of a buffer is a whole one.
+    # The kernels read whole lines.
     buffer = torch.zeros(-(-len(part) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, dtype=torch.uint8)
     buffer[: len(part)] = torch.frombuffer(part, dtype=torch.uint8)
     buffer = buffer.to(target.device)
     weights = None
     if packing is Packing.SPLIT:
         weights = buffer[: parts[0].num_bytes].view(torch.bfloat16)
-    # Of a split master the weights lie in the buffer already.
+    # The weights of split masters are only read, from the buffer.
     segments = [
         segment
         for segment in segments_of(packing, parts, target, weights)
         if segment.tensor is target
     ]
-    PackTable(segments).unpack(buffer, with_sums=False)
+    PackTable(segments).unpack(buffer)

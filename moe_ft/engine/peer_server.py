@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import BackgroundPart, Reports
 from moe_ft.engine.memory import ReplicaMemory
 from moe_ft.engine.peer_listener import PeerListener
 from moe_ft.engine.peer_messages import (
@@ -27,7 +27,7 @@ from moe_ft.engine.peer_messages import (
 )
 from moe_ft.engine.private_files import open_private
 from moe_ft.engine.replica_keeper import ReplicaKeeper
-from moe_ft.format.files import check_path
+from moe_ft.format.encoding import check_path
 
 
 class PeerServer:
@@ -72,7 +72,7 @@ class PeerServer:
             if self._reports is None:
                 self._unreported.append(reason)
             else:
-                self._reports.degraded("peer-server", 0, reason)
+                self._reports.degraded(BackgroundPart.PEER_SERVER, 0, reason)
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer a peer's requests until it closes the connection or something is wrong with it."""

@@ -1,7 +1,7 @@
 """Host memory of other nodes: sending replicas to peers, reading theirs. The other side is peer_server.py.
 
-Plain TCP connections between pairs of ranks: a pair that fails stops alone, where one rank's timeout would
-end a whole process group.
+Plain TCP connections between pairs of ranks: if one pair fails, only that pair stops. In a process group one
+rank's timeout would stop all of them.
 """
 
 import socket
@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moe_ft.engine.background import PhaseHook, Reports
+from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.peer_authentication import answer_challenge, receive_challenge
 from moe_ft.engine.peer_messages import (
     PROGRESS_TIMEOUT_S,
@@ -26,7 +27,9 @@ from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, UnitEntry, encode
+from moe_ft.format.encoding import encode
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from moe_ft.topology import RankInfo
 
 _SLOWEST_CHECK_BYTES_PER_S = 100e6  # of a peer that verifies a replica
@@ -165,14 +168,24 @@ class PeerConnection:
 
 
 class PeerReplicator:
-    """Sends committed regions to this rank's peers. Owned by the snapshot thread after `start`."""
+    """Sends committed regions to this rank's peers. Owned by the sending worker.
+
+    The training thread closes it when that worker has ended, or was left because it hangs.
+    """
 
     def __init__(
-        self, peers: Sequence[RankInfo], token: str, reports: Reports, phase_hook: PhaseHook
+        self,
+        peers: Sequence[RankInfo],
+        token: str,
+        reports: Reports,
+        phase_hook: PhaseHook,
+        clock: Clock,
     ) -> None:
-        self._reports, self._phase_hook = reports, phase_hook
+        self._reports, self._phase_hook, self._clock = reports, phase_hook, clock
         self._pairs = {
-            peer.rank: _Pair(PeerConnection(peer.address, token)) for peer in peers if peer.address
+            peer.rank: _Pair(PeerConnection(peer.address, token), clock)
+            for peer in peers
+            if peer.address
         }
         self._is_lacking_address = len(self._pairs) < len(peers)
 
@@ -182,7 +195,7 @@ class PeerReplicator:
         Of the window and the pool a peer gets what it does not have yet.
         A pair that fails is tried again with the next snapshot, then less and less often.
         """
-        start, index = time.perf_counter(), replica.index
+        start, index = self._clock.perf_counter(), replica.index
         sent = {
             rank: self._send(rank, pair, replica)
             for rank, pair in self._pairs.items()
@@ -194,7 +207,7 @@ class PeerReplicator:
                 "replicate",
                 index.iteration,
                 bytes=max(sent[rank] or 0 for rank in reached),
-                seconds=time.perf_counter() - start,
+                seconds=self._clock.perf_counter() - start,
                 num_units=sum(1 for _ in index.entries()),
                 peers=reached,
             )
@@ -202,11 +215,11 @@ class PeerReplicator:
 
     def _send(self, rank: int, pair: "_Pair", replica: Replica) -> int | None:
         """Send what a peer lacks; return how much of the region that was, None if it failed."""
-        wait_s = pair.retry_s - time.monotonic()
+        wait_s = pair.retry_s - self._clock.monotonic()
         iteration = replica.index.iteration
         if wait_s > 0:
             reason = f"rank {rank} failed {pair.num_failures} times; tried again in {wait_s:.0f} s"
-            self._reports.add("skipped", iteration, part="replicate", reason=reason)
+            self._reports.skipped(BackgroundPart.REPLICATE, iteration, reason)
             return None
         try:
             slots = pair.missing(replica.index)
@@ -216,7 +229,7 @@ class PeerReplicator:
         except Exception as error:  # of the network, the peer, or an injected one
             pair.fail()
             self._reports.degraded(
-                "replicate",
+                BackgroundPart.REPLICATE,
                 iteration,
                 f"rank {rank} did not take the replica: {type(error).__name__}: {error}; until it takes "
                 "one, a loss of this node costs what came after the last one",
@@ -232,10 +245,10 @@ class PeerReplicator:
 
 
 class _Pair:
-    """The connection to one peer, and when to try it again after failures."""
+    """The connection to one peer, and the time to try it again after failures."""
 
-    def __init__(self, connection: PeerConnection) -> None:
-        self.connection = connection
+    def __init__(self, connection: PeerConnection, clock: Clock) -> None:
+        self.connection, self._clock = connection, clock
         self.num_failures = 0
         self.retry_s = 0.0
         self._known: dict[str, UnitEntry] = {}  # what the peer's pool holds
@@ -267,4 +280,4 @@ class _Pair:
         self.num_failures += 1
         if self.num_failures > 1:
             delay_s = min(_FIRST_RETRY_S * 2 ** (self.num_failures - 2), _LONGEST_RETRY_S)
-            self.retry_s = time.monotonic() + delay_s
+            self.retry_s = self._clock.monotonic() + delay_s

@@ -1,13 +1,12 @@
 """A rank's side of the storage tier: asks the node's writer process, watches it, starts it again if it dies.
 
-What the writer does is engine/persist_worker.py. Everything here is called at the seams by the training
-thread, except the supervision, which has a thread of its own on the lowest rank of each node.
+The writer itself is engine/persist_worker.py. The training thread calls everything here at the seams, except
+the supervision, which has a thread of its own on the lowest rank of each node.
 """
 
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 import moe_ft
-from moe_ft.engine.background import PhaseHook, Reports
+from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.patience import SLOWEST_BYTES_PER_S
 from moe_ft.engine.persist_worker import (
     HEARTBEAT_NAME,
@@ -39,10 +39,10 @@ _RANK_DEADLINE_S = (
 )
 _END_S = 2.0
 _START_S = 30.0
-_HEALTHY_S = 600.0  # a writer that lives as long has earned new restarts
+_HEALTHY_S = 600.0  # a writer that lived this long may be restarted as often as a new one
 _RESTART_NAME = "restart"
 _LOG_NAME = "writer.log"
-# The package alone comes from there: what else lies in its directory must not hide other packages.
+# Only the package comes from there: nothing else in its directory may hide other packages.
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); import moe_ft; del sys.path[0]; "
     "from moe_ft.engine.persist_worker import main; main(sys.argv[2])"
@@ -74,8 +74,10 @@ class PersistClient:
         rank: int,
         reports: Reports,
         phase_hook: PhaseHook,
+        clock: Clock,
         num_ranks: int = 1,
     ) -> None:
+        self._clock = clock
         self._directory, self._rank, self._num_ranks = directory, rank, num_ranks
         self._reports, self._phase_hook = reports, phase_hook
         self._deadline_s = 0.0
@@ -111,7 +113,7 @@ class PersistClient:
         num_bytes = region.num_bytes + rotating_bytes
         writes_manifest = self._rank == 0
         allowed_s = persist_deadline_s(num_bytes, self._num_ranks if writes_manifest else 0)
-        self._deadline_s = time.monotonic() + allowed_s
+        self._deadline_s = self._clock.monotonic() + allowed_s
         self._number += 1
         request = PersistRequest(
             rank=self._rank,
@@ -131,7 +133,9 @@ class PersistClient:
                 request_path(self._directory, self._rank), msgspec.json.encode(request)
             )
         except OSError as error:
-            self._reports.degraded("persist", region.iteration, f"cannot ask the writer: {error}")
+            self._reports.degraded(
+                BackgroundPart.PERSIST, region.iteration, f"cannot ask the writer: {error}"
+            )
             self._deadline_s = 0.0
             return
         self._phase_hook(Phase.PERSIST, region.iteration)
@@ -145,10 +149,10 @@ class PersistClient:
         if result is not None and result.number == self._number:
             self.has_lost_previous = result.has_lost_previous
             if result.warning:
-                self._reports.degraded("persist", iteration, result.warning)
+                self._reports.degraded(BackgroundPart.PERSIST, iteration, result.warning)
             if result.error:
                 self.has_failed = True
-                self._reports.degraded("persist", iteration, result.error)
+                self._reports.degraded(BackgroundPart.PERSIST, iteration, result.error)
             else:
                 self.last_seconds = result.seconds
                 self._reports.add(
@@ -159,13 +163,15 @@ class PersistClient:
                     num_units=result.num_units,
                     path=result.path,
                 )
-        elif time.monotonic() > self._deadline_s:
+        elif self._clock.monotonic() > self._deadline_s:
             self.has_failed = True
             if self._deadline_s:
-                self._reports.degraded("persist", iteration, "the writer did not finish in time")
+                self._reports.degraded(
+                    BackgroundPart.PERSIST, iteration, "the writer did not finish in time"
+                )
             with suppress(OSError):
                 request_path(self._directory, self._rank).unlink(missing_ok=True)
-                # It may still read the region, which will change: end it.
+                # The writer may still read this region, which is about to be overwritten: kill it.
                 (self._directory / _RESTART_NAME).touch()
         else:
             return None
@@ -178,7 +184,7 @@ class PersistClient:
             return None
         region, self.region, self.has_failed = self.region, None, True
         reason = "another rank could not write its part"
-        self._reports.degraded("persist", region.iteration or 0, reason)
+        self._reports.degraded(BackgroundPart.PERSIST, region.iteration or 0, reason)
         with suppress(OSError):
             request_path(self._directory, self._rank).unlink(missing_ok=True)
         return region
@@ -194,23 +200,27 @@ class PersistClient:
 
 
 class WriterSupervisor:
-    """Starts the node's writer process and starts it again when it dies or falls silent."""
+    """Starts the node's writer process, and starts it again when it dies or falls silent.
+
+    The training thread calls the public methods; a thread of its own watches the process.
+    """
 
     def __init__(
         self,
         directory: Path,
         command: list[str],
         reports: Reports,
+        clock: Clock,
         settings: WriterSettings | None = None,
     ) -> None:
-        """Begin.
+        """Begin without a process.
 
         Args:
             directory: of requests and results.
             command: starts the process.
-            reports: gets what goes wrong.
-            settings: are what the process reads first from its standard input; None for nothing.
+            settings: the first that the process reads from its standard input; None for nothing.
         """
+        self._clock = clock
         self._directory, self._command, self._reports = directory, command, reports
         self._settings = b"" if settings is None else msgspec.json.encode(settings) + b"\n"
         self._process: subprocess.Popen[bytes] | None = None
@@ -225,13 +235,13 @@ class WriterSupervisor:
             target=self._supervise, args=(started,), name="moe_ft-writer", daemon=True
         )
         self._thread.start()
-        started.wait(_START_S)
+        self._clock.wait(started, _START_S)
 
     def _supervise(self, started: threading.Event) -> None:
         # The writer dies with the thread that started it, so this one starts it and stays.
         num_restarts = 0
         while True:
-            launched_s = time.monotonic()
+            launched_s = self._clock.monotonic()
             try:
                 self._launch()
             except OSError as error:
@@ -242,11 +252,13 @@ class WriterSupervisor:
             started.set()
             if self._should_end.is_set():
                 return
-            num_restarts = 0 if time.monotonic() - launched_s > _HEALTHY_S else num_restarts + 1
+            num_restarts = (
+                0 if self._clock.monotonic() - launched_s > _HEALTHY_S else num_restarts + 1
+            )
             delay_s = 0.0 if num_restarts <= _MAX_QUICK_RESTARTS else _RESTART_DELAY_S
             then = f"it is started again in {delay_s:.0f} s" if delay_s else "it is started again"
-            self._reports.degraded("writer", 0, f"the writer process {reason}; {then}")
-            if self._should_end.wait(delay_s):
+            self._reports.degraded(BackgroundPart.WRITER, 0, f"the writer process {reason}; {then}")
+            if self._clock.wait(self._should_end, delay_s):
                 return
 
     def _launch(self) -> None:
@@ -265,16 +277,16 @@ class WriterSupervisor:
         """Return when the writer has ended, and why."""
         assert self._process is not None
         heartbeat = self._heartbeat()
-        heard_s = time.monotonic()
-        while not self._should_end.wait(_SUPERVISION_S):
+        heard_s = self._clock.monotonic()
+        while not self._clock.wait(self._should_end, _SUPERVISION_S):
             if (code := self._process.poll()) is not None:
                 return f"ended with code {code}"
             if (now := self._heartbeat()) != heartbeat:
-                heartbeat, heard_s = now, time.monotonic()
+                heartbeat, heard_s = now, self._clock.monotonic()
             if (self._directory / _RESTART_NAME).exists():
                 self._kill()
                 return "did not finish in time and was killed"
-            if time.monotonic() - heard_s > _HEARTBEAT_STALE_S:
+            if self._clock.monotonic() - heard_s > _HEARTBEAT_STALE_S:
                 self._kill()
                 return f"gave no sign of life for {_HEARTBEAT_STALE_S:.0f} s and was killed"
         return "was told to end"

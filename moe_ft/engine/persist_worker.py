@@ -20,7 +20,6 @@ import filelock
 import msgspec
 import psutil
 
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.finite import check_is_finite
 from moe_ft.engine.manifests import write_manifest
 from moe_ft.engine.private_files import write_atomically
@@ -29,7 +28,9 @@ from moe_ft.engine.storage import Storage, rank_path
 from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.engine.stored_file import PreviousCheckpoint, StoredFile, assemble
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Index, checksum, decode, encode
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import checksum, decode, encode
+from moe_ft.format.index import Index
 
 HEARTBEAT_NAME = "heartbeat"
 _POLL_S = 0.02

@@ -1,8 +1,7 @@
-"""The pool: slots for versions of units that only some snapshots hold, beside a rank's regions.
+"""The pool: slots for versions of units that only some snapshots hold, in addition to a rank's regions.
 
-A unit that was saved many snapshots ago is still there in its newest version. A slot is reused when no index
-that counts needs it any more; which those are is engine/engine.py. The pool has no index of its own: those of
-the regions point into it.
+It keeps the newest version of each unit, however long ago it was saved. A slot is reused when no index that
+counts needs it any longer. The pool has no index of its own: those of the regions point into it.
 """
 
 import json
@@ -14,7 +13,8 @@ import msgspec
 
 from moe_ft.engine.regions import MappedFile, Region, Role
 from moe_ft.errors import SnapshotError
-from moe_ft.format.files import Index, UnitEntry
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from moe_ft.format.packings import ALIGNMENT_BYTES
 
 _LENGTH_BYTES = 8
@@ -36,7 +36,10 @@ class RestoredVersion:
 
 
 class Pool(MappedFile):
-    """Slots of equal size in one file, which is a valid safetensors file. Owned by the training thread.
+    """Slots of equal size in one file, which is a valid safetensors file.
+
+    Slots that a snapshot fills belong to the copy worker until it is complete, all others to the training
+    thread. The slots of a replica belong to the threads of its connections.
 
     Its name holds its geometry: a start with other settings makes another one and can still read this.
 
@@ -113,10 +116,10 @@ def _aligned(num_bytes: int, alignment: int) -> int:
 
 
 class PoolVersions:
-    """Which versions of units the slots hold, and which slots may be used again.
+    """Versions of units in the slots, and the slots that may be used again. Owned by the training thread.
 
-    Owned by the training thread. Needed are the newest version of each unit that all ranks have agreed on,
-    and those that are being written to storage; the snapshot under way has found its slots already.
+    The newest version of each unit that all ranks have agreed on is needed, and so are those that are being
+    written to storage. The snapshot under way has found its slots already.
 
     Attributes:
         newest: by unit name.

@@ -1,7 +1,8 @@
-"""Measures what checkpoints cost and how fast they are copied; choosing is done in planning/."""
+"""Intervals between checkpoints, and the profile of snapshots that they are chosen from (in planning/)."""
 
 from collections import deque
 from statistics import median
+from typing import Protocol
 
 from moe_ft.planning.interval import CheckpointCost, choose_interval
 
@@ -11,17 +12,58 @@ _WINDOW = 20
 _MICROSECONDS = 1e6
 
 
-class IntervalTuner:
-    """Chooses the interval from profiled iterations and adapts it. Owned by the training thread.
+class Interval(Protocol):
+    """Iterations between checkpoints, 0 for none. Owned by the training thread."""
 
-    The first iterations run without a checkpoint, the next one with. What is measured is put into the
-    agreement, so that all ranks choose from the slowest rank's numbers.
+    interval: int
+
+    def end_iteration(self, iteration_s: float, *, is_busy: bool) -> None:
+        """Note the time of an iteration, and whether a checkpoint was under way in it."""
+        ...
+
+    def end_checkpoint(self, completion_s: float) -> None:
+        """Note that a checkpoint is complete, and the time since its begin."""
+        ...
+
+    def values(self) -> tuple[int, ...]:
+        """Return what goes into the agreement, which takes the least."""
+        ...
+
+    def agree(self, values: tuple[int, ...]) -> CheckpointCost | None:
+        """Act on the agreed values; return the cost if that changed the interval."""
+        ...
+
+
+class FixedInterval:
+    """An interval that a flag sets. It measures nothing."""
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+
+    def end_iteration(self, iteration_s: float, *, is_busy: bool) -> None:
+        """Do nothing."""
+
+    def end_checkpoint(self, completion_s: float) -> None:
+        """Do nothing."""
+
+    def values(self) -> tuple[int, ...]:
+        """Return nothing to agree on."""
+        return ()
+
+    def agree(self, values: tuple[int, ...]) -> CheckpointCost | None:
+        """Keep the interval."""
+        return None
+
+
+class IntervalTuner:
+    """Chooses the interval from profiled iterations and adapts it.
+
+    The first iterations run without a checkpoint, the next one with. All ranks agree on the measurements, so
+    that they all choose from the slowest rank's numbers.
 
     Attributes:
         interval: iterations between checkpoints; 0 while the first iterations are profiled.
     """
-
-    num_values = 3
 
     def __init__(self, overhead_limit: float) -> None:
         self._overhead_limit = overhead_limit
@@ -34,7 +76,7 @@ class IntervalTuner:
         self.interval = 0
 
     def end_iteration(self, iteration_s: float, *, is_busy: bool) -> None:
-        """Note how long an iteration took, and whether a checkpoint was under way in it."""
+        """Note the time of an iteration, and whether a checkpoint was under way in it."""
         self._num_iterations += 1
         if self._num_iterations <= NUM_WARM_UP_ITERATIONS:
             return
@@ -44,21 +86,21 @@ class IntervalTuner:
             self._extra_now += max(0.0, iteration_s - median(self._quiet))
 
     def end_checkpoint(self, completion_s: float) -> None:
-        """Note that a checkpoint is complete, and how long after its begin."""
+        """Note that a checkpoint is complete, and the time since its begin."""
         self._extra.append(self._extra_now)
         self._complete.append(completion_s)
         self._extra_now = 0.0
 
-    def values(self) -> tuple[int, int, int]:
+    def values(self) -> tuple[int, ...]:
         """Return what goes into the agreement, which takes the least: negated microseconds."""
         numbers = (
             median(self._quiet) if self._quiet else 0.0,
             median(self._extra) if self._extra else 0.0,
             median(self._complete) if self._complete else 0.0,
         )
-        return tuple(-round(number * _MICROSECONDS) for number in numbers)  # type: ignore[return-value]
+        return tuple(-round(number * _MICROSECONDS) for number in numbers)
 
-    def agree(self, values: list[int]) -> CheckpointCost | None:
+    def agree(self, values: tuple[int, ...]) -> CheckpointCost | None:
         """Choose the interval from the agreed values; return the cost if that changed it.
 
         Until there is a measurement, the first checkpoint is due after the quiet iterations.
@@ -79,8 +121,8 @@ class IntervalTuner:
 class SnapshotProfile:
     """Measures how many bytes a snapshot may have to cost no time. Owned by the training thread.
 
-    The device copy must be done before the optimizer step; checksums and commit, and replication beside
-    them, before those of the next iteration.
+    The device copy must be done before the optimizer step. Checksums and commit, and replication in parallel
+    with them, must be done before those of the next iteration.
     """
 
     def __init__(self) -> None:
@@ -104,7 +146,7 @@ class SnapshotProfile:
             num_bytes: that were copied.
             copy_s: until nothing read the training state any more.
             commit_s: until it was committed, the copy included.
-            replicate_s: to send it to all peers, which goes on beside the commit of the next one.
+            replicate_s: to send it to all peers, in parallel with the commit of the next one.
         """
         if copy_s > 0 and num_bytes > 0:
             self._copy_rate.append(num_bytes / copy_s)

@@ -1,8 +1,8 @@
 """Regions: reusable stretches of host memory that outlive the process, as files on tmpfs.
 
-A region is a data file of fixed size, mapped once, and an index beside it. Without an index it holds
-nothing. Which bytes go in is engine/snapshot.py; what an index says is formats.py. Units that not every
-snapshot holds are in engine/pool.py.
+A region is a data file of fixed size, mapped once, and an index next to it. Without an index it holds
+nothing. engine/snapshot.py fills it, format/ defines the index. Units that only some snapshots hold are in
+engine/pool.py.
 """
 
 import mmap
@@ -30,7 +30,7 @@ INDEX_NAME = re.compile(r"region_\d+\.json")
 
 
 class Role(Enum):
-    """What a region is used for now (MoC-System's triple buffer, section 5.2)."""
+    """Current use of a region (MoC-System's triple buffer, section 5.2)."""
 
     FREE = auto()
     SNAPSHOT = auto()  # being filled, or waiting until every rank has filled its own
@@ -133,7 +133,10 @@ class MappedFile:
 
 
 class Region(MappedFile):
-    """One region. Owned by the training thread; its bytes belong to the copy thread in SNAPSHOT.
+    """One region of a rank, or of a replica.
+
+    The training thread owns its rank's regions. Only in the role SNAPSHOT, bytes and `iteration` belong to
+    the copy worker. Replicas stay in the role FREE and belong to the threads of peers' connections.
 
     Attributes:
         number: of the region in its directory.

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import msgspec
 
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.memory import ReplicaMemory
 from moe_ft.engine.peer_messages import (
     PROGRESS_TIMEOUT_S,
@@ -22,7 +21,10 @@ from moe_ft.engine.peer_messages import (
 )
 from moe_ft.engine.regions import Region
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Index, IndexHead, UnitEntry, decode, encode
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import decode, encode
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index, IndexHead
 from moe_ft.planning.recovery import Family, family_of
 
 _MAX_INDEX_BYTES = 1 << 30

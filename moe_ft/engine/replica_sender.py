@@ -1,13 +1,14 @@
-"""The thread that sends committed snapshots to peers, while the next one is copied."""
+"""Sends committed snapshots to peers while the next one is copied."""
 
-import queue
-import threading
-import time
+from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
-from moe_ft.engine.background import Reports, describe
+from moe_ft.engine.background import BackgroundPart, Reports, describe
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.peers import Replica
-from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
+from moe_ft.engine.snapshot_job import ReplicationResult
+from moe_ft.engine.worker import Worker
 
 _RETRY_S = 10.0  # for what was recovered
 
@@ -19,52 +20,49 @@ class Replicator(Protocol):
         """Send a snapshot; return whether all peers have it. Failures are reported, not raised."""
         ...
 
+    def close(self) -> None:
+        """Close all connections."""
+        ...
+
 
 class ReplicaSender:
-    """Sends one replica after the other. Owned by the copy thread."""
+    """Sends one replica after the other on a worker. Any thread may submit."""
 
-    def __init__(self, replicator: Replicator, reports: Reports) -> None:
+    def __init__(
+        self, replicator: Replicator, reports: Reports, worker: Worker, clock: Clock
+    ) -> None:
         self._replicator, self._reports = replicator, reports
-        self._jobs: queue.SimpleQueue[tuple[Replica, SnapshotJob | None] | None]
-        self._jobs = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._worker, self._clock = worker, clock
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="moe_ft-replicate", daemon=True)
-        self._thread.start()
+        """Start the worker."""
+        self._worker.start()
 
-    def submit(self, replica: Replica, job: SnapshotJob | None = None) -> None:
-        """Send a replica after those that were submitted before; its job, if it has one, is complete then."""
-        self._jobs.put((replica, job))
+    def submit(self, replica: Replica) -> Future[ReplicationResult]:
+        """Send a snapshot after everything submitted before."""
+        return self._worker.submit(partial(self._send, replica))
+
+    def submit_recovered(self, replica: Replica) -> None:
+        """Send what was recovered; try again until peers have it, or there is something newer to send."""
+        self._worker.submit(partial(self._send_recovered, replica))
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after what is under way, or leave it after some seconds."""
-        self._jobs.put(None)
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        """End the worker after what is under way, or leave it after some seconds; then close connections."""
+        self._worker.close(timeout_s)
+        self._replicator.close()
 
-    def _run(self) -> None:
-        again: Replica | None = None
-        while True:
-            try:
-                next_ = self._jobs.get(timeout=_RETRY_S if again else None)
-            except queue.Empty:
-                next_ = (again, None) if again else None
-            if next_ is None:
-                return
-            replica, job = next_
-            start = time.perf_counter()
-            try:
-                is_protected = self._replicator.replicate(replica)
-            except Exception as error:  # a peer's failure is reported there: this is one of ours
-                iteration = replica.index.iteration
-                self._reports.degraded("replicate", iteration, describe(error), error)
-                is_protected = False
-            # What was recovered is tried again until there is something newer to send.
-            again = replica if job is None and not is_protected else None
-            if job is not None:
-                job.is_protected = is_protected
-                job.replicate_s = time.perf_counter() - start
-                job.complete_s += job.replicate_s
-                job.state = SnapshotState.COMPLETE
+    def _send(self, replica: Replica) -> ReplicationResult:
+        start = self._clock.perf_counter()
+        is_protected = False
+        iteration = replica.index.iteration
+        try:
+            is_protected = self._replicator.replicate(replica)
+        except Exception as error:  # a peer's failure is reported there: this is one of ours
+            self._reports.degraded(BackgroundPart.REPLICATE, iteration, describe(error), error)
+        return ReplicationResult(
+            is_protected=is_protected, seconds=self._clock.perf_counter() - start
+        )
+
+    def _send_recovered(self, replica: Replica) -> None:
+        if not self._send(replica).is_protected:
+            self._worker.when_idle(_RETRY_S, partial(self._send_recovered, replica))

@@ -15,7 +15,8 @@ from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peers import Replica
 from moe_ft.engine.regions import Region, Role
 from moe_ft.errors import SnapshotError
-from moe_ft.format.files import Index, IndexHead, decode, encode
+from moe_ft.format.encoding import decode, encode
+from moe_ft.format.index import Index, IndexHead
 from moe_ft.planning.recovery import Family, family_of
 
 

@@ -11,7 +11,8 @@ from moe_ft.engine.manifests import Found, manifests
 from moe_ft.engine.soundness import check_checkpoint, check_sizes
 from moe_ft.engine.storage import Listings, Storage, iteration_directory
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Manifest, checksum, encode
+from moe_ft.format.encoding import checksum, encode
+from moe_ft.format.manifest import Manifest
 from moe_ft.planning.branches import has_superseded, is_alive
 
 _OUR_FILE = re.compile(

@@ -1,6 +1,6 @@
 """Checks of what is stored: recovery, retention and `verify` all ask here whether it is sound.
 
-Bytes of units against their checksums are engine/checks.py.
+Bytes of units against their checksums are format/contents.py.
 """
 
 from collections.abc import Mapping
@@ -9,15 +9,11 @@ from pathlib import Path, PurePosixPath
 from moe_ft.engine.regions import rank_and_holder
 from moe_ft.engine.storage import Listings, Storage, iteration_directory
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import (
-    FileEntry,
-    History,
-    Index,
-    IndexHead,
-    Manifest,
-    checksum,
-    decode,
-)
+from moe_ft.format.encoding import checksum, decode
+from moe_ft.format.entries import FileEntry
+from moe_ft.format.identity import History
+from moe_ft.format.index import Index, IndexHead
+from moe_ft.format.manifest import Manifest
 
 
 def check_manifest(manifest: Manifest, path: str, where: str) -> None:

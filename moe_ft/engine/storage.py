@@ -22,7 +22,9 @@ from typing import Any
 import fsspec
 
 from moe_ft.engine.patience import call_within
-from moe_ft.format.files import Identity, Index, check_path, checksum, decode
+from moe_ft.format.encoding import check_path, checksum, decode
+from moe_ft.format.identity import Identity
+from moe_ft.format.index import Index
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")

@@ -1,7 +1,6 @@
-"""Which complete snapshot goes to storage when, with which units of the pool, and what came of it.
+"""Decides when a complete snapshot is written to storage, with which units of the pool; tracks the result.
 
-Asking the writer is engine/persist.py. All ranks act alike: on what they have agreed on, and in the same
-iteration.
+Asking the writer is engine/persist.py. All ranks do the same in the same iteration, on what they agreed on.
 """
 
 from dataclasses import dataclass
@@ -10,13 +9,13 @@ from moe_ft.engine.persist import PersistClient
 from moe_ft.engine.pool import PoolVersions
 from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.storage import file_tag, rank_path
-from moe_ft.format.files import Identity
-from moe_ft.strategies.interface import Strategy
+from moe_ft.format.identity import Identity
+from moe_ft.strategies.interface import PersistPlan, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Written:
-    """What is being written, or has become a checkpoint.
+    """A state that is being written, or has become a checkpoint.
 
     Attributes:
         iteration: the state's.
@@ -30,10 +29,10 @@ class _Written:
 
 
 class StorageSchedule:
-    """Owned by the training thread.
+    """The snapshots of one rank on their way to storage. Owned by the training thread.
 
-    A newer complete snapshot takes the place of one that is due and waits for the writer, never of the one
-    that is being written (MoC-System, section 5.2).
+    A newer complete snapshot replaces one that is due and waits for the writer, never the one that is being
+    written (MoC-System, section 5.2).
 
     Attributes:
         is_due: whether the newest complete snapshot is to be written as soon as all writers are idle.
@@ -53,17 +52,15 @@ class StorageSchedule:
 
         Args:
             interval: complete snapshots between those that are written, 0 for never.
-            client: asks the writer.
             versions: in the pool.
             strategy: chooses the units of the pool that are written.
-            identity: of this incarnation.
-            rank: this rank.
         """
         self._interval, self._client = interval, client
         self._versions, self._strategy = versions, strategy
         self._identity, self._rank = identity, rank
         self._num_complete = 0
         self._newest_index = ""  # of this rank in the newest complete checkpoint
+        self._planned = PersistPlan()  # for what is being written
         self._unconfirmed: _Written | None = None
         self._confirmed: _Written | None = None
         self._unasked: Region | None = None  # the writer could not be asked to write it
@@ -88,7 +85,7 @@ class StorageSchedule:
 
     @property
     def seconds_per_snapshot(self) -> float:
-        """What the last one took, which may go on while `interval` snapshots are taken."""
+        """Time to write the last one, which may take as long as `interval` snapshots."""
         return self._client.last_seconds / self._interval
 
     def note_complete(self) -> None:
@@ -116,14 +113,15 @@ class StorageSchedule:
         try:
             self._ask(region, tag, is_last=is_last)
         except Exception:
-            # All ranks have to hear of it: for them this rank is one whose writer fails.
+            # All ranks have to hear of it: to them, this rank's writer has failed.
             if not self.is_busy:
                 self._unasked = region
             raise
 
     def _ask(self, region: Region, tag: str, *, is_last: bool) -> None:
-        names = {str(unit) for unit in self._strategy.plan_persist(is_last=is_last)}
-        if self._client.has_lost_previous:  # there is nothing to build on: everything goes again
+        self._planned = self._strategy.plan_persist(is_last=is_last)
+        names = {str(unit) for unit in self._planned.units}
+        if self._client.has_lost_previous:  # nothing to build on: everything is written again
             self._newest_index = ""
             names = set(self._versions.newest)
         previous = "" if self._strategy.saves_all else self._newest_index
@@ -150,7 +148,7 @@ class StorageSchedule:
             return None
         if can_persist:
             self._confirmed, self._newest_index = self._unconfirmed, self._unconfirmed.index
-            self._strategy.note_persisted()
+            self._strategy.note_persisted(self._planned)
         self._unconfirmed = None
         return can_persist
 
@@ -175,5 +173,5 @@ class StorageSchedule:
         self._versions.end_persisting()
         region.advance(Role.RECOVERY if region is complete else Role.FREE)
         if region is not complete and self._versions.is_in_use:
-            region.invalidate()  # slots that it names may have been used again in the meantime
+            region.invalidate()  # slots that it names may have been reused in the meantime
         return True

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import msgspec
 
 from moe_ft.engine.layout import FileLayout, lay_out
-from moe_ft.format.files import FileEntry, Index, UnitEntry, checksum
+from moe_ft.format.encoding import checksum
+from moe_ft.format.entries import FileEntry, UnitEntry
+from moe_ft.format.index import Index
 from moe_ft.units import Level, parse_unit
 
 

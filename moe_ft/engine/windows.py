@@ -1,30 +1,33 @@
-"""The windows of snapshots of one rank: which one is being taken, which one all ranks have, what is free.
+"""The windows of snapshots of one rank: the one being taken, the one that all ranks have, and free memory.
 
-When a window begins and how far all ranks are is decided together (engine/engine.py, engine/decisions.py);
-how far one window is on this rank is engine/open_window.py, copying engine/snapshot.py. A region is
-overwritten only when every rank has a newer window committed, and has sent it to the peers that take it, so
-there always is one that all ranks have.
+The ranks decide together when a window begins and whether it is complete (engine/engine.py,
+engine/decisions.py). Progress of one window on this rank is engine/open_window.py, copying is
+engine/snapshot.py. A region is overwritten only when every rank has committed a newer window and has sent it
+to the peers that take it, so there always is one that all ranks have.
 """
 
 from collections.abc import Callable, Hashable
 from functools import partial
 
-from moe_ft.engine.background import Reports
-from moe_ft.engine.context import EngineContext, Layouts, RestoredState
+from moe_ft.engine.background import BackgroundPart, Reports
+from moe_ft.engine.context import Layouts, RestoredState
 from moe_ft.engine.layout import LazyLayout
+from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.open_window import OpenWindow
 from moe_ft.engine.pool import PoolVersions
+from moe_ft.engine.record_log import RecordLog
 from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.restored_memory import keep_restored
 from moe_ft.engine.snapshot import SnapshotWriter
-from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
-from moe_ft.format.files import Index, decode
+from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotRequest, SnapshotState
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy, WindowPlan
 
 
 class Windows:
-    """Owned by the training thread.
+    """Windows of one rank. Owned by the training thread.
 
     Attributes:
         versions: of the units that only some snapshots hold.
@@ -37,17 +40,19 @@ class Windows:
 
     def __init__(
         self,
-        context: EngineContext,
+        memory: RankMemory,
         strategy: Strategy,
         layouts: Layouts,
         writer: SnapshotWriter,
+        records: RecordLog,
         reports: Reports,
     ) -> None:
-        self._memory, self._strategy, self._make_layouts = context.memory, strategy, layouts
-        self._writer, self._reports = writer, reports
+        self._memory, self._strategy, self._make_layouts = memory, strategy, layouts
+        self._writer, self._records, self._reports = writer, records, reports
+        self._recorded = (0, -1)  # the first and last iteration of the complete window
         self._layouts: dict[Hashable, LazyLayout] = {}
         self._num_lasting = 0  # layouts that are never forgotten
-        self.versions = PoolVersions(context.memory.pool)
+        self.versions = PoolVersions(memory.pool)
         self.open: OpenWindow | None = None
         self.complete: Region | None = None
         self.complete_iteration: int | None = None
@@ -66,14 +71,14 @@ class Windows:
             self.complete_iteration = iteration
         self.last_iteration = iteration
         for plan in self._strategy.possible_windows():
-            self._layout(plan).get()  # not to be made in an iteration: it takes a while
+            self._layout(plan).get()  # now, because it would hold up an iteration
         self._num_lasting = len(self._layouts)
         for unit in self._strategy.rotating:
             self._make_layouts.place(unit, 0)
 
     @property
     def state(self) -> SnapshotState:
-        """How far the window under way is on this rank."""
+        """Progress of the window under way on this rank."""
         return SnapshotState.NONE if self.open is None else self.open.state
 
     @property
@@ -85,7 +90,7 @@ class Windows:
     def has_room(self) -> bool:
         """Whether there will be memory for another window."""
         job = self.last_job
-        upcoming = [] if job is None else [str(place.unit) for place in job.slots]
+        upcoming = [] if job is None else [str(place.unit) for place in job.request.slots]
         has_slots = self.versions.has_room(self._strategy.most_rotating, upcoming)
         return has_slots and self._free_region() is not None
 
@@ -104,14 +109,16 @@ class Windows:
         return free[0] if free else None
 
     def settle(self, state: SnapshotState) -> OpenWindow | None:
-        """Act on how far all ranks together are; return the window if all of them have it."""
+        """Act on the progress of all ranks together; return the window if all of them have it."""
         window = self.open
         if window is None or state is SnapshotState.RUNNING:
             return None
         self.open, last = None, window.last
         if state is SnapshotState.FAILED:
             if last is not None and window.state is not SnapshotState.FAILED:
-                self._reports.degraded("snapshot", last.iteration, "another rank has none")
+                part = BackgroundPart.SNAPSHOT
+                self._reports.degraded(part, last.iteration, "another rank has none")
+            self._records.trim(*self._recorded)
             window.region.advance(Role.FREE)
             return None
         assert last is not None  # no rank calls a window without snapshots complete
@@ -122,7 +129,9 @@ class Windows:
             if region.role is Role.RECOVERY:
                 region.advance(Role.FREE)
         self.retained = []
-        self.versions.settle(window.region.index_path, last.pooled)
+        self._recorded = window.jobs[0].iteration, last.iteration
+        self._records.trim(*self._recorded)
+        self.versions.settle(window.region.index_path, last.result.result().pooled)
         return window
 
     def begin(
@@ -131,7 +140,6 @@ class Windows:
         """Begin a window. Called by all ranks, which have agreed that there is room.
 
         Args:
-            iteration: the state's.
             capture: takes the record of the state.
             is_last: whether training has ended.
         """
@@ -139,6 +147,7 @@ class Windows:
         assert region is not None
         region.advance(Role.SNAPSHOT)
         plan = self._strategy.plan_window(iteration, is_last=is_last)
+        self._strategy.note_begun(plan)
         layout = self._layout(plan)
         self.open = OpenWindow(plan=plan, layout=layout, region=region, is_last=is_last)
         self._take(self.open, iteration, capture)
@@ -146,12 +155,11 @@ class Windows:
     def grow(
         self, iteration: int, capture: Callable[[], CapturedRecord], *, can_grow: bool
     ) -> None:
-        """Take the next snapshot of the window, or give it up: a replay needs those of all iterations.
+        """Take the next snapshot of the window, or give the window up: a replay needs every iteration.
 
         Called by all ranks.
 
         Args:
-            iteration: the state's.
             capture: takes the record of the state.
             can_grow: whether no snapshot of the window has failed on any rank.
         """
@@ -163,32 +171,33 @@ class Windows:
         window.is_given_up = True
         if can_grow:
             reason = f"iteration {iteration} does not follow {self.last_iteration}"
-            self._reports.degraded("snapshot", iteration, f"{reason}: the window begins again")
+            self._reports.degraded(
+                BackgroundPart.SNAPSHOT, iteration, f"{reason}: the window begins again"
+            )
 
     def _take(
         self, window: OpenWindow, iteration: int, capture: Callable[[], CapturedRecord]
     ) -> None:
         """Take the next snapshot; where that fails on one rank, the window fails on all of them."""
         self.last_iteration = iteration  # also where it fails: all ranks count the same
-        with self._reports.catching("snapshot", iteration, window.break_off):
-            job = self._prepare(window, iteration, capture)
-            self._writer.submit(job)
-            window.jobs.append(job)
+        with self._reports.catching(BackgroundPart.SNAPSHOT, iteration, window.break_off):
+            request = self._prepare(window, iteration, capture)
+            window.jobs.append(self._writer.submit(request))
 
     def _prepare(
         self, window: OpenWindow, iteration: int, capture: Callable[[], CapturedRecord]
-    ) -> SnapshotJob:
+    ) -> SnapshotRequest:
         plan = window.plan.snapshots[len(window.jobs)]
         slots = self.versions.find_free(len(plan.rotating))
         if not window.jobs:
             self.versions.outdate(window.region, self._memory.regions, slots)
         names = {str(unit) for unit in plan.rotating}
-        return SnapshotJob(
+        self._records.append(iteration, capture())
+        return SnapshotRequest(
             region=window.region,
             window=window.layout,
             position=len(window.jobs),
             iteration=iteration,
-            record=capture(),
             keep_iteration=self.complete_iteration,
             plan=plan,
             slots=[
@@ -200,11 +209,11 @@ class Windows:
         )
 
     def _layout(self, plan: WindowPlan) -> LazyLayout:
-        """Return the layout of a window; the copy thread makes those that are not known yet."""
+        """Return the layout of a window; the copy worker makes the ones that are not known yet."""
         if plan.key not in self._layouts:
             others = list(self._layouts)[self._num_lasting :]
             for key in others if self._num_lasting else ():
-                del self._layouts[key]  # of an order of units that is no more
+                del self._layouts[key]  # its order of units is no longer used
             make = partial(self._make_layouts.lay_out, plan)
             self._layouts[plan.key] = LazyLayout(make)
         return self._layouts[plan.key]

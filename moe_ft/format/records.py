@@ -1,6 +1,7 @@
-"""What an index holds of an iteration beside its units, as typed schemas: its record, its experts' progress.
+"""Entries of an index that describe iterations: their records, and the progress of experts.
 
-Files and their checksums are moe_ft/format/files.py; taking a record and putting it back is state/record.py.
+The encoding and its checksum are in format/encoding.py. Taking a record and putting it back is in
+state/record.py.
 """
 
 from typing import Annotated, Any, Literal

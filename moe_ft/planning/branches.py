@@ -10,7 +10,7 @@ Pure. What is recovered from is planning/recovery.py; what storage keeps is engi
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from moe_ft.format.files import History, Identity, Start
+from moe_ft.format.identity import History, Identity, Start
 
 MOST_STARTS = 256  # in a history, and in the names that a start remembers
 

@@ -1,13 +1,46 @@
 """The experts of a pipeline stage: on which ranks they are, and the type of counts of their tokens."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_ft.errors import PlanError
+from moe_ft.units import UnitId, UnitKind
 
 Counts = npt.NDArray[np.int64]  # [layer, expert]
+Expert = tuple[str, int]  # layer name, number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertFacts:
+    """Facts about the experts of a job and the tokens that they will get.
+
+    Attributes:
+        num_experts: per MoE layer, over all ranks; 0 for a model without experts.
+        ep_rank, ep_size: this rank's place among the expert-parallel ranks.
+        tokens_per_sample: sequence length times top-k.
+        planned_samples: of the whole planned run.
+        samples_per_iteration: of that run, on average.
+    """
+
+    num_experts: int
+    ep_rank: int
+    ep_size: int
+    tokens_per_sample: int
+    planned_samples: int
+    samples_per_iteration: int
+
+    @property
+    def planned_tokens(self) -> int:
+        """Tokens times top-k that a layer processes in the whole planned run."""
+        return self.planned_samples * self.tokens_per_sample
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        """Tokens times top-k of an iteration, on average over the planned run."""
+        return self.samples_per_iteration * self.tokens_per_sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,3 +90,20 @@ class ExpertLayout:
             start: position of the first layer.
         """
         return tuple((start + layer * k) % self.num_experts for layer in range(self.num_layers))
+
+
+def experts_of_stage(
+    units_of_ranks: Sequence[Iterable[UnitId]], num_experts: int
+) -> tuple[list[str], set[Expert]]:
+    """Return the layers of a stage in which experts are trained, and the experts in them that are not.
+
+    Args:
+        units_of_ranks: trained units of each rank of the stage.
+        num_experts: per layer.
+    """
+    trained = {unit for units in units_of_ranks for unit in units if unit.kind is UnitKind.EXPERT}
+    ordered = sorted(trained, key=lambda each: (each.block, each.layer))
+    layers = list(dict.fromkeys(unit.layer_name for unit in ordered))
+    known = {(unit.layer_name, unit.expert) for unit in trained}
+    everyone = {(layer, expert) for layer in layers for expert in range(num_experts)}
+    return layers, everyone - known

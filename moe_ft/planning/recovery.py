@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from moe_ft.format.files import FileEntry, History, Start
+from moe_ft.format.entries import FileEntry
+from moe_ft.format.identity import History, Start
 from moe_ft.planning.branches import is_alive, known_names, order_starts
 
 
@@ -90,30 +91,65 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecoveryPlan:
-    """One way to recover.
+class StagePlan:
+    """The way of one pipeline stage from stored state to the iteration at which training continues.
+
+    Attributes:
+        target: iteration of the state that the stage ends with.
+        replay_from: iteration of the state that is put back first; the iterations from there to the target
+            are replayed.
+        sources: for every rank of the stage the places where it can read its state, best first.
+    """
+
+    target: int
+    replay_from: int
+    sources: Mapping[int, tuple[Source, ...]]
+
+    @property
+    def num_replays(self) -> int:
+        """Iterations that the stage runs again."""
+        return self.target - self.replay_from
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One way to recover a job.
 
     Attributes:
         iteration: where training continues.
         lineage: the run that is continued.
-        history: that of its newest start so far, the base of the next one's.
-        start: the one that wrote the state.
-        sources: for every rank where it can read its state, best first.
-        elsewhere: for every rank all that the run has left, of any iteration, in the same order: where
-            units may be that the snapshots of this iteration do not hold.
+        history: starts of that run up to its newest, the base of the next one's.
+        start: the start that wrote the state.
+        stages: the way of each pipeline stage. All have the same target for now.
+        elsewhere: for every rank all that the run has left, of any iteration, in the same order: units that
+            the snapshots of this iteration do not hold may be there.
     """
 
     iteration: int
     lineage: str
     history: History
     start: Start
-    sources: Mapping[int, tuple[Source, ...]]
+    stages: Mapping[int, StagePlan]
     elsewhere: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
+
+    def sources_of(self, rank: int) -> tuple[Source, ...]:
+        """Return the places where a rank can read its state, best first."""
+        return next(stage.sources[rank] for stage in self.stages.values() if rank in stage.sources)
+
+    @property
+    def version(self) -> Version:
+        """Rank 0's version of the state; the versions of all ranks belong to the same family."""
+        return self.sources_of(0)[0].version
 
     @property
     def began_with(self) -> str:
-        """What the run's first weights were loaded from."""
-        return self.sources[0][0].version.began_with
+        """Flags that loaded the run's first weights, empty without."""
+        return self.version.began_with
+
+    @property
+    def num_replays(self) -> int:
+        """The most iterations that a stage runs again."""
+        return max(stage.num_replays for stage in self.stages.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +167,10 @@ class Rejection:
 
 
 def plan_recovery(
-    versions: Sequence[Version], node_of: Sequence[str]
-) -> tuple[list[RecoveryPlan], list[Rejection]]:
+    versions: Sequence[Version],
+    node_of: Sequence[str],
+    stage_of: Sequence[int] | None = None,
+) -> tuple[list[Plan], list[Rejection]]:
     """Return the ways to recover, best first, and what is incomplete.
 
     The work of each start is a candidate of its own: the latest start whose work is complete comes first, and
@@ -141,7 +179,9 @@ def plan_recovery(
     Args:
         versions: everything that was found, in any order.
         node_of: ``[rank]`` its node now.
+        stage_of: ``[rank]`` its pipeline stage; None if there is one stage only.
     """
+    stages = [0] * len(node_of) if stage_of is None else stage_of
     families: dict[Start, dict[Family, dict[int, list[Version]]]] = defaultdict(dict)
     for version in versions:
         members = families[version.start].setdefault(version.family, defaultdict(list))
@@ -170,18 +210,37 @@ def plan_recovery(
             if run not in left:
                 left[run] = _all_of(run, versions, node_of)
             plans.append(
-                RecoveryPlan(
+                Plan(
                     iteration=own.iteration,
                     lineage=own.lineage,
                     history=run,
                     start=start,
-                    sources={
-                        rank: _order(by_rank[rank], node) for rank, node in enumerate(node_of)
-                    },
+                    stages=_plan_stages(own, by_rank, node_of, stages),
                     elsewhere=left[run],
                 )
             )
     return plans, rejected
+
+
+def _plan_stages(
+    version: Version,
+    by_rank: Mapping[int, list[Version]],
+    node_of: Sequence[str],
+    stage_of: Sequence[int],
+) -> dict[int, StagePlan]:
+    """Return the plan of every stage: all put back the same window and replay it to its end."""
+    return {
+        stage: StagePlan(
+            target=version.iteration,
+            replay_from=version.iteration - version.window + 1,
+            sources={
+                rank: _order(by_rank[rank], node)
+                for rank, node in enumerate(node_of)
+                if stage_of[rank] == stage
+            },
+        )
+        for stage in sorted(set(stage_of))
+    }
 
 
 def _order_histories(
@@ -210,14 +269,14 @@ def _all_of(
     return {rank: _order(alive[rank], node) for rank, node in enumerate(node_of)}
 
 
-def passed_over(plan: RecoveryPlan, plans: Sequence[RecoveryPlan]) -> list[Rejection]:
+def passed_over(plan: Plan, plans: Sequence[Plan]) -> list[Rejection]:
     """Return the newest state of each start that could have been used in place of a plan, and why it was not.
 
     Args:
         plan: the one that was used.
         plans: all, best first.
     """
-    version = plan.sources[0][0].version
+    version = plan.version
     known = known_names(version.history, version.superseded)
     found: dict[Start, Rejection] = {}
     for each in plans[plans.index(plan) + 1 :]:
@@ -237,7 +296,7 @@ def passed_over(plan: RecoveryPlan, plans: Sequence[RecoveryPlan]) -> list[Rejec
     return list(found.values())
 
 
-def newer_than(plan: RecoveryPlan, others: Sequence[Rejection]) -> list[Rejection]:
+def newer_than(plan: Plan, others: Sequence[Rejection]) -> list[Rejection]:
     """Return what was rejected and may be newer than a plan.
 
     It is of a later iteration, or of a start that the plan's knew nothing of.
@@ -246,7 +305,7 @@ def newer_than(plan: RecoveryPlan, others: Sequence[Rejection]) -> list[Rejectio
         plan: the one that was used.
         others: what was rejected.
     """
-    version = plan.sources[0][0].version
+    version = plan.version
     known = known_names(version.history, version.superseded) | {plan.start.name}
     return [
         each

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_ft.planning.experts import Counts
+from moe_ft.planning.experts import Counts, Expert
 from moe_ft.planning.lost_tokens import Gaps, gaps_after, num_lost, num_new, plt
-
-Expert = tuple[str, int]  # layer name, number
 
 NEVER = -1
 

@@ -7,43 +7,16 @@ from typing import Any
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.format.files import tensor_bytes
-from moe_ft.format.packings import ALIGNMENT_BYTES
-from moe_ft.planning.experts import ExpertLayout
+from moe_ft.format.entries import tensor_bytes
+from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.host_memory import num_slots
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.freezing import grouped_layers
-from moe_ft.state.parameters import AssignSlices, GroupPlace
-from moe_ft.strategies.interface import DenseStrategy, Strategy
-from moe_ft.strategies.partial.strategy import (
-    PartialSettings,
-    PartialStrategy,
-    RankShare,
-    divide_units,
-)
-from moe_ft.strategies.sparse.positions import RankUnits
-from moe_ft.strategies.sparse.strategy import SparseSettings, SparseStrategy
-from moe_ft.units import Level, UnitKind
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertFacts:
-    """What the training loop tells about experts and tokens.
-
-    Attributes:
-        num_experts: per MoE layer, over all ranks; 0 for a model without experts.
-        ep: this rank's place among the expert-parallel ranks.
-        tokens_per_sample: sequence length times top-k.
-        planned_samples: of the whole planned run.
-        samples_per_iteration: of that run, on average.
-    """
-
-    num_experts: int
-    ep: GroupPlace
-    tokens_per_sample: int
-    planned_samples: int
-    samples_per_iteration: int
+from moe_ft.state.parameters import AssignSlices
+from moe_ft.strategies.interface import RankFacts, Strategy
+from moe_ft.strategies.registry import chosen
+from moe_ft.units import Level
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,17 +33,6 @@ def slice_assignment(sharding: str) -> AssignSlices:
     return assign_baseline_slices if sharding == "none" else assign_equal_slices
 
 
-def division_of(config: MoeFtConfig) -> str:
-    """Return how experts are divided among snapshots and ranks; empty where they are not."""
-    if config.strategy.strategy != "partial":
-        return ""
-    partial = config.partial
-    flags = [f"--moe-ft-partial-covers {partial.partial_covers}"]
-    flags += ["--moe-ft-master-always-full"] * partial.master_always_full
-    flags += ["--moe-ft-sharding none"] * (config.strategy.sharding == "none")
-    return " ".join(flags)
-
-
 def build_strategy(
     config: MoeFtConfig,
     catalog: UnitCatalog,
@@ -79,92 +41,17 @@ def build_strategy(
     gather: Callable[[Any], list[Any]],
     rank: int = 0,
 ) -> Strategy:
-    """Return the strategy of a rank. Called by all ranks of a stage.
-
-    Args:
-        config: the flags.
-        catalog: the rank's units.
-        experts: of the job.
-        dp_ep_ranks: ``[data-parallel rank]`` which expert-parallel rank it is.
-        gather: exchanges values within the stage.
-        rank: this one, global.
-    """
-    if config.strategy.strategy == "dense":
-        return DenseStrategy(catalog.units)
-    if config.strategy.strategy == "sparse":
-        return _build_sparse(config, catalog, experts, gather, rank)
-    partial, num_experts = config.partial, experts.num_experts
-    always, rotating = divide_units(
-        catalog.units, partial.partial_covers, master_always_full=partial.master_always_full
+    """Return the strategy of a rank. Called by all ranks of a stage; see `RankFacts` for the arguments."""
+    facts = RankFacts(
+        rank=rank,
+        catalog=catalog,
+        experts=experts,
+        dp_ep_ranks=dp_ep_ranks,
+        grouped_layers=grouped_layers(catalog.parameters),
+        replicated_bytes=_replicated_bytes(catalog),
+        gather=gather,
     )
-    layers, frozen = _experts_of_stage(catalog, num_experts, gather)
-    layout = ExpertLayout(num_layers=len(layers), num_experts=num_experts, ep_size=experts.ep.size)
-    settings = PartialSettings(
-        k_snapshot=partial.k_in_memory,
-        k_persist=partial.k_persist,
-        is_load_aware=partial.selection == "load-aware",
-        raises_k=partial.dynamic_k,
-        plt_limit=partial.plt_limit,
-        interval=config.strategy.interval_iterations,
-        planned_tokens=experts.planned_samples * experts.tokens_per_sample,
-        tokens_per_iteration=experts.samples_per_iteration * experts.tokens_per_sample,
-    )
-    own = [unit for unit in rotating if catalog.owns(unit)]
-    share = RankShare(
-        always_bytes=sum(map(catalog.num_bytes, always)),
-        unit_bytes=max(gather(max(map(catalog.num_bytes, own), default=0))),
-        replicated_bytes=_replicated_bytes(catalog) * (config.strategy.sharding == "adaptive"),
-        ep_ranks=tuple(dp_ep_ranks),
-    )
-    return PartialStrategy(always, own, layers, layout, settings, share, frozen)
-
-
-def _build_sparse(
-    config: MoeFtConfig,
-    catalog: UnitCatalog,
-    experts: ExpertFacts,
-    gather: Callable[[Any], list[Any]],
-    rank: int,
-) -> SparseStrategy:
-    sizes = {
-        unit: (
-            catalog.num_bytes(unit, alignment=ALIGNMENT_BYTES),
-            catalog.num_bytes(unit, Level.COMPUTE, alignment=ALIGNMENT_BYTES),
-        )
-        for unit in catalog.units
-    }
-    own_units = RankUnits(
-        ep_rank=experts.ep.rank, sizes=sizes, grouped_layers=grouped_layers(catalog.parameters)
-    )
-    everyone = gather((rank, own_units))
-    layers, _ = _experts_of_stage(catalog, experts.num_experts, gather)
-    sparse = config.sparse
-    settings = SparseSettings(
-        window=sparse.window_snapshots,
-        longest=sparse.max_window,
-        measure=sparse.unit_order,
-        decay=sparse.popularity_decay,
-        change=sparse.reorder_change,
-        fraction=sparse.reorder_fraction,
-    )
-    own = [member for member, _ in everyone].index(rank)
-    return SparseStrategy(own, [units for _, units in everyone], layers, settings)
-
-
-def _experts_of_stage(
-    catalog: UnitCatalog, num_experts: int, gather: Callable[[Any], list[Any]]
-) -> tuple[list[str], set[tuple[str, int]]]:
-    """Return the layers of a stage in which some experts are trained, and the experts that are not."""
-    own = [unit for unit in catalog.units if unit.kind is UnitKind.EXPERT]
-    trained = {unit for units in gather(own) for unit in units}
-    layers = list(
-        dict.fromkeys(
-            unit.layer_name for unit in sorted(trained, key=lambda each: (each.block, each.layer))
-        )
-    )
-    known = {(unit.layer_name, unit.expert) for unit in trained}
-    everyone = {(layer, expert) for layer in layers for expert in range(num_experts)}
-    return layers, everyone - known
+    return chosen(config).build(config, facts)
 
 
 def _replicated_bytes(catalog: UnitCatalog) -> int:

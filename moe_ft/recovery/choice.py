@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from moe_ft.errors import ConfigError
-from moe_ft.format.files import History
+from moe_ft.format.identity import History
 from moe_ft.planning.branches import is_alive, known_names
-from moe_ft.planning.recovery import RecoveryPlan, Rejection
+from moe_ft.planning.recovery import Plan, Rejection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +55,13 @@ class Choice:
         ignores_others: whether to begin without these plans, and to ignore what else there is.
     """
 
-    plans: Sequence[RecoveryPlan]
+    plans: Sequence[Plan]
     follows: bool = False
     prefers_load: bool = False
     ignores_others: bool = False
 
 
-def without_left(
-    plans: Sequence[RecoveryPlan], wish: Wish
-) -> tuple[list[RecoveryPlan], list[Rejection]]:
+def without_left(plans: Sequence[Plan], wish: Wish) -> tuple[list[Plan], list[Rejection]]:
     """Leave out what the user has left by naming where to continue, unless it is named now.
 
     Args:
@@ -74,12 +72,12 @@ def without_left(
     chosen = [start for start in plans[0].history if start.is_chosen] if plans else []
     if names_one or not chosen:
         return list(plans), []
-    best, run = plans[0].sources[0][0].version, plans[0].history
+    best, run = plans[0].version, plans[0].history
     until = run[: run.index(chosen[-1]) + 1]
     known = known_names(best.history, best.superseded)
     kept, rejected = [], []
     for plan in plans:
-        history = plan.sources[0][0].version.history
+        history = plan.version.history
         is_of_run = chosen[-1] in history or is_alive(plan.iteration, history, until)
         if is_of_run or plan.start.name not in known:
             kept.append(plan)
@@ -92,7 +90,7 @@ def without_left(
 
 
 def choose(
-    plans: Sequence[RecoveryPlan], wish: Wish, *, has_begun: bool, newest_iteration: int | None = 0
+    plans: Sequence[Plan], wish: Wish, *, has_begun: bool, newest_iteration: int | None = 0
 ) -> Choice:
     """Return which plans a start may use.
 

@@ -13,7 +13,9 @@ from moe_ft.engine.regions import index_paths
 from moe_ft.engine.soundness import check_region
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Identity, IndexHead, Start, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.identity import Identity, Start
+from moe_ft.format.index import IndexHead
 from moe_ft.planning.recovery import Version
 
 _PAUSES_S = (2.0, 8.0)  # before storage that could not be read is looked at again

@@ -10,7 +10,7 @@ from moe_ft.engine.patience import PATIENCE_S
 from moe_ft.engine.storage import Storage, hide_password
 from moe_ft.engine.storage_lock import LOCK_NAME, LOCK_STALE_S, Lock, SeenLock, StorageLock
 from moe_ft.errors import ConfigError
-from moe_ft.recovery.preflight import Site, say
+from moe_ft.recovery.site import Site, say
 
 _LOCK_POLL_S = 0.5
 _LOCK_ATTEMPTS = 5

@@ -1,21 +1,23 @@
-"""Chooses and reads versions of units that only some snapshots hold.
+"""Versions of the units that only some snapshots hold: agreed on by all ranks of a stage, then read.
 
-Several ranks may save parts of one unit. They all have to put back the same version: the newest one that
-each of them has intact somewhere. A unit that was never saved, or of which nothing is left, keeps the weights
-that the run began with, if this start has begun with the same.
+Several ranks may save parts of one unit. All of them must put back the same version: the newest one that each
+of them has intact somewhere. A unit that was never saved, or of which nothing is left, keeps the weights that
+the run began with, if this start has begun with the same weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_ft.format.files import Index, UnitEntry
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from moe_ft.planning.lost_tokens import Gaps
 from moe_ft.planning.recovery import Source
 from moe_ft.planning.token_ledger import UnitVersion
-from moe_ft.recovery.restore import FetchedState, Readers, fetch_unit
+from moe_ft.recovery.readers import Readers
+from moe_ft.recovery.units import FetchedUnit, fetch_unit
 from moe_ft.state.catalog import UnitCatalog
-from moe_ft.units import UnitId, parse_unit
+from moe_ft.units import UnitId
 
 Version = tuple[int, int]  # incarnation, iteration
 Gather = Callable[[Any], list[Any]]  # of the ranks of the stage
@@ -23,23 +25,28 @@ Gather = Callable[[Any], list[Any]]  # of the ranks of the stage
 ORIGIN: Version = (-1, -1)
 
 
-@dataclass(kw_only=True, slots=True)
-class RotatingState:
-    """The versions that the experts of a stage get.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rotation:
+    """Versions of the units that only some snapshots hold.
 
     Attributes:
-        versions: by unit name, of the whole stage; units that keep the weights that the run began with are
-            left out.
-        kept: names of those, of the whole stage.
+        units: this rank's, read and verified, by unit name.
+        versions: versions that the units of the whole stage get, by name; a unit that keeps the weights that
+            the run began with is left out.
+        kept: names of those units, of the whole stage.
         missing: this rank's units that cannot be recovered.
-        gaps: ``[expert]`` by layer name, of the newest state that anything was found of: what recoveries
-            before this one have lost.
+        gaps: ``[expert]`` by layer name, the tokens that recoveries before this one have lost: gaps of the
+            newest state that anything was found of.
     """
 
-    versions: dict[str, UnitVersion] = field(default_factory=dict)
-    kept: set[str] = field(default_factory=set)
-    missing: list[str] = field(default_factory=list)
+    units: Mapping[str, FetchedUnit] = field(default_factory=dict)
+    versions: Mapping[str, UnitVersion] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
+    missing: tuple[str, ...] = ()
     gaps: Mapping[str, Sequence[Gaps]] = field(default_factory=dict)
+
+
+NO_ROTATION = Rotation()
 
 
 def fetch_rotating(
@@ -50,53 +57,67 @@ def fetch_rotating(
     origins: Mapping[str, str],
     gather: Gather,
     most_iteration: int | None,
-    fetched: FetchedState,
-) -> RotatingState:
+) -> Rotation:
     """Agree on a version of each unit and read it. Called by all ranks of a stage.
 
     Args:
         sources: all that the run has left of this rank, best first.
-        units: this rank's that only some snapshots hold and of which it saves something.
-        catalog: of this rank.
+        units: units that only some snapshots hold, of which this rank saves something.
+        catalog: parameters and units of this rank.
         readers: open the sources.
         origins: checksums of the weights that this start has begun with.
         gather: exchanges values within the stage.
-        most_iteration: of the snapshots that may be used, None for any.
-        fetched: what is read is added here.
+        most_iteration: latest iteration of the snapshots that may be used, None for any.
     """
     offers = _find_offers(sources, units, readers, origins, most_iteration)
-    read: dict[str, Version] = {}
-    failed = True
-    while failed:
+    read: dict[str, FetchedUnit] = {}
+    has_failed = True
+    while has_failed:
         everyone = gather({name: _tokens(found) for name, found in offers.items()})
         best = _best_common(everyone)
-        has_failed = False
-        for unit in units:
-            version = best.get(str(unit), ORIGIN)
-            if version == ORIGIN or read.get(str(unit)) == version:
-                continue
-            if _read(unit, offers[str(unit)][version], version, catalog, readers, fetched):
-                read[str(unit)] = version
-            else:
-                del offers[str(unit)][version]
-                has_failed = True
-        failed = any(gather(has_failed))
-    state = RotatingState(
+        has_failed = any(gather(_read_best(units, best, offers, catalog, readers, read)))
+    newest = {str(unit): best.get(str(unit)) for unit in units}
+    return Rotation(
+        # What was read at first is dropped where another rank lacks it.
+        units={name: found for name, found in read.items() if newest[name] != ORIGIN},
         versions={
             name: next(each[name][version] for each in everyone if name in each)
             for name, version in best.items()
             if version != ORIGIN
         },
-        kept={name for name, version in best.items() if version == ORIGIN},
+        kept=frozenset(name for name, version in best.items() if version == ORIGIN),
+        missing=tuple(name for name, version in newest.items() if version is None),
         gaps=_newest_gaps(sources, readers, gather),
     )
+
+
+def _read_best(
+    units: Sequence[UnitId],
+    best: Mapping[str, Version],
+    offers: "_Offers",
+    catalog: UnitCatalog,
+    readers: Readers,
+    read: dict[str, FetchedUnit],
+) -> bool:
+    """Read the best versions that are not read yet; return whether one turned out not to be intact.
+
+    A version that is not is offered no more.
+    """
+    has_failed = False
     for unit in units:
-        newest = best.get(str(unit))
-        if newest is None:
-            state.missing.append(str(unit))
-        elif newest == ORIGIN:
-            fetched.units.pop(str(unit), None)  # another rank did not have what was read at first
-    return state
+        name = str(unit)
+        version = best.get(name, ORIGIN)
+        if version == ORIGIN or (name in read and read[name].entry.version == version):
+            continue
+        sources = (offer.source for offer in offers[name][version])
+        found = (fetch_unit(source, unit, catalog, readers, version) for source in sources)
+        intact = next((each for each in found if each is not None), None)
+        if intact is not None:
+            read[name] = intact
+        else:
+            del offers[name][version]
+            has_failed = True
+    return has_failed
 
 
 def _newest_gaps(
@@ -163,29 +184,6 @@ def _best_common(everyone: Sequence[Mapping[str, Mapping[Version, Any]]]) -> dic
         for name, versions in found.items():
             common[name] = common[name] & set(versions) if name in common else set(versions)
     return {name: max(versions) for name, versions in common.items() if versions}
-
-
-def _read(
-    unit: UnitId,
-    offers: Sequence[_Offer],
-    version: Version,
-    catalog: UnitCatalog,
-    readers: Readers,
-    fetched: FetchedState,
-) -> bool:
-    """Read a version from the first source that has it intact; return whether there was one."""
-    for offer in offers:
-        found = fetch_unit(offer.source, unit, catalog, readers, version)
-        if found is not None:
-            fetched.add(found)
-            return True
-    return False
-
-
-def by_expert(versions: Mapping[str, UnitVersion]) -> dict[tuple[str, int], UnitVersion]:
-    """Return versions by layer name and expert."""
-    units = {name: parse_unit(name) for name in versions}
-    return {(units[name].layer_name, units[name].expert): versions[name] for name in versions}
 
 
 def versions_in(index: Index | None, units: Sequence[UnitId]) -> dict[str, UnitVersion]:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from moe_ft.engine.storage import hide_password
 from moe_ft.errors import UnrecoverableError
-from moe_ft.planning.recovery import RecoveryPlan, Rejection, newer_than
+from moe_ft.planning.recovery import Plan, Rejection, newer_than
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.inventory import Inventory
-from moe_ft.recovery.preflight import Site, say
+from moe_ft.recovery.site import Site, say
 
 _MOST_REASONS = 12  # printed at a time
 _IGNORING = (
@@ -28,9 +28,7 @@ class Verdict:
         if url is not None:
             self._looked_at += f" and {url}"
 
-    def say_rejected(
-        self, plan: RecoveryPlan, inventory: Inventory, rejected: Sequence[Rejection]
-    ) -> None:
+    def say_rejected(self, plan: Plan, inventory: Inventory, rejected: Sequence[Rejection]) -> None:
         """Say which state may be newer than what was recovered, and why it is not used."""
         reasons = [each.reason for each in newer_than(plan, rejected)]
         reasons += [each.text for each in inventory.problems if each.is_state]
@@ -38,7 +36,7 @@ class Verdict:
             say(f"continuing from iteration {plan.iteration}; what may be newer is not used:")
             _say_all(reasons)
 
-    def say_load(self, plans: Sequence[RecoveryPlan], problems: Sequence[str]) -> None:
+    def say_load(self, plans: Sequence[Plan], problems: Sequence[str]) -> None:
         """Say that --load comes before the state of moe_ft."""
         if self._site.rank == 0:
             loaded = self._wish.loaded_iteration
@@ -79,7 +77,7 @@ class Verdict:
         self._incomparable.add(where)
 
     def check_is_empty(
-        self, inventory: Inventory, plans: Sequence[RecoveryPlan], problems: Sequence[str]
+        self, inventory: Inventory, plans: Sequence[Plan], problems: Sequence[str]
     ) -> None:
         """Raise unless there is nothing to continue from and the user is content with that.
 

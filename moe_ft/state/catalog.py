@@ -10,7 +10,8 @@ from types import MappingProxyType
 import msgspec
 import torch
 
-from moe_ft.format.files import FROZEN, TensorEntry, checksum, tensor_bytes
+from moe_ft.format.encoding import checksum
+from moe_ft.format.entries import FROZEN, TensorEntry, tensor_bytes
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import MASTER_KEYS, describe, live_tensor

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moe_ft.errors import ConfigError
-from moe_ft.format.files import ParameterEntry
+from moe_ft.format.entries import ParameterEntry
 from moe_ft.state.tensors import inner_optimizers, model_of_masters
 from moe_ft.units import UnitId, UnitKind
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moe_ft.format.files import TensorEntry
+from moe_ft.format.entries import TensorEntry
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.tensors import raw_tensor
 from moe_ft.units import Level, Part

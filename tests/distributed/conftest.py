@@ -30,7 +30,7 @@ def expected(dataset_flags: list[str], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Return what trains without checkpoints and faults; runs with the same flags share the result."""
+    """Return a function that trains without checkpoints and faults; equal flags share one run."""
     known: dict[tuple[str, ...], Digests] = {}
 
     def train(flags: list[str], world_size: int) -> Digests:

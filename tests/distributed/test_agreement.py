@@ -1,4 +1,4 @@
-"""Ranks that decide together notice when one of them leaves or falls silent, and none of them waits long."""
+"""Ranks that decide together notice when one of them leaves or falls silent, and none waits for long."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from moe_ft.engine import agreement as agreement_file
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import Reports
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions, Turn, Votes
 from moe_ft.engine.snapshot_job import SnapshotState
 from tests.harness import run_ranks
@@ -20,7 +21,7 @@ DEADLINE_S = 60.0
 
 
 def votes() -> Votes:
-    """Return those of a rank that is ready for everything."""
+    """Return the votes of a rank that is ready for everything."""
     return Votes(
         state=SnapshotState.COMPLETE,
         is_ready=True,
@@ -30,38 +31,38 @@ def votes() -> Votes:
         can_grow=True,
         turn=Turn.TRY,
         strategy=(7,),
-        tuner=(dist.get_rank(),),
+        interval=(dist.get_rank(),),
     )
 
 
 def decide(act: Callable[[Decisions], None]) -> None:
-    """Run one rank, whose decisions work in the first iteration. Runs on every rank."""
+    """Decide once with all ranks, then act. Runs on every rank."""
     dist.init_process_group("gloo")
     agreement, stage = Agreement(GROUP_TIMEOUT_S), StageSum(GROUP_TIMEOUT_S)
     agreement.start()
     stage.start([0] * NUM_RANKS, dist.get_rank())
-    decisions = Decisions(agreement, stage, Reports())
+    decisions = Decisions(agreement, stage, Reports(), Clock())
     decisions.begin_count(torch.ones(1, 2, dtype=torch.int64), 0)
     decisions.begin(votes, 0)
     decided = decisions.read(0)
     assert decided is not None
-    assert decided[0].tuner == [0]
+    assert decided[0].interval == (0,)
     assert decided[1] is not None
     assert decided[1].tolist() == [[NUM_RANKS] * 2]
     act(decisions)
-    # Also the last rank to notice has noticed: nobody needs the process that keeps the store any more.
+    # The slowest rank has noticed too: the process that keeps the store may end now.
     dist.barrier()
 
 
 def pass_iterations(decisions: Decisions, last: int) -> None:
-    """Decide in each iteration, as training does, whether that is possible or not."""
+    """Decide in each iteration as training does, even where deciding is off."""
     for iteration in range(1, last + 1):
         decisions.begin(votes, iteration)
         decisions.read(iteration)
 
 
 def leave_on_one(decisions: Decisions) -> None:
-    """Fail on the last rank: all ranks are off in the same iteration."""
+    """Fail on the last rank: decisions are off on all ranks in the same iteration."""
     if dist.get_rank() == NUM_RANKS - 1:
         decisions.attempt(1, lambda: 1 // 0)
     pass_iterations(decisions, 1)
@@ -69,14 +70,14 @@ def leave_on_one(decisions: Decisions) -> None:
 
 
 def fall_silent_on_one(decisions: Decisions) -> None:
-    """Have the last rank not vote: the others are off when they have waited."""
+    """Keep the last rank from voting: decisions are off on the others after a wait."""
     if dist.get_rank() != NUM_RANKS - 1:
         pass_iterations(decisions, 1)
         assert decisions.is_off
 
 
 def leave_after_voting_on_one(decisions: Decisions) -> None:
-    """Have the last rank vote and not read the result: the others hear it, and cannot hear another one."""
+    """Let the last rank vote and leave before it reads the result, the last one that the others get."""
     decisions.begin(votes, 1)
     if dist.get_rank() == NUM_RANKS - 1:
         dist.barrier()
@@ -90,7 +91,7 @@ def leave_after_voting_on_one(decisions: Decisions) -> None:
 
 
 def leave_while_others_owe_an_answer(decisions: Decisions) -> None:
-    """Have one rank leave in the middle of a vote: it does not wait for the end of it."""
+    """Let one rank leave in the middle of a vote: it does not wait for the end of the vote."""
     agreement_file._ANSWER_S = GROUP_TIMEOUT_S
     slow = Agreement(2 * GROUP_TIMEOUT_S)
     slow.start()
@@ -110,7 +111,7 @@ def test_rank_that_falls_silent_is_waited_for_a_while_only(tmp_path: Path) -> No
 
 
 def with_short_answers(act: Callable[[Decisions], None]) -> None:
-    """Run one rank that waits for others for a moment only."""
+    """Run one rank that waits only briefly for the others."""
     agreement_file._ANSWER_S = ANSWER_S
     decide(act)
 

@@ -8,9 +8,9 @@ from tests.demo_model import model_flags
 from tests.harness import run_training
 
 MOCK = ["--mock-data"]
-TERMINATED = -15  # by the launcher, because rank 0 has ended
-# What is read from the command line alone is in tests/unit/fault_tolerance/program/test_bad_flags.py.
-# (ranks, flags, what the line must say)
+TERMINATED = -15  # the launcher ended this rank because rank 0 had ended
+# Rules on the command line alone are tested in tests/unit/fault_tolerance/program/test_bad_flags.py.
+# (ranks, flags, words that the line must contain)
 CASES: dict[str, tuple[int, list[str], str]] = {
     "command line": (
         2,

@@ -1,4 +1,4 @@
-"""Starts that do not know of each other, flags that hold once, and state that cannot be used."""
+"""Starts that do not know of each other, flags that apply once, and state that cannot be used."""
 
 import shutil
 from collections.abc import Callable
@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pretrain_gpt_moe
-from moe_ft.recovery import conversion, restore
+from moe_ft.recovery import put_back as written
+from moe_ft.recovery import replay
 from tests.checkpoint_job import NUM_RANKS, CheckpointJob, flip_byte, refusal
 from tests.harness import run_training
 
@@ -27,7 +28,7 @@ def test_nodes_that_come_back_with_an_older_branch_do_not_beat_the_run(
     away.mkdir()
     job.run(*kill_all(2), storage=True, nodes=("a", "b"))
     job.run(*kill_all(3), storage=True, nodes=("a", "b"))
-    for node in ("a", "b"):  # their rack is cut off, and keeps its power
+    for node in ("a", "b"):  # their rack is cut off but keeps its power
         shutil.move(memory / node, away / node)
     job.run(*kill_all(5), storage=True, nodes=("c", "d"))
     shutil.move(away / "a", memory / "a")
@@ -77,22 +78,22 @@ def test_state_that_exists_and_is_damaged_is_refused_until_the_user_says_so(
     assert "add --moe-ft-recover-from load" in line
     job.run("--moe-ft-recover-from", "load", storage=True).check()
     assert job.events("start")[-1]["iteration"] == 0
-    # The old run's checkpoints are where they were, and the new one's stand next to them.
+    # The checkpoints of the old run stay, and those of the new run stand next to them.
     assert {path: path.read_bytes() for path in damaged} == damaged
     assert job.stored()[-1] == 6
     assert job.digests() == expected
 
 
 def fail_to_put_back(iteration: int, flags: list[str]) -> None:
-    """Train, on a machine on which the state of one iteration cannot be put back."""
-    original = restore.put_back
+    """Train on a machine that cannot restore the state of one iteration."""
+    original = written.put_back
 
     def put_back(units: object, catalog: object, at: int, hook: object) -> None:
         if at == iteration:
             raise ValueError("this cannot be put back")
         original(units, catalog, at, hook)  # type: ignore[arg-type]
 
-    conversion.put_back = put_back  # type: ignore[assignment]
+    replay.put_back = put_back  # type: ignore[assignment]
     pretrain_gpt_moe.main(flags)
 
 
@@ -112,7 +113,7 @@ def test_state_that_failed_twice_in_the_same_way_is_passed_over(
 
 
 def megatron_flags(flag: str, folder: Path) -> list[str]:
-    """Return flags that use a checkpoint of Megatron's own, and save none before training ends."""
+    """Return flags that use a checkpoint of Megatron itself and save none before training ends."""
     directory = str(folder / "megatron")
     return [flag, directory, "--ckpt-format", "torch_dist", "--save-interval", "9"]
 

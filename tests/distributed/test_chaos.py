@@ -1,4 +1,4 @@
-"""Processes that are killed at random, from outside, whatever they are doing."""
+"""Runs whose processes are killed from outside, at random times."""
 
 import os
 import random
@@ -12,20 +12,20 @@ import pytest
 
 from moe_ft.events import event_path
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import digests, events, run_training, run_with_restarts
-from tests.recoveries import RecoveryWatch
+from tests.faulty_runs import run_until_it_ends
+from tests.harness import digests, events, run_training
 
 NUM_RANKS = 4
 NUM_ITERATIONS = 120
 KILLS_PER_RUN = 10
-_MOST_ITERATIONS = 16  # that a start gets done, so that also windows of 5 are recovered
-_EARLY = 0.3  # of the kills come before the first iteration is done, in recovery and replay
-_LAST_KILL_S = 1.5  # after that; an iteration takes some tenths of a second
+_MOST_ITERATIONS = 16  # that one start completes: enough for windows of 5
+_EARLY = 0.3  # of the kills come before the first iteration ends, in recovery and replay
+_LAST_KILL_S = 1.5  # after that; an iteration takes a few tenths of a second
 _POLL_S = 0.1
 
 
 class Killer:
-    """Kills random ranks of a job at random times, each start of it once, up to a number."""
+    """Killer of random ranks of a job at random times, once in each start, up to a number of kills."""
 
     def __init__(self, log: Path, seed: int) -> None:
         self._log, self._random = log, random.Random(seed)
@@ -57,7 +57,7 @@ class Killer:
             self.kills.append((victim, num_iterations))
 
     def _await_iterations(self, count: int) -> None:
-        """Wait until this start has trained so many iterations, as rank 0 logs them."""
+        """Wait until rank 0 has logged a number of iterations of this start."""
         before = len(events(self._log, 0, "iteration"))
         while len(events(self._log, 0, "iteration")) < before + count:
             if self._should_end.wait(_POLL_S):
@@ -103,38 +103,23 @@ def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_no
     tmp_path: Path,
     memory_dir: Path,
 ) -> None:
-    log = tmp_path / "events"
     flags = [
         *job_flags(dataset_flags),
-        *event_flags(log),
-        *("--moe-ft-strategy", "sparse", "--moe-ft-window", window, "--moe-ft-job-id", "test"),
-        *(
-            "--moe-ft-memory-dir",
-            str(memory_dir),
-            "--moe-ft-persist-dir",
-            str(tmp_path / "storage"),
-        ),
-        *("--moe-ft-persist-interval", "2", "--moe-ft-fault-report-grace-s", "0.5"),
+        *("--moe-ft-strategy", "sparse", "--moe-ft-window", window),
+        *("--moe-ft-persist-interval", "2"),
     ]
-    nodes = [f"node{rank % 2}" for rank in range(NUM_RANKS)]
-    watch = RecoveryWatch(
-        log, NUM_RANKS, memory_dir / "test", tmp_path / "storage", lambda start: nodes
-    )
-    start = time.monotonic()
+    log, start = tmp_path / "events", time.monotonic()
     with Killer(log, seed) as killer:
-        results = run_with_restarts(
+        recovered = run_until_it_ends(
             flags,
             NUM_RANKS,
-            log_dir=tmp_path,
+            folder=tmp_path,
+            memory_dir=memory_dir,
             max_restarts=KILLS_PER_RUN + 3,
-            nodes=lambda start: nodes,
-            between=watch.look,
         )
-    results[-1].check()
-    recovered = watch.check(len(results))
     steps = "; ".join(str(each or "nothing") for each in recovered)
     print(f"{len(killer.kills)} kills in {time.monotonic() - start:.0f} s; recovered {steps}")
-    # Only the first starts may have left nothing; no kill takes memory away.
+    # Only the first starts may leave nothing; no kill removes memory.
     assert sum(each is not None for each in recovered) > KILLS_PER_RUN // 2
     assert {tier for each in recovered if each for tier in each.tiers} == {"memory"}
     targets = [each.target_iteration if each else 0 for each in recovered]

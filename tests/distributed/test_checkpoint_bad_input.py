@@ -1,6 +1,6 @@
-"""Starts that cannot work are refused with the reason and the remedy, and change nothing that is there.
+"""Starts that cannot work are refused with the reason and the remedy, and change no existing file.
 
-Most of what can be wrong needs one rank to show; the last tests need two.
+Most tests run one rank; the last ones need two.
 """
 
 import codecs
@@ -22,8 +22,8 @@ from moe_ft.engine import storage_lock
 from moe_ft.engine.regions import file_system_type
 from moe_ft.engine.storage import Storage
 from moe_ft.engine.storage_lock import StorageLock
-from moe_ft.format.files import checksum
-from moe_ft.recovery import preflight
+from moe_ft.format.encoding import checksum
+from moe_ft.recovery import claim
 from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import JobResult, Train, events, run_training
@@ -40,7 +40,7 @@ Act = Callable[[Path], object]
 
 
 def line_of(result: JobResult) -> str:
-    """Return the only line that says why a job is refused."""
+    """Return the only line that says why a job was refused."""
     assert result.exit_codes[0] == REFUSED, result.output(0)[-2000:]
     assert "Traceback" not in result.output(0)
     lines = result.output(0).splitlines()
@@ -50,7 +50,7 @@ def line_of(result: JobResult) -> str:
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """A run of one rank that has ended with a checkpoint on storage."""
+    """Run of one rank that ended with a checkpoint on storage."""
 
     result: JobResult
     directory: Path
@@ -99,12 +99,12 @@ def test_memory_directory_that_is_not_on_tmpfs_is_warned_about(
 
 @dataclass(frozen=True)
 class Case:
-    """A start that is refused.
+    """Start that is refused.
 
     Attributes:
-        flags: those that matter. DIR is a directory.
-        says: parts of the line that refuses.
-        prepare: fills the directory, which may hold a copy of a persist directory.
+        flags: the flags that matter; DIR stands for a directory.
+        says: words of the line that says why.
+        prepare: a function that fills the directory, which may hold a copy of a persist directory.
         has_storage: whether DIR/storage is that copy.
         by_nobody: whether another user starts the job.
     """
@@ -117,7 +117,7 @@ class Case:
 
 
 def stored(flags: str, *says: str, damage: Act = lambda storage: None, **more: Any) -> Case:
-    """Return a start where there is a checkpoint, which `damage` has changed."""
+    """Return a start where there is a checkpoint that `damage` has changed."""
     flags = f"--moe-ft-persist-dir DIR/storage {flags}"
     return Case(flags, says, lambda directory: damage(directory / "storage"), True, **more)
 
@@ -128,7 +128,7 @@ def manifests(storage: Path) -> list[Path]:
 
 
 def write_later_format(storage: Path) -> None:
-    """Make all checkpoints those of a version to come."""
+    """Mark all checkpoints as written in a later format."""
     for path in manifests(storage):
         body = json.loads(path.read_bytes())["body"]
         text = json.dumps(body | {"format": "moe_ft/2"}).encode()
@@ -144,7 +144,7 @@ def flip_units(storage: Path) -> None:
 
 
 def close_manifests(storage: Path) -> None:
-    """Let nobody read the manifests."""
+    """Make the manifests unreadable for everyone."""
     for path in manifests(storage):
         path.chmod(0)
 
@@ -156,7 +156,7 @@ def lock_by_another_user(storage: Path) -> None:
 
 
 def unusable(*reasons: str) -> tuple[str, ...]:
-    """Return what is said where there is state and none of it can be used."""
+    """Return the words of a refusal where there is state and none of it can be used."""
     return (
         "error: there is state of this job in the memory of job 'job' on nodes ",
         " and DIR/storage, and none of it can be used: ",
@@ -266,8 +266,8 @@ CASES = {
 
 
 def train_as_nobody(flags: list[str]) -> None:
-    """Train as a user who owns nothing, unless this one has no rights to give up. Runs on every rank."""
-    codecs.lookup("idna")  # loaded late; this Python may be where only root can read
+    """Train as a user who owns nothing, if this process may become one. Runs on every rank."""
+    codecs.lookup("idna")  # loaded late; only root may be able to read this Python
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
@@ -277,14 +277,14 @@ def train_as_nobody(flags: list[str]) -> None:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Yield an empty directory that every user can enter, unlike pytest's."""
+    """Yield an empty directory that every user can enter, unlike those of pytest."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
 
 
 def refusal(flags: str, directory: Path, memory_dir: Path, *, train: Train | None = None) -> str:
-    """Start a job of one rank, which is refused; return why, with DIR for the directory."""
+    """Start a job of one rank that is refused; return the reason, with DIR for the directory."""
     words = [word.replace("DIR", str(directory)) for word in flags.split()]
     known = ["--moe-ft-job-id", "job", "--moe-ft-memory-dir", str(memory_dir)]
     log_dir = Path(tempfile.mkdtemp(prefix="log_", dir=directory))
@@ -293,7 +293,7 @@ def refusal(flags: str, directory: Path, memory_dir: Path, *, train: Train | Non
 
 
 def content_of(storage: Path) -> dict[Path, bytes | None]:
-    """Return all that is in a directory, as far as it can be read."""
+    """Return the readable content of a directory."""
     return {
         path: path.read_bytes() if path.is_file() and os.access(path, os.R_OK) else None
         for path in storage.rglob("*")
@@ -365,8 +365,8 @@ def test_persist_directory_of_another_running_job_is_refused_by_all_ranks(
 
 
 def train_impatiently(flags: list[str]) -> None:
-    """Train, and do not wait for ranks of an older start to end. Runs on every rank."""
-    preflight._OLD_START_S = 0.1
+    """Train without waiting for ranks of an older start to end. Runs on every rank."""
+    claim._OLD_START_S = 0.1
     pretrain_gpt_moe.main(flags)
 
 

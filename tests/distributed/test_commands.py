@@ -13,7 +13,7 @@ DAMAGED, REFUSED = 1, 2
 
 @pytest.fixture
 def left_by_a_kill(job: CheckpointJob) -> CheckpointJob:
-    """Return a job that was killed after iteration 5, with memory, replicas and storage left."""
+    """Return a job that was killed after iteration 5 and left memory, replicas and storage."""
     job.run("--moe-ft-inject-fault", "kill:1@5:backward", storage=True, nodes=TWO_NODES)
     return job
 
@@ -21,7 +21,7 @@ def left_by_a_kill(job: CheckpointJob) -> CheckpointJob:
 def test_commands_on_what_a_killed_job_has_left(
     left_by_a_kill: CheckpointJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # One job and many claims: it takes seconds to make.
+    # One job for many claims: making it takes seconds.
     storage, memory = str(left_by_a_kill.storage), str(left_by_a_kill.memory_dir / "test")
     assert main(["inspect", storage]) == 0
     text = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Damage to any file of any tier is noticed and the next tier or the state before it is used instead."""
+"""Damage to any file of any tier is noticed, and the next tier or an older state is used instead."""
 
 from collections.abc import Callable
 from pathlib import Path

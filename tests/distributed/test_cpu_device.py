@@ -1,4 +1,4 @@
-"""CUDA calls are answered by the CPU."""
+"""Calls to CUDA that the CPU answers."""
 
 from pathlib import Path
 

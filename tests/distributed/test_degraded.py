@@ -1,4 +1,4 @@
-"""Whatever happens to storage, memory, peers or the writer: training goes on, and says what is missing."""
+"""Training continues without storage, memory, peers or the writer, and reports what is missing."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import psutil
 import pretrain_gpt_moe
 from moe_ft.engine import ending
 from moe_ft.engine.agreement import Agreement
-from moe_ft.recovery.session import Session
+from moe_ft.recovery.running import Checkpointing
 from moe_ft.state.record import CapturedRecord, IterationFacts
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob
 
@@ -28,7 +28,7 @@ def reasons(job: CheckpointJob, part: str) -> str:
 
 
 def act_when(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
-    """Do something, on another thread, as soon as a condition holds."""
+    """Act on another thread as soon as a condition holds."""
 
     def wait() -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -53,7 +53,7 @@ def writers(job: CheckpointJob) -> list[psutil.Process]:
 
 
 def train_with_short_pauses(flags: list[str]) -> None:
-    """Train, and do not pause for long between tries to write the last state. Runs on every rank."""
+    """Train, with short pauses between the attempts to write the last state. Runs on every rank."""
     ending._PAUSES_S, pretrain_gpt_moe.END_GRACE_S = (0.1, 0.1), 0.5
     pretrain_gpt_moe.main(flags)
 
@@ -225,7 +225,7 @@ def test_exit_flag_without_storage_leaves_the_memory_to_the_next_start(
 
 
 def train_with_broken_agreement(flags: list[str]) -> None:
-    """Train; one rank votes in an iteration and never hears the result. Runs on every rank."""
+    """Train; one rank votes in one iteration and never reads the result. Runs on every rank."""
     original, num_heard = Agreement.result, 0
 
     def result(agreement: Agreement) -> list[int]:
@@ -261,15 +261,15 @@ def test_ranks_that_cannot_agree_any_more_train_to_the_end_and_recover_at_the_ne
 
 
 def train_with_failing_capture(flags: list[str]) -> None:
-    """Train; one rank cannot take the record of an iteration. Runs on every rank."""
-    original = Session.capture
+    """Train; one rank fails to take the record of one iteration. Runs on every rank."""
+    original = Checkpointing.capture
 
-    def capture(session: Session, facts: IterationFacts) -> CapturedRecord:
+    def capture(session: Checkpointing, facts: IterationFacts) -> CapturedRecord:
         if os.environ["RANK"] == "1" and facts.iteration == 3:
             raise MemoryError("no room for the record")
         return original(session, facts)
 
-    Session.capture = capture  # type: ignore[method-assign]  # this process only
+    Checkpointing.capture = capture  # type: ignore[method-assign]  # this process only
     pretrain_gpt_moe.main(flags)
 
 

@@ -1,4 +1,4 @@
-"""The state digest covers every bit of what it says it covers."""
+"""The state digest covers every bit of the state that it claims to cover."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from moe_ft.state.digest import digest_state
 from moe_ft.state.tensors import named_buffers, named_optimizer_tensors, named_parameters
 from tests.demo_model import model_flags
 from tests.harness import run_ranks
-from tests.stock import remembering_what_is_built
+from tests.stock import recorded_build
 
 
 def digest_notices_every_kind_of_change() -> None:
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    with remembering_what_is_built() as built:
+    with recorded_build() as built:
         pretrain_gpt_moe.main([*model_flags(train_iters=1, **bias), "--mock-data"])
     model, optimizer, scheduler = built["state"]
 

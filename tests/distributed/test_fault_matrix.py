@@ -1,4 +1,4 @@
-"""After faults of every kind in every phase, on many layouts, the state is that of a run without them."""
+"""Faults of every kind in every phase, on many layouts: the final state is that of a run without them."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import pytest
 
 from tests.covering import coverage, covering_array, first_runs, parameters
 from tests.distributed.conftest import Reference
-from tests.fault_matrix import FACTORS, Case, describe, job_flags, run_case
+from tests.fault_matrix import FACTORS, Case, job_flags, run_case
+from tests.faulty_runs import describe
 from tests.harness import digests
 
 ALL_CASES = [Case(**values) for values in covering_array(FACTORS)]

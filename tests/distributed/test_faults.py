@@ -73,7 +73,9 @@ def test_hang_ends_by_the_timeout_and_the_report_names_the_hung_rank(
 ) -> None:
     timeout = ("--distributed-timeout-seconds-after-init", "4")
     result = run_with_fault(f"hang:2@1:{phase}", dataset_flags, tmp_path, *timeout)
-    assert result.exit_codes[2] == TERMINATED  # by the launcher, when the others had given up
+    assert (
+        result.exit_codes[2] == TERMINATED
+    )  # the launcher ended this rank after the others had given up
     stopped = [events(tmp_path, rank, "stopped")[-1] for rank in (0, 1, 3)]
     assert any(line["timed_out"] and 2 in line["silent_ranks"] for line in stopped)
     outputs = "".join(result.output(rank) for rank in (0, 1, 3))

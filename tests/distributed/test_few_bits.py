@@ -1,18 +1,20 @@
-"""State that the optimizer itself keeps in few bits is saved and recovered as it is, bit for bit.
+"""State that the optimizer itself keeps in few bits is saved and recovered unchanged, bit for bit.
 
-Four of the five configurations of MoEvement's Table 7; the fifth has FP8 masters, which Megatron has not.
+They are four of the five configurations in Table 7 of MoEvement.
+The fifth has FP8 masters, which Megatron lacks.
 """
 
 from collections.abc import Sequence
 
 import pytest
 
-from moe_ft.format.files import Index, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from tests.checkpoint_job import CheckpointJob
 from tests.few_bits_adam import train_with_few_bits
 
 FEW_BITS = "--use-precision-aware-optimizer"
-# What the optimizer keeps, and the bytes of a parameter at FULL: weight, master and moments.
+# Formats that the optimizer keeps, and bytes per parameter at FULL: weight, master and moments.
 CONFIGURATIONS = {
     "fp16-fp16+fp16": (
         ("--main-params-dtype", "fp16", "--exp-avg-dtype", "fp16", "--exp-avg-sq-dtype", "fp16"),
@@ -24,8 +26,8 @@ CONFIGURATIONS = {
         ("--main-params-dtype", "fp16", "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp16"),
         2 + 2 + 1 + 2,
     ),
-    # Not of Table 7: moments in BF16, which are not scaled; and masters that Megatron keeps itself, as it
-    # does with most FP8 recipes (FP8 compute, which such a recipe is for, is not what is tested).
+    # Not in Table 7: unscaled moments in BF16, and masters that Megatron keeps itself, as it does with most
+    # FP8 recipes. FP8 compute, the purpose of such a recipe, is not tested here.
     "fp32-bf16+bf16": (("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"), 2 + 2 + 2 + 2),
     "own-fp16+fp8": (
         ("--fp8-recipe", "blockwise", "--exp-avg-dtype", "fp16", "--exp-avg-sq-dtype", "fp8"),

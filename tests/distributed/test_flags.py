@@ -1,6 +1,6 @@
-"""Models with many flags that the small one of other tests leaves alone are recovered bit for bit.
+"""Models with many flags that the small model of other tests does not set are recovered bit for bit.
 
-A flag that is not called untested in program/flag_table.py is in a test; many are only here.
+Every flag that program/flag_table.py does not call untested is in some test; many of them only here.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Collectives that gloo lacks give what their definition says."""
+"""Collectives that gloo lacks return the result of their definition."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def gather_uneven() -> None:
 
 def reduce_scatter_uneven() -> None:
     rank = start()
-    # Row i of piece p holds 10 p + i, from every rank times its number plus one.
+    # Row i of piece p holds 10 p + i, multiplied on each rank by its number plus one.
     pieces = [(10.0 * p + torch.arange(rows)) for p, rows in enumerate(LENGTHS)]
     output = torch.empty(LENGTHS[rank])
     dist.reduce_scatter(output, [piece * (rank + 1) for piece in pieces])

@@ -1,4 +1,4 @@
-"""The larger layouts train. Smaller ones and features are compared with stock Megatron in test_parity.py."""
+"""The larger layouts train. test_parity.py compares smaller ones, and features, with stock Megatron."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The local attention is softmax attention, also where two ranks share the sequence: forward and backward."""
+"""The local attention is softmax attention, forward and backward, even where two ranks share a sequence."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ DOCUMENTS = torch.tensor([0] * 5 + [1] * 11)
 
 
 def unseen_keys(kind: str) -> torch.Tensor:
-    """Return ``[query, key]`` whether a query does not see a key."""
+    """Return ``[query, key]``: True where a query does not see a key."""
     queries, keys = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None, :]
     unseen = keys > queries
     if kind == "documents":
@@ -33,7 +33,7 @@ def unseen_keys(kind: str) -> torch.Tensor:
 def softmax_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, unseen: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``[seq, batch, heads * size]`` from its definition."""
+    """Return attention ``[seq, batch, heads * size]`` by its definition."""
     repeats = HEADS // key.size(2)
     key, value = (each.repeat_interleave(repeats, dim=2) for each in (key, value))
     scores = torch.einsum("qbhd,kbhd->bhqk", query, key) / query.size(-1) ** 0.5
@@ -53,10 +53,10 @@ def inputs(key_heads: int, key_size: int, value_size: int) -> list[torch.Tensor]
 
 
 def own_rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return what Megatron gives this rank of a sequence that is shared by so many ranks."""
+    """Return the rows that Megatron gives this rank of a sequence that several ranks share."""
     if size == 1:
         return tensor
-    batch = {"tokens": tensor.transpose(0, 1)}  # [batch, seq] of a data loader
+    batch = {"tokens": tensor.transpose(0, 1)}  # [batch, seq], as a data loader has it
     group = parallel_state.get_context_parallel_group()
     own = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)["tokens"]
     return own.transpose(0, 1).contiguous()

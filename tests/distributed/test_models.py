@@ -1,4 +1,4 @@
-"""Models of DeepSeek's kind, and sequences that ranks share: they train and recover as all others."""
+"""Models like DeepSeek, and sequences that ranks share, train and recover like all others."""
 
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ PARTIAL = ("--moe-ft-strategy", "partial", "--moe-ft-router-log", "--moe-ft-inte
 
 
 def set_model(job: CheckpointJob, layout: dict[str, int], dataset_flags: list[str]) -> None:
-    """Have a job train a model of DeepSeek's kind in a layout of two ranks."""
+    """Make a job train a model like DeepSeek in a layout of two ranks."""
     model = deepseek_flags(train_iters=8, hidden_dropout=0.1, global_batch_size=BATCH)
     features = ["--sequence-parallel"] if "tp" in layout else list(RECOMPUTE)
     job.base = [*model, *layout_flags(layout), *features, *dataset_flags]
 
 
 def train_and_say_what_is_frozen(flags: list[str]) -> None:
-    """Train; in a replay print the parameters that compute and get no gradients."""
+    """Train; in a replay, print the parameters that compute without getting gradients."""
     original = Freezing._to_freeze
 
     def choose(freezing: Freezing, units: Any) -> Any:
@@ -46,7 +46,7 @@ def train_and_say_what_is_frozen(flags: list[str]) -> None:
 
 
 def check_replay(job: CheckpointJob) -> list[str]:
-    """Train on from a sparse window, check the recovery, and return what was frozen on rank 1."""
+    """Continue from a sparse window, check the recovery, and return the parameters frozen on rank 1."""
     job.train = train_and_say_what_is_frozen
     result = job.run(*SPARSE).check()
     for rank in range(2):
@@ -74,7 +74,9 @@ def test_deepseek_model_recovers_bit_for_bit_from_dense_and_from_sparse_snapshot
     assert f"decoder.layers.1.{attention}" in frozen
     assert f"mtp.layers.0.mtp_model_layer.{attention}" in frozen
     assert "mtp.layers.0.mtp_model_layer.self_attention.q_layernorm.weight" in frozen
-    assert not [name for name in frozen if name.startswith("embedding.")]  # MTP's copy is coupled
+    assert not [
+        name for name in frozen if name.startswith("embedding.")
+    ]  # because of the copy in MTP
     assert job.digests() == reference(job.base, 2)
 
 
@@ -124,8 +126,8 @@ def test_partial_snapshots_lose_what_the_routing_log_says_also_in_further_token_
 def test_gradients_are_those_of_one_rank_whatever_ranks_share(
     dataset_flags: list[str], tmp_path: Path
 ) -> None:
-    # Plain gradient descent with large steps: Adam would hide gradients of a wrong size. Without the loss of
-    # further tokens, which Megatron weights by the tokens that a rank of the context has.
+    # Plain gradient descent with large steps: Adam would hide gradients of a wrong size. The loss of further
+    # tokens is off: Megatron weights it by the tokens that one rank of the context has.
     flags = deepseek_flags(
         bf16=False,
         optimizer="sgd",

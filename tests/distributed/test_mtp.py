@@ -18,7 +18,7 @@ STRATEGIES = {
 
 @pytest.fixture(scope="module")
 def flags(dataset_flags: list[str]) -> list[str]:
-    """Return the flags of a job whose embedding has copies on all three stages."""
+    """Return the flags of a job with a copy of the embedding on each of its three stages."""
     model = model_flags(
         untie_embeddings_and_output_weights=False, train_iters=6, hidden_dropout=0.1
     )

@@ -1,4 +1,4 @@
-"""This project's program trains as a stock Megatron program does, bit for bit (tests/stock_program.py)."""
+"""Our program trains exactly as a stock Megatron program does, bit for bit (tests/stock_program.py)."""
 
 import itertools
 from pathlib import Path
@@ -102,7 +102,7 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, object]]] = {
 
 @pytest.fixture(scope="module")
 def short_documents(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the flags that train on documents shorter than a sequence, so that several are in one."""
+    """Return flags that train on documents so short that a sequence holds several."""
     folder = tmp_path_factory.mktemp("documents")
     for number in range(100):
         text = f"Document {number}: {number * number}."[: 8 + number % 20]
@@ -125,7 +125,7 @@ def test_program_trains_as_the_stock_program_bit_for_bit(
     flags = model_flags(**changes) + layout_flags(layout)
     if "eod_mask_loss" in changes:
         flags += short_documents
-    elif "eval_iters" in changes:  # Megatron wants some validation data of a blend
+    elif "eval_iters" in changes:  # Megatron asks a blend for validation data
         blend = ["0.7", dataset_flags[1], "0.3", short_documents[1]]
         flags += ["--data-path", *blend, *dataset_flags[2:]]
     elif "mock_data" not in changes:

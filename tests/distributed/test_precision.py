@@ -1,4 +1,4 @@
-"""State that is packed on its way, and kept in other formats, is recovered as far as these keep it."""
+"""State that is packed and kept in other formats is recovered as exactly as these formats keep it."""
 
 import shutil
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ KEPT = {"exp_avg": "bf16", "exp_avg_sq": "fp8-e4m3-block", "param": "fp16"}
 
 
 def shown(job: CheckpointJob) -> str:
-    """Return what `inspect` says of the storage."""
+    """Return the output of `inspect` on the storage."""
     return render_holdings(find_holdings(str(job.storage)), lists_units=False)
 
 

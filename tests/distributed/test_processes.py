@@ -21,7 +21,7 @@ def test_checkpoint_writers_of_a_killed_rank_end_with_it(
     flags += ["--moe-ft-inject-fault", "kill:0@2"]
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (tmp_path / "output.log").open("w") as output:
-        # A real process with a real main module: the writers are spawned, and import it.
+        # A real process with a real main module: the spawned writers import it.
         process = subprocess.Popen(
             [sys.executable, "pretrain_gpt_moe.py", *flags],
             cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What a start recovers from: which tier, which iteration, which run - and when it must not."""
+"""The tier, the iteration and the run that a start recovers from, and when it must not recover."""
 
 import json
 import shutil
@@ -65,7 +65,7 @@ def test_ranks_that_change_places_find_their_state_on_the_other_node(
 def test_rank_on_a_new_node_is_recovered_from_its_peer_and_protected_again(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
-    # The replaced node comes back with its old memory in the third start: it must not be believed.
+    # In the third start the replaced node returns with its old memory, which must not be used.
     places = [TWO_NODES, ("node0", "node2"), TWO_NODES]
     job.run_with_faults(
         "kill:1@2:backward", "lose-node:1@4:backward", nodes=lambda start: places[min(start, 2)]
@@ -149,7 +149,7 @@ def test_newest_state_wins_over_load_unless_the_user_says_so(
     job.run(*stock, "--moe-ft-recover-from", "load", storage=True).check()
     assert job.recovered() == [(3, 3)]
     assert job.events("start")[2]["iteration"] == 4
-    # Stock --load gives all expert-parallel ranks one tracker state: weights and moments are compared.
+    # Stock --load gives all expert-parallel ranks one tracker state, so weights and moments are compared.
     assert [digest for digest, _ in job.digests()] == [digest for digest, _ in expected]
 
 
@@ -195,7 +195,7 @@ def test_every_line_of_a_recovery_event_is_there(job: CheckpointJob) -> None:
 
 
 FEATURES = {
-    # The router's jitter draws random numbers in evaluation too; iteration 4 is evaluated.
+    # The jitter of the router draws random numbers in evaluation too, and iteration 4 is evaluated.
     "evaluation-with-jitter": (
         *("--eval-iters", "1", "--eval-interval", "2", "--moe-input-jitter-eps", "0.01"),
         *("--moe-ft-interval", "2"),
@@ -246,10 +246,10 @@ def test_automatic_interval_follows_from_measurements_and_is_the_same_on_all_ran
     assert own == other
     interval, iteration_s, overhead_s, completion_s = own
     least_s = max(overhead_s / OVERHEAD_LIMIT, completion_s, iteration_s)
-    # The smallest number of iterations that takes as long.
+    # The smallest number of iterations that take as long.
     assert interval - 1 < least_s / iteration_s <= interval
     assert (
         job.events("snapshot")[0]["iteration"] == 5
-    )  # behind two warm-up and three quiet iterations
+    )  # after two warm-up and three quiet iterations
     tags = EventAccumulator(str(board)).Reload().Tags()["scalars"]
     assert {"moe-ft/stall_s", "moe-ft/snapshot/seconds", "moe-ft/interval/interval"} <= set(tags)

@@ -1,4 +1,4 @@
-"""Sparse windows in the training loop, beside what the matrix of faults and features covers."""
+"""Sparse windows in the training loop: the cases that sparse_matrix.py does not cover."""
 
 import os
 from collections.abc import Sequence
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import pretrain_gpt_moe
-from moe_ft.format.files import Index, decode
-from moe_ft.recovery.session import Session
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
+from moe_ft.recovery.running import Checkpointing
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob, flip_byte
 from tests.demo_model import event_flags
 from tests.harness import digests, events, run_training
@@ -28,7 +29,7 @@ def windows(job: CheckpointJob) -> list[tuple[int, int]]:
 
 
 def recoveries(job: CheckpointJob) -> list[tuple[int, int]]:
-    """Return the iterations that the state was restored from, and training went on from, on all ranks."""
+    """Return the iterations that were restored and from which training continued, on all ranks."""
     return job.recovered()
 
 
@@ -39,7 +40,7 @@ def test_window_is_recovered_bitwise_and_the_next_one_follows_it(
     job.run_with_faults("kill:1@5:backward", flags=[*SPARSE, "2"])
     assert recoveries(job) == [(3, 4)]
     assert job.digests() == expected
-    # The order was made anew when the first tokens were known, and it is that of the window recovered from.
+    # The order was made again once the first tokens were known; the recovered window has that order.
     assert job.events("window")[1]["reordered"]
     for rank in range(NUM_RANKS):
         (replay,) = replays_of(job.folder, rank)
@@ -49,7 +50,7 @@ def test_window_is_recovered_bitwise_and_the_next_one_follows_it(
 
 
 def check_gradients(replay: Sequence[dict[str, Any]]) -> None:
-    """Check that what is frozen has no gradient, and what is not has one, but for experts without a token."""
+    """Check that all parameters but the frozen ones and experts without a token have a gradient."""
     for each in replay:
         if not each["is_trained"]:
             assert each["is_to_come"] and not each["has_gradient"], each
@@ -99,8 +100,8 @@ def test_peer_that_missed_a_snapshot_gets_the_whole_window(
 def test_second_node_may_be_lost_before_the_first_new_window_is_complete(
     job: CheckpointJob, expected: Digests
 ) -> None:
-    # The newest window is 1 to 2. After the first loss both nodes' state is on one of them, and is brought
-    # to the new one while training runs from 2 to 3.
+    # The newest window is 1 to 2. After the first loss one node holds the state of both, and sends it to the
+    # new node while training runs from 2 to 3.
     job.run_with_faults(
         "lose-node:1@3:forward",
         "lose-node:0@3:backward",
@@ -152,7 +153,7 @@ def test_window_that_is_damaged_everywhere_is_replaced_by_an_older_one_on_storag
         between=spoil,
         is_intact=False,
     )
-    # Rank 0 has it from storage; which windows had got there by then is a matter of speed.
+    # Rank 0 reads it from storage; the windows that are there by then depend on speed.
     assert recoveries(job) in ([(1, 2)], [(3, 4)])
     (recovery,) = job.events("recovery")
     assert any("checksum" in problem for problem in recovery["problems"])
@@ -200,8 +201,8 @@ def test_length_and_rules_of_order_may_change_with_a_start(
     flags = [word for fault in faults for word in ("--moe-ft-inject-fault", fault)]
     job.run(*SPARSE, "2", *flags)
     job.train = partial(train_watched, str(job.folder), True)
-    job.run(*SPARSE, "2", *flags)  # reads a window of single experts
-    job.resume(*SPARSE, "1", *flags)  # reads one of whole modules
+    job.run(*SPARSE, "2", *flags)  # reads a window with single experts
+    job.resume(*SPARSE, "1", *flags)  # reads a window with whole modules
     assert recoveries(job) == [(1, 2), (3, 4)]
     assert job.digests() == expected
     for rank in range(NUM_RANKS):
@@ -216,14 +217,14 @@ def test_length_and_rules_of_order_may_change_with_a_start(
 
 
 def train_and_die_at_the_end(flags: list[str]) -> None:
-    """Train, and die before the memory of the job that has ended is removed."""
-    finish = Session.finish
+    """Train to the end, and die before the memory of the job is removed."""
+    finish = Checkpointing.finish
 
     def finish_and_die(*args: Any, **kwargs: Any) -> None:
         finish(*args, **kwargs)
         os._exit(1)
 
-    Session.finish = finish_and_die  # type: ignore[assignment,method-assign]
+    Checkpointing.finish = finish_and_die  # type: ignore[assignment,method-assign]
     pretrain_gpt_moe.main(flags)
 
 
@@ -250,7 +251,7 @@ def test_evaluation_inside_of_a_window_changes_nothing(job: CheckpointJob) -> No
     evaluation = ("--eval-interval", "3", "--eval-iters", "1")
     log = job.folder / "evaluated"
     run_training([*job.base, *evaluation, *event_flags(log)], NUM_RANKS, log_dir=log).check()
-    order = ("--moe-ft-unit-order", "soft-count")  # reads the gate in all forward passes
+    order = ("--moe-ft-unit-order", "soft-count")  # every forward pass reads the gate
     job.run_with_faults("kill:1@5:backward", flags=[*SPARSE, "2", *order, *evaluation])
     assert len(recoveries(job)) == 1
     assert job.digests() == digests(log, NUM_RANKS)
@@ -272,11 +273,11 @@ def test_iteration_that_is_skipped_behind_an_evaluation_changes_nothing(
 def test_automatic_window_takes_the_length_that_the_budget_allows(job: CheckpointJob) -> None:
     flags = job.flags(*SPARSE, "auto", "--moe-ft-max-window", "4", "--train-iters", "14")
     total = whole_bytes(job)
-    # Enough for half of a full snapshot and a little more, later for all of it.
+    # Enough for a little more than half of a full snapshot, later for all of it.
     budgets = [(2, 0.55 * total), (9, 3.0 * total)]
     train_with_budgets(flags, NUM_RANKS, budgets, log_dir=job.folder).check()
     lengths = [line["length"] for line in job.events("window")]
-    assert lengths[0] == 4  # nothing is measured yet
+    assert lengths[0] == 4  # nothing has been measured yet
     assert lengths[-1] == 1
     assert 2 in lengths or 3 in lengths
     assert lengths == sorted(lengths, reverse=True)

@@ -1,4 +1,4 @@
-"""After faults in runs with sparse windows the state is, bit for bit, that of a run without them."""
+"""Faults in runs with sparse windows: the final state is, bit for bit, that of a run without them."""
 
 from pathlib import Path
 
@@ -6,8 +6,9 @@ import pytest
 
 from tests.covering import coverage, covering_array, first_runs, parameters
 from tests.distributed.conftest import Reference
+from tests.faulty_runs import describe
 from tests.harness import digests
-from tests.sparse_matrix import FACTORS, SparseCase, describe, job_flags, run_case
+from tests.sparse_matrix import FACTORS, SparseCase, job_flags, run_case
 
 ALL_CASES = [SparseCase(**values) for values in covering_array(FACTORS, num_tries=300)]
 SOME_CASES = first_runs(ALL_CASES, 9, lambda case: case.values, lambda case: case.cost)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.watch.checkpoints import Checkpoints
-from moe_ft.recovery.session import Session
+from moe_ft.recovery.meet import Met
 from moe_ft.state.slices import describe, live_tensor
 from moe_ft.state.tensors import named_optimizer_tensors, named_parameters
 from moe_ft.units import Level, UnitKind, parse_unit
@@ -24,7 +24,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
     "fp32": ({"bf16": False}, {"ep": 2}, 2),
     "virtual-stages": ({"num_layers_per_virtual_pipeline_stage": 1}, {"pp": 2}, 2),
     "tied-embedding": ({"untie_embeddings_and_output_weights": False}, {"pp": 2}, 4),
-    # Latent attention, shared experts, further token prediction, and sequences that two ranks share.
+    # Latent attention, shared experts, multi-token prediction, and sequences that two ranks share.
     "deepseek": (DEEPSEEK, {"cp": 2, "ep": 2}, 2),
     "every-other-layer": ({"moe_layer_freq": 2}, {"pp": 2}, 2),
     "tp2-etp2": ({"sequence_parallel": True}, {"tp": 2, "etp": 2}, 4),
@@ -48,21 +48,21 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
 
 
 def check_ownership(flags: list[str]) -> None:
-    """Train two iterations, then compare what the ranks own with what they hold. Runs on every rank."""
+    """Train two iterations, then compare the state that ranks own with what they hold. Runs on every rank."""
     original = Checkpoints.end_training
 
     def end_training(checkpoints: Checkpoints) -> None:
         original(checkpoints)
-        assert checkpoints._session is not None
-        check_session(checkpoints._session)
+        assert checkpoints._running is not None
+        check_ownership_of(checkpoints._running.met)
 
     Checkpoints.end_training = end_training  # type: ignore[method-assign]  # this process only
     pretrain_gpt_moe.main(flags)
 
 
-def check_session(session: Session) -> None:
-    parameters = session._parameters
-    live = [parameter for _, parameter in named_parameters(session._built[0])]
+def check_ownership_of(met: Met) -> None:
+    parameters = met.live.parameters
+    live = [parameter for _, parameter in named_parameters(met.live.built[0])]
     assert {id(each.parameter) for each in parameters} == {id(each) for each in live}
     assert len(parameters) == len(live)
     assert len({each.name for each in parameters}) == len(parameters)
@@ -79,23 +79,23 @@ def check_session(session: Session) -> None:
     if all(each.is_sharded for each in parameters):
         held = [
             tensor
-            for name, tensor in named_optimizer_tensors(*session._built[:2])
+            for name, tensor in named_optimizer_tensors(*met.live.built[:2])
             if not name.endswith("/step")
         ]
         assert owned_elements == sum(tensor.numel() for tensor in held)
-    check_slices(session)
+    check_slices(met)
 
 
-def check_slices(session: Session) -> None:
-    """The slices of one parameter over all ranks that hold the same part of it are disjoint and cover it."""
-    places = session._facts.places
+def check_slices(met: Met) -> None:
+    """Check that ranks which hold the same part of a parameter own disjoint slices that cover it."""
+    places = met.facts.places
     own = [
         (
             (each.name, places.expt_tp.rank if ".local_experts." in each.name else places.tp.rank),
             (each.start, each.end),
             each.parameter.numel(),
         )
-        for each in session._parameters
+        for each in met.live.parameters
     ]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)

@@ -1,4 +1,4 @@
-"""What users of Megatron expect keeps working: save and load, evaluation, TensorBoard, exit flags."""
+"""Features that users of Megatron expect: save and load, evaluation, TensorBoard, exit flags."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def test_evaluation_and_tensorboard_write_their_numbers(
 def loss_curve_from(
     saved: Path, flags: list[str], ranks: int, layout: dict[str, int], folder: Path
 ) -> dict[int, float]:
-    # The first weights' random numbers differ by layout: all load the same checkpoint.
+    # The random first weights depend on the layout, so all layouts load the same checkpoint.
     load = ["--load", str(saved), "--no-load-optim", "--no-load-rng", "--finetune"]
     flags = [*flags, *load, *layout_flags(layout), *event_flags(folder)]
     run_training(flags, ranks, log_dir=folder).check()
@@ -72,9 +72,9 @@ def loss_curve_from(
     ("precision", "ranks", "layout", "tolerance", "placement"),
     [
         ("bf16", 4, {"pp": 2, "ep": 2}, 0.02, ""),
-        # Here the stage in the middle has to have the first stage's embedding.
+        # The stage in the middle needs the embedding of the first stage.
         ("fp32", 3, {"pp": 3}, 1e-4, "Ettt|tm|L"),
-        # Here also the norms' gradients have to be summed over the tensor-parallel ranks.
+        # The gradients of the norms also have to be summed over the tensor-parallel ranks.
         ("fp32", 2, {"tp": 2, "etp": 2}, 1e-5, ""),
     ],
 )
@@ -87,8 +87,8 @@ def test_layout_follows_the_loss_curve_of_one_rank(
     dataset_flags: list[str],
     tmp_path: Path,
 ) -> None:
-    # Without dropout the layout changes the order of sums and, once rounding differs, now and then
-    # the expert of a token.
+    # Without dropout the layout changes only the order of sums and, because rounding then differs, the
+    # expert of a few tokens.
     flags = model_flags(bf16=precision == "bf16", train_iters=9, lr=2e-3) + dataset_flags
     flags += ["--make-vocab-size-divisible-by", "128"]
     flags += ["--mtp-num-layers", "1"] if placement else []
@@ -101,7 +101,7 @@ def test_layout_follows_the_loss_curve_of_one_rank(
     curve = loss_curve_from(saved, flags, ranks, layout, tmp_path / "layout")
     assert len(reference) == 9
     assert curve == pytest.approx(reference, rel=tolerance)
-    assert reference[9] < 0.9 * reference[1]  # the curve is not flat: agreement means something
+    assert reference[9] < 0.9 * reference[1]  # the curve is not flat, so agreement means something
 
 
 def test_exit_interval_ends_every_rank_with_code_0(

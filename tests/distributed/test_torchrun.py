@@ -1,9 +1,10 @@
-"""Under the real torchrun: a dead rank is named, nothing is left running, a lost node comes back."""
+"""Jobs under the real torchrun: a dead rank is named, nothing keeps running, a lost node is recovered."""
 
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,24 +15,32 @@ from tests.processes import wait_until_group_is_gone
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+def start_torchrun(
+    options: Sequence[str], flags: Sequence[str], output: Path, **env: str
+) -> subprocess.Popen[bytes]:
+    """Start torchrun in a process group of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "pretrain_gpt_moe.py"]
+    with output.open("w") as file:
+        return subprocess.Popen(
+            [*command, *flags],
+            cwd=ROOT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **env},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
 def test_torchrun_ends_soon_after_a_kill_and_the_survivors_name_the_dead_rank(
     dataset_flags: list[str], tmp_path: Path
 ) -> None:
     flags = [*model_flags(), *layout_flags({"ep": 2}), *dataset_flags, *event_flags(tmp_path)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), "pretrain_gpt_moe.py", *flags]
-    command += ["--moe-ft-inject-fault", "kill:1@2:backward"]
-    with (tmp_path / "output.log").open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        assert process.wait(timeout=120) != 0
-    text = (tmp_path / "output.log").read_text()
+    flags += ["--moe-ft-inject-fault", "kill:1@2:backward"]
+    options = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+    output = tmp_path / "output.log"
+    process = start_torchrun(options, flags, output)
+    assert process.wait(timeout=120) != 0
+    text = output.read_text()
     assert "heard nothing from rank 1 (last in iteration 2, backward), which probably died" in text
     assert events(tmp_path, 0)[-1]["event"] == "stopped"
     wait_until_group_is_gone(process.pid)
@@ -49,43 +58,24 @@ def test_lost_node_of_two_torchrun_agents_is_recovered_from_its_peer(
     run_training([*job, *event_flags(alone)], 2, log_dir=alone).check()
     flags = [
         *(*job, *event_flags(tmp_path), "--moe-ft-strategy", "dense"),
-        *(
-            "--moe-ft-memory-dir",
-            str(memory_dir),
-            "--moe-ft-inject-fault",
-            "lose-node:1@4:backward",
-        ),
+        *("--moe-ft-memory-dir", str(memory_dir)),
+        *("--moe-ft-inject-fault", "lose-node:1@4:backward"),
     ]
-    endpoint = f"127.0.0.1:{free_port()}"
-    agents = []
-    for node in ("node0", "node1"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-        command += ["--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
-        command += [
-            "--rdzv-endpoint",
-            endpoint,
-            "--rdzv-id",
-            "two_agents",
-            "--local-addr",
-            "127.0.0.1",
-        ]
-        environment = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "MOE_FT_NODE_ID": node,
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
-        with (tmp_path / f"{node}.log").open("w") as output:
-            agents.append(
-                subprocess.Popen(
-                    [*command, "pretrain_gpt_moe.py", *flags],
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-            )
+    options = [
+        *("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
+        *("--rdzv-id", "two_agents", "--local-addr", "127.0.0.1"),
+    ]
+    agents = [
+        start_torchrun(
+            options,
+            flags,
+            tmp_path / f"{node}.log",
+            MOE_FT_NODE_ID=node,
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        )
+        for node in ("node0", "node1")
+    ]
     try:
         codes = [agent.wait(timeout=240) for agent in agents]
     finally:
@@ -94,7 +84,7 @@ def test_lost_node_of_two_torchrun_agents_is_recovered_from_its_peer(
                 os.killpg(agent.pid, signal.SIGKILL)
     assert codes == [0, 0], (tmp_path / "node0.log").read_text()[-3000:]
     one, other = (events(tmp_path, rank, "recovery")[-1] for rank in range(2))
-    # The agents may have changed places since.
+    # The agents may have swapped their ranks since.
     assert sorted([*one["sources"], *other["sources"]]) == ["memory", "peer"]
     assert one["restored_iteration"] == other["restored_iteration"] in range(1, 5)
     assert digests(tmp_path, 2) == digests(alone, 2)

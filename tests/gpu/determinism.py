@@ -1,4 +1,4 @@
-"""What deterministic runs on a GPU need."""
+"""Environment of deterministic runs on a GPU."""
 
 import os
 

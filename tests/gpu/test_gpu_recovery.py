@@ -21,7 +21,7 @@ pytestmark = [
         ("dense",),
         ("partial", "--moe-ft-k-snapshot", "4"),
         ("sparse", "--moe-ft-window", "2"),
-        # Packed by kernels, in more chunks than are in flight at once.
+        # Kernels pack it in more chunks than are in flight at once.
         ("dense", "--moe-ft-staging-bytes", "1MiB"),
         ("sparse", "--moe-ft-window", "2", "--moe-ft-state-dtype", "master=split"),
     ],
@@ -30,7 +30,7 @@ pytestmark = [
 def test_run_that_is_killed_on_a_gpu_ends_in_the_state_of_one_that_was_not(
     dataset_flags: list[str], tmp_path: Path, memory_dir: Path, strategy: tuple[str, ...]
 ) -> None:
-    # With all four experts in each snapshot `partial` is exact too, and goes through the pool.
+    # With all four experts in each snapshot, `partial` is exact too and uses the pool.
     env = deterministic_environment()
     job = [
         *model_flags(

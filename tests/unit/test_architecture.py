@@ -3,11 +3,11 @@
 import ast
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from functools import cache
 
-import pytest
+from tests.unit.source import ROOT, check_rule, module_name, product_files, tree_of
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 BASE = (
     "errors",
     "config",
@@ -43,81 +43,98 @@ PURE = (
     *(f"moe_ft.{name}" for name in BASE),
 )
 NO_MEGATRON_TRAINING = ("moe_ft", "kernels")
+MAY_COMMUNICATE = (
+    "megatron.fault_tolerance",
+    "moe_ft.engine",
+    "moe_ft.recovery",
+    "moe_ft.elastic",
+    "pretrain_gpt_moe",
+)
+INTERFACE = "moe_ft.strategies.interface"
 
 
-def source_files() -> list[Path]:
-    folders = [ROOT / "moe_ft", ROOT / "megatron", ROOT / "kernels"]
-    found = [path for folder in folders for path in folder.rglob("*.py")]
-    return [*found, ROOT / "pretrain_gpt_moe.py"]
+def is_in(module: str, *packages: str) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in packages)
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def layer_of(module: str) -> str | None:
+    """Return the most specific layer that a module belongs to."""
+    return max((name for name in LAYERS if is_in(module, name)), key=len, default=None)
 
 
-def layer_of(module: str) -> tuple[str, int] | None:
-    """Return the longest layer name that a module belongs to, and its number."""
-    names = [name for name in LAYERS if module == name or module.startswith(name + ".")]
-    return max(
-        ((name, LAYERS[name]) for name in names), key=lambda found: len(found[0]), default=None
-    )
+@cache
+def imports() -> dict[str, frozenset[str]]:
+    """Return what each module of the product imports: modules, and names in them."""
+    return {module_name(path): frozenset(_imports(path)) for path in product_files()}
 
 
-def imports(path: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def _imports(path: str) -> Iterator[str]:
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", source_files(), ids=module_name)
-def test_imports_go_down_the_layers(path: Path) -> None:
-    own = layer_of(module_name(path))
-    if module_name(path) == "moe_ft":
-        assert not imports(path)
-        return
-    assert own is not None, f"{path} belongs to no layer of docs/architecture.md"
-    for imported in imports(path):
-        other = layer_of(imported)
-        if other is None or other[0] == own[0]:
-            continue
-        both_base = own[1] == other[1] == LAYERS["moe_ft.errors"]
-        assert other[1] < own[1] or both_base, f"{module_name(path)} must not import {imported}"
-
-
-@pytest.mark.parametrize("path", source_files(), ids=module_name)
-def test_moe_ft_does_not_import_the_training_loop(path: Path) -> None:
-    if module_name(path).startswith(NO_MEGATRON_TRAINING):
-        assert not [name for name in imports(path) if name.startswith("megatron.training")]
-
-
-@pytest.mark.parametrize("path", source_files(), ids=module_name)
-def test_only_layers_that_may_communicate_import_torch_distributed(path: Path) -> None:
-    may = ("megatron.", "moe_ft.engine", "moe_ft.recovery", "moe_ft.elastic", "pretrain_gpt_moe")
-    if not module_name(path).startswith(may):
-        assert not [name for name in imports(path) if name.startswith("torch.distributed")]
-
-
-def test_pure_layers_run_without_torch() -> None:
-    names = [
-        module_name(path)
-        for path in source_files()
-        if any(
-            module_name(path) == pure or module_name(path).startswith(pure + ".") for pure in PURE
-        )
+def importers(modules: Iterator[str], *imported: str) -> list[str]:
+    """Return which of the modules import something of these packages, and what."""
+    return [
+        f"{module} imports {name}"
+        for module in modules
+        for name in imports()[module]
+        if is_in(name, *imported)
     ]
-    blocked = "sys.modules.update(dict.fromkeys(('torch', 'megatron.core', 'megatron.training')))"
+
+
+def may_import(own: str, other: str) -> bool:
+    both_base = LAYERS[own] == LAYERS[other] == LAYERS["moe_ft.errors"]
+    return own == other or LAYERS[other] < LAYERS[own] or both_base
+
+
+def test_every_file_belongs_to_a_layer() -> None:
+    lost = {module for module in imports() if layer_of(module) is None}
+    assert lost == {"moe_ft"}, "give each of these a layer in LAYERS and docs/architecture.md"
+    assert not imports()["moe_ft"], "moe_ft/__init__.py imports nothing: everything imports it"
+
+
+def test_imports_go_down_the_layers() -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module, names in imports().items()
+        for imported in names
+        if (own := layer_of(module)) and (other := layer_of(imported))
+        if not may_import(own, other)
+    ]
+    check_rule("layers", wrong, "imports go down the layers of docs/architecture.md only")
+
+
+def test_interface_of_strategies_imports_no_implementation() -> None:
+    wrong = importers(iter([INTERFACE]), "moe_ft.strategies")
+    check_rule("interface", wrong, "the interface of strategies knows none of them")
+
+
+def test_moe_ft_does_not_import_the_training_loop() -> None:
+    modules = (module for module in imports() if is_in(module, *NO_MEGATRON_TRAINING))
+    wrong = importers(modules, "megatron.training", "megatron.fault_tolerance")
+    check_rule("training", wrong, "only megatron/fault_tolerance/ touches megatron.training")
+
+
+def test_only_layers_that_may_communicate_import_torch_distributed() -> None:
+    modules = (module for module in imports() if not is_in(module, *MAY_COMMUNICATE))
+    wrong = importers(modules, "torch.distributed")
+    check_rule("communication", wrong, f"only {', '.join(MAY_COMMUNICATE)} use torch.distributed")
+
+
+def test_pure_layers_run_without_torch_and_megatron() -> None:
+    names = [module for module in imports() if is_in(module, *PURE)]
+    blocked = "sys.modules.update(dict.fromkeys(('torch', 'megatron', 'triton')))"
     code = f"import importlib, sys; {blocked}; [importlib.import_module(n) for n in {names}]"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, f"{', '.join(PURE)} are pure Python:\n{done.stderr}"
 
 
 def test_the_megatron_namespace_is_shared() -> None:
-    assert not (ROOT / "megatron" / "__init__.py").exists()
-    assert [path.name for path in (ROOT / "megatron").iterdir() if path.name[0] not in "._"] == [
-        "fault_tolerance"
-    ]
+    ours = [path.name for path in (ROOT / "megatron").iterdir() if path.name[0] not in "._"]
+    assert ours == ["fault_tolerance"], "megatron-core owns every other name in this namespace"
+    assert not (ROOT / "megatron" / "__init__.py").exists(), "it would hide megatron-core"

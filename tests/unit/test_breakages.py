@@ -1,4 +1,4 @@
-"""Breakages of recovery still find what they break; that tests notice them is shown by `make test-power`."""
+"""Breakages of recovery still find their targets; `make test-power` shows that tests notice them."""
 
 import os
 

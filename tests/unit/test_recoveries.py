@@ -1,4 +1,4 @@
-"""What tests of recoveries expect is worked out by rules of their own; these are the rules."""
+"""The rules by which tests of recoveries derive what they expect."""
 
 from tests.recoveries import Expected, Held, newest
 

@@ -1,4 +1,4 @@
-"""Command line: stock Megatron's flags, the --moe-ft-* flags generated from moe_ft.config.config, --text-dir.
+"""Command line: stock Megatron's flags, the --moe-ft-* flags of moe_ft/config/flags.py, --text-dir.
 
 validation.py checks how the flags fit together.
 """
@@ -9,8 +9,8 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import NoReturn
 
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.transformer.enums import AttnBackend
@@ -30,10 +30,12 @@ from megatron.fault_tolerance.program.validation import (
     check_state_dtype,
     settings_without_effect,
 )
+from moe_ft.config import flags
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
-from moe_ft.recovery.preflight import say
+from moe_ft.recovery.site import say
+from moe_ft.strategies import registry
+from moe_ft.strategies.interface import ModelFacts
 
 # Features of stock Megatron that need a GPU, turned off without one.
 _CPU_DEFAULTS = {
@@ -78,8 +80,8 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     check_arguments(args)
     untested = _untested(args, parser)
     config.validate(args.world_size)
-    if config.strategy.strategy == "partial":
-        config.partial.check_experts(args.num_experts or 0)
+    model = ModelFacts(num_experts=args.num_experts or 0)
+    registry.check(config, model)
     if config.strategy.is_on:  # known only here, and needed only then
         check_state_dtype(args, config.precision)
         config.memory.resolve_job_id(os.environ)
@@ -93,8 +95,7 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
         check_splits(args)
     check_refusals(args)  # Megatron's validation may have changed them
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
-    if config.strategy.strategy == "sparse":
-        config.sparse.check_length(iterations)
+    registry.check(config, replace(model, num_iterations=iterations))
     void = settings_without_effect(args, command_line)
     warnings = [*untested, *config.warnings(iterations or None), *void]
     for line in warnings if args.rank == 0 else ():
@@ -115,8 +116,8 @@ def _parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
 
 def _untested(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
     """Return a line that names the untested flags of the command line, or no line."""
-    flags = untested_flags(args, parser)
-    return [f"no test of moe_ft runs with {', '.join(flags)}"] if flags else []
+    found = untested_flags(args, parser)
+    return [f"no test of moe_ft runs with {', '.join(found)}"] if found else []
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -128,11 +129,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="train on the text files in a directory: they are tokenized once (bytes, or the "
         "Hugging Face tokenizer of --tokenizer-model) and cached under --data-cache-path",
     )
-    for part in fields(MoeFtConfig):
-        part_type: Any = part.type
-        group = parser.add_argument_group(f"moe_ft: {(part_type.__doc__ or '').strip()}")
-        for setting in fields(part_type):
-            _add_flag(group, setting)
+    parts = flags.part_types(registry.option_types()).values()
+    flags.add_flags(parser, parts, {"strategy": registry.names()})
     # Megatron has no default, and divides by the value even without evaluation.
     parser.set_defaults(eval_interval=1000)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -147,33 +145,9 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"{message}. The flags are listed by --help.")
 
 
-def _add_flag(group: Any, setting: Any) -> None:
-    metadata = dict(setting.metadata)
-    options = {"dest": f"moe_ft_{setting.name}", "help": metadata.pop("help").replace("%", "%%")}
-    if isinstance(setting.default, bool):
-        group.add_argument(flag_of(setting.name), action="store_true", **options)
-    elif isinstance(setting.default, tuple):
-        group.add_argument(
-            flag_of(setting.name), action="append", default=[], **options, **metadata
-        )
-    else:
-        kind = str if setting.default is None else type(setting.default)
-        group.add_argument(
-            flag_of(setting.name), type=kind, default=setting.default, **options, **metadata
-        )
-
-
 def config_from_arguments(args: argparse.Namespace) -> MoeFtConfig:
     """Collect the --moe-ft-* values of a parsed command line."""
-    parts = {}
-    for part in fields(MoeFtConfig):
-        part_type: Any = part.type
-        values = {}
-        for setting in fields(part_type):
-            value = getattr(args, f"moe_ft_{setting.name}")
-            values[setting.name] = tuple(value) if isinstance(value, list) else value
-        parts[part.name] = part_type(**values)
-    return MoeFtConfig(**parts)
+    return flags.config_from(args, registry.option_types())
 
 
 def _tokenizer_flags(args: argparse.Namespace) -> list[str]:

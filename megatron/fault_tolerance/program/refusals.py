@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.errors import ConfigError
+from moe_ft.strategies.interface import StrategyKind
+from moe_ft.strategies.registry import kind_of, kinds
 
-Strategies = tuple[str, ...]
-ALL: Strategies = ("dense", "partial", "sparse")
+Strategies = Callable[[StrategyKind], bool]
 
 _NO_UNITS = "its state cannot be divided into units"
 _IGNORED = "pretrain_gpt_moe.py would ignore it"
@@ -29,8 +30,9 @@ class Refusal:
     Attributes:
         dest: the flag, as argparse calls it.
         flag: as messages name it.
+        remedy: {others} in it stands for the strategies with which the flag is accepted.
         is_used: says whether parsed arguments use it.
-        strategies: with which it is refused; empty for always.
+        strategies: with which it is refused; None for always, also without a strategy.
         covers_flag: whether any use of the flag is refused, not only some values or combinations.
     """
 
@@ -39,11 +41,13 @@ class Refusal:
     reason: str
     remedy: str
     is_used: Callable[[Any], bool]
-    strategies: Strategies = ()
+    strategies: Strategies | None = None
     covers_flag: bool = True
 
 
-def _flag(dest: str, reason: str, remedy: str = _LEAVE, strategies: Strategies = ()) -> Refusal:
+def _flag(
+    dest: str, reason: str, remedy: str = _LEAVE, strategies: Strategies | None = None
+) -> Refusal:
     """Return a rule that refuses a flag whose default is false or None."""
     return Refusal(
         dest=dest,
@@ -62,7 +66,7 @@ def _values(
     reason: str,
     remedy: str = _LEAVE,
     *,
-    strategies: Strategies = (),
+    strategies: Strategies | None = None,
     covers_flag: bool = False,
 ) -> Refusal:
     """Return a rule that refuses some values of a flag."""
@@ -85,6 +89,18 @@ def _shards_experts(args: Any) -> bool:
     default = args.tensor_model_parallel_size
     size = default if args.expert_tensor_parallel_size is None else args.expert_tensor_parallel_size
     return bool((args.expert_tensor_parallel_num_weight_shards or 0) > size)
+
+
+def _any(kind: StrategyKind) -> bool:
+    return True
+
+
+def _loses_tokens(kind: StrategyKind) -> bool:
+    return not kind.is_exact
+
+
+def _replays(kind: StrategyKind) -> bool:
+    return kind.replays
 
 
 def _has_graphs(args: Any) -> bool:
@@ -135,13 +151,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "fp8_param_gather",
         "parameters kept in FP8 cannot be restored bit for bit yet",
         "Leave it out; FP8 compute with bf16 parameters does not need it",
-        ALL,
+        _any,
     ),
     _flag(
         "fp4_param_gather",
         "parameters kept in FP4 cannot be restored bit for bit yet",
         "Leave it out; FP4 compute with bf16 parameters does not need it",
-        ALL,
+        _any,
     ),
     _flag("moe_single_grouped_weight", _NO_UNITS, _OWN_PARAMETERS),
     _flag("moe_single_grouped_bias", _NO_UNITS, _OWN_PARAMETERS),
@@ -152,7 +168,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _shards_weights,
         _SHARDED_WEIGHTS,
         "Leave it out, or raise --tensor-model-parallel-size instead",
-        strategies=ALL,
+        strategies=_any,
         covers_flag=True,
     ),
     _values(
@@ -161,13 +177,13 @@ REFUSALS: tuple[Refusal, ...] = (
         _shards_experts,
         _SHARDED_WEIGHTS,
         "Leave it out, or raise --expert-tensor-parallel-size instead",
-        strategies=ALL,
+        strategies=_any,
         covers_flag=True,
     ),
     _flag(
         "fake_process_group",
         "its ranks exchange nothing, so they cannot agree on a checkpoint",
-        strategies=ALL,
+        strategies=_any,
     ),
     # Features that some strategies cannot support.
     _values(
@@ -176,7 +192,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _has_graphs,
         "replayed graphs run no hooks, so the tokens that a failure loses could not be counted",
         "Use --cuda-graph-impl none",
-        strategies=("partial",),
+        strategies=_loses_tokens,
     ),
     _values(
         "cuda_graph_impl",
@@ -185,15 +201,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "replayed graphs run no hooks, and compute the gradients that they were captured with, frozen "
         "units or not",
         "Use --cuda-graph-impl none",
-        strategies=("sparse",),
+        strategies=_replays,
     ),
     _values(
         "qk_clip",
         "--qk-clip",
         lambda args: args.qk_clip,
         "it changes weights after the optimizer step, which a recovery runs again without it",
-        "Leave it out, or use dense",
-        strategies=("sparse",),
+        "Leave it out, or use {others}",
+        strategies=_replays,
     ),
     _values(
         "phase_transition_iterations",
@@ -201,8 +217,8 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: bool(args.phase_transition_iterations),
         "Megatron reads a phase's data from where training continues, and a recovery runs iterations before "
         "that again",
-        "Use --moe-ft-strategy dense or partial",
-        strategies=("sparse",),
+        "Use --moe-ft-strategy {others}",
+        strategies=_replays,
     ),
     # Features that a training program must implement, and this one does not.
     _flag("sft", _IGNORED),
@@ -214,7 +230,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "inprocess_restart",
         _IGNORED,
         "Leave it out: let torchrun restart the ranks (--max-restarts), and recover from memory with "
-        "--moe-ft-strategy dense, partial or sparse",
+        "--moe-ft-strategy {others}",
     ),
     _flag(
         "logits_load_dir",
@@ -278,15 +294,23 @@ def check_refusals(args: argparse.Namespace) -> None:
         args: Megatron's arguments. Its validation may add to them (older flags, arguments of a checkpoint).
     """
     strategy = args.moe_ft_strategy
+    kind = kind_of(strategy)
     for rule in REFUSALS:
-        if rule.strategies and strategy not in rule.strategies:
+        if rule.strategies is not None and (kind is None or not rule.strategies(kind)):
             continue
         if not hasattr(args, rule.dest):  # --moe-ft-allow-untested-megatron
             continue
         if rule.is_used(args):
             where = f" with --moe-ft-strategy={strategy}" if rule.strategies else ""
             given = _as_given(rule, getattr(args, rule.dest, None))
-            raise ConfigError(f"{given} is not supported{where}: {rule.reason}. {rule.remedy}.")
+            remedy = rule.remedy.format(others=_others(rule))
+            raise ConfigError(f"{given} is not supported{where}: {rule.reason}. {remedy}.")
+
+
+def _others(rule: Refusal) -> str:
+    """Return the strategies with which a rule accepts a flag, in words."""
+    names = [kind.name for kind in kinds() if rule.strategies is None or not rule.strategies(kind)]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _as_given(rule: Refusal, value: Any) -> str:

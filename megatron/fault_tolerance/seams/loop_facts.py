@@ -20,8 +20,8 @@ from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.program.planned_samples import planned_samples
 from megatron.fault_tolerance.program.run_settings import fingerprint, replay_settings
 from moe_ft.format.records import IterationRecord
-from moe_ft.recovery.assembly import ExpertFacts
-from moe_ft.recovery.job import JobFacts
+from moe_ft.planning.experts import ExpertFacts
+from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.parameters import GroupPlace, StatePlaces
 from moe_ft.state.record import IterationFacts
 
@@ -51,7 +51,8 @@ def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
         replay_settings=replay_settings(args),
         experts=ExpertFacts(
             num_experts=args.num_experts or 0,
-            ep=_place(groups.ep),
+            ep_rank=groups.ep.rank(),
+            ep_size=groups.ep.size(),
             tokens_per_sample=args.seq_length * args.moe_router_topk,
             planned_samples=num_planned,
             samples_per_iteration=num_planned // max(1, args.train_iters or 0),

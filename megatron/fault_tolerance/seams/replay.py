@@ -18,7 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import IterationRecord
-from moe_ft.recovery.conversion import Conversion
+from moe_ft.recovery.replay import Conversion
 from moe_ft.state.freezing import Freezing
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.record import apply_rng

@@ -6,7 +6,8 @@ seams/resumption.py; when the engine acts on a state is state_seam.py.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron.training import get_args
@@ -20,7 +21,6 @@ from megatron.fault_tolerance.seams.listeners import (
 )
 from megatron.fault_tolerance.seams.replay import LoopParts, Replay
 from megatron.fault_tolerance.seams.resumption import Resumption
-from megatron.fault_tolerance.watch import failure_causes
 from megatron.fault_tolerance.watch.faults import Faults, Node
 from megatron.fault_tolerance.watch.routers import Routers
 from megatron.fault_tolerance.watch.scalars import Scalars
@@ -29,11 +29,13 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import Report
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
-from moe_ft.recovery.attempts import describe
-from moe_ft.recovery.job import Recovery
-from moe_ft.recovery.job_loss import JobLoss
-from moe_ft.recovery.session import Session
+from moe_ft.recovery.failure_causes import is_not_finite
+from moe_ft.recovery.outcome import Outcome
+from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.site import Site
+from moe_ft.recovery.start import start
 from moe_ft.state.record import IterationFacts
+from moe_ft.strategies.interface import JobLoss
 
 
 class Checkpoints(LoopListener):
@@ -55,11 +57,11 @@ class Checkpoints(LoopListener):
         self._log, self._scalars = event_log, scalars
         self._faults, self._routers = faults, routers
         self._began_with = ""
-        self._session: Session | None = None
-        self._recovery: Recovery | None = None  # once it has succeeded and the engine runs
+        self._running: Checkpointing | None = None
         self._resumption: Resumption | None = None
         self._seam: StateSeam | None = None
         self._has_ended = False
+        self._may_lose_memory = False
 
     def before_setup(self) -> None:
         """Note how the run began, before --load changes --finetune."""
@@ -76,15 +78,20 @@ class Checkpoints(LoopListener):
             return
         args = get_args()
         facts = loop_facts.job_facts(args, self._began_with)
-        session = Session(self._config, facts, built, self._enter_background)
-        self._session = session
-        self._faults.set_node(lambda: _node_of(session))
-        recovery = self._recovery = session.open()
-        if recovery.record is not None:
+        running = start(
+            self._config,
+            facts,
+            built,
+            self._enter_background,
+            lambda site: self._faults.set_node(lambda: _node_of(site)),
+        )
+        self._running = running
+        if running.outcome.record is not None:
             replay = None
-            if recovery.conversion is not None:
-                replay = Replay(recovery.conversion, session.parameters, args, self._note_replayed)
-            self._resumption = Resumption(args, recovery.record, replay)
+            if running.replay is not None:
+                parameters = running.met.live.parameters
+                replay = Replay(running.replay, parameters, args, self._note_replayed)
+            self._resumption = Resumption(args, running.outcome.record, replay)
             self._loop.iteration = args.iteration
         self._seam = StateSeam(self._loop, self._act, self._routers.counts)
 
@@ -108,19 +115,21 @@ class Checkpoints(LoopListener):
         """
         if self._resumption is None or not self._resumption.is_replay_due:
             return
-        assert self._recovery is not None
         loop, start_s = self._loop, time.perf_counter()
         loop.is_replaying, loop.phase = True, Phase.REPLAY
         num_replayed = self._resumption.replay(forward_backward)
         loop.is_replaying, loop.phase = False, Phase.SETUP
         loop.iteration = get_args().iteration
-        self._recovery.phases_s["replay"] = time.perf_counter() - start_s
-        self._write_recovery(num_replayed)
+        self._write_recovery(num_replayed, {"replay": time.perf_counter() - start_s})
 
-    def _write_recovery(self, num_replayed: int) -> None:
-        assert self._recovery is not None
-        iteration, loss = self._recovery.iteration, self._recovery.loss
-        self._log.write("recovery", iteration, **_recovery_fields(self._recovery, num_replayed))
+    def _write_recovery(
+        self, num_replayed: int, phases_s: Mapping[str, float] | None = None
+    ) -> None:
+        assert self._running is not None
+        outcome = self._running.outcome
+        iteration, loss = outcome.iteration, outcome.loss
+        outcome = replace(outcome, phases_s={**outcome.phases_s, **(phases_s or {})})
+        self._log.write("recovery", iteration, **_recovery_fields(outcome, num_replayed))
         if loss is not None:
             numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
             self._scalars.write(numbers, iteration=iteration)
@@ -147,10 +156,10 @@ class Checkpoints(LoopListener):
     def before_step(self) -> None:
         """Wait until no copy reads weights any more, and count the tokens of the experts."""
         if self._seam is not None:
-            assert self._session is not None
-            layers = self._session.counted_layers
+            assert self._running is not None
+            layers = self._running.counted_layers
             tokens = self._routers.popularity(layers, get_args().num_experts)
-            self._session.engine.before_step(tokens)
+            self._running.engine.before_step(tokens)
 
     def end_iteration(self, ended: EndedIteration) -> None:
         """Take the record of the new state, and start the snapshots that are due."""
@@ -158,17 +167,17 @@ class Checkpoints(LoopListener):
             self._seam.end_iteration(ended)
 
     def _act(self, facts: IterationFacts, iteration_s: float) -> float:
-        assert self._session is not None
-        session = self._session
-        return session.engine.end_iteration(
-            facts.iteration, iteration_s, lambda: session.capture(facts)
+        assert self._running is not None
+        running = self._running
+        return running.engine.end_iteration(
+            facts.iteration, iteration_s, lambda: running.capture(facts)
         )
 
     def after_iteration(self, ended: EndedIteration) -> None:
         """Write what the threads of the engine have reported."""
         if self._seam is not None:
-            assert self._session is not None
-            self._session.engine.drain(self._write_report)
+            assert self._running is not None
+            self._running.engine.drain(self._write_report)
 
     def _write_report(self, report: Report) -> None:
         self._log.write(report.event, report.iteration, **report.fields)
@@ -186,14 +195,13 @@ class Checkpoints(LoopListener):
             self._resumption.restore_rng()  # nothing was left to train
         # An exit in the middle of an iteration leaves half of it in the buffers: that is no state.
         if self._seam is not None and not loop.is_in_iteration:
-            assert self._session is not None
+            assert self._running is not None
             self._seam.pass_postponed()
-            loop.is_saved = self._session.finish(
-                loop.iteration,
-                self._seam.last_facts(),
-                self._write_report,
-                is_complete=loop.iteration >= get_args().train_iters,
-            )
+            facts = self._seam.last_facts()
+            ending = self._running.finish(loop.iteration, facts, self._write_report)
+            loop.is_saved = ending.is_saved
+            is_complete = loop.iteration >= get_args().train_iters
+            self._may_lose_memory = ending.may_lose_memory(is_complete=is_complete)
 
     def end(self, reason: str, exit_code: int) -> None:
         """Note whether the job is over: if it is to be started again, it finds its memory."""
@@ -201,31 +209,25 @@ class Checkpoints(LoopListener):
 
     def failed(self, error: Exception) -> None:
         """Remember a failure that speaks against the state that this start has recovered."""
-        if self._session is None or not failure_causes.speaks_against_state(error):
-            return
-        is_recovering = self._recovery is None or self._loop.is_replaying
-        is_not_finite = failure_causes.is_not_finite(error)
-        if is_recovering or is_not_finite:
-            is_setup = self._loop.phase is Phase.SETUP
-            where = "recovery" if is_setup else f"iteration {self._loop.iteration}"
-            # Megatron's words name the rank and the node, which may be others the next time.
-            what = "a result that is not finite" if is_not_finite else describe(error)
-            self._session.note_failure(f"{where}: {what}")
+        loop = self._loop
+        if self._running is not None and (loop.is_replaying or is_not_finite(error)):
+            is_setup = loop.phase is Phase.SETUP
+            where = "recovery" if is_setup else f"iteration {loop.iteration}"
+            self._running.note_failure(where, error)
 
     def close(self) -> None:
         """End checkpointing, if it has started."""
-        if self._recovery is not None:
-            assert self._session is not None
-            self._session.close(is_clean=self._has_ended)
+        if self._running is not None:
+            self._running.close(removes_memory=self._has_ended and self._may_lose_memory)
 
 
-def _node_of(session: Session) -> Node:
-    topology = session.topology
-    node = next(info.node for info in topology.ranks if info.pid == os.getpid())
-    return Node(pids=tuple(info.pid for info in topology.on_node(node)), directory=session.node_dir)
+def _node_of(site: Site) -> Node:
+    node = next(info.node for info in site.topology.ranks if info.pid == os.getpid())
+    pids = tuple(info.pid for info in site.topology.on_node(node))
+    return Node(pids=pids, directory=site.node_dir)
 
 
-def _recovery_fields(recovery: Recovery, num_replayed: int) -> dict[str, Any]:
+def _recovery_fields(recovery: Outcome, num_replayed: int) -> dict[str, Any]:
     """Return the fields of the event "recovery", after the given number of replayed iterations."""
     return {
         "scope": "global",
@@ -234,26 +236,10 @@ def _recovery_fields(recovery: Recovery, num_replayed: int) -> dict[str, Any]:
         "replayed_iterations": num_replayed,
         "start": recovery.start,
         "writer": recovery.writer,
-        **_loss_fields(recovery.loss),
+        **(recovery.loss or JobLoss()).fields(),
         "sources": {tier.value: count for tier, count in recovery.sources.items()},
-        "phases_s": recovery.phases_s,
+        "phases_s": dict(recovery.phases_s),
         "deterministic": recovery.is_deterministic,
         "lossy": dict(recovery.lossy),
-        "problems": recovery.problems,
-    }
-
-
-def _loss_fields(loss: JobLoss | None) -> dict[str, Any]:
-    """Return the fields on lost tokens; nothing is lost without a lossy strategy."""
-    if loss is None:
-        return {"lost_tokens": 0, "plt": 0.0}
-    return {
-        "lost_tokens": loss.lost_tokens,
-        "plt": loss.plt,
-        "repeated_tokens": loss.repeated_tokens,
-        "total_lost_tokens": loss.total_lost_tokens,
-        "total_plt": loss.total_plt,
-        "lost_per_expert": {layer: list(counts) for layer, counts in loss.per_expert.items()},
-        "k_snapshot": loss.k_snapshot,
-        "k_persist": loss.k_persist,
+        "problems": list(recovery.problems),
     }

@@ -11,6 +11,8 @@ from megatron.fault_tolerance.seams.listeners import Built, EndedIteration, Loop
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.events import EventLog
 from moe_ft.state.router_load import RouterLoad, table
+from moe_ft.strategies.interface import Counting
+from moe_ft.strategies.registry import kind_of
 
 
 class Routers(LoopListener):
@@ -22,7 +24,9 @@ class Routers(LoopListener):
     def __init__(self, config: MoeFtConfig, event_log: EventLog) -> None:
         self._is_logged, self._log = config.observability.router_log, event_log
         self._is_read_by_strategy = config.strategy.is_on
-        self._wants_probabilities = config.strategy.strategy == "sparse" and config.sparse.is_soft
+        kind = kind_of(config.strategy.strategy)
+        counting = Counting.NOTHING if kind is None else kind.counting(config)
+        self._wants_probabilities = counting is Counting.PROBABILITIES
         self._load = RouterLoad()
 
     def after_setup(self, built: Built) -> None:

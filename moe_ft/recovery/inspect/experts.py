@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from moe_ft.format.files import FROZEN, Index
+from moe_ft.format.entries import FROZEN
+from moe_ft.format.index import Index
 from moe_ft.format.records import ExpertProgress
 from moe_ft.planning.lost_tokens import num_lost
 from moe_ft.units import UnitKind, parse_unit

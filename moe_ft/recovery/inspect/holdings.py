@@ -16,15 +16,11 @@ from moe_ft.engine.patience import PATIENCE_S
 from moe_ft.engine.regions import INDEX_NAME
 from moe_ft.engine.storage import Storage, iteration_directory
 from moe_ft.errors import ConfigError
-from moe_ft.format.files import (
-    MANIFEST_NAME,
-    Identity,
-    Index,
-    Manifest,
-    Start,
-    decode,
-    lossy_packings,
-)
+from moe_ft.format.encoding import decode
+from moe_ft.format.entries import lossy_packings
+from moe_ft.format.identity import Identity, Start
+from moe_ft.format.index import Index
+from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from moe_ft.format.packings import Packing
 from moe_ft.planning.branches import known_names, order_starts
 from moe_ft.recovery.inspect.experts import render_experts, summarize_experts

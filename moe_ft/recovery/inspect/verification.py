@@ -11,12 +11,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from moe_ft.engine.checks import check_places, check_units
 from moe_ft.engine.finite import check_is_finite
 from moe_ft.engine.soundness import check_references, check_region, read_file
 from moe_ft.engine.storage import Storage
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Index, Manifest, decode
+from moe_ft.format.contents import check_places, check_units
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
+from moe_ft.format.manifest import Manifest
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings
 
 

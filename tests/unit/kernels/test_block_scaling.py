@@ -33,7 +33,7 @@ def test_error_is_at_most_half_a_step_of_the_format_in_its_block(
         (count,),
         (num_blocks(count),),
     )
-    found = widen_blocks(rounded, scales, of).double()
+    found = widen_blocks(rounded, scales).double()
     of_block = scales.double().repeat_interleave(BLOCK)[:count]
     # Normal numbers of the format: half of the last place; below, half of its smallest step.
     step = 2.0 ** (1 - of.bias - of.mantissa_bits) * of_block
@@ -45,7 +45,7 @@ def test_error_is_at_most_half_a_step_of_the_format_in_its_block(
 def test_largest_of_a_block_is_the_largest_of_the_format(of: NumberFormat) -> None:
     values = numbers(1000)
     rounded, _ = round_to_blocks(values, of, ScaleKind.FP32)
-    wide = widen(rounded, of).abs()
+    wide = widen(rounded).abs()
     for start in range(0, 1000, BLOCK):
         assert float(wide[start : start + BLOCK].max()) == largest(of)
 
@@ -56,7 +56,7 @@ def test_powers_of_two_are_used_as_far_as_they_go(of: NumberFormat) -> None:
     rounded, scales = round_to_blocks(values, of, ScaleKind.POWER_OF_TWO)
     mantissas, _ = torch.frexp(scales)
     assert set(mantissas.tolist()) == {0.5}
-    wide = widen(rounded, of).abs()
+    wide = widen(rounded).abs()
     for start in range(0, 1000, BLOCK):
         assert largest(of) / 2 * 0.9 <= float(wide[start : start + BLOCK].max()) <= largest(of)
 
@@ -66,7 +66,7 @@ def test_powers_of_two_are_used_as_far_as_they_go(of: NumberFormat) -> None:
 def test_block_of_zeros_stays_one(of: NumberFormat, kind: ScaleKind) -> None:
     rounded, scales = round_to_blocks(torch.zeros(200), of, kind)
     assert scales.tolist() == [1.0, 1.0]
-    assert not widen_blocks(rounded, scales, of).any()
+    assert not widen_blocks(rounded, scales).any()
 
 
 @KINDS
@@ -75,7 +75,7 @@ def test_what_is_not_finite_stays_so_and_spoils_no_other_number(kind: ScaleKind)
     spoiled = values.clone()
     spoiled[3], spoiled[5], spoiled[7] = torch.nan, torch.inf, -torch.inf
     for of in (E4M3, E5M2):
-        found = widen_blocks(*round_to_blocks(spoiled, of, kind), of)
+        found = widen_blocks(*round_to_blocks(spoiled, of, kind))
         assert torch.isnan(found[3])
         for place, sign in ((5, 1), (7, -1)):
             expected = torch.isnan(found[place]) if of is E4M3 else found[place] == sign * torch.inf
@@ -91,19 +91,19 @@ def test_smallest_and_largest_numbers_of_fp32_have_a_scale(kind: ScaleKind) -> N
         values = torch.full((BLOCK,), value)
         rounded, scales = round_to_blocks(values, E4M3, kind)
         assert torch.isfinite(scales).all() and (scales > 0).all()
-        assert torch.isfinite(widen_blocks(rounded, scales, E4M3)).all()
+        assert torch.isfinite(widen_blocks(rounded, scales)).all()
 
 
 @EACH
 @KINDS
 def test_rounding_again_changes_nothing(of: NumberFormat, kind: ScaleKind) -> None:
     values = numbers(1000)
-    once = widen_blocks(*round_to_blocks(values, of, ScaleKind.POWER_OF_TWO), of)
-    twice = widen_blocks(*round_to_blocks(once, of, ScaleKind.POWER_OF_TWO), of)
+    once = widen_blocks(*round_to_blocks(values, of, ScaleKind.POWER_OF_TWO))
+    twice = widen_blocks(*round_to_blocks(once, of, ScaleKind.POWER_OF_TWO))
     assert torch.equal(once, twice)
 
 
 def test_no_numbers_have_no_blocks() -> None:
     rounded, scales = round_to_blocks(torch.zeros(0), E4M3, ScaleKind.FP32)
     assert (rounded.numel(), scales.numel()) == (0, 0)
-    assert widen_blocks(rounded, scales, E4M3).numel() == 0
+    assert widen_blocks(rounded, scales).numel() == 0

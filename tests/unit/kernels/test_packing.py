@@ -1,15 +1,12 @@
-"""What is packed lies where it should, in the right format, and comes back; buffers have checksums."""
+"""What is packed lies where it should, in the right format, and comes back."""
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kernels.block_scaling import ScaleKind, round_to_blocks
 from kernels.number_formats import BF16, E4M3, FORMAT_OF, FORMATS, FP16, NumberFormat
 from kernels.pack_table import PackTable
-from kernels.packing import Segment, buffer_checksum, sum_segment
+from kernels.packing import Segment
 from kernels.rounding import convert, round_to, widen
 from tests.unit.kernels.packs import any_numbers, empty_buffer, in_a_row, of_all_kinds, same_bits
 
@@ -39,12 +36,11 @@ def test_all_kinds_come_back_as_their_formats_keep_them(count: int) -> None:
     segments, num_bytes = in_a_row(of_all_kinds(count))
     before = [segment.tensor.clone() for segment in segments]
     buffer = empty_buffer(num_bytes)
-    packed = PackTable(segments).pack(buffer)
+    PackTable(segments).pack(buffer)
     for segment in segments:
         segment.tensor.fill_(1)
     for segment, original in zip(segments, before, strict=True):
-        unpacked = PackTable([segment]).unpack(buffer)
-        assert unpacked[0, 0] == packed[segments.index(segment), 0]
+        PackTable([segment]).unpack(buffer)
         found = segment.tensor
         if segment.weights is not None:
             is_number = ~torch.isnan(original)
@@ -86,46 +82,7 @@ def test_weights_that_are_not_of_their_masters_are_counted() -> None:
     segments, num_bytes = in_a_row(
         [Segment(tensor=torch.ones(4)), Segment(tensor=masters, weights=weights)]
     )
-    sums = PackTable(segments).pack(empty_buffer(num_bytes))
-    assert sums[:, 1].tolist() == [0, 3]
-
-
-@CPU_ONLY
-@given(count=st.integers(1, 9000), place=st.integers(0, 2**31), bit=st.integers(0, 7))
-def test_flipped_bits_in_numbers_or_scales_are_seen(count: int, place: int, bit: int) -> None:
-    segments, num_bytes = in_a_row(
-        [
-            Segment(tensor=random(count)),
-            Segment(tensor=random(count), to=E4M3, scales=ScaleKind.POWER_OF_TWO),
-        ]
-    )
-    buffer = empty_buffer(num_bytes)
-    sums = PackTable(segments).pack(buffer)
-    used = [
-        byte
-        for each in segments
-        for start, size in (
-            (each.offset, each.num_bytes),
-            (each.side_offset, each.side_bytes),
-        )
-        for byte in (start, start + size // 2, start + size - 1)
-        if size
-    ]
-    buffer[used[place % len(used)]] ^= 1 << bit
-    found = [sum_segment(each, buffer.numpy()) for each in segments]
-    expected = sums[:, 0].view(torch.uint64).tolist()
-    assert sum(a != b for a, b in zip(found, expected, strict=True)) == 1
-
-
-@CPU_ONLY
-def test_checksum_of_a_buffer_is_of_all_segments_in_their_order() -> None:
-    segments, num_bytes = in_a_row([Segment(tensor=random(100, seed)) for seed in range(3)])
-    sums = PackTable(segments).pack(empty_buffer(num_bytes))
-    whole = buffer_checksum(segments, sums)
-    assert 0 <= whole < 2**64
-    assert buffer_checksum(segments[::-1], sums.flip(0)) != whole
-    sums[1, 0] ^= 1
-    assert buffer_checksum(segments, sums) != whole
+    assert PackTable(segments).pack(empty_buffer(num_bytes)).tolist() == [0, 3]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +103,7 @@ def test_segment_that_cannot_be_packed_is_refused(segment: Segment, rule: str) -
 
 
 def test_nothing_is_packed_without_segments() -> None:
-    assert PackTable([]).pack(torch.empty(0, dtype=torch.uint8)).shape == (0, 2)
+    assert PackTable([]).pack(torch.empty(0, dtype=torch.uint8)).shape == (0,)
 
 
 @pytest.mark.parametrize("of", FORMATS.values(), ids=FORMATS)
@@ -155,13 +112,5 @@ def test_conversion_between_short_formats_is_that_by_fp32(
     of: NumberFormat, to: NumberFormat
 ) -> None:
     numbers = round_to(random(5000), of)
-    expected = numbers if of is to else round_to(widen(numbers, of), to)
+    expected = numbers if of is to else round_to(widen(numbers), to)
     assert same_bits(convert(numbers, to), expected)
-
-
-def test_sums_do_not_depend_on_how_a_host_reads_them() -> None:
-    segments, num_bytes = in_a_row([Segment(tensor=torch.arange(10_000))])
-    buffer = empty_buffer(num_bytes).cpu()
-    buffer[: segments[0].num_bytes] = torch.arange(10_000).view(torch.uint8)
-    content = np.frombuffer(bytes(buffer.numpy()), dtype=np.uint8)
-    assert sum_segment(segments[0], content) == sum_segment(segments[0], buffer.numpy())

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.bit_packing import pack_bits, unpack_bits
 from kernels.split_master import SplitMasters, join_masters, split_masters
 
 ANY_BITS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=64)
@@ -92,12 +91,11 @@ def test_weight_that_is_not_of_its_master_is_counted(master: int, weight: int) -
 
 
 @given(st.lists(st.booleans(), max_size=40))
-def test_bits_come_back_from_bytes(flags: list[bool]) -> None:
-    packed = pack_bits(torch.tensor(flags, dtype=torch.bool))
-    assert (packed.dtype, len(packed)) == (torch.uint8, -(-len(flags) // 8))
-    assert unpack_bits(packed, len(flags)).tolist() == flags
+def test_carries_are_bits_of_bytes_with_the_first_in_the_lowest_place(carries: list[bool]) -> None:
+    weights = weights_of([0x3F80 + carry for carry in carries])
+    packed = split_masters(of_bits([0x3F80FFFF] * len(carries)), weights).carries
     by_hand = [
-        sum(flag << place for place, flag in enumerate(flags[start : start + 8]))
-        for start in range(0, len(flags), 8)
+        sum(flag << place for place, flag in enumerate(carries[start : start + 8]))
+        for start in range(0, len(carries), 8)
     ]
-    assert packed.tolist() == by_hand
+    assert (packed.dtype, packed.tolist()) == (torch.uint8, by_hand)

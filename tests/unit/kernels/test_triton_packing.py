@@ -13,20 +13,13 @@ from tests.unit.kernels.packs import empty_buffer, in_a_row, of_all_kinds, on_ho
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 127, 129, 2048, 4097, 8192, 12_001])
-def test_kernel_packs_and_unpacks_what_the_reference_does(count: int) -> None:
+def test_kernel_packs_what_the_reference_packs(count: int) -> None:
     segments, num_bytes = in_a_row(of_all_kinds(count, seed=count))
     expected, found = empty_buffer(num_bytes).cpu(), empty_buffer(num_bytes)
     of_reference = on_host(segments)
-    sums = pack_by_reference(of_reference, expected)
-    table = KernelTable(segments)
-    assert torch.equal(table.pack(found).cpu(), sums)
+    num_wrong = pack_by_reference(of_reference, expected)
+    assert torch.equal(KernelTable(segments).pack(found).cpu(), num_wrong)
     assert same_bits(found, expected)
-    # One tensor is a part of several segments: unpacked, the last of them is what is there.
-    for segment in segments:
-        segment.tensor.zero_()
-    _ = [KernelTable([segment]).unpack(found) for segment in segments]
-    again = table.unpack(found).cpu()
-    assert torch.equal(again[:, 0], sums[:, 0])
 
 
 @pytest.mark.parametrize("count", [1, 127, 4097, 8193])
@@ -59,7 +52,7 @@ def test_weights_that_are_not_of_their_masters_are_counted() -> None:
     weights = masters.to(torch.bfloat16)
     weights[[3, 5000, 8999]] += 1
     segments, num_bytes = in_a_row([Segment(tensor=masters, weights=weights)])
-    assert KernelTable(segments).pack(empty_buffer(num_bytes))[0, 1] == 3
+    assert KernelTable(segments).pack(empty_buffer(num_bytes)).tolist() == [3]
 
 
 _COMPILE = """
@@ -67,7 +60,7 @@ import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kernels.triton_packing import _work
-names = ["rows", "segments", "buffer", "keys", "sums"]
+names = ["rows", "segments", "buffer", "num_wrong"]
 for is_packing in (True, False):
     source = ASTSource(
         fn=_work,
@@ -75,8 +68,8 @@ for is_packing in (True, False):
             **dict.fromkeys(names, "*i64"),
             **{"segments": "*i32", "buffer": "*u8", "IS_PACKING": "constexpr"},
         },
-        constexprs={(5,): is_packing},
-        attrs={(place,): [["tt.divisibility", 16]] for place in range(5)},
+        constexprs={(4,): is_packing},
+        attrs={(place,): [["tt.divisibility", 16]] for place in range(4)},
     )
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "maxnreg": 128})
     print(len(re.findall(r"(?:ld|st)[.]global[.]v4", built.asm["ptx"])))

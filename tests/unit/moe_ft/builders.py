@@ -11,26 +11,16 @@ from typing import Any
 import msgspec
 import torch
 
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.layout import FileLayout, lay_out, lay_out_window
 from moe_ft.engine.manifests import find_manifests, read_manifest, write_manifest
-from moe_ft.engine.peers import Replica
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag, rank_path
-from moe_ft.format.files import (
-    FORMAT,
-    History,
-    Identity,
-    Index,
-    Manifest,
-    ParameterEntry,
-    Start,
-    TensorEntry,
-    UnitEntry,
-    checksum,
-    encode,
-)
+from moe_ft.format.encoding import FORMAT, checksum, encode
+from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry
+from moe_ft.format.identity import History, Identity, Start
+from moe_ft.format.index import Index
+from moe_ft.format.manifest import Manifest
 from moe_ft.format.records import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level, UnitId, UnitKind
@@ -321,20 +311,6 @@ def persist_window(
     return write_manifest(storage, iteration, tag, identity.world_size)
 
 
-def replica_of(
-    region: Region, index: Index, keep_iteration: int | None, pool: Pool | None = None
-) -> Replica:
-    """Return what peers are to get of a region with a single snapshot."""
-    return Replica(
-        region=region,
-        pool=pool,
-        index=index,
-        start_byte=0,
-        end_byte=index.file_bytes,
-        keep_iteration=keep_iteration,
-    )
-
-
 def persist_rank(storage: Storage, rank: int, iteration: int, identity: Identity) -> None:
     """Write one rank's files of a checkpoint."""
     tag = file_tag(identity)
@@ -355,31 +331,6 @@ def manifest_of(storage: Storage, iteration: int) -> Manifest:
     """Return the only manifest of an iteration; raises if there is none, or there are several."""
     (path,) = find_manifests(storage, iteration)
     return read_manifest(storage, path)
-
-
-def complete_iterations(storage: Storage) -> list[int]:
-    """Return the iterations that have a manifest, after reading all that their manifests name.
-
-    Raises:
-        OSError: if something that a manifest names is missing, corrupt or of another state.
-    """
-    complete = []
-    for iteration in storage.iterations():
-        if not (paths := find_manifests(storage, iteration)):
-            continue
-        for manifest in [read_manifest(storage, path) for path in paths]:
-            _check_all(storage, manifest)
-        complete.append(iteration)
-    return complete
-
-
-def _check_all(storage: Storage, manifest: Manifest) -> None:
-    assert [file.rank for file in manifest.files] == list(range(manifest.identity.world_size))
-    for file in (*manifest.files, *manifest.older):
-        assert checksum(storage.read(file.index)) == file.index_checksum
-        content = storage.read(file.data)
-        assert len(content) == file.num_bytes
-        check_units(storage.index(file.index), {"": memoryview(content)}, file.data)
 
 
 def make_optimizer(*masters: torch.Tensor, kind: str = "adam") -> Any:

@@ -1,21 +1,27 @@
-"""A rank that keeps replicas of another one in its node's memory, over real connections."""
+"""A rank that keeps replicas of another one over real connections, peers that do not."""
 
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Self
+
+import msgspec
 
 from moe_ft.engine.background import Reports
 from moe_ft.engine.memory import ReplicaMemory
-from moe_ft.engine.peer_authentication import answer_challenge, receive_challenge
-from moe_ft.engine.peer_messages import Deadline
+from moe_ft.engine.peer_authentication import answer_challenge, challenge_client, receive_challenge
+from moe_ft.engine.peer_messages import Deadline, Reply, receive, receive_header, send
 from moe_ft.engine.peer_server import PeerServer
-from moe_ft.engine.peers import PeerConnection
+from moe_ft.engine.peers import PeerConnection, Replica
+from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region, replica_directory
 from moe_ft.faults import Phase
-from moe_ft.format.files import Index, decode
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
 from moe_ft.topology import RankInfo
-from tests.unit.moe_ft.builders import make_state
+from tests.unit.moe_ft.builders import fill_region, make_state
 
 TOKEN = "0123456789abcdef"
 HOST = "127.0.0.1"
@@ -101,3 +107,71 @@ class Peer:
         for connection in self.connections:
             connection.close()
         self.server.close()
+
+
+class FakePeer:
+    """A peer that lets one connection in, after it closed some, and does with it what a test wants."""
+
+    def __init__(self, act: Callable[[socket.socket], None], num_closed: int = 0) -> None:
+        self._act, self._num_closed = act, num_closed
+        self._listener = socket.create_server((HOST, 0))
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        self.should_end = threading.Event()
+        self.address: tuple[str, int] = (HOST, self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.should_end.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(DEADLINE_S)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # the other side may give up, which it says itself
+            for _ in range(self._num_closed):
+                self._listener.accept()[0].close()
+            with self._listener.accept()[0] as connection:
+                challenge_client(connection, TOKEN, Deadline(DEADLINE_S))
+                self._act(connection)
+
+
+class SlowReceiver(FakePeer):
+    """Takes a replica, the first part of it in small pieces at intervals, and says that all is well."""
+
+    def __init__(self, data_bytes: int) -> None:
+        super().__init__(self._take)
+        self._data_bytes = data_bytes
+
+    def _take(self, connection: socket.socket) -> None:
+        deadline = Deadline(DEADLINE_S)
+        header = msgspec.json.decode(receive_header(connection, deadline))
+        receive(connection, header["index_bytes"], deadline)
+        for _ in range(12):
+            receive(connection, 1 << 20, deadline)
+            self.should_end.wait(0.15)  # this is how slow the link is
+        receive(connection, self._data_bytes - (12 << 20), deadline)
+        send(connection, Reply(), deadline)
+
+
+def own_state(tmp_path: Path, iteration: int, number: int = 0) -> tuple[Region, Index]:
+    """Return a region of the sender that holds a state, and its index."""
+    return fill_region(tmp_path / "own", number, rank=SOURCE, iteration=iteration)
+
+
+def replica_of(
+    region: Region, index: Index, keep_iteration: int | None, pool: Pool | None = None
+) -> Replica:
+    """Return what peers are to get of a region with a single snapshot."""
+    return Replica(
+        region=region,
+        pool=pool,
+        index=index,
+        start_byte=0,
+        end_byte=index.file_bytes,
+        keep_iteration=keep_iteration,
+    )

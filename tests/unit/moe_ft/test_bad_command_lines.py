@@ -18,7 +18,7 @@ import pytest
 from moe_ft.cli import main
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.storage import Storage
-from moe_ft.format.files import checksum
+from moe_ft.format.encoding import checksum
 from tests.unit.moe_ft.builders import (
     add_units,
     fill_region,

@@ -85,8 +85,8 @@ REFUSED = {
     "--moe-ft-strategy=dense promises recoveries that are exact. Add --moe-ft-allow-lossy",
     "--moe-ft-state-dtype exp_avg=bf16 --moe-ft-allow-lossy --moe-ft-staging-bytes 1": "--moe-ft-"
     "staging-bytes=1 must be at least 1MiB. Give more, or leave it out.",
-    "--moe-ft-fault-report-grace-s nan": "--moe-ft-fault-report-grace-s=nan must be between 0 and 600 "
-    "seconds. A launcher kills a slow rank after 30 seconds or so.",
+    "--moe-ft-fault-report-grace-s nan": "--moe-ft-fault-report-grace-s=nan must be between 0 and 600: a "
+    "launcher kills a slow rank after 30 seconds or so. Give a number of seconds.",
     "--moe-ft-no-such-flag": "unrecognized arguments: --moe-ft-no-such-flag. The flags are listed by --help.",
     "--moe-ft-interv 5": "unrecognized arguments: --moe-ft-interv 5. The flags are listed by --help.",
     "--pipeline-model-parallel-size 3": "world size 2 must be a multiple of --tensor-model-parallel-size=1 x "

@@ -17,6 +17,7 @@ from megatron.fault_tolerance.program.flag_classes import (
 )
 from megatron.fault_tolerance.program.flag_table import FLAGS
 from megatron.fault_tolerance.program.refusals import check_refusals
+from moe_ft.strategies import registry
 
 TESTS = Path(__file__).parents[3]
 
@@ -57,7 +58,7 @@ def test_names_are_sorted_within_their_class() -> None:
 def test_defaults_are_neither_refused_nor_untested(
     args: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> None:
-    for strategy in ("none", "dense", "partial", "sparse"):
+    for strategy in registry.names():
         args.moe_ft_strategy = strategy
         check_refusals(args)
     assert untested_flags(args, parser) == []

@@ -15,9 +15,10 @@ from megatron.fault_tolerance.program.flag_classes import (
 )
 from megatron.fault_tolerance.program.refusals import REFUSALS, Refusal, check_refusals
 from moe_ft.errors import ConfigError
+from moe_ft.strategies import registry
 
 ROOT = Path(__file__).parents[4]
-RULES = {f"{rule.flag} {'/'.join(rule.strategies)}": rule for rule in REFUSALS if rule.covers_flag}
+RULES = {rule.flag: rule for rule in REFUSALS if rule.covers_flag}
 
 
 def test_every_refused_flag_has_one_rule_and_every_rule_its_row() -> None:
@@ -48,15 +49,19 @@ def test_refused_flag_is_refused_with_its_reason_and_remedy(
 ) -> None:
     rule = RULES[name]
     setattr(args, rule.dest, used(rule, parser))
-    if rule.strategies:
+    refused_with = ["none", *(kind.name for kind in registry.kinds())]
+    if rule.strategies is not None:
         check_refusals(args)
         assert megatron_flags(parser)[rule.dest] in untested_flags(args, parser)
-    for strategy in rule.strategies or ("none", "sparse"):
+        refused_with = [kind.name for kind in registry.kinds() if rule.strategies(kind)]
+    assert refused_with
+    for strategy in refused_with:
         args.moe_ft_strategy = strategy
         with pytest.raises(ConfigError, match="is not supported") as refusal:
             check_refusals(args)
         assert str(refusal.value).startswith(rule.flag)
-        assert str(refusal.value).endswith(f"{rule.reason}. {rule.remedy}.")
+        remedy = rule.remedy.format(others="dense, partial or sparse")
+        assert str(refusal.value).endswith(f"{rule.reason}. {remedy}.")
 
 
 @pytest.mark.parametrize("name", sorted({rule.dest for rule in REFUSALS}))

@@ -12,8 +12,9 @@ from megatron.training import arguments as megatron_arguments
 from megatron.fault_tolerance.program.arguments import add_flags, config_from_arguments
 from megatron.fault_tolerance.program.validation import check_arguments, settings_without_effect
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.strategy import SparseConfig
 from moe_ft.errors import ConfigError
+from moe_ft.strategies.registry import option_types
+from moe_ft.strategies.sparse.config import SparseConfig
 from tests.demo_model import model_flags
 
 PRESETS = Path(__file__).parents[4] / "examples" / "presets"
@@ -28,7 +29,8 @@ def parse(*flags: str) -> argparse.Namespace:
 
 
 def test_flags_without_values_give_the_default_config() -> None:
-    assert config_from_arguments(parse("--mock-data")) == MoeFtConfig()
+    options = {name: type_() for name, type_ in option_types().items()}
+    assert config_from_arguments(parse("--mock-data")) == MoeFtConfig(options=options)
 
 
 def test_every_kind_of_flag_reaches_the_config() -> None:
@@ -142,7 +144,7 @@ def test_settings_of_sparse_windows_reach_the_config() -> None:
         )
     )
     assert config.strategy.strategy == "sparse"
-    assert config.sparse == SparseConfig(
+    assert config.options["sparse"] == SparseConfig(
         window="3",
         max_window=5,
         unit_order="soft-count",

@@ -7,7 +7,6 @@ import pytest
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import FLAG_PREFIX
 from moe_ft.config.precision import PARTS, PrecisionConfig
-from moe_ft.config.strategy import StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 
@@ -178,32 +177,6 @@ def test_formats_that_lose_nothing_break_no_promise(text: str | None) -> None:
 
 
 # As a part of all settings
-
-
-def settings(strategy: str, state_dtype: str | None, *, allow_lossy: bool = False) -> MoeFtConfig:
-    return MoeFtConfig(
-        strategy=StrategyConfig(strategy=strategy),
-        precision=PrecisionConfig(state_dtype=state_dtype, allow_lossy=allow_lossy),
-    )
-
-
-@pytest.mark.parametrize("strategy", ["dense", "sparse"])
-def test_exact_strategies_refuse_lossy_formats_unless_they_are_allowed(strategy: str) -> None:
-    message = f"loses precision, and --moe-ft-strategy={strategy} promises recoveries"
-    with pytest.raises(ConfigError, match=message):
-        settings(strategy, "exp_avg=bf16").validate(world_size=4)
-    settings(strategy, "exp_avg=bf16", allow_lossy=True).validate(world_size=4)
-
-
-@pytest.mark.parametrize("strategy", ["none", "partial"])
-def test_strategies_that_promise_nothing_take_lossy_formats(strategy: str) -> None:
-    settings(strategy, "master=bf16,exp_avg_sq=fp8-e5m2").validate(world_size=4)
-
-
-@pytest.mark.parametrize("text", EXACT_DTYPES)
-@pytest.mark.parametrize("strategy", ["none", "dense", "partial", "sparse"])
-def test_no_strategy_refuses_formats_that_lose_nothing(strategy: str, text: str | None) -> None:
-    settings(strategy, text).validate(world_size=4)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+from moe_ft.engine.manifests import find_manifests, read_manifest
 from moe_ft.engine.retention import Retention
 from moe_ft.engine.storage import Storage, iteration_directory
-from moe_ft.format.files import MANIFEST_NAME, Identity, Manifest
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import checksum
+from moe_ft.format.identity import Identity
+from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from tests.unit.moe_ft.builders import persist_checkpoint
 
 
@@ -24,3 +28,28 @@ def names(storage: Storage, iteration: int) -> set[str]:
 def manifest_path(iteration: int) -> str:
     """Return where the manifest of the first run in a directory is."""
     return f"{iteration_directory(iteration)}/{MANIFEST_NAME}"
+
+
+def complete_iterations(storage: Storage) -> list[int]:
+    """Return the iterations that have a manifest, after reading all that their manifests name.
+
+    Raises:
+        OSError: if something that a manifest names is missing, corrupt or of another state.
+    """
+    complete = []
+    for iteration in storage.iterations():
+        if not (paths := find_manifests(storage, iteration)):
+            continue
+        for manifest in [read_manifest(storage, path) for path in paths]:
+            _check_all(storage, manifest)
+        complete.append(iteration)
+    return complete
+
+
+def _check_all(storage: Storage, manifest: Manifest) -> None:
+    assert [file.rank for file in manifest.files] == list(range(manifest.identity.world_size))
+    for file in (*manifest.files, *manifest.older):
+        assert checksum(storage.read(file.index)) == file.index_checksum
+        content = storage.read(file.data)
+        assert len(content) == file.num_bytes
+        check_units(storage.index(file.index), {"": memoryview(content)}, file.data)

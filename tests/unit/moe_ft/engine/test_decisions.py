@@ -1,16 +1,22 @@
-"""What a rank votes and hears, and that it leaves without an exception when it no longer can."""
+"""Votes of a rank, and its way out without an exception when it can no longer vote or hear."""
 
 from collections.abc import Sequence
+from dataclasses import astuple, fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moe_ft.engine import decisions as decisions_file
 from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions, Turn, Votes
 from moe_ft.engine.snapshot_job import SnapshotState
+from tests.unit.moe_ft.engine.clocks import ManualClock
+
+FLAGS = ("is_ready", "is_idle", "can_persist", "is_protected", "can_grow")
 
 
 def make_votes() -> Votes:
@@ -22,8 +28,8 @@ def make_votes() -> Votes:
         is_protected=False,
         can_grow=True,
         turn=Turn.WAIT,
-        strategy=[11, 12],
-        tuner=[21],
+        strategy=(11, 12),
+        interval=(21,),
     )
 
 
@@ -60,9 +66,11 @@ class Reduction:
 class Rank:
     """A rank that decides alone."""
 
-    def __init__(self, agreement: Reduction, stage: Reduction | None = None) -> None:
+    def __init__(
+        self, agreement: Reduction, stage: Reduction | None = None, clock: Clock | None = None
+    ) -> None:
         self._reports = Reports()
-        self.decisions = Decisions(agreement, stage, self._reports)  # type: ignore[arg-type]
+        self.decisions = Decisions(agreement, stage, self._reports, clock or Clock())
 
     def pass_iteration(self, iteration: int, tokens: torch.Tensor | None = None) -> Any:
         """Vote, and return what was decided."""
@@ -75,17 +83,49 @@ class Rank:
         return [report for report in self._reports.drain() if report.event == "degraded"]
 
 
-def test_votes_come_back_as_they_went_in() -> None:
-    votes = make_votes()
-    assert votes.with_numbers(votes.as_numbers()) == votes
+NUMBERS = st.integers(-(2**63), 2**63 - 1)
 
 
-def test_least_votes_are_those_of_the_rank_that_is_behind() -> None:
+def any_votes(num_strategy: int, num_interval: int) -> st.SearchStrategy[Votes]:
+    """Return any votes of a job whose strategy and interval agree on this many numbers."""
+    flags = {name: st.booleans() for name in FLAGS}
+    return st.builds(
+        Votes,
+        state=st.sampled_from(SnapshotState),
+        turn=st.sampled_from(Turn),
+        strategy=st.tuples(*[NUMBERS] * num_strategy),
+        interval=st.tuples(*[NUMBERS] * num_interval),
+        **flags,
+    )
+
+
+@given(st.data(), st.integers(0, 5), st.sampled_from([0, 3]))
+def test_votes_come_back_as_they_went_in(
+    data: st.DataObject, num_strategy: int, num_interval: int
+) -> None:
+    votes, form = (data.draw(any_votes(num_strategy, num_interval)) for _ in range(2))
+    found = form.with_numbers(votes.as_numbers())
+    assert found == votes
+    assert [type(each) for each in astuple(found)] == [type(each) for each in astuple(votes)]
+
+
+@given(st.lists(any_votes(2, 1), min_size=1, max_size=4))
+def test_least_of_all_votes_is_the_least_in_each_field(ranks: list[Votes]) -> None:
+    numbers = np.array([votes.as_numbers() for votes in ranks], dtype=np.int64)
+    least = ranks[0].with_numbers(numbers.min(axis=0).tolist())
+    for name in ("state", "turn", *FLAGS):
+        assert getattr(least, name) == min(getattr(votes, name) for votes in ranks)
+    for name in ("strategy", "interval"):
+        columns = zip(*(getattr(votes, name) for votes in ranks), strict=True)
+        assert getattr(least, name) == tuple(min(column) for column in columns)
+
+
+def test_every_vote_has_its_own_number() -> None:
     votes = make_votes()
-    others = [0] * len(votes.as_numbers())
-    least = votes.with_numbers(np.minimum(votes.as_numbers(), others).tolist())
-    assert (least.state, least.turn) == (SnapshotState.RUNNING, Turn.GIVE_UP)
-    assert not least.is_ready
+    numbers = votes.as_numbers()
+    assert len(numbers) == len(fields(votes)) - 2 + len(votes.strategy) + len(votes.interval)
+    changed = replace(votes, can_grow=not votes.can_grow).as_numbers()
+    assert sum(a != b for a, b in zip(numbers, changed, strict=True)) == 1
 
 
 @pytest.mark.parametrize("fails_at", ["begin", "result"])
@@ -113,18 +153,15 @@ def test_votes_that_cannot_be_made_make_the_rank_leave() -> None:
     assert "ZeroDivisionError" in rank.failures()[0].fields["reason"]
 
 
-def test_rank_that_has_left_says_so_again_every_few_minutes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr(decisions_file.time, "monotonic", lambda: now)
-    rank = Rank(Reduction("begin"))
+def test_rank_that_has_left_says_so_again_every_few_minutes() -> None:
+    clock = ManualClock(now=1000.0)
+    rank = Rank(Reduction("begin"), clock=clock)
     rank.pass_iteration(7)
     rank.failures()
-    now += 200.0
+    clock.now += 200.0
     rank.pass_iteration(8)
     assert not rank.failures()
-    now += 200.0
+    clock.now += 200.0
     rank.pass_iteration(9)
     (reminder,) = rank.failures()
     assert (reminder.fields["part"], reminder.iteration) == ("agreement", 9)

@@ -1,37 +1,20 @@
-"""The last state's way to storage: tries, pauses, when it is given up, and what is said then."""
+"""The last state's way to storage: tries, pauses, the end of the tries, and the advice then."""
 
 from collections.abc import Iterator
 from itertools import chain, repeat
 
 import pytest
 
-from moe_ft.engine import ending
 from moe_ft.engine.decisions import Turn
 from moe_ft.engine.ending import Ending, Outcome, Progress, bring_to_storage
+from tests.unit.moe_ft.engine.clocks import ManualClock
 
 DEADLINE_S = 100.0
 
 
-class Clock:
-    """Time that passes while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        """Return the time."""
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        """Let it pass."""
-        self.now += seconds
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(ending, "time", found)
-    return found
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 def progress(turn: Turn, *, saved: bool = False, failed: bool = False) -> Progress:
@@ -41,7 +24,7 @@ def progress(turn: Turn, *, saved: bool = False, failed: bool = False) -> Progre
 class Rank:
     """A rank whose steps end at once, as they are told to."""
 
-    def __init__(self, clock: Clock, results: Iterator[bool]) -> None:
+    def __init__(self, clock: ManualClock, results: Iterator[bool]) -> None:
         self._clock, self._results = clock, results
         self._result: bool | None = None
         self.started_s: list[float] = []
@@ -63,43 +46,43 @@ class Rank:
 
     def bring(self) -> bool:
         """Bring the last state to storage."""
-        return bring_to_storage(self.advance, self.begin_step, self.tell, DEADLINE_S)
+        return bring_to_storage(self.advance, self.begin_step, self.tell, DEADLINE_S, self._clock)
 
 
-def test_state_that_is_written_at_the_first_try_is_saved(clock: Clock) -> None:
+def test_state_that_is_written_at_the_first_try_is_saved(clock: ManualClock) -> None:
     rank = Rank(clock, iter([True]))
     assert rank.bring()
     assert len(rank.started_s) == 1
 
 
-def test_failed_try_is_repeated_after_a_pause_that_grows(clock: Clock) -> None:
+def test_failed_try_is_repeated_after_a_pause_that_grows(clock: ManualClock) -> None:
     rank = Rank(clock, iter([False, False, True]))
     assert rank.bring()
     first, second, third = rank.started_s
     assert 1.0 <= second - first < 2.0 <= third - second
 
 
-def test_state_that_cannot_be_written_is_given_up_after_several_tries(clock: Clock) -> None:
+def test_state_that_cannot_be_written_is_given_up_after_several_tries(clock: ManualClock) -> None:
     rank = Rank(clock, repeat(False))
     assert not rank.bring()
     assert len(rank.started_s) == 6
     assert clock.now < DEADLINE_S
 
 
-def test_state_whose_write_never_ends_is_given_up_at_the_deadline(clock: Clock) -> None:
+def test_state_whose_write_never_ends_is_given_up_at_the_deadline(clock: ManualClock) -> None:
     def advance(turn: Turn) -> Progress:
         return Progress(turn=turn, is_saved=False, has_failed=False, is_idle=False)
 
-    assert not bring_to_storage(advance, lambda: None, lambda: None, DEADLINE_S)
+    assert not bring_to_storage(advance, lambda: None, lambda: None, DEADLINE_S, clock)
     assert clock.now == pytest.approx(DEADLINE_S, abs=1.0)
 
 
-def test_ranks_that_cannot_agree_give_up_at_once(clock: Clock) -> None:
-    assert not bring_to_storage(lambda turn: None, lambda: None, lambda: None, DEADLINE_S)
+def test_ranks_that_cannot_agree_give_up_at_once(clock: ManualClock) -> None:
+    assert not bring_to_storage(lambda turn: None, lambda: None, lambda: None, DEADLINE_S, clock)
     assert clock.now == 0.0
 
 
-def test_try_waits_until_every_rank_has_paused(clock: Clock) -> None:
+def test_try_waits_until_every_rank_has_paused(clock: ManualClock) -> None:
     turns = chain([Turn.WAIT, Turn.WAIT, Turn.TRY], repeat(Turn.GIVE_UP))
     started: list[float] = []
     bring_to_storage(
@@ -107,12 +90,13 @@ def test_try_waits_until_every_rank_has_paused(clock: Clock) -> None:
         lambda: started.append(clock.now),
         lambda: None,
         DEADLINE_S,
+        clock,
     )
     assert len(started) == 1
     assert started[0] > 0.0
 
 
-def test_what_was_reported_is_told_at_each_failure(clock: Clock) -> None:
+def test_what_was_reported_is_told_at_each_failure(clock: ManualClock) -> None:
     rank = Rank(clock, iter([False, True]))
     rank.bring()
     assert rank.num_told >= 2

@@ -7,7 +7,7 @@ import torch
 from moe_ft.engine import finite
 from moe_ft.engine.finite import check_is_finite
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import TensorEntry, UnitEntry
+from moe_ft.format.entries import TensorEntry, UnitEntry
 from moe_ft.state.slices import DTYPES
 
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]

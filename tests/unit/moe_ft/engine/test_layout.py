@@ -21,8 +21,8 @@ from moe_ft.engine.layout import (
     lay_out_window,
 )
 from moe_ft.errors import SnapshotError
-from moe_ft.format.files import DTYPE_BYTES, TensorEntry, tensor_bytes
-from moe_ft.format.packings import ALIGNMENT_BYTES
+from moe_ft.format.entries import TensorEntry, tensor_bytes
+from moe_ft.format.packings import ALIGNMENT_BYTES, DTYPE_BYTES
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_window
 

@@ -8,7 +8,7 @@ from moe_ft.engine.job_directory import entered_job
 from moe_ft.engine.memory import RankMemory, holds
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import own_directory, replica_directory
-from moe_ft.format.files import Start
+from moe_ft.format.identity import Start
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import (
     WINDOW_FILE_BYTES,

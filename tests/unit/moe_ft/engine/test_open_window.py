@@ -1,7 +1,8 @@
-"""How far a window is: no further than its slowest snapshot, and never complete without all of them."""
+"""Progress of a window: that of its slowest snapshot, and never complete without all of them."""
 
+import threading
+from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,34 @@ from hypothesis import strategies as st
 from moe_ft.engine.layout import LazyLayout
 from moe_ft.engine.open_window import OpenWindow
 from moe_ft.engine.regions import Region
-from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
+from moe_ft.engine.snapshot_job import (
+    ReplicationResult,
+    SnapshotJob,
+    SnapshotRequest,
+    SnapshotResult,
+    SnapshotState,
+)
+from moe_ft.errors import SnapshotError
 from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
 from tests.unit.moe_ft.builders import make_window
 
 RUNNING, FAILED, COMPLETE = SnapshotState.RUNNING, SnapshotState.FAILED, SnapshotState.COMPLETE
 STATES = st.sampled_from([RUNNING, FAILED, COMPLETE])
-CAPTURED: Any = SimpleNamespace()
+
+
+def job_in(
+    state: SnapshotState, request: SnapshotRequest, *, is_protected: bool = True
+) -> SnapshotJob:
+    """Return a job in a state, with a peer that got the snapshot or did not."""
+    result: Future[SnapshotResult] = Future()
+    sent: Future[ReplicationResult] = Future()
+    sent.set_result(ReplicationResult(is_protected=is_protected, seconds=0.5))
+    if state is COMPLETE:
+        result.set_result(SnapshotResult(copy_s=1.0, commit_s=2.0, pooled={}, replication=sent))
+    elif state is FAILED:
+        result.set_exception(SnapshotError("the copy breaks here"))
+    copied, abandoned = threading.Event(), threading.Event()
+    return SnapshotJob(request=request, copied=copied, abandoned=abandoned, result=result)
 
 
 def open_window(
@@ -32,15 +54,16 @@ def open_window(
     plans = tuple(SnapshotPlan(levels={}) for _ in range(length))
     region, layout = Region(Path("."), 0, 0), LazyLayout(lambda: make_window(length=length).layout)
     jobs = [
-        SnapshotJob(
-            region=region,
-            window=layout,
-            position=position,
-            iteration=5 + position,
-            record=CAPTURED,
-            keep_iteration=None,
-            plan=plans[position],
-            state=state,
+        job_in(
+            state,
+            SnapshotRequest(
+                region=region,
+                window=layout,
+                position=position,
+                iteration=5 + position,
+                keep_iteration=None,
+                plan=plans[position],
+            ),
             is_protected=is_protected[position] if is_protected else True,
         )
         for position, state in enumerate(states)

@@ -14,7 +14,7 @@ from kernels.packing import Segment, pack_by_reference
 from kernels.rounding import convert
 from kernels.split_master import join_masters, split_masters
 from moe_ft.engine.packed import segments_of, unpack_into
-from moe_ft.format.files import TensorEntry, tensor_bytes, tensor_pieces
+from moe_ft.format.entries import TensorEntry, tensor_bytes, tensor_pieces
 from moe_ft.format.packings import ALIGNMENT_BYTES, DTYPE_BYTES, Packing, pieces
 from moe_ft.state.slices import DTYPES
 from tests.unit.kernels.packs import any_numbers, in_a_row, same_bits
@@ -75,7 +75,7 @@ def kept(packing: Packing, tensor: torch.Tensor, weights: torch.Tensor | None) -
     to, scales = SHORT[packing]
     if scales is None:
         return convert(convert(tensor, to), FP32)
-    return widen_blocks(*round_to_blocks(tensor, to, scales), to)
+    return widen_blocks(*round_to_blocks(tensor, to, scales))
 
 
 def content_with(image: torch.Tensor, entry: TensorEntry, seed: int, behind: int) -> memoryview:

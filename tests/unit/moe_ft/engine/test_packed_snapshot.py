@@ -1,192 +1,33 @@
-"""Snapshots that are packed: what regions and slots hold, and what is found out on the way."""
+"""Snapshots that are packed: regions and slots hold every tensor as its format keeps it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 
 from moe_ft.config.precision import PARTS
-from moe_ft.engine import snapshot
-from moe_ft.engine.background import Reports
-from moe_ft.engine.checks import check_units
-from moe_ft.engine.copying import StateCopier
-from moe_ft.engine.layout import LazyLayout
 from moe_ft.engine.packed import unpack_into
-from moe_ft.engine.pool import Pool
-from moe_ft.engine.regions import MappedFile, Region
-from moe_ft.engine.snapshot import SnapshotWriter
-from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotState
-from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.format.files import Index, TensorEntry, UnitEntry, decode, tensor_pieces
+from moe_ft.format.contents import check_units
 from moe_ft.format.packings import Packing
-from moe_ft.state.catalog import UnitCatalog
-from moe_ft.state.slices import live_tensor
-from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
-from moe_ft.units import Level, UnitId, UnitKind
-from tests.unit.moe_ft.builders import make_identity, make_optimizer, make_parameter, make_record
-from tests.unit.moe_ft.engine.test_packed import image_of
-from tests.waiting import wait_for
+from moe_ft.strategies.interface import SnapshotPlan
+from moe_ft.units import Level
+from tests.unit.moe_ft.engine.packed_rank import (
+    EMBEDDING,
+    EXPERTS,
+    MIXED,
+    ROUTER,
+    SIZES,
+    MakeRank,
+    Packings,
+    Rank,
+    request_with_slot,
+)
+from tests.unit.moe_ft.engine.snapshots import COMPLETE, DEADLINE_S, FAILED
 
-RUNNING, FAILED, COMPLETE = SnapshotState.RUNNING, SnapshotState.FAILED, SnapshotState.COMPLETE
-EMBEDDING, ROUTER = UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.ROUTER, layer=0)
-EXPERTS = [UnitId(kind=UnitKind.EXPERT, layer=0, expert=each) for each in range(2)]
-# The embedding is larger than a buffer, the router has fp32 weights.
-SIZES = {EMBEDDING: 200_000, ROUTER: 129, EXPERTS[0]: 1, EXPERTS[1]: 8193}
-STAGING_BYTES = 1 << 20
-SLACK_BYTES = 1 << 15  # for windows of several snapshots
-DEADLINE_S = 30.0
-
-Packings = Mapping[str, Packing]
 EXACT: Packings = {}
-MIXED: Packings = {
-    "master": Packing.SPLIT,
-    "exp_avg": Packing.BF16,
-    "exp_avg_sq": Packing.E4M3_BLOCKS,
-}
 LOSSY: list[Packings] = [dict.fromkeys(PARTS, each) for each in Packing if each.is_lossy]
-
-
-class Rank:
-    """A rank with random state, and the thread that takes its snapshots."""
-
-    def __init__(
-        self, directory: Path, packings: Packings, staging_bytes: int = STAGING_BYTES
-    ) -> None:
-        self.random = torch.Generator().manual_seed(0)
-        self.parameters = []
-        for unit, size in SIZES.items():
-            short = torch.float32 if unit is ROUTER else torch.bfloat16
-            master = torch.zeros(size)
-            self.parameters.append(
-                make_parameter(
-                    unit,
-                    parameter=torch.zeros(size, dtype=short),
-                    optimizer=make_optimizer(master),
-                    master=master,
-                )
-            )
-        self.catalog = UnitCatalog(self.parameters, leaves_out_frozen=False, packings=packings)
-        self.layouts = UnitLayouts(self.catalog, 0)
-        self.pool = Pool(directory, self.layouts.place(EXPERTS[1], 0).num_bytes, num_slots=2)
-        self.pool.open()
-        plans = [SnapshotPlan(levels=dict.fromkeys(SIZES, Level.FULL))]
-        self.window(plans)
-        self.layouts.region_bytes = self.layout.num_bytes + SLACK_BYTES
-        self.window(plans)
-        self.regions = [Region(directory, each, self.layout.num_bytes) for each in range(2)]
-        for region in self.regions:
-            region.open()
-        self.reports = Reports()
-        self.hook: Callable[[], None] = lambda: None
-        self.writer = SnapshotWriter(
-            self.parameters,
-            make_identity(),
-            0,
-            "node-a",
-            self.reports,
-            None,
-            lambda phase, iteration: self.hook(),
-            lambda record: None,
-            pool=self.pool,
-            staging_bytes=staging_bytes,
-        )
-        self.writer.start()
-        self.train()
-
-    def window(self, plans: list[SnapshotPlan]) -> None:
-        """Have windows of these snapshots from now on."""
-        self.plans, self.layout = plans, self.layouts.lay_out(WindowPlan(snapshots=tuple(plans)))
-
-    def train(self) -> None:
-        """Have new state; weights are rounded from their masters."""
-        for local in self.parameters:
-            assert local.master is not None
-            self.draw(local.master)
-            local.parameter.data.copy_(local.master)
-            for key in ("exp_avg", "exp_avg_sq"):
-                state = local.optimizer.optimizer.state[local.master]
-                self.draw(state.setdefault(key, torch.zeros_like(local.master)))
-
-    def draw(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor with random numbers."""
-        tensor.copy_(torch.randn(tensor.shape, generator=self.random))
-
-    def job(self, iteration: int = 5, *, position: int = 0, region: int = 0) -> SnapshotJob:
-        """Return the job of a snapshot of the state as it is."""
-        layout, record = self.layout, SimpleNamespace(iteration=iteration)
-        return SnapshotJob(
-            region=self.regions[region],
-            window=LazyLayout(lambda: layout),
-            position=position,
-            iteration=iteration,
-            record=record,  # type: ignore[arg-type]
-            keep_iteration=None,
-            plan=self.plans[position],
-        )
-
-    def run(self, job: SnapshotJob) -> SnapshotState:
-        """Take a snapshot, wait for its end, and return how it ended."""
-        self.writer.submit(job)
-        wait_for(lambda: job.state is not RUNNING, f"the snapshot of iteration {job.iteration}")
-        return job.state
-
-    def take(self, iteration: int = 5, **which: int) -> SnapshotState:
-        """Make a job and run it."""
-        return self.run(self.job(iteration, **which))
-
-    def index(self, region: int = 0) -> Index:
-        """Return what a region holds."""
-        path = self.regions[region].index_path
-        return decode(path.read_bytes(), Index, str(path))
-
-    def header(self) -> dict[str, tuple[str, int]]:
-        """Return the type and the size of every tensor in a region's file, as safetensors reads it."""
-        found = safetensors.deserialize(bytes(self.regions[0].mapping))
-        return {name: (each["dtype"], *each["shape"]) for name, each in found}
-
-    def odd_tensors(self, region: int = 0) -> list[str]:
-        """Return the tensors in a region, or in the pool, that are not those of the state as it is."""
-        odd = []
-        for name, entry in self.index(region).entries():
-            file: MappedFile = self.pool if entry.file else self.regions[region]
-            odd += [
-                f"{name}/{tensor.key}"
-                for tensor in entry.tensors
-                if not tensor.is_absent and not self.has_arrived(file, entry, tensor)
-            ]
-        return odd
-
-    def has_arrived(self, file: MappedFile, entry: UnitEntry, tensor: TensorEntry) -> bool:
-        """Return whether a file has of a tensor what packing it as it is now would write."""
-        (local,) = [each for each in self.parameters if each.name == tensor.parameter]
-        live, packing = live_tensor(local, tensor.key), Packing(tensor.packing)
-        assert live is not None
-        image = image_of(packing, live, live_tensor(local, "weight")).numpy().tobytes()
-        at = entry.offset + tensor.offset
-        return all(
-            file.mapping[at + each.offset : at + each.offset + each.num_bytes]
-            == image[each.offset : each.offset + each.num_bytes]
-            for each in tensor_pieces(tensor)
-        )
-
-    def reasons(self) -> list[str]:
-        """Return why something failed since the last call."""
-        return [each.fields["reason"] for each in self.reports.drain() if each.event == "degraded"]
-
-
-@pytest.fixture(autouse=True)
-def records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records come from a model and an optimizer of Megatron; here they have their iteration only."""
-    monkeypatch.setattr(
-        snapshot.records, "encode", lambda captured: make_record(captured.iteration)
-    )
-
-
-MakeRank = Callable[..., Rank]
 
 
 @pytest.fixture
@@ -360,14 +201,14 @@ def test_tensors_that_were_replaced_are_followed(
 
 
 def test_snapshot_that_breaks_off_in_the_middle_leaves_the_next_one_whole(rank: Rank) -> None:
-    def break_off() -> None:
+    def break_off(iteration: int) -> None:
         raise RuntimeError("the copy breaks here")
 
     rank.take(5)
     rank.hook = break_off
     rank.train()
     assert rank.take(6) is FAILED
-    rank.hook = lambda: None
+    rank.hook = lambda iteration: None
     assert rank.take(7) is COMPLETE
     assert rank.odd_tensors() == []
 
@@ -395,10 +236,10 @@ def test_second_snapshot_of_a_window_writes_nothing_outside_of_its_stretch(rank:
     window_of_two(rank)
     rank.take(5)
     rank.train()
-    job = rank.job(6, position=1)
-    start, end = job.stretch
+    request = rank.request(6, position=1)
+    start, end = request.stretch
     before = rank.regions[0].mapping[:]
-    assert rank.run(job) is COMPLETE
+    assert rank.run(request).state is COMPLETE
     after = rank.regions[0].mapping[:]
     assert (after[:start], after[end:]) == (before[:start], before[end:])
     check_units(rank.index(), {"": memoryview(after)}, "the region")
@@ -411,18 +252,9 @@ def test_window_that_lies_otherwise_may_follow_in_the_same_region(rank: Rank) ->
     assert rank.odd_tensors() == []
 
 
-def job_with_slot(rank: Rank, slot: int) -> SnapshotJob:
-    """Return a job that has an expert in the pool."""
-    levels = {unit: Level.FULL for unit in SIZES if unit != EXPERTS[1]}
-    rank.window([SnapshotPlan(levels=levels)])
-    job = rank.job()
-    job.slots = [rank.layouts.place(EXPERTS[1], rank.pool.offset_of(slot))]
-    return job
-
-
 @pytest.mark.parametrize("slot", [0, 1])
 def test_unit_in_a_slot_is_packed_as_in_a_region(rank: Rank, slot: int) -> None:
-    assert rank.run(job_with_slot(rank, slot)) is COMPLETE
+    assert rank.run(request_with_slot(rank, slot)).state is COMPLETE
     entry = rank.index().units[str(EXPERTS[1])]
     assert (entry.file, rank.pool.slot_at(entry.offset)) == (rank.pool.name, slot)
     assert [each.packing for each in entry.tensors] == ["split", "bf16", "fp8-e4m3-block"]
@@ -433,7 +265,7 @@ def test_moments_that_are_absent_in_a_region_are_marked_although_slots_lack_none
     rank: Rank,
 ) -> None:
     rank.parameters[0].optimizer.optimizer.state.clear()
-    assert rank.run(job_with_slot(rank, 0)) is COMPLETE
+    assert rank.run(request_with_slot(rank, 0)).state is COMPLETE
     absent = {
         name
         for name, entry in rank.index().units.items()
@@ -441,102 +273,3 @@ def test_moments_that_are_absent_in_a_region_are_marked_although_slots_lack_none
         if each.is_absent
     }
     assert absent == {str(EMBEDDING)}
-
-
-# What is found out on the way
-
-
-def flip_before_check(
-    monkeypatch: pytest.MonkeyPatch, file: MappedFile, byte: Callable[[], int]
-) -> None:
-    """Flip a bit of a file between the copy from the device and the check of what has arrived."""
-    check = StateCopier.check
-
-    def flip_and_check(copier: StateCopier) -> None:
-        file.mapping[byte()] ^= 0x10
-        check(copier)
-
-    monkeypatch.setattr(StateCopier, "check", flip_and_check)
-
-
-def last_byte(entry_offset: int, tensor: TensorEntry, piece: int) -> int:
-    found = tensor_pieces(tensor)[piece]
-    return entry_offset + tensor.offset + found.offset + found.num_bytes - 1
-
-
-@pytest.mark.parametrize(
-    ("key", "piece"),
-    [
-        ("param", 0),
-        ("param", 1),
-        ("param", 2),
-        ("exp_avg", 0),
-        ("exp_avg_sq", 0),
-        ("exp_avg_sq", 1),
-    ],
-)
-def test_byte_that_was_changed_on_its_way_fails_the_snapshot(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, key: str, piece: int
-) -> None:
-    (place,) = [each for each in rank.layout.units if each.unit == EMBEDDING]
-    (tensor,) = [each for each in place.tensors if each.key == key]
-    at = last_byte(place.offset, tensor, piece)
-    flip_before_check(monkeypatch, rank.regions[0], lambda: at)
-    assert rank.take() is FAILED
-    assert rank.reasons() == [
-        f"SnapshotError: {EMBEDDING}.weight/{key} was changed on its way from the device to the host"
-    ]
-    assert not rank.regions[0].index_path.exists()
-
-
-def test_byte_that_was_changed_on_its_way_to_a_slot_fails_the_snapshot(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = job_with_slot(rank, 1)
-    tensor = job.slots[0].tensors[-1]
-    at = last_byte(job.slots[0].offset, tensor, 1)
-    flip_before_check(monkeypatch, rank.pool, lambda: at)
-    assert rank.run(job) is FAILED
-    (reason,) = rank.reasons()
-    assert reason.startswith(f"SnapshotError: {EXPERTS[1]}.weight/exp_avg_sq was changed")
-
-
-def test_snapshot_after_one_that_was_changed_on_its_way_is_complete(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        (place, *_) = rank.layout.units
-        flip_before_check(patch, rank.regions[0], lambda: place.offset)
-        assert rank.take(5) is FAILED
-    assert rank.take(6) is COMPLETE
-    assert rank.odd_tensors() == []
-
-
-def test_optimizer_may_step_before_what_was_copied_is_checked(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, check = rank.job(), StateCopier.check
-
-    def step_and_check(copier: StateCopier) -> None:
-        assert job.copied.is_set()
-        rank.train()
-        check(copier)
-
-    monkeypatch.setattr(StateCopier, "check", step_and_check)
-    assert rank.run(job) is COMPLETE
-
-
-def test_weights_that_were_not_rounded_from_their_masters_fail_the_snapshot(rank: Rank) -> None:
-    with torch.no_grad():
-        rank.parameters[0].parameter[150_000] += 1.0
-    assert rank.take() is FAILED
-    assert rank.reasons() == [
-        f"SnapshotError: 1 weights of {EMBEDDING}.weight/param are not their fp32 masters rounded to "
-        "BF16, so these cannot be split: use master=exact"
-    ]
-    assert not rank.regions[0].index_path.exists()
-
-
-def test_state_that_must_be_packed_is_never_copied_as_it_is(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, {"exp_avg": Packing.BF16}, staging_bytes=0)
-    assert rank.take() is SnapshotState.FAILED

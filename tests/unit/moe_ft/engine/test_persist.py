@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -15,6 +14,7 @@ import pytest
 
 import moe_ft
 from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.persist import (
     PersistClient,
     WriterSupervisor,
@@ -33,7 +33,8 @@ from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag
 from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.faults import Phase
-from tests.unit.moe_ft.builders import complete_iterations, fill_region, make_identity
+from tests.unit.moe_ft.builders import fill_region, make_identity
+from tests.unit.moe_ft.engine.checkpoints import complete_iterations
 from tests.waiting import wait_for
 
 TAG = file_tag(make_identity())
@@ -54,8 +55,8 @@ class Node:
         self.seen: list[Report] = []
         settings = WriterSettings(url=self.url, keep=2, parent=os.getpid(), lock_owner=lock_owner)
         command = command or writer_command(self.directory)
-        self.supervisor = WriterSupervisor(self.directory, command, self.reports, settings)
-        self.client = PersistClient(self.directory, 0, self.reports, no_fault)
+        self.supervisor = WriterSupervisor(self.directory, command, self.reports, Clock(), settings)
+        self.client = PersistClient(self.directory, 0, self.reports, no_fault, Clock())
         self.client.start()
 
     def writer(self) -> psutil.Process | None:
@@ -157,32 +158,24 @@ def beating_command(tmp_path: Path) -> list[str]:
     return [sys.executable, "-S", "-c", code, str(tmp_path / "persist" / HEARTBEAT_NAME)]
 
 
-class Clock:
-    """A wall clock that may be wrong; the rest of the module `time` is right."""
+class WallClock:
+    """A wall clock that may be wrong, while the clock for deadlines is right."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0
 
-    def time(self) -> float:
-        """Return the wrong time."""
-        return time.time() + self.offset_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("moe_ft.engine.persist.time", clock)
-    monkeypatch.setattr(
-        "moe_ft.engine.persist._END_S", 0.05
-    )  # for what is no writer and does not end
-    return clock
+def wall_clock(monkeypatch: pytest.MonkeyPatch) -> WallClock:
+    wall_clock, now = WallClock(), time.time
+    monkeypatch.setattr("time.time", lambda: now() + wall_clock.offset_s)
+    # The process in these tests is no writer and does not end by itself.
+    monkeypatch.setattr("moe_ft.engine.persist._END_S", 0.05)
+    return wall_clock
 
 
 def test_clock_that_jumps_ahead_harms_neither_the_writer_nor_a_request(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wall_clock: WallClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, looks = Node(tmp_path, beating_command(tmp_path)), list[None]()
     look = WriterSupervisor._heartbeat
@@ -195,7 +188,7 @@ def test_clock_that_jumps_ahead_harms_neither_the_writer_nor_a_request(
     node.supervisor.start()
     region, _ = fill_region(tmp_path / "rank")
     node.client.submit(region, [], "", TAG)
-    clock.offset_s = 1e6
+    wall_clock.offset_s = 1e6
     num_looks = len(looks)
     wait_for(lambda: len(looks) > num_looks + 2, "looks at the writer")
     assert node.client.poll() is None
@@ -204,12 +197,12 @@ def test_clock_that_jumps_ahead_harms_neither_the_writer_nor_a_request(
 
 
 def test_clock_that_jumps_back_does_not_hide_that_the_writer_is_silent(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wall_clock: WallClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(tmp_path, beating_command(tmp_path))
     node.supervisor.start()
     wait_for((node.directory / HEARTBEAT_NAME).exists, "a sign of life")
-    clock.offset_s = -3600.0
+    wall_clock.offset_s = -3600.0
     assert node.supervisor._process is not None
     node.supervisor._process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr("moe_ft.engine.persist._HEARTBEAT_STALE_S", 1.0)
@@ -364,7 +357,7 @@ def test_request_of_the_rank_that_writes_the_manifest_may_take_longer_with_more_
     tmp_path: Path, rank: int, num_ranks_counted: int
 ) -> None:
     region, _ = fill_region(tmp_path / "rank", rank=rank)
-    client = PersistClient(tmp_path / "persist", rank, Reports(), no_fault, num_ranks=3000)
+    client = PersistClient(tmp_path / "persist", rank, Reports(), no_fault, Clock(), num_ranks=3000)
     client.start()
     client.submit(region, [], "", TAG)
     content = request_path(tmp_path / "persist", rank).read_bytes()

@@ -11,13 +11,14 @@ from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag, rank_path
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import FORMAT, Identity, Index, checksum, encode
+from moe_ft.format.encoding import FORMAT, checksum, encode
+from moe_ft.format.identity import Identity
+from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Version
-from moe_ft.recovery.sources import StorageReader, read_unit
+from moe_ft.recovery.readers import StorageReader, read_unit
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
     WindowState,
-    complete_iterations,
     fill_region,
     fill_window,
     make_identity,
@@ -26,6 +27,7 @@ from tests.unit.moe_ft.builders import (
     persist_rank,
     persist_window,
 )
+from tests.unit.moe_ft.engine.checkpoints import complete_iterations
 
 FAR_S = 60.0
 TWO_RANKS = make_identity(world_size=2)

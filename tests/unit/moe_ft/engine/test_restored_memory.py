@@ -6,12 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.context import RestoredState, RestoredWindow
 from moe_ft.engine.memory import RankMemory, holds
 from moe_ft.engine.regions import Region, Role, own_directory
 from moe_ft.engine.restored_memory import keep_restored, replica_to_send
-from moe_ft.format.files import Index, decode, encode
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import decode, encode
+from moe_ft.format.index import Index
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import (
     FRESH,

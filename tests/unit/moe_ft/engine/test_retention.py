@@ -14,15 +14,11 @@ from moe_ft.engine.manifests import find_manifests
 from moe_ft.engine.retention import Retention
 from moe_ft.engine.storage import Storage, file_tag, rank_path
 from moe_ft.errors import LockLostError
-from moe_ft.format.files import MANIFEST_NAME, Identity, Manifest, encode
-from tests.unit.moe_ft.builders import (
-    complete_iterations,
-    make_identity,
-    manifest_of,
-    persist_checkpoint,
-    persist_rank,
-)
-from tests.unit.moe_ft.engine.checkpoints import manifest_path, names, save
+from moe_ft.format.encoding import encode
+from moe_ft.format.identity import Identity
+from moe_ft.format.manifest import MANIFEST_NAME, Manifest
+from tests.unit.moe_ft.builders import make_identity, manifest_of, persist_checkpoint, persist_rank
+from tests.unit.moe_ft.engine.checkpoints import complete_iterations, manifest_path, names, save
 from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
 
 TWO_RANKS = make_identity(world_size=2)

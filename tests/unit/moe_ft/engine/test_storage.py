@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 from moe_ft.engine.manifests import find_manifests, write_manifest
 from moe_ft.engine.storage import Storage, file_tag, hide_password, rank_path
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import MANIFEST_NAME, Identity, encode
+from moe_ft.format.encoding import encode
+from moe_ft.format.identity import Identity
+from moe_ft.format.manifest import MANIFEST_NAME
 from tests.unit.moe_ft.builders import (
-    complete_iterations,
     make_identity,
     make_state,
     manifest_of,
     persist_checkpoint,
     persist_rank,
 )
-from tests.unit.moe_ft.engine.checkpoints import save
+from tests.unit.moe_ft.engine.checkpoints import complete_iterations, save
 from tests.unit.moe_ft.faulty_storage import Injector, KilledError, faulty_urls, install
 
 TWO_RANKS = make_identity(world_size=2)

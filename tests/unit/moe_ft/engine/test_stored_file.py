@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from moe_ft.engine.checks import check_units
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import Region
 from moe_ft.engine.stored_file import PreviousCheckpoint, StoredFile, assemble
-from moe_ft.format.files import Index, UnitEntry
+from moe_ft.format.contents import check_units
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
 from tests.unit.moe_ft.builders import add_units, fill_region, put_in_slot
 
 NAME = "rank_00000_01234567.safetensors"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from moe_ft.format.files import Start
+from moe_ft.format.identity import Start
 from moe_ft.planning.branches import (
     MOST_STARTS,
     continue_history,

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.format.files import History, Start
+from moe_ft.format.identity import History, Start
 from moe_ft.planning.recovery import (
-    RecoveryPlan,
+    Plan,
     Rejection,
+    Source,
     Tier,
     Version,
     newer_than,
@@ -71,7 +72,7 @@ def everywhere(
     ]
 
 
-def iterations(plans: Iterable[RecoveryPlan]) -> list[int]:
+def iterations(plans: Iterable[Plan]) -> list[int]:
     return [plan.iteration for plan in plans]
 
 
@@ -115,8 +116,12 @@ def inventories(draw: st.DrawFn) -> tuple[list[Version], tuple[str, ...]]:
     return versions, node_of
 
 
-def all_sources(plan: RecoveryPlan) -> list[Version]:
-    return [source.version for sources in plan.sources.values() for source in sources]
+def sources_by_rank(plan: Plan) -> dict[int, tuple[Source, ...]]:
+    return {rank: each for stage in plan.stages.values() for rank, each in stage.sources.items()}
+
+
+def all_sources(plan: Plan) -> list[Version]:
+    return [source.version for sources in sources_by_rank(plan).values() for source in sources]
 
 
 Group = tuple[Start, int, int]
@@ -156,9 +161,9 @@ def test_plans_of_any_inventory_are_what_every_rank_has_of_one_start_and_iterati
     plans = plan_recovery(versions, node_of)[0]
     assert len(plans) == len(expected)
     for plan in plans:
-        members = expected[group_of(plan.sources[0][0].version)]
+        members = expected[group_of(plan.version)]
         assert sorted(map(str, all_sources(plan))) == sorted(map(str, members))
-        for rank, sources in plan.sources.items():
+        for rank, sources in sources_by_rank(plan).items():
             assert {source.version.rank for source in sources} == {rank}
 
 
@@ -178,7 +183,7 @@ def test_plans_of_any_inventory_are_those_of_the_latest_start_first_and_its_newe
     plans = plan_recovery(*found)[0]
     for lineage in ("run-a", "run-b"):
         order = [
-            (plan.start.number, plan.iteration, -plan.sources[0][0].version.window)
+            (plan.start.number, plan.iteration, -plan.version.window)
             for plan in plans
             if plan.lineage == lineage
         ]
@@ -214,7 +219,7 @@ def test_sources_of_any_inventory_go_from_memory_over_peers_to_storage(
     versions, node_of = found
     order = [Tier.MEMORY, Tier.PEER, Tier.STORAGE]
     for plan in plan_recovery(versions, node_of)[0]:
-        for rank, sources in plan.sources.items():
+        for rank, sources in sources_by_rank(plan).items():
             tiers = [source.tier for source in sources]
             assert tiers == sorted(tiers, key=order.index)
             for source in sources:
@@ -228,7 +233,7 @@ def test_elsewhere_is_all_that_a_rank_has_left_of_the_run_in_any_window(
 ) -> None:
     versions, node_of = found
     for plan in plan_recovery(versions, node_of)[0]:
-        assert belongs_to(plan.sources[0][0].version, plan.history)
+        assert belongs_to(plan.version, plan.history)
         for rank, sources in plan.elsewhere.items():
             expected = [
                 version
@@ -348,7 +353,7 @@ def test_sources_of_one_rank_are_in_the_order_worked_by_hand() -> None:
     stored = make_version(0, 4)
     versions = [stored, elsewhere, replica_here, own]
     (plan,), _ = plan_recovery(versions, ["a"])
-    found = [(source.tier, source.version) for source in plan.sources[0]]
+    found = [(source.tier, source.version) for source in plan.sources_of(0)]
     assert found == [
         (Tier.MEMORY, own),
         (Tier.MEMORY, replica_here),
@@ -360,7 +365,7 @@ def test_sources_of_one_rank_are_in_the_order_worked_by_hand() -> None:
 def test_rank_that_moved_reads_its_former_node_as_a_peer() -> None:
     versions = [make_version(0, 4, node="a")]
     (plan,), _ = plan_recovery(versions, ["b"])
-    assert plan.sources[0][0].tier is Tier.PEER
+    assert plan.sources_of(0)[0].tier is Tier.PEER
 
 
 def test_nothing_found_gives_no_plan_and_no_complaint() -> None:
@@ -401,7 +406,7 @@ def test_window_is_read_from_several_tiers() -> None:
         make_version(1, 4, window=3, node="b"),
     ]
     (plan,), _ = plan_recovery(versions, NODES)
-    tiers = [[source.tier for source in plan.sources[rank]] for rank in (0, 1)]
+    tiers = [[source.tier for source in plan.sources_of(rank)] for rank in (0, 1)]
     assert tiers == [[Tier.PEER, Tier.STORAGE], [Tier.MEMORY]]
 
 
@@ -413,18 +418,18 @@ def test_newer_window_comes_before_an_older_single_snapshot() -> None:
 def test_single_snapshot_comes_before_a_window_of_the_same_iteration() -> None:
     # The state at the end of training is saved at once, and needs no replay.
     plans, _ = plan_recovery([*everywhere(6, window=3), *everywhere(6)], NODES)
-    assert [plan.sources[0][0].version.window for plan in plans] == [1, 3]
+    assert [plan.version.window for plan in plans] == [1, 3]
 
 
 def test_shorter_window_comes_before_a_longer_one_of_the_same_iteration() -> None:
     plans, _ = plan_recovery([*everywhere(6, window=4), *everywhere(6, window=2)], NODES)
-    assert [plan.sources[0][0].version.window for plan in plans] == [2, 4]
+    assert [plan.version.window for plan in plans] == [2, 4]
 
 
 def test_window_of_a_newer_start_comes_before_that_of_an_older_one() -> None:
     versions = [*everywhere(4, window=3), *everywhere(4, LATER, window=3)]
     plans, _ = plan_recovery(versions, NODES)
-    assert [plan.sources[0][0].version.history for plan in plans] == [LATER, FIRST]
+    assert [plan.version.history for plan in plans] == [LATER, FIRST]
 
 
 def test_older_window_is_a_plan_where_a_rank_lacks_the_newer_one() -> None:
@@ -432,3 +437,19 @@ def test_older_window_is_a_plan_where_a_rank_lacks_the_newer_one() -> None:
     plans, rejected = plan_recovery(versions, NODES)
     assert iterations(plans) == [4]
     assert reasons(rejected) == ["iteration 7: no state of rank 1 in any tier"]
+
+
+@given(inventories())
+def test_stages_divide_the_ranks_and_all_replay_the_same_window(
+    found: tuple[list[Version], tuple[str, ...]],
+) -> None:
+    versions, node_of = found
+    stage_of = [rank % 2 for rank in range(len(node_of))]
+    plans, rejected = plan_recovery(versions, node_of, stage_of)
+    one_stage, rejected_again = plan_recovery(versions, node_of)
+    assert rejected == rejected_again
+    for plan, alone in zip(plans, one_stage, strict=True):
+        assert sources_by_rank(plan) == sources_by_rank(alone)
+        for stage, way in plan.stages.items():
+            assert {stage_of[rank] for rank in way.sources} == {stage}
+            assert (way.target, way.num_replays) == (plan.iteration, plan.version.window - 1)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
-from moe_ft.format.files import History, Start
-from moe_ft.planning.recovery import RecoveryPlan, Rejection, Version, plan_recovery
+from moe_ft.format.identity import History, Start
+from moe_ft.planning.recovery import Plan, Rejection, Version, plan_recovery
 from moe_ft.recovery.choice import Wish
-from moe_ft.recovery.preflight import Site
+from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
 
 NODES = ("a", "b")
@@ -50,9 +50,7 @@ def versions_of(
     ]
 
 
-def plans_of(
-    versions: Sequence[Version], num_ranks: int = 1
-) -> tuple[list[RecoveryPlan], list[Rejection]]:
+def plans_of(versions: Sequence[Version], num_ranks: int = 1) -> tuple[list[Plan], list[Rejection]]:
     """Return the plans for ranks on nodes of their own."""
     return plan_recovery(versions, NODES[:num_ranks])
 

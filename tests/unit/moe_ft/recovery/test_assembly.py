@@ -8,21 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ft.config.config import MoeFtConfig, PartialConfig, SparseConfig, StrategyConfig
+from moe_ft.config.config import MoeFtConfig, StrategyConfig
 from moe_ft.engine.layout import lay_out
 from moe_ft.engine.unit_layouts import UnitLayouts
-from moe_ft.format.files import ParameterEntry
+from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.packings import ALIGNMENT_BYTES
+from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.recovery.assembly import (
-    ExpertFacts,
     build_strategy,
     ep_ranks_by_dp,
     measure_sizes,
 )
 from moe_ft.state.catalog import UnitCatalog
-from moe_ft.state.parameters import GroupPlace, LocalParameter
-from moe_ft.strategies.interface import DenseStrategy, Strategy
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.interface import Strategy
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import run_together
 
@@ -73,7 +76,8 @@ def catalog_of(dp_rank: int) -> UnitCatalog:
 def facts(dp_rank: int, num_experts: int = EP_SIZE) -> ExpertFacts:
     return ExpertFacts(
         num_experts=num_experts,
-        ep=GroupPlace(rank=dp_rank % EP_SIZE, size=EP_SIZE),
+        ep_rank=dp_rank % EP_SIZE,
+        ep_size=EP_SIZE,
         tokens_per_sample=1,
         planned_samples=100,
         samples_per_iteration=1,
@@ -83,7 +87,7 @@ def facts(dp_rank: int, num_experts: int = EP_SIZE) -> ExpertFacts:
 def config_of(partial: PartialConfig | None = None, **strategy: str) -> MoeFtConfig:
     return MoeFtConfig(
         strategy=StrategyConfig(**{"strategy": "partial", **strategy}),
-        partial=partial or PartialConfig(k_snapshot="1"),
+        options={"partial": partial or PartialConfig(k_snapshot="1")},
     )
 
 
@@ -101,6 +105,7 @@ def test_dense_strategy_saves_all_units() -> None:
     strategy = strategies_of(config_of(strategy="dense"))[0]
     assert isinstance(strategy, DenseStrategy)
     assert set(strategy.plan_window(0).snapshots[0].levels) == set(catalog_of(0).units)
+    assert set(strategy.always) == set(catalog_of(0).units)
 
 
 def test_experts_of_which_this_rank_saves_nothing_do_not_rotate_here() -> None:
@@ -130,7 +135,7 @@ def test_every_snapshot_fits_into_the_region_and_its_slots(k: str, sharding: str
             rotating = [unit for plan in window.snapshots for unit in plan.rotating]
             places = [layouts.place(unit, 0) for unit in rotating]
             assert all(place.num_bytes <= sizes.slot_bytes for place in places)
-            strategy.note_complete(iteration)
+            strategy.note_complete(window, iteration)
 
 
 def test_dense_strategy_needs_no_slots() -> None:
@@ -149,7 +154,8 @@ def test_expert_parallel_ranks_are_those_of_the_own_group_in_its_order() -> None
 
 def sparse_config(window: str) -> MoeFtConfig:
     return MoeFtConfig(
-        strategy=StrategyConfig(strategy="sparse"), sparse=SparseConfig(window=window, max_window=4)
+        strategy=StrategyConfig(strategy="sparse"),
+        options={"sparse": SparseConfig(window=window, max_window=4)},
     )
 
 
@@ -164,7 +170,9 @@ def sparse_strategies(window: str) -> list[Strategy]:
 
 
 def agree(strategies: list[Strategy], budget: float) -> None:
-    values = [strategy.values(budget, budget) for strategy in strategies]
+    for strategy in strategies:
+        strategy.note_measured(budget, budget)
+    values = [strategy.values() for strategy in strategies]
     least = [min(column) for column in zip(*values, strict=True)]
     for strategy in strategies:
         strategy.agree(least)
@@ -184,6 +192,7 @@ def test_every_window_fits_into_the_region_in_any_order_and_length(window: str) 
             strategy.add_tokens(np.array(counts))
             is_last = iteration == 7
             plan = strategy.plan_window(iteration, is_last=is_last)
+            strategy.note_begun(plan)
             assert layout.lay_out(plan).num_bytes == layout.region_bytes
 
 

@@ -18,9 +18,9 @@ from moe_ft.engine.manifests import manifests
 from moe_ft.engine.retention import Retention
 from moe_ft.engine.storage import Storage, file_tag
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.files import Identity, Start
+from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
-from moe_ft.planning.recovery import RecoveryPlan, Version, plan_recovery
+from moe_ft.planning.recovery import Plan, Version, plan_recovery
 from moe_ft.recovery.inventory import look_at_storage
 from tests.unit.moe_ft.builders import make_identity, persist_checkpoint
 
@@ -84,14 +84,14 @@ class World:
         in_memory, on_storage = self._complete(set(node_of))
         damaged = self.damaged - in_memory
         plan = self._first_intact(plan_recovery(versions, node_of)[0], damaged)
-        winner = None if plan is None else self._state_of(plan.sources[0][0].version)
+        winner = None if plan is None else self._state_of(plan.version)
         self._check_winner(winner, (in_memory | on_storage) - damaged)
         life = self._begin(plan, winner, versions, visible)
         self._train(life, node_of)
 
     def _begin(
         self,
-        plan: RecoveryPlan | None,
+        plan: Plan | None,
         winner: State | None,
         versions: list[Version],
         visible: set[State],
@@ -239,11 +239,9 @@ class World:
             in_memory.append({state for states in held for state in states})
         return set.intersection(*in_memory), self._on_storage()
 
-    def _first_intact(self, plans: list[RecoveryPlan], damaged: set[State]) -> RecoveryPlan | None:
+    def _first_intact(self, plans: list[Plan], damaged: set[State]) -> Plan | None:
         """Do what a recovery does: take the next plan if the data of one is damaged."""
-        intact = (
-            plan for plan in plans if self._state_of(plan.sources[0][0].version) not in damaged
-        )
+        intact = (plan for plan in plans if self._state_of(plan.version) not in damaged)
         return next(intact, None)
 
 

@@ -10,7 +10,7 @@ import pytest
 from moe_ft.engine.regions import own_directory
 from moe_ft.errors import UnsafePathError
 from moe_ft.recovery.inventory import look_at_memory
-from moe_ft.recovery.sources import MemoryReader
+from moe_ft.recovery.readers import MemoryReader
 from tests.unit.moe_ft.builders import fill_region
 
 STRANGER = 65534

@@ -11,7 +11,7 @@ import pytest
 
 from moe_ft.engine.regions import Region, own_directory, replica_directory
 from moe_ft.engine.storage import Storage
-from moe_ft.format.files import encode
+from moe_ft.format.encoding import encode
 from moe_ft.recovery.inventory import Inventory, Problem, look_at_memory, look_at_storage
 from tests.unit.moe_ft.builders import (
     fill_region,

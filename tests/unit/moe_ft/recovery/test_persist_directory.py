@@ -14,7 +14,7 @@ from moe_ft.engine.storage_lock import LOCK_NAME, SeenLock, StorageLock
 from moe_ft.errors import ConfigError, LockLostError
 from moe_ft.recovery import persist_directory
 from moe_ft.recovery.persist_directory import open_storage, release_lock, take_lock
-from moe_ft.recovery.preflight import Site
+from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
 
 

@@ -1,6 +1,7 @@
 """What a start reserves and checks is what `plan` says, but for headers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,24 +13,26 @@ import torch
 from moe_ft.config.config import (
     MemoryConfig,
     MoeFtConfig,
-    PartialConfig,
-    SparseConfig,
     StorageConfig,
     StrategyConfig,
 )
 from moe_ft.engine.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError
-from moe_ft.format.files import ParameterEntry
+from moe_ft.format.entries import ParameterEntry
+from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.model_size import ByteModel, ModelShape
 from moe_ft.planning.ownership import SavingLayout
 from moe_ft.planning.placement import place_replicas
 from moe_ft.planning.sharding import assign_equal_slices
-from moe_ft.recovery.assembly import ExpertFacts, RankSizes, build_strategy, measure_sizes
-from moe_ft.recovery.preflight import Site, check_memory
+from moe_ft.recovery.assembly import RankSizes, build_strategy, measure_sizes
+from moe_ft.recovery.claim import check_memory
+from moe_ft.recovery.site import Site
 from moe_ft.state.catalog import UnitCatalog
-from moe_ft.state.parameters import GroupPlace, LocalParameter
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.size import SavedModel
+from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.size import position_sizes, region_bytes, stage_units
 from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN
 from moe_ft.topology import RankInfo, Topology
@@ -70,9 +73,11 @@ CASES: Mapping[str, tuple[PartialConfig | SparseConfig | None, MemoryShare]] = {
 
 def config_of(strategy: PartialConfig | SparseConfig | None) -> MoeFtConfig:
     if isinstance(strategy, PartialConfig):
-        return MoeFtConfig(strategy=StrategyConfig(strategy="partial"), partial=strategy)
+        return MoeFtConfig(
+            strategy=StrategyConfig(strategy="partial"), options={"partial": strategy}
+        )
     if isinstance(strategy, SparseConfig):
-        return MoeFtConfig(strategy=StrategyConfig(strategy="sparse"), sparse=strategy)
+        return MoeFtConfig(strategy=StrategyConfig(strategy="sparse"), options={"sparse": strategy})
     return MoeFtConfig(strategy=StrategyConfig(strategy="dense"))
 
 
@@ -115,7 +120,8 @@ def sizes_of(config: MoeFtConfig) -> list[RankSizes]:
     def of_rank(rank: int, gather: Any) -> RankSizes:
         facts = ExpertFacts(
             num_experts=SHAPE.num_experts,
-            ep=GroupPlace(rank=rank % EP, size=EP),
+            ep_rank=rank % EP,
+            ep_size=EP,
             tokens_per_sample=1,
             planned_samples=100,
             samples_per_iteration=1,
@@ -158,7 +164,7 @@ def test_memory_that_is_checked_at_start_is_what_plan_says(name: str, tmp_path: 
             memory = MemoryConfig(memory_dir=str(tmp_path), host_memory_limit=str(limit))
             storage = StorageConfig(persist_dir="/somewhere" if persists else None)
             site = Site(
-                config=MoeFtConfig(memory=memory, storage=storage),
+                config=replace(config_of(strategy), memory=memory, storage=storage),
                 job_id="job",
                 node="node0",
                 node_dir=tmp_path,

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from moe_ft.engine.pool import Pool
 from moe_ft.engine.regions import own_directory
-from moe_ft.format.files import Identity, ParameterEntry, encode
+from moe_ft.format.encoding import encode
+from moe_ft.format.entries import ParameterEntry
+from moe_ft.format.identity import Identity
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.planning.token_ledger import UnitVersion
-from moe_ft.recovery.restore import FetchedState, Readers
-from moe_ft.recovery.rotating import RotatingState, by_expert, fetch_rotating, versions_in
-from moe_ft.recovery.sources import MemoryReader
+from moe_ft.recovery.readers import MemoryReader, Readers
+from moe_ft.recovery.rotating import Rotation, fetch_rotating, versions_in
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId
@@ -65,7 +66,6 @@ class Rank:
         self.pool = Pool(self.directory, 4 * 33, 20)
         self.pool.open()
         self.sources: list[Source] = []
-        self.fetched = FetchedState()
         self.readers = Readers(lambda source: MemoryReader(tmp_path / source.version.path))
         self._slot = 0
 
@@ -109,7 +109,7 @@ class Rank:
         gather: Callable[[Any], list[Any]] = lambda value: [value],
         origins: dict[str, str] | None = None,
         most_iteration: int | None = None,
-    ) -> RotatingState:
+    ) -> Rotation:
         """Agree with other ranks, and read."""
         return fetch_rotating(
             self.sources,
@@ -119,21 +119,20 @@ class Rank:
             ORIGINS if origins is None else origins,
             gather,
             most_iteration,
-            self.fetched,
         )
 
 
-def fetch_all(ranks: Sequence[Rank]) -> list[RotatingState]:
+def fetch_all(ranks: Sequence[Rank]) -> list[Rotation]:
     """Have all ranks agree."""
     return run_together(len(ranks), lambda number, gather: ranks[number].fetch(gather))
 
 
-def iterations(state: RotatingState) -> dict[str, int]:
+def iterations(state: Rotation) -> dict[str, int]:
     return {name: version.iteration for name, version in state.versions.items()}
 
 
-def read_iterations(rank: Rank) -> dict[str, int]:
-    return {name: unit.entry.iteration for name, unit in rank.fetched.units.items()}
+def read_iterations(state: Rotation) -> dict[str, int]:
+    return {name: unit.entry.iteration for name, unit in state.units.items()}
 
 
 @pytest.fixture
@@ -145,15 +144,16 @@ def test_newest_version_of_each_expert_is_read(rank: Rank) -> None:
     rank.save(4, {0: 3, 1: 4})
     rank.save(5, {0: 5, 1: 4})
     state = rank.fetch()
-    assert iterations(state) == read_iterations(rank) == {NAMES[0]: 5, NAMES[1]: 4}
-    assert (state.kept, state.missing) == (set(), [])
+    assert iterations(state) == read_iterations(state) == {NAMES[0]: 5, NAMES[1]: 4}
+    assert (state.kept, state.missing) == (set(), ())
 
 
 def test_version_that_is_corrupt_is_replaced_by_the_newest_intact_one(rank: Rank) -> None:
     rank.save(4, {0: 4, 1: 4})
     rank.save(5, {0: 5, 1: 4})
     rank.spoil(2)
-    assert iterations(rank.fetch()) == read_iterations(rank) == {NAMES[0]: 4, NAMES[1]: 4}
+    state = rank.fetch()
+    assert iterations(state) == read_iterations(state) == {NAMES[0]: 4, NAMES[1]: 4}
     assert f"unit {NAMES[0]} does not match its checksum" in rank.readers.problems[0]
 
 
@@ -167,8 +167,9 @@ def test_expert_that_was_never_saved_keeps_the_first_state(rank: Rank) -> None:
 def test_expert_without_an_intact_version_keeps_the_first_state(rank: Rank) -> None:
     rank.save(5, {0: 5, 1: 5})
     rank.spoil(0)
-    assert rank.fetch().kept == {NAMES[0]}
-    assert NAMES[0] not in rank.fetched.units
+    state = rank.fetch()
+    assert state.kept == {NAMES[0]}
+    assert NAMES[0] not in state.units
 
 
 def test_expert_that_was_never_saved_is_missing_after_a_start_from_another_state(
@@ -176,7 +177,7 @@ def test_expert_that_was_never_saved_is_missing_after_a_start_from_another_state
 ) -> None:
     rank.save(5, {0: 5})
     state = rank.fetch(origins=dict.fromkeys(NAMES, "f" * 16))
-    assert (state.kept, state.missing) == (set(), [NAMES[1]])
+    assert (state.kept, state.missing) == (set(), (NAMES[1],))
 
 
 def test_version_beyond_the_iteration_that_was_asked_for_is_not_used(rank: Rank) -> None:
@@ -237,14 +238,9 @@ def test_ranks_agree_on_the_newest_version_that_is_intact_on_all_of_them(
         if len(on_ranks) == 2 and not is_spoiled:
             expected.update({NAMES[expert]: iteration for expert in experts})
     states = fetch_all(ranks)
-    for state, each in zip(states, ranks, strict=True):
-        assert iterations(state) == read_iterations(each) == expected
+    for state in states:
+        assert iterations(state) == read_iterations(state) == expected
         assert state.kept == set(NAMES) - set(expected)
-
-
-def test_versions_are_found_by_layer_and_expert() -> None:
-    version = UnitVersion(iteration=5, routed_tokens=7)
-    assert by_expert({f"{NAMES[1]}.moments": version}) == {("layer.9", 1): version}
 
 
 def test_versions_in_an_index_are_those_of_the_units_that_it_names(rank: Rank) -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from moe_ft.errors import UnrecoverableError
-from moe_ft.planning.recovery import RecoveryPlan, Rejection, Version
+from moe_ft.planning.recovery import Plan, Rejection, Version
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.verdict import Verdict
@@ -29,13 +29,11 @@ def inventory(text: str = "", *, is_state: bool = False) -> Inventory:
     return found
 
 
-def plans(*versions: Version) -> list[RecoveryPlan]:
+def plans(*versions: Version) -> list[Plan]:
     return plans_of(versions)[0]
 
 
-def refusal(
-    speaker: Verdict, found: Inventory, plans: list[RecoveryPlan], problems: list[str]
-) -> str:
+def refusal(speaker: Verdict, found: Inventory, plans: list[Plan], problems: list[str]) -> str:
     with pytest.raises(UnrecoverableError) as refused:
         speaker.check_is_empty(found, plans, problems)
     return str(refused.value)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.config.precision import PARTS
-from moe_ft.format.files import TensorEntry
+from moe_ft.format.entries import TensorEntry
 from moe_ft.format.packings import Packing
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter

@@ -11,10 +11,12 @@ import pytest
 
 from moe_ft.engine.regions import Region, own_directory, replica_directory
 from moe_ft.engine.storage import Storage
-from moe_ft.format.files import Manifest, UnitEntry, checksum
+from moe_ft.format.encoding import checksum
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.manifest import Manifest
 from moe_ft.recovery.inspect.verification import verify
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
-from moe_ft.recovery.sources import StorageReader
+from moe_ft.recovery.readers import StorageReader
 from tests.unit.moe_ft.builders import (
     WindowState,
     fill_region,

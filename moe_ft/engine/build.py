@@ -1,0 +1,153 @@
+"""Builds the engine of one rank: the only place that makes its parts.
+
+A test or a simulation passes its own clock, workers and replicator; training takes the defaults.
+"""
+
+from collections.abc import Callable
+
+from moe_ft.engine.agreement import Minimum
+from moe_ft.engine.background import Reports
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.context import EngineContext, EngineSettings, Layouts
+from moe_ft.engine.copying import StateCopier
+from moe_ft.engine.decisions import Decisions
+from moe_ft.engine.engine import CheckpointEngine, EngineParts
+from moe_ft.engine.messages import Messages
+from moe_ft.engine.peers import PeerReplicator
+from moe_ft.engine.persist import PersistClient, WriterSupervisor, writer_command
+from moe_ft.engine.pool import PoolVersions
+from moe_ft.engine.profile import FixedInterval, IntervalTuner, SnapshotProfile
+from moe_ft.engine.record_log import RecordLog
+from moe_ft.engine.replica_sender import ReplicaSender, Replicator
+from moe_ft.engine.snapshot import SnapshotWriter
+from moe_ft.engine.snapshot_index import SnapshotIndexer
+from moe_ft.engine.stall import Stall
+from moe_ft.engine.storage_schedule import StorageSchedule
+from moe_ft.engine.windows import Windows
+from moe_ft.engine.worker import ThreadWorker, Worker
+from moe_ft.state.record import CapturedRecord
+from moe_ft.strategies.interface import Strategy
+
+MakeWorker = Callable[[str], Worker]
+
+
+def build_engine(
+    settings: EngineSettings,
+    context: EngineContext,
+    strategy: Strategy,
+    agreement: Minimum,
+    layouts: Layouts,
+    complete_record: Callable[[CapturedRecord], None],
+    *,
+    clock: Clock | None = None,
+    make_worker: MakeWorker = ThreadWorker,
+    replicator: Replicator | None = None,
+) -> CheckpointEngine:
+    """Return an engine that has not started: no thread runs and no file is open.
+
+    Args:
+        complete_record: adds to a captured record what moves together with the weights.
+        clock: by default the system's.
+        make_worker: takes a name; makes what copies snapshots, and what sends them.
+        replicator: sends snapshots to the peers of the context, by default over TCP.
+    """
+    clock = clock or Clock()
+    ranks = context.topology.ranks
+    first = next(each for each in ranks if each.stage == ranks[context.rank].stage)
+    is_first_of_stage = first.rank == context.rank
+    messages = Messages(
+        context.rank, clock, is_first_of_stage=is_first_of_stage, raises=settings.raises
+    )
+    reports = messages.reports
+    if replicator is None and context.peers:
+        replicator = PeerReplicator(
+            context.peers, context.token, reports, context.phase_hook, clock
+        )
+    records = RecordLog(complete_record)
+    writer = _build_writer(settings, context, records, replicator, reports, clock, make_worker)
+    windows = Windows(context.memory, strategy, layouts, writer, records, reports)
+    interval = settings.interval
+    return CheckpointEngine(
+        settings,
+        context,
+        strategy,
+        EngineParts(
+            clock=clock,
+            messages=messages,
+            decisions=Decisions(agreement, context.stage_load, reports, clock),
+            interval=IntervalTuner(settings.overhead_limit)
+            if interval is None
+            else FixedInterval(interval),
+            profile=SnapshotProfile(),
+            stall=Stall(clock),
+            writer=writer,
+            windows=windows,
+            storage=_build_storage(settings, context, strategy, windows.versions, reports, clock),
+            supervisor=_build_supervisor(context, reports, clock),
+        ),
+    )
+
+
+def _build_writer(
+    settings: EngineSettings,
+    context: EngineContext,
+    records: RecordLog,
+    replicator: Replicator | None,
+    reports: Reports,
+    clock: Clock,
+    make_worker: MakeWorker,
+) -> SnapshotWriter:
+    """Return what copies and commits snapshots, and what sends them if there are peers."""
+    pool = context.memory.pool
+    sender = None
+    if replicator is not None:
+        sender = ReplicaSender(replicator, reports, make_worker("replicate"), clock)
+    return SnapshotWriter(
+        StateCopier(context.parameters, pool, settings.staging_bytes),
+        SnapshotIndexer(
+            context.identity,
+            context.rank,
+            context.topology.ranks[context.rank].node,
+            context.parameters,
+            records,
+            pool,
+            context.origins,
+        ),
+        records,
+        pool,
+        sender,
+        reports,
+        context.phase_hook,
+        make_worker("snapshot"),
+        clock,
+    )
+
+
+def _build_storage(
+    settings: EngineSettings,
+    context: EngineContext,
+    strategy: Strategy,
+    versions: PoolVersions,
+    reports: Reports,
+    clock: Clock,
+) -> StorageSchedule:
+    client = PersistClient(
+        context.persist_dir,
+        context.rank,
+        reports,
+        context.phase_hook,
+        clock,
+        len(context.topology.ranks),
+    )
+    return StorageSchedule(
+        settings.persist_interval, client, versions, strategy, context.identity, context.rank
+    )
+
+
+def _build_supervisor(
+    context: EngineContext, reports: Reports, clock: Clock
+) -> WriterSupervisor | None:
+    if context.writer is None:
+        return None
+    directory = context.persist_dir
+    return WriterSupervisor(directory, writer_command(directory), reports, clock, context.writer)

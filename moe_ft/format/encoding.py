@@ -1,0 +1,91 @@
+"""Files of JSON with a checksum: the envelope that all indexes and manifests share.
+
+Reading validates types, names and paths, and the checksum over the body finds every flipped byte. There is no
+pickle. The bodies are defined in format/index.py and format/manifest.py.
+"""
+
+import re
+from pathlib import PurePosixPath
+from typing import Annotated
+
+import msgspec
+import xxhash
+
+from moe_ft.errors import CorruptStateError, FormatVersionError
+from moe_ft.format.identity import Identity
+
+FORMAT = "moe_ft/1"
+Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+_ENVELOPE = re.compile(rb'\{"xxh3_64":"([0-9a-f]{16})","body":')
+
+
+class Body(msgspec.Struct, frozen=True):
+    """The content of a file, apart from its checksum."""
+
+    format: str
+    identity: Identity
+
+    def check(self, where: str) -> None:
+        """Raise CorruptStateError if a rule that the schema cannot express is broken."""
+        if not self.identity.history:
+            raise CorruptStateError(f"{where} belongs to no incarnation")
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the XXH3-64 checksum of some bytes, in hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def encode(body: Body) -> bytes:
+    """Return the file's content: a JSON object that holds the body and the checksum of its bytes."""
+    encoded = msgspec.json.encode(body)
+    return b'{"xxh3_64":"%s","body":%s}\n' % (checksum(encoded).encode(), encoded)
+
+
+def decode[B: Body](content: bytes, kind: type[B], where: str) -> B:
+    """Check the content of a file that `encode` made, and return its body.
+
+    Args:
+        content: of the file.
+        kind: Index, IndexHead or Manifest.
+        where: path of the file, for messages.
+
+    Raises:
+        CorruptStateError: if the checksum, the schema, the format or a path in it is wrong.
+    """
+    match = _ENVELOPE.match(content)
+    if match is None or not content.endswith(b"}\n"):
+        raise CorruptStateError(f"{where} is not a complete file of moe_ft")
+    body = memoryview(content)[match.end() : -2]
+    if checksum(body) != match[1].decode():
+        raise CorruptStateError(f"{where} is corrupt: its checksum does not match its content")
+    _check_format(body, where)
+    try:
+        decoded = msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: deeply nested lists
+        raise CorruptStateError(
+            f"{where} does not have the form of {kind.__name__}: {error}"
+        ) from error
+    decoded.check(where)
+    return decoded
+
+
+class _AnyFormat(msgspec.Struct):
+    format: str = ""
+
+
+def _check_format(body: memoryview, where: str) -> None:
+    """Raise FormatVersionError for a file of another format, whose schema is not known here."""
+    try:
+        found = msgspec.json.decode(body, type=_AnyFormat).format
+    except (msgspec.MsgspecError, RecursionError):
+        return  # decoding with the schema says what is wrong
+    if found and found != FORMAT:
+        raise FormatVersionError(f"{where} has format '{found}', this version reads {FORMAT}")
+
+
+def check_path(path: str, where: str) -> None:
+    """Raise CorruptStateError for a path that is absolute or leaves its directory."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path:
+        raise CorruptStateError(f"{where} names '{path}', which leaves its directory")

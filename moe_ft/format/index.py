@@ -1,0 +1,140 @@
+"""The index of a data file: the unit versions in the file, the iterations, and the run that wrote it.
+
+A data file is a valid safetensors file; its index is a separate file in the same directory. The entries of an
+index are in format/entries.py, its records in format/records.py, its encoding in format/encoding.py.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+
+from moe_ft.errors import CorruptStateError
+from moe_ft.format.encoding import Body, Checksum, check_path
+from moe_ft.format.entries import FileEntry, ParameterEntry, UnitEntry, tensor_bytes
+from moe_ft.format.records import Count, ExpertProgress, IterationRecord
+
+
+class Index(Body, frozen=True, forbid_unknown_fields=True):
+    """Description of one data file: a region, a replica or a persisted file.
+
+    Attributes:
+        rank: global rank whose state it is.
+        iteration: of the snapshot; of the last snapshot in a window.
+        file: name of the data file, in the directory of the index.
+        file_bytes: size of the data file.
+        header_bytes, header_checksum: of the safetensors header, with its length field and padding.
+        units: unit versions by unit name; those of a window are FULL at different iterations.
+        parameters: by global name.
+        records: ``[snapshot]`` of consecutive iterations; the last is the record of `iteration`.
+        origins: checksums, by unit name, of this rank's weights in the state that the run began with. A
+            unit without a version has not changed since then, or all its changes are lost.
+        progress: of the experts of this rank's stage, if a strategy saves only some of them.
+        older: files of other checkpoints on storage that hold some of the units.
+        window: number of snapshots that together hold every unit.
+        num_snapshots: number of these snapshots that the file holds so far.
+        compute: ``[snapshot]`` by unit name, the weights that forward uses, of units that only a later
+            snapshot of the window holds at FULL.
+        complete_iteration: the newest iteration that all ranks were known to have when this was taken; None
+            if there was none, and then missing state of other ranks is no loss.
+    """
+
+    rank: Count
+    node: str
+    iteration: Count
+    file: str
+    file_bytes: Count
+    header_bytes: Count
+    header_checksum: Checksum
+    units: dict[str, UnitEntry]
+    parameters: dict[str, ParameterEntry]
+    records: tuple[IterationRecord, ...]
+    origins: dict[str, Checksum] = {}
+    progress: ExpertProgress | None = None
+    older: tuple[FileEntry, ...] = ()
+    window: Annotated[int, msgspec.Meta(ge=1)] = 1
+    num_snapshots: Annotated[int, msgspec.Meta(ge=1)] = 1
+    compute: tuple[dict[str, UnitEntry], ...] = ()
+    complete_iteration: Count | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file holds all snapshots of the window."""
+        return self.num_snapshots == self.window
+
+    def entries(self) -> Iterator[tuple[str, UnitEntry]]:
+        """Yield all unit versions with the names of their units."""
+        yield from self.units.items()
+        for units in self.compute:
+            yield from units.items()
+
+    def check(self, where: str) -> None:
+        """Raise CorruptStateError for a bad path, window or record, or a place outside the file."""
+        super().check(where)
+        _check_file_name(self.file, where)
+        for entry in self.older:
+            entry.check_paths(where)
+        if not self.records or self.records[-1].iteration != self.iteration:
+            raise CorruptStateError(f"{where} holds no record of its iteration {self.iteration}")
+        if self.header_bytes > self.file_bytes:
+            raise CorruptStateError(f"{where}: the header reaches beyond the end of its file")
+        self._check_window(where)
+        self._check_places(where)
+
+    def _check_window(self, where: str) -> None:
+        """Check that the snapshots are of consecutive iterations, as many as the index says."""
+        if self.num_snapshots > self.window:
+            raise CorruptStateError(f"{where} holds more snapshots than its window has")
+        if self.window == 1:
+            return
+        first = self.iteration - self.num_snapshots + 1
+        iterations = [record.iteration for record in self.records]
+        is_consecutive = iterations == list(range(first, self.iteration + 1))
+        are_inside = all(first <= unit.iteration <= self.iteration for _, unit in self.entries())
+        if not is_consecutive or not are_inside or len(self.compute) != len(iterations):
+            raise CorruptStateError(
+                f"{where} does not hold {self.num_snapshots} consecutive snapshots up to iteration "
+                f"{self.iteration}"
+            )
+
+    def _check_places(self, where: str) -> None:
+        for name, unit in self.entries():
+            if unit.file:
+                check_path(unit.file, where)
+            elif unit.offset + unit.num_bytes > self.file_bytes:
+                raise CorruptStateError(f"{where}: unit {name} reaches beyond the end of its file")
+            for tensor in unit.tensors:
+                end = tensor.offset + tensor_bytes(tensor)
+                if tensor.end < tensor.start or end > unit.num_bytes:
+                    raise CorruptStateError(f"{where}: unit {name} has an impossible tensor")
+
+
+class IndexHead(Body, frozen=True):
+    """The part of an index that identifies it; decoding skips the rest. See `Index`."""
+
+    rank: Count
+    iteration: Count
+    file: str
+    file_bytes: Count
+    header_checksum: Checksum
+    window: int = 1
+    num_snapshots: int = 1
+    complete_iteration: Count | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file holds all snapshots of the window."""
+        return self.num_snapshots == self.window
+
+    def check(self, where: str) -> None:
+        """Raise CorruptStateError for a bad path."""
+        super().check(where)
+        _check_file_name(self.file, where)
+
+
+def _check_file_name(file: str, where: str) -> None:
+    check_path(file, where)
+    if "/" in file:
+        raise CorruptStateError(
+            f"{where}: the data file '{file}' is not in the directory of its index"
+        )

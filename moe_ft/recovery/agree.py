@@ -1,0 +1,145 @@
+"""Sixth phase of a start: all ranks agree that together they have a whole state, before they use it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from moe_ft.planning.recovery import Plan, Rejection
+from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.put_back import SharedSlices
+from moe_ft.state.catalog import Slices, UnitCatalog
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.units import UnitId, parse_unit
+
+# Slices at FULL and at COMPUTE of the parameters that several ranks hold.
+SnapshotSlices = tuple[SharedSlices, SharedSlices]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """A window that the ranks have completely, as one rank puts it back.
+
+    Attributes:
+        fetched: this rank's part.
+        slices: ``[snapshot]`` the slices that the ranks have read of parameters that several of them hold, at
+            FULL and at COMPUTE.
+        positions: for each unit of the stage the snapshot that has it at FULL.
+    """
+
+    fetched: Fetched
+    slices: Sequence[SnapshotSlices]
+    positions: Mapping[UnitId, int]
+
+
+def agree(plan: Plan, fetched: Fetched, met: Met) -> tuple[Agreed | None, list[Rejection]]:
+    """Agree on a state that every rank has read. Called by all ranks.
+
+    Returns:
+        The state, or None and the reasons if a rank lacks something of it.
+    """
+    positions, conflicts = _agree_on_positions(fetched, met)
+    slices = _exchange_slices(fetched, met)
+    missing = [*fetched.missing, *conflicts]
+    missing += _find_gaps(fetched, slices, positions, met.live.catalog)
+    everyone = met.ranks.everyone.gather(((plan.start, plan.iteration), missing[:4]))
+    assert len({tried for tried, _ in everyone}) == 1, "ranks recover different states"
+    rejected = [
+        Rejection(
+            iteration=plan.iteration,
+            start=plan.start,
+            reason=f"iteration {plan.iteration}: rank {other} has no intact {', '.join(found[:3])}",
+        )
+        for other, (_, found) in enumerate(everyone)
+        if found
+    ]
+    agreed = Agreed(fetched=fetched, slices=slices, positions=positions)
+    return (None if rejected else agreed), rejected
+
+
+def _agree_on_positions(fetched: Fetched, met: Met) -> tuple[dict[UnitId, int], list[str]]:
+    """Return the snapshot that has each unit of the stage at FULL, and units on which ranks differ."""
+    own = {each.unit: fetched.position_of(each) for each in fetched.units.values()}
+    positions: dict[UnitId, int] = {}
+    conflicts = []
+    for found in met.ranks.stage.gather(own):
+        for unit, position in found.items():
+            if positions.setdefault(unit, position) != position:
+                conflicts.append(f"window in which all ranks have {unit} in one snapshot")
+    return positions, conflicts
+
+
+def _exchange_slices(fetched: Fetched, met: Met) -> list[SnapshotSlices]:
+    """Exchange the slices of shared parameters that the ranks of the data-parallel groups have."""
+    own = fetched.slices(met.live.catalog)
+    everyone = dict(met.ranks.stage.gather((met.site.rank, own)))
+    dp, expt_dp = (
+        [everyone[rank] for rank in dist.get_process_group_ranks(group)]
+        for group in (met.live.groups.dp_cp, met.live.groups.expt_dp)
+    )
+    # A rank that could read nothing has no snapshots; it says so itself.
+    length = max(map(len, everyone.values()))
+
+    def at(position: int, level: int) -> SharedSlices:
+        return SharedSlices(
+            dp=[_at(found, position, level) for found in dp],
+            expt_dp=[_at(found, position, level) for found in expt_dp],
+        )
+
+    return [(at(position, 0), at(position, 1)) for position in range(length)]
+
+
+def _at(slices: Sequence[tuple[Slices, Slices]], position: int, level: int) -> Slices:
+    return slices[position][level] if position < len(slices) else {}
+
+
+def _find_gaps(
+    fetched: Fetched,
+    slices: Sequence[SnapshotSlices],
+    positions: Mapping[UnitId, int],
+    catalog: UnitCatalog,
+) -> list[str]:
+    """Name what no rank has read of parameters that several ranks hold."""
+    kept = {
+        each.name
+        for unit in map(parse_unit, fetched.rotation.kept)
+        if catalog.has(unit)
+        for each in catalog.parameters_of(unit)
+    }
+    kept |= catalog.frozen_names
+    at_full = [full for full, _ in slices]
+    gaps = [f"slice of {name}" for name in find_gaps(catalog.parameters, at_full, kept)]
+    for position, (_, compute) in enumerate(slices):
+        frozen = [each for each in catalog.parameters if positions.get(each.unit, 0) > position]
+        gaps += [f"weights of {name}" for name in find_gaps(frozen, [compute], kept)]
+    return gaps
+
+
+def find_gaps(
+    parameters: Sequence[LocalParameter],
+    restored: Sequence[SharedSlices],
+    kept: Collection[str],
+) -> list[str]:
+    """Return the names of shared parameters of which a part is missing, or was found twice.
+
+    Args:
+        parameters: parameters of this rank.
+        restored: slices that the ranks have found, in all snapshots together.
+        kept: names of parameters that stay as they are.
+    """
+    gaps = []
+    for local in parameters:
+        if local.is_sharded or local.name in kept:
+            continue
+        found = [
+            owned[local.name]
+            for each in restored
+            for owned in (each.expt_dp if local.is_expert else each.dp)
+            if local.name in owned
+        ]
+        ends = [0, *(end for _, end in sorted(found))]
+        starts = [*(start for start, _ in sorted(found)), local.parameter.numel()]
+        if starts != ends:
+            gaps.append(local.name)
+    return gaps

@@ -1,0 +1,236 @@
+"""Second phase of a start: a rank claims its place: memory directory, locks, persist directory, room.
+
+Every check raises a ConfigError with the flag, the value, the rule and the remedy; all ranks raise what one
+of them raises. The persist directory and its lock are recovery/persist_directory.py.
+"""
+
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import filelock
+
+from moe_ft.config.fields import size_text
+from moe_ft.engine.job_directory import entered_job
+from moe_ft.engine.memory import RankMemory
+from moe_ft.engine.private_files import make_private, make_root
+from moe_ft.engine.regions import file_system_type
+from moe_ft.engine.storage import Storage
+from moe_ft.engine.storage_lock import StorageLock
+from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
+from moe_ft.planning.placement import plan_node_memory, sources_of
+from moe_ft.recovery.job_memory import alive_lock, measure, other_jobs
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.persist_directory import open_storage, release_lock, take_lock
+from moe_ft.recovery.site import Site, say
+from moe_ft.strategies.registry import chosen
+
+_CLAIM_POLL_S = 0.05
+_OLD_START_S = 20.0  # an older start's ranks may take a moment to die
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claimed:
+    """A rank's claims on its node and on storage.
+
+    Attributes:
+        memory: this rank's share of the node's memory, not opened yet.
+        storage: the persist directory, None without one.
+        lock: lock of the persist directory; None on all ranks but rank 0, and while an earlier start of this
+            job may hold it.
+    """
+
+    memory: RankMemory
+    storage: Storage | None
+    lock: StorageLock | None
+
+
+def claim(met: Met, opened: ExitStack) -> Claimed:
+    """Check this machine's directories, claim them, and open what the flags name. Called by all ranks.
+
+    Args:
+        met: result of the phase before.
+        opened: releases the claims.
+
+    Raises:
+        ConfigError: if a directory cannot be used, is used by another job, or has too little room.
+    """
+    site, together = met.site, met.ranks.check_together
+    warn_of_inexactness(site, is_deterministic=met.facts.is_deterministic)
+    together(lambda: opened.callback(claim_memory(site).release))
+
+    def open_persist_directory() -> tuple[Storage | None, StorageLock | None]:
+        storage, lock = open_storage(site)
+        if lock is not None:  # at once: another rank may refuse
+            opened.push(_Unlocking(lock))
+        return storage, lock
+
+    storage, lock = together(open_persist_directory)
+    together(lambda: check_memory(site, met.peers))
+    memory = RankMemory(
+        site.node_dir,
+        site.rank,
+        site.topology,
+        sources_of(met.peers, site.rank),
+        persists=site.writes_to_storage,
+    )
+    return Claimed(memory=memory, storage=storage, lock=lock)
+
+
+def take_over_lock(met: Met, claimed: Claimed, opened: ExitStack) -> StorageLock | None:
+    """Take the persist directory's lock from an earlier start of this job; return it on rank 0.
+
+    Called by all ranks, when nothing can refuse this start any more.
+    """
+
+    def take() -> StorageLock | None:
+        if claimed.lock is not None or claimed.storage is None:
+            return claimed.lock
+        if met.site.rank != 0 or not met.site.writes_to_storage:
+            return None
+        try:
+            lock = take_lock(met.site, claimed.storage)
+        except OSError as error:
+            raise ConfigError(
+                f"--moe-ft-persist-dir={claimed.storage.url}: its lock cannot be taken: {error}. Start "
+                "again when storage answers, or name another directory."
+            ) from error
+        opened.push(_Unlocking(lock))
+        return lock
+
+    return met.ranks.check_together(take)
+
+
+class _Unlocking:
+    """Ends the renewals of a lock; a start that is refused also removes the lock: it has written nothing."""
+
+    def __init__(self, lock: StorageLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        """Do nothing: the lock is held already."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Let other jobs have the persist directory at once after a refusal, and later otherwise."""
+        if isinstance(error, ConfigError | UnrecoverableError):
+            release_lock(self._lock)
+        else:
+            self._lock.close()
+
+
+def warn_of_inexactness(site: Site, *, is_deterministic: bool) -> None:
+    """Say which settings make recoveries less than bit for bit exact.
+
+    Args:
+        site: this rank's place.
+        is_deterministic: whether an iteration that is run again computes the same bits.
+    """
+    if site.rank != 0:
+        return
+    kind = chosen(site.config)
+    if kind.replays and not is_deterministic:
+        say(
+            f"warning: without --deterministic-mode a recovery of --moe-ft-strategy {kind.name} is "
+            "consistent, but not bit for bit the run without the failure"
+        )
+    precision = site.config.precision
+    if precision.lossy_parts:
+        kept = ", ".join(f"{part} as {each}" for part, each in precision.lossy_parts.items())
+        say(f"warning: snapshots keep {kept}: recoveries are not exact")
+        if precision.is_ruinous:
+            say(
+                "warning: without scales second moments in so few bits are mostly 0, and training "
+                "diverges after a recovery: use bf16 or a block format for exp_avg_sq"
+            )
+
+
+def claim_memory(site: Site) -> filelock.BaseFileLock:
+    """Make this rank's directories and take the lock that says it is alive; warn of what is odd there.
+
+    Raises:
+        ConfigError: if the directory cannot be used, or another process is this rank of this job.
+    """
+    memory = site.config.memory
+    try:
+        make_root(Path(memory.memory_dir))
+        lock = _take_place(site)
+    except filelock.Timeout as error:
+        raise ConfigError(
+            f"--moe-ft-job-id={site.job_id}: rank {site.rank} of a job of this name is "
+            f"running on node {site.node} already ({error}). Give this job another name, or end the "
+            "other one."
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"--moe-ft-memory-dir={memory.memory_dir} with --moe-ft-job-id={site.job_id} cannot be used on "
+            f"node {site.node}: {error}. It must be a directory on a tmpfs in which nobody else can replace "
+            "what is yours. Name a new one, for example below /dev/shm."
+        ) from error
+    if not site.is_lowest_on_node:
+        return lock
+    kind = file_system_type(site.node_dir)
+    if kind not in ("tmpfs", "ramfs", "hugetlbfs"):
+        say(
+            f"warning: --moe-ft-memory-dir={memory.memory_dir} is on {kind or 'an unknown file system'}"
+            f" on node {site.node}, not on tmpfs: snapshots go at the speed of that"
+        )
+    for other in other_jobs(memory.memory_dir, site.job_id):
+        say(f"{memory.memory_dir} on node {site.node} also holds memory of {other}; not touched")
+    return lock
+
+
+def _take_place(site: Site) -> filelock.BaseFileLock:
+    """Return the lock of this rank, taken, in directories that are made and ours.
+
+    Raises:
+        filelock.Timeout: if another process keeps it.
+        OSError: if the directories cannot be made, or are not ours.
+    """
+    deadline_s = time.monotonic() + _OLD_START_S
+    lock = alive_lock(site.node_dir, site.rank)
+    while True:
+        try:
+            # Meanwhile nobody can find the job dead and remove it.
+            with entered_job(site.node_dir.parent, timeout_s=_OLD_START_S):
+                make_private(site.node_dir)
+                lock.acquire(blocking=False)
+                return lock
+        except (filelock.Timeout, FileNotFoundError):  # an older start's, or just removed
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(_CLAIM_POLL_S)
+
+
+def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
+    """Compare the memory that regions and replicas will take with the limit and the file system.
+
+    Raises:
+        ConfigError: if it is too much for either.
+    """
+    regions = num_regions(persists=site.config.storage.persists)
+    needed = plan_node_memory(site.topology, peers, regions, NUM_REPLICA_REGIONS)[site.node]
+    limit = site.config.memory.host_memory_limit_bytes
+    what = f"snapshots and replicas take {size_text(needed)} on node {site.node}"
+    remedy = "Lower --moe-ft-replication-factor, leave out --moe-ft-persist-dir, or use more ranks"
+    remedy = f"{chosen(site.config).memory_remedy} {remedy}".lstrip()
+    if limit is not None and needed > limit:
+        raise ConfigError(
+            f"--moe-ft-host-memory-limit={site.config.memory.host_memory_limit}: {what}, more than "
+            f"the limit. Raise it if the node has the memory. {remedy}."
+        )
+    free = shutil.disk_usage(site.node_dir).free + measure(site.node_dir)[0]
+    if site.is_lowest_on_node and needed > free:
+        raise ConfigError(
+            f"--moe-ft-memory-dir={site.config.memory.memory_dir}: {what}, and its file system has "
+            f"{size_text(free)} for them. Enlarge it (mount -o remount,size=...). {remedy}."
+        )

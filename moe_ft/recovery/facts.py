@@ -1,0 +1,39 @@
+"""Facts about a job and a rank that a training loop passes to a start."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ft.planning.experts import ExpertFacts
+from moe_ft.state.parameters import StatePlaces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFacts:
+    """Facts about the job and this rank.
+
+    Attributes:
+        stage: pipeline rank.
+        places: this rank's places in the process groups that divide state.
+        groups: Megatron's ProcessGroupCollection.
+        fingerprint: settings that the state depends on, by flag.
+        replay_settings: further settings that the result of an iteration depends on, by flag.
+        experts: the model's experts and the number of their tokens.
+        iteration: where training continues if nothing is recovered; --load may have set it.
+        began_with: flags with values that begin a run from the weights of another run, such as --finetune;
+            empty without.
+        is_deterministic: whether a replay computes the same bits.
+        timeout_s: timeout of the job's process groups.
+    """
+
+    rank: int
+    world_size: int
+    stage: int
+    places: StatePlaces
+    groups: Any
+    fingerprint: dict[str, Any]
+    replay_settings: dict[str, Any]
+    experts: ExpertFacts
+    iteration: int
+    began_with: str
+    is_deterministic: bool
+    timeout_s: float

@@ -1,0 +1,235 @@
+"""Fifth phase of a start: a rank reads and verifies its part of the state that a plan names.
+
+Reading changes nothing, so that all ranks can agree on what they have before any live state is overwritten.
+Units that only some snapshots hold are recovery/rotating.py, one unit is recovery/units.py.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from moe_ft.engine.peers import PeerConnection
+from moe_ft.format.entries import FROZEN, lossy_packings
+from moe_ft.format.index import Index
+from moe_ft.planning.recovery import Plan, Source, Tier
+from moe_ft.recovery.claim import Claimed
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.readers import MemoryReader, PeerReader, Readers, StateReader, StorageReader
+from moe_ft.recovery.rotating import NO_ROTATION, Rotation, fetch_rotating
+from moe_ft.recovery.units import FetchedUnit, fetch_unit
+from moe_ft.state.catalog import Slices, UnitCatalog
+from moe_ft.units import UnitId
+
+Units = dict[str, FetchedUnit]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fetched:
+    """One rank's window as its sources have it: verified bytes that are not in the model yet.
+
+    Attributes:
+        index: index of the best source; its last record is that of the last iteration. None if no source
+            could be read.
+        units: versions at FULL by unit name.
+        compute: ``[snapshot]`` by unit name, the weights of units that only a later snapshot has at FULL;
+            empty for a window of one.
+        rotation: versions of the units that only some snapshots hold.
+        missing: units that no source had intact.
+    """
+
+    index: Index | None = None
+    units: Mapping[str, FetchedUnit] = field(default_factory=dict)
+    compute: Sequence[Mapping[str, FetchedUnit]] = ()
+    rotation: Rotation = NO_ROTATION
+    missing: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> Counter[Tier]:
+        """Number of units that came from each tier."""
+        return Counter(fetched.tier for fetched in self.units.values())
+
+    @property
+    def lossy(self) -> dict[str, str]:
+        """Formats of the tensors that were kept in fewer bits than they have, by tensor key."""
+        return lossy_packings(fetched.entry for fetched in self.units.values())
+
+    def position_of(self, fetched: FetchedUnit) -> int:
+        """Return the number of the snapshot that has a unit at FULL."""
+        assert self.index is not None
+        return fetched.entry.iteration - _first_iteration(self.index) if self.compute else 0
+
+    def snapshot(self, position: int) -> tuple[list[FetchedUnit], list[FetchedUnit]]:
+        """Return the units of a snapshot: at FULL, and at COMPUTE."""
+        full = [each for each in self.units.values() if self.position_of(each) == position]
+        return full, list(self.compute[position].values()) if self.compute else []
+
+    def slices(self, catalog: UnitCatalog) -> list[tuple[Slices, Slices]]:
+        """Return ``[snapshot]`` the flat ranges it has of parameters that several ranks hold.
+
+        Ranges of units at FULL and of units at COMPUTE, by parameter name.
+        """
+        shared = {local.name for local in catalog.parameters if not local.is_sharded}
+        return [
+            tuple(_slices_of(units, shared) for units in self.snapshot(position))  # type: ignore[misc]
+            for position in range(max(1, len(self.compute)))
+        ]
+
+
+def _first_iteration(index: Index) -> int:
+    return index.iteration - index.num_snapshots + 1
+
+
+def _slices_of(units: Iterable[FetchedUnit], shared: Collection[str]) -> Slices:
+    return {
+        tensor.parameter: (tensor.start, tensor.end)
+        for fetched in units
+        for tensor in fetched.entry.tensors
+        if tensor.parameter in shared
+    }
+
+
+def open_readers(met: Met, claimed: Claimed) -> Readers:
+    """Return the sources of this rank, none of which is open yet."""
+
+    def open_memory(source: Source) -> StateReader:
+        pool = [claimed.memory.pool] if claimed.memory.pool is not None else []
+        reusable = [*claimed.memory.regions, *pool]
+        return MemoryReader(met.site.node_dir / source.version.path, reusable)
+
+    def open_peer(source: Source) -> StateReader:
+        assert source.version.node is not None
+        address = met.site.topology.lowest_on_node(source.version.node).address
+        assert address is not None
+        return PeerReader(PeerConnection(address, met.token), source.version)
+
+    def open_storage(source: Source) -> StateReader:
+        assert claimed.storage is not None
+        return StorageReader(claimed.storage, source.version)
+
+    tiers = {Tier.MEMORY: open_memory, Tier.PEER: open_peer, Tier.STORAGE: open_storage}
+    return Readers(lambda source: tiers[source.tier](source))
+
+
+def fetch(
+    plan: Plan,
+    met: Met,
+    readers: Readers,
+    origins: Mapping[str, str],
+    most_iteration: int | None,
+) -> Fetched:
+    """Read and verify what this rank needs for a plan. Called by all ranks.
+
+    Args:
+        plan: the state to read.
+        met: this rank and its strategy.
+        readers: sources of this rank.
+        origins: checksums of the weights that this start has begun with.
+        most_iteration: latest iteration of versions of units that only some snapshots hold; None for any.
+    """
+    rank, catalog, strategy = met.site.rank, met.live.catalog, met.strategy
+    fetched = read_window(plan.sources_of(rank), strategy.always, catalog, readers)
+    missing = list(fetched.missing)
+    if fetched.index is None:
+        missing.append("record")
+    elif fetched.index.origins.get(FROZEN) != origins.get(FROZEN):
+        missing.append("copy of the frozen parameters: this start has begun with others (--load?)")
+    if strategy.saves_all:
+        return replace(fetched, missing=tuple(missing))
+    if fetched.compute:
+        missing.append("snapshot with all units: it is a window of several snapshots")
+    rotation = fetch_rotating(
+        plan.elsewhere.get(rank, ()),
+        sorted(strategy.rotating),
+        catalog,
+        readers,
+        origins,
+        met.ranks.stage.gather,
+        most_iteration,
+    )
+    return replace(
+        fetched,
+        units={**fetched.units, **rotation.units},
+        rotation=rotation,
+        missing=(*missing, *rotation.missing),
+    )
+
+
+def read_window(
+    sources: Sequence[Source], units: Iterable[UnitId], catalog: UnitCatalog, readers: Readers
+) -> Fetched:
+    """Read and verify what one rank saves of units in one window.
+
+    Args:
+        sources: places of this rank's window, best first.
+        units: the ones that every window holds.
+        catalog: parameters and units of this rank.
+        readers: open the sources.
+    """
+    opened = (readers.open(source) for source in sources)
+    # A rank that owns nothing needs an index too: it has a record.
+    index = next((reader.index for reader in opened if reader is not None), None)
+    if index is None:
+        return Fetched()
+    full: Units = {}
+    compute: list[Units] = [{} for _ in range(index.window)] if index.window > 1 else []
+    missing: list[str] = []
+    for unit in units:
+        if _is_expected(unit, index, catalog):
+            _read_versions(unit, index, sources, catalog, readers, full, compute, missing)
+    return Fetched(index=index, units=full, compute=compute, missing=tuple(missing))
+
+
+def _read_versions(
+    unit: UnitId,
+    index: Index,
+    sources: Sequence[Source],
+    catalog: UnitCatalog,
+    readers: Readers,
+    full: Units,
+    compute: Sequence[Units],
+    missing: list[str],
+) -> None:
+    """Read all versions of a unit in a window: its state, and its weights in the snapshots before."""
+    # With another strategy this run may have saved the unit at another iteration only.
+    iteration = index.iteration
+    if compute and str(unit) in index.units:
+        iteration = index.units[str(unit)].iteration
+    found = _first_intact(sources, unit, catalog, readers, iteration, None)
+    if found is None:
+        missing.append(str(unit))
+        return
+    full[str(unit)] = found
+    first = _first_iteration(index)
+    for position in range(found.entry.iteration - first if compute else 0):
+        weights = _first_intact(sources, unit, catalog, readers, first + position, position)
+        if weights is None:
+            missing.append(f"weights of {unit} at iteration {first + position}")
+        else:
+            compute[position][str(unit)] = weights
+
+
+def _first_intact(
+    sources: Sequence[Source],
+    unit: UnitId,
+    catalog: UnitCatalog,
+    readers: Readers,
+    iteration: int,
+    position: int | None,
+) -> FetchedUnit | None:
+    """Return a unit from the best source that has it; see `fetch_unit`."""
+    for source in sources:
+        found = fetch_unit(source, unit, catalog, readers, iteration=iteration, position=position)
+        if found is not None:
+            return found
+    return None
+
+
+def _is_expected(unit: UnitId, index: Index, catalog: UnitCatalog) -> bool:
+    """Return whether this rank saved something of a unit.
+
+    Each snapshot may have divided the parameters that several ranks hold in another way.
+    """
+    has_own = any(
+        local.is_sharded and local.start < local.end for local in catalog.parameters_of(unit)
+    )
+    return has_own or str(unit) in index.units

@@ -1,0 +1,76 @@
+"""Third phase of a start: all ranks look for state, in the memory of their nodes and on storage."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_ft.planning.recovery import Plan, Rejection
+from moe_ft.recovery.attempts import failed_too_often, read_attempts
+from moe_ft.recovery.choice import Wish
+from moe_ft.recovery.claim import Claimed
+from moe_ft.recovery.inventory import Inventory, look_at_memory, look_patiently
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.restarts import is_counted_restart, note_launcher, recall_launcher
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a start has found, the same on all ranks.
+
+    Attributes:
+        inventory: state that exists, usable or not.
+        wish: what the flags ask for.
+        failed: failures that two starts had in the same way when they continued from a state, by the name of
+            the start that wrote it and its iteration.
+    """
+
+    inventory: Inventory
+    wish: Wish
+    failed: Mapping[tuple[str, int], str]
+
+    def failure_of(self, plan: Plan) -> Rejection | None:
+        """Return why a plan is passed over: two starts have failed from there in the same way."""
+        failure = self.failed.get((plan.start.name, plan.iteration))
+        if failure is None or (self.wish.only_iteration is not None and not self.wish.is_restart):
+            return None  # the user insists
+        return Rejection(
+            iteration=plan.iteration,
+            start=plan.start,
+            reason=f"iteration {plan.iteration}: two starts failed from there in the same way ({failure})",
+        )
+
+
+def look(met: Met, claimed: Claimed) -> Found:
+    """Look for state. Called by all ranks."""
+    site, everyone = met.site, met.ranks.everyone
+    wish = _read_wish(met)
+    own, stored = Inventory(), Inventory()
+    if site.is_lowest_on_node:
+        own = look_at_memory(site.node_dir, site.node, site.job_id)
+    if site.rank == 0 and claimed.storage is not None:
+        stored = look_patiently(claimed.storage)
+    inventory = Inventory()
+    # Apart from the gather, which pads what every rank sends to the longest.
+    for found in (*everyone.gather(own), everyone.broadcast(stored)):
+        inventory.merge(found)
+    if site.is_lowest_on_node and not wish.is_restart:
+        note_launcher(site.node_dir, os.environ, inventory.names)
+    attempts = everyone.gather(read_attempts(site.node_dir) if site.is_lowest_on_node else [])
+    failed = failed_too_often(each for found in attempts for each in found)
+    return Found(inventory=inventory, wish=wish, failed=failed)
+
+
+def _read_wish(met: Met) -> Wish:
+    """Return what the flags ask for. Called by all ranks."""
+    site, recovery = met.site, met.config.recovery
+    own = recall_launcher(site.node_dir, os.environ) if site.is_lowest_on_node else None
+    everyone = met.ranks.everyone.gather((own, is_counted_restart(os.environ)))
+    launchers = [launcher for launcher, _ in everyone if launcher is not None]
+    return Wish(
+        recover_from=recovery.recover_from,
+        only_iteration=recovery.only_iteration,
+        is_restart=bool(launchers) or any(is_counted for _, is_counted in everyone),
+        loaded_iteration=met.facts.iteration,
+        began_with=met.facts.began_with,
+        known_before=frozenset(name for each in launchers for name in each.known),
+    )

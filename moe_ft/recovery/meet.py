@@ -1,0 +1,247 @@
+"""First phase of a start: the ranks meet. They join groups, read their live state, and learn who is where."""
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.addresses import own_host
+from moe_ft.engine.background import PhaseHook
+from moe_ft.engine.descriptors import allow_descriptors
+from moe_ft.engine.peer_server import PeerServer
+from moe_ft.engine.regions import node_directory
+from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.errors import ConfigError, PlanError
+from moe_ft.format.encoding import checksum
+from moe_ft.planning.placement import default_replication_factor, place_replicas
+from moe_ft.recovery.assembly import (
+    build_strategy,
+    ep_ranks_by_dp,
+    measure_sizes,
+    slice_assignment,
+)
+from moe_ft.recovery.facts import JobFacts
+from moe_ft.recovery.ranks import Ranks, join_ranks
+from moe_ft.recovery.site import Site
+from moe_ft.state.catalog import UnitCatalog
+from moe_ft.state.parameters import LocalParameter, local_parameters
+from moe_ft.state.record import RecordTaker
+from moe_ft.strategies.interface import Strategy
+from moe_ft.strategies.registry import chosen
+from moe_ft.topology import RankInfo, Topology
+
+# What else decides which slice of which parameter a rank has, such as the sizes of gradient buckets.
+_CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
+
+# Model chunks, Megatron's outermost optimizer and its scheduler.
+Built = tuple[Any, Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveState:
+    """The live objects of a rank that snapshots are taken of and that a recovery writes to.
+
+    Attributes:
+        built: model chunks, Megatron's outermost optimizer and its scheduler.
+        phase_hook: called in the middle of background work and of putting back state.
+    """
+
+    built: Built
+    parameters: Sequence[LocalParameter]
+    catalog: UnitCatalog
+    layouts: UnitLayouts
+    records: RecordTaker
+    groups: Any
+    phase_hook: PhaseHook
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartNames:
+    """Random names of a start, the same on all ranks.
+
+    Attributes:
+        name: of the start.
+        lineage: of the run, if this start begins one.
+    """
+
+    name: str
+    lineage: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Met:
+    """What a rank knows after the ranks have met.
+
+    Attributes:
+        fingerprint: settings that the state depends on, the cuts of the state included.
+        peers: ``[rank]`` the ranks that keep its replicas.
+        server: listens, and answers peers that know the token.
+        token: secret that the ranks of this start share.
+    """
+
+    config: MoeFtConfig
+    facts: JobFacts
+    live: LiveState
+    ranks: Ranks
+    strategy: Strategy
+    site: Site
+    fingerprint: dict[str, Any]
+    peers: Sequence[tuple[int, ...]]
+    server: PeerServer
+    token: str
+    names: StartNames
+
+
+def meet(
+    config: MoeFtConfig,
+    facts: JobFacts,
+    built: Built,
+    phase_hook: PhaseHook,
+    opened: ExitStack,
+) -> Met:
+    """Meet the other ranks. Called by all ranks.
+
+    Args:
+        config: the flags.
+        facts: about the job and this rank.
+        built: model chunks, Megatron's outermost optimizer and its scheduler.
+        phase_hook: called in the middle of background work and of putting back state.
+        opened: closes the groups and the server.
+
+    Raises:
+        ConfigError: if a strategy, an address or the number of replicas does not fit the job.
+    """
+    # Each rank raises its limit by itself: the groups that all could speak through need it already.
+    allow_descriptors(facts.world_size, facts.world_size // facts.groups.pp.size())
+    ranks = join_ranks(facts, opened)
+    live = _read_live_state(config, facts, built, phase_hook)
+    strategy = ranks.check_together(lambda: _build_strategy(config, facts, live, ranks))
+    job_id = config.memory.resolve_job_id(os.environ)
+    node = config.memory.resolve_node_id(os.environ, socket.gethostname())
+    node_dir = node_directory(config.memory.memory_dir, job_id, node)
+    server = PeerServer(node_dir, own_host(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    opened.callback(server.close)
+    server.start()
+    topology = _exchange_places(facts, live, strategy, node, server, ranks)
+    token, names = ranks.everyone.gather(_draw_names())[0]
+    server.admit(token)
+    return Met(
+        config=config,
+        facts=facts,
+        live=live,
+        ranks=ranks,
+        strategy=strategy,
+        site=Site(
+            config=config,
+            job_id=job_id,
+            node=node,
+            node_dir=node_dir,
+            rank=facts.rank,
+            topology=topology,
+        ),
+        fingerprint={**facts.fingerprint, _CUTS: _checksum_of_cuts(live, ranks)},
+        peers=_place_replicas(config, topology),
+        server=server,
+        token=token,
+        names=names,
+    )
+
+
+def _read_live_state(
+    config: MoeFtConfig, facts: JobFacts, built: Built, phase_hook: PhaseHook
+) -> LiveState:
+    model, optimizer, scheduler = built
+    parameters = local_parameters(
+        model, optimizer, facts.places, slice_assignment(config.strategy.sharding)
+    )
+    catalog = UnitCatalog(
+        parameters,
+        leaves_out_frozen=chosen(config).leaves_out_frozen,
+        packings=config.precision.packings,
+    )
+    return LiveState(
+        built=built,
+        parameters=parameters,
+        catalog=catalog,
+        layouts=UnitLayouts(catalog, facts.places.dp.rank),
+        records=RecordTaker(model, optimizer, scheduler, parameters),
+        groups=facts.groups,
+        phase_hook=phase_hook,
+    )
+
+
+def _build_strategy(
+    config: MoeFtConfig, facts: JobFacts, live: LiveState, ranks: Ranks
+) -> Strategy:
+    group = facts.groups.dp_cp
+    leader = dist.get_process_group_ranks(group)[0] if dist.is_initialized() else 0
+    places = ranks.everyone.gather((leader, facts.places.dp.rank, facts.experts.ep_rank))
+    return build_strategy(
+        config,
+        live.catalog,
+        facts.experts,
+        ep_ranks_by_dp(places, leader),
+        ranks.stage.gather,
+        facts.rank,
+    )
+
+
+def _exchange_places(
+    facts: JobFacts,
+    live: LiveState,
+    strategy: Strategy,
+    node: str,
+    server: PeerServer,
+    ranks: Ranks,
+) -> Topology:
+    """Return where all ranks are, and fix the sizes of this rank's memory."""
+    sizes = measure_sizes(strategy, live.layouts)
+    live.layouts.region_bytes = sizes.region_bytes
+    info = RankInfo(
+        rank=facts.rank,
+        node=node,
+        stage=facts.stage,
+        pid=os.getpid(),
+        address=server.address,
+        region_bytes=sizes.region_bytes,
+        slot_bytes=sizes.slot_bytes,
+        num_slots=sizes.num_slots,
+    )
+    return Topology(ranks=tuple(ranks.everyone.gather(info)))
+
+
+def _draw_names() -> tuple[str, StartNames]:
+    """Return a token and names, of which those of rank 0 are used."""
+    name = secrets.token_hex(4)
+    # The time is for people: nothing is decided by it.
+    names = StartNames(name=name, lineage=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{name}")
+    return secrets.token_hex(16), names
+
+
+def _checksum_of_cuts(live: LiveState, ranks: Ranks) -> str:
+    """Return a checksum over the slices that the optimizers of all ranks own.
+
+    Slices that the ranks divide among themselves may be divided in another way: see recovery/gather.py.
+    """
+    sharded = (each for each in live.parameters if each.is_sharded)
+    own = checksum(repr([(each.name, each.start, each.end) for each in sharded]).encode())
+    return checksum("".join(ranks.everyone.gather(own)).encode())
+
+
+def _place_replicas(config: MoeFtConfig, topology: Topology) -> list[tuple[int, ...]]:
+    factor = config.memory.num_replicas
+    if factor is None:
+        factor = default_replication_factor(len(topology.nodes))
+    try:
+        return place_replicas(topology, factor)
+    except PlanError as error:
+        raise ConfigError(
+            f"--moe-ft-replication-factor={factor}: {error}. Lower it, or start more nodes."
+        ) from error

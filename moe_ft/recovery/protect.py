@@ -1,0 +1,230 @@
+"""Last phase of a start: protect. The checkpoint engine starts, and keeps what the recovery rests on.
+
+Memory with the recovered state stays until a newer window replaces it, and peers that lack the state get it.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
+
+from moe_ft.engine.build import build_engine
+from moe_ft.engine.context import EngineContext, EngineSettings, RestoredState, RestoredWindow
+from moe_ft.engine.engine import CheckpointEngine
+from moe_ft.engine.memory import holds
+from moe_ft.engine.persist_worker import WriterSettings
+from moe_ft.engine.pool import RestoredVersion
+from moe_ft.engine.regions import rank_and_holder
+from moe_ft.engine.storage_lock import StorageLock
+from moe_ft.errors import ConfigError, SnapshotError
+from moe_ft.format.identity import Identity, Start
+from moe_ft.planning.placement import sources_of
+from moe_ft.planning.recovery import Source, Tier
+from moe_ft.recovery.claim import Claimed
+from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.restore import Restored
+from moe_ft.recovery.site import Site
+from moe_ft.recovery.units import FetchedUnit
+from moe_ft.strategies.interface import Strategy
+from moe_ft.topology import RankInfo
+
+
+def protect(
+    met: Met,
+    claimed: Claimed,
+    identity: Identity,
+    lock: StorageLock | None,
+    origins: Mapping[str, str],
+    restored: Restored | None,
+) -> CheckpointEngine:
+    """Start the engine, which the caller closes. Called by all ranks.
+
+    Args:
+        met: this rank and its job.
+        claimed: this rank's memory.
+        identity: of this start.
+        lock: of the persist directory, on rank 0 only.
+        origins: checksums of the weights that this start has begun with.
+        restored: state that was recovered; None after a fresh start.
+
+    Raises:
+        ConfigError: if the memory directory has no room for the regions of a rank.
+    """
+    config, site = met.config, met.site
+    peers = tuple(site.topology.ranks[peer] for peer in met.peers[site.rank])
+    engine = build_engine(
+        EngineSettings(
+            interval=config.strategy.interval_iterations,
+            overhead_limit=config.strategy.overhead_limit,
+            persist_interval=config.storage.persist_interval if site.writes_to_storage else 0,
+            raises=config.strategy.on_error == "raise",
+            staging_bytes=config.precision.staging,
+        ),
+        EngineContext(
+            rank=site.rank,
+            topology=site.topology,
+            identity=identity,
+            parameters=met.live.parameters,
+            memory=claimed.memory,
+            origins=origins,
+            stage_load=met.ranks.stage if met.strategy.counted_layers else None,
+            peers=peers,
+            server=met.server,
+            token=met.token,
+            writer=_writer_settings(site, lock),
+            phase_hook=met.live.phase_hook,
+        ),
+        met.strategy,
+        met.ranks.everyone,
+        met.live.layouts,
+        met.live.records.complete,
+    )
+    iteration = met.facts.iteration if restored is None else restored.plan.iteration
+
+    def start() -> None:
+        try:
+            kept = None if restored is None else (restored.plan.start, iteration)
+            make_room(site, met.peers, kept)
+            given = hand_over(restored, met.strategy, site.node_dir, site.rank, peers)
+            engine.start(iteration, given)
+        except (OSError, SnapshotError) as error:
+            raise ConfigError(
+                f"--moe-ft-memory-dir={config.memory.memory_dir} cannot hold the regions of rank "
+                f"{site.rank} on node {site.node}: {error}. Enlarge its file system (mount -o "
+                "remount,size=...): what other ranks have left there is needed until a new "
+                "snapshot is complete."
+            ) from error
+
+    with ExitStack() as opened:
+        opened.callback(engine.close)
+        met.ranks.check_together(start)
+        engine.protect()
+        opened.pop_all()
+    return engine
+
+
+def _writer_settings(site: Site, lock: StorageLock | None) -> WriterSettings | None:
+    """Return the settings of the node's writer process; None on ranks that start none."""
+    if not (site.is_lowest_on_node and site.writes_to_storage):
+        return None
+    return WriterSettings(
+        url=site.config.storage.persist_dir or "",
+        keep=site.config.storage.keep,
+        parent=os.getpid(),
+        lock_owner=lock.owner if lock is not None else "",
+    )
+
+
+def hand_over(
+    restored: Restored | None,
+    strategy: Strategy,
+    node_dir: Path,
+    rank: int,
+    peers: Sequence[RankInfo],
+) -> RestoredState | None:
+    """Return what the engine of a rank must know about the recovered state, None if nothing was recovered.
+
+    Args:
+        restored: state of this rank.
+        strategy: strategy of this start.
+        node_dir: memory directory of the rank's node.
+        rank: global rank.
+        peers: ranks that keep its replicas.
+    """
+    if restored is None:
+        return None
+    rotating = {str(unit) for unit in strategy.rotating}
+    fetched, sources = restored.fetched, restored.plan.sources_of(rank)
+    is_stored = any(source.tier is Tier.STORAGE for source in sources)
+    # With a pool a state is in more than its region; the strategy takes the next snapshot at once.
+    is_at_risk = strategy.saves_all and not is_stored
+    is_in_place = is_at_risk and _is_in_place(fetched)
+    window = _window_of(fetched) if is_at_risk and not is_in_place else None
+    return RestoredState(
+        indexes=frozenset(
+            node_dir / each.source.version.path
+            for name, each in fetched.units.items()
+            if name in rotating and each.tier is Tier.MEMORY
+        ),
+        rotating={
+            name: RestoredVersion(entry=each.entry, content=each.content, is_in_pool=each.stays)
+            for name, each in fetched.units.items()
+            if name in rotating
+        },
+        persisted_index=restored.persisted_index,
+        family=sources[0].version.family,  # a plan has some for every rank
+        is_on_storage=strategy.saves_all
+        and any(source.tier is Tier.STORAGE and source.version.window == 1 for source in sources),
+        window=window,
+        peers_without=_peers_without(sources, peers)
+        if is_in_place or window is not None
+        else frozenset(),
+    )
+
+
+def _is_in_place(fetched: Fetched) -> bool:
+    """Return whether all that was read lies in one region of this rank itself."""
+    sources = {each.source for each in _units_of(fetched)}
+    return len(sources) <= 1 and all(
+        source.tier is Tier.MEMORY and not source.version.is_replica for source in sources
+    )
+
+
+def _units_of(fetched: Fetched) -> Iterator[FetchedUnit]:
+    yield from fetched.units.values()
+    for weights in fetched.compute:
+        yield from weights.values()
+
+
+def _window_of(fetched: Fetched) -> RestoredWindow | None:
+    """Return all that was read, None if it is not all in one region."""
+    index = fetched.index
+    if index is None or any(unit.file for unit in index.units.values()):
+        return None
+    read = {each.entry.offset: each for each in _units_of(fetched)}
+    checksums = {offset: each.entry.checksum for offset, each in read.items()}
+    if checksums != {unit.offset: unit.checksum for _, unit in index.entries()}:
+        return None  # sources differ
+    contents = {offset: each.content for offset, each in read.items()}
+    return RestoredWindow(index=index, contents=contents)
+
+
+def _peers_without(sources: Sequence[Source], peers: Sequence[RankInfo]) -> frozenset[int]:
+    """Return the peers of a rank that do not keep what was recovered."""
+    holders = {
+        (source.version.node, rank_and_holder(PurePosixPath(source.version.path).parent.name)[1])
+        for source in sources
+        if source.version.is_replica
+    }
+    return frozenset(peer.rank for peer in peers if (peer.node, peer.rank) not in holders)
+
+
+def make_room(
+    site: Site, peers: Sequence[tuple[int, ...]], restored: tuple[Start, int] | None
+) -> None:
+    """Remove the memory of other placements on this node, except for the state that was recovered.
+
+    That state stays until a newer snapshot is complete and at its peers.
+
+    Args:
+        site: this rank's place.
+        peers: ``[rank]`` the ranks that keep its replicas now.
+        restored: writer and iteration of the state that was recovered, None after a fresh start.
+    """
+    here = {info.rank for info in site.topology.on_node(site.node)}
+    for directory in site.node_dir.iterdir() if site.is_lowest_on_node else ():
+        owner, holder = rank_and_holder(directory.name)
+        is_used = holder in here and (owner == holder or owner in sources_of(peers, holder or 0))
+        if owner is None or is_used or directory.is_symlink():
+            continue
+        is_needed = False
+        for data in directory.glob("region_*.safetensors"):
+            index = data.with_suffix(".json")
+            if restored is None or not holds(index, *restored):
+                index.unlink(missing_ok=True)
+                data.unlink(missing_ok=True)
+            else:
+                is_needed = True
+        for pool in directory.glob("pool_*.safetensors") if not is_needed else ():
+            pool.unlink(missing_ok=True)

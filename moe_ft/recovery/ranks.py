@@ -1,0 +1,48 @@
+"""Process groups through which the ranks of a job exchange values at a start: all ranks, and each stage's."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from moe_ft.engine.agreement import Agreement, StageSum
+from moe_ft.errors import ConfigError
+from moe_ft.recovery.facts import JobFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """The groups of this rank. All methods are called by all ranks of the group.
+
+    Attributes:
+        everyone: all ranks of the job.
+        stage: the ranks of this rank's stage.
+    """
+
+    everyone: Agreement
+    stage: StageSum
+
+    def check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
+        """Run a check on all ranks; if it fails on one, raise its ConfigError on all."""
+        try:
+            answer, problem = check(), ""
+        except ConfigError as error:
+            problem = str(error)
+        problems = list(dict.fromkeys(each for each in self.everyone.gather(problem) if each))
+        if problems:
+            raise ConfigError(problems[0])
+        return answer
+
+
+def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
+    """Create the groups. Called by all ranks.
+
+    Args:
+        facts: about the job.
+        opened: closes the groups.
+    """
+    ranks = Ranks(everyone=Agreement(facts.timeout_s), stage=StageSum(facts.timeout_s))
+    opened.callback(ranks.everyone.leave)
+    ranks.everyone.start()
+    opened.callback(ranks.stage.leave)
+    ranks.stage.start(ranks.everyone.gather(facts.stage), facts.rank)
+    return ranks

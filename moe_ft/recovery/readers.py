@@ -1,0 +1,234 @@
+"""Reading state back from any tier: one interface for memory, a peer's memory and storage."""
+
+import mmap
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
+from typing import Protocol, Self
+
+from moe_ft.engine.peers import PeerConnection
+from moe_ft.engine.private_files import open_private, read_private
+from moe_ft.engine.regions import MappedFile
+from moe_ft.engine.soundness import read_index
+from moe_ft.engine.storage import Storage
+from moe_ft.errors import CorruptStateError
+from moe_ft.format.contents import check_header
+from moe_ft.format.encoding import checksum, decode
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
+from moe_ft.planning.recovery import Source, Version
+from moe_ft.units import Level
+
+
+class StateReader(Protocol):
+    """Reads one rank's state at one place. All methods raise OSError if it cannot be read."""
+
+    index: Index
+
+    def read(self, unit: UnitEntry) -> memoryview:
+        """Return the bytes of a unit version that the index names."""
+        ...
+
+    def read_header(self) -> memoryview:
+        """Return the safetensors header of the index's own file."""
+        ...
+
+    def stays(self, unit: UnitEntry) -> bool:
+        """Return whether a unit version is in memory that this rank will use again."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+        ...
+
+
+def read_unit(
+    reader: StateReader, name: str, position: int | None = None
+) -> tuple[UnitEntry, memoryview]:
+    """Return a unit version and its bytes.
+
+    Args:
+        reader: of the place.
+        name: of the unit.
+        position: of the snapshot that has it at COMPUTE; None for FULL.
+
+    Raises:
+        CorruptStateError: if the unit is not there, or its bytes do not match its checksum.
+        OSError: if it cannot be read.
+    """
+    index = reader.index
+    unit = (index.units if position is None else index.compute[position]).get(name)
+    if unit is None or unit.level != (Level.FULL if position is None else Level.COMPUTE):
+        raise CorruptStateError(f"there is no unit {name}")
+    content = reader.read(unit)
+    if len(content) != unit.num_bytes:
+        raise CorruptStateError(f"unit {name} is cut short")
+    if checksum(content) != unit.checksum:
+        raise CorruptStateError(f"unit {name} does not match its checksum")
+    return unit, content
+
+
+class MemoryReader:
+    """Reads a region or replica in this node's memory, and the pool beside it."""
+
+    def __init__(self, path: Path, reusable: Iterable[MappedFile] = ()) -> None:
+        """Open an index.
+
+        Args:
+            path: of the index.
+            reusable: files that this rank will use again: those beside the index are read through their
+                own mappings, which stay open.
+        """
+        self.index = decode(read_private(path), Index, str(path))
+        self._directory = path.parent
+        self._reused: set[str] = set()
+        self._views: dict[str, memoryview] = {}
+        for file in reusable:
+            if file.data_path.parent == path.parent and file.is_in_place:
+                file.open()
+                self._reused.add(file.data_path.name)
+                self._views[file.data_path.name] = memoryview(file.mapping)
+        self._mapped(self.index.file)
+
+    def _mapped(self, name: str) -> memoryview:
+        if name not in self._views:
+            path = self._directory / name
+            with open_private(path) as file:
+                try:
+                    # Private, because torch wants a writable buffer; nothing is written to it.
+                    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                except ValueError as error:
+                    raise CorruptStateError(f"{path} is empty") from error
+            self._views[name] = memoryview(mapping)
+        return self._views[name]
+
+    def stays(self, unit: UnitEntry) -> bool:
+        """Return whether a unit version is in a file that this rank will use again, beside its index."""
+        return bool(unit.file) and unit.file in self._reused
+
+    def read(self, unit: UnitEntry) -> memoryview:
+        """Return a unit version, without copying it."""
+        view = self._mapped(unit.file or self.index.file)
+        return view[unit.offset : unit.offset + unit.num_bytes]
+
+    def read_header(self) -> memoryview:
+        """Return the safetensors header of the region."""
+        return self._mapped(self.index.file)[: self.index.header_bytes]
+
+    def close(self) -> None:
+        """Leave the mappings to the garbage collector: callers may still hold parts of them."""
+
+
+class PeerReader:
+    """Reads a region or replica in another node's memory."""
+
+    def __init__(self, connection: PeerConnection, version: Version) -> None:
+        self._connection = connection
+        content = bytes(connection.get(version.path))
+        self.index = decode(content, Index, f"{version.path} of node {version.node}")
+        self._directory = PurePosixPath(version.path).parent
+
+    def read(self, unit: UnitEntry) -> memoryview:
+        """Fetch a unit version."""
+        path = str(self._directory / (unit.file or self.index.file))
+        return memoryview(self._connection.get(path, unit.offset, unit.num_bytes))
+
+    def read_header(self) -> memoryview:
+        """Fetch the safetensors header of the region."""
+        path = str(self._directory / self.index.file)
+        return memoryview(self._connection.get(path, 0, self.index.header_bytes))
+
+    def stays(self, unit: UnitEntry) -> bool:
+        """It is on another node."""
+        return False
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+class StorageReader:
+    """Reads a persisted file."""
+
+    def __init__(self, storage: Storage, version: Version) -> None:
+        self._storage = storage
+        assert version.file is not None
+        self.index = read_index(
+            storage.read(version.path),
+            version.file,
+            iteration=version.iteration,
+            history=version.history,
+            window=version.window,
+            where=f"{storage.url}/{version.path}",
+        )
+        self._own = str(PurePosixPath(version.path).with_name(self.index.file))
+
+    def read(self, unit: UnitEntry) -> memoryview:
+        """Read a unit version, which may be in the file of an older checkpoint."""
+        content = self._storage.read(unit.file or self._own, unit.offset, unit.num_bytes)
+        return memoryview(bytearray(content))
+
+    def read_header(self) -> memoryview:
+        """Read the safetensors header of this rank's file."""
+        return memoryview(self._storage.read(self._own, 0, self.index.header_bytes))
+
+    def stays(self, unit: UnitEntry) -> bool:
+        """It is on storage."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+Opener = Callable[[Source], StateReader]
+
+
+class Readers:
+    """Sources of one rank, opened when they are first needed. Used by the training thread only.
+
+    Attributes:
+        problems: reasons for which a source could not be opened or read.
+    """
+
+    def __init__(self, open_source: Opener) -> None:
+        self._open_source = open_source
+        self._readers: dict[Source, StateReader | None] = {}
+        self.problems: list[str] = []
+
+    def open(self, source: Source) -> StateReader | None:
+        """Return the reader of a source, None if it cannot be read or holds something else by now."""
+        if source not in self._readers:
+            try:
+                reader = self._readers[source] = self._open_source(source)
+                _check_is_planned(reader, source)
+                check_header(reader.index, reader.read_header(), source.version.path)
+            except Exception as error:  # whatever a back end raises, another source may do
+                self._readers[source] = None
+                self.say(source, error)
+        return self._readers[source]
+
+    def say(self, source: Source, error: Exception) -> None:
+        """Remember a problem of a source."""
+        version = source.version
+        place = "storage" if version.node is None else f"memory of node {version.node}"
+        self.problems.append(f"{place}, {version.path}: {error}")
+
+    def __enter__(self) -> Self:
+        """Return these readers, which the end of the with statement closes."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close all sources."""
+        for reader in self._readers.values():
+            if reader is not None:
+                reader.close()
+
+
+def _check_is_planned(reader: StateReader, source: Source) -> None:
+    """Raise CorruptStateError if a place holds something else than when the recovery was planned."""
+    index, version = reader.index, source.version
+    found = (index.rank, index.iteration, index.identity.lineage, index.identity.history)
+    is_same = found == (version.rank, version.iteration, version.lineage, version.history)
+    if not is_same or (index.window, index.is_whole) != (version.window, True):
+        raise CorruptStateError(
+            f"it now holds iteration {index.iteration} of rank {index.rank}, not what was planned"
+        )

@@ -1,0 +1,126 @@
+"""Checkpointing of one start while training runs: the engine, what was recovered, and how it ends."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from moe_ft.engine.background import Report
+from moe_ft.engine.ending import Ending
+from moe_ft.engine.engine import CheckpointEngine
+from moe_ft.engine.storage_lock import StorageLock
+from moe_ft.planning.recovery import Plan
+from moe_ft.recovery.attempts import Attempt, describe, note_attempt
+from moe_ft.recovery.failure_causes import is_not_finite, speaks_against_state
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.outcome import Outcome
+from moe_ft.recovery.persist_directory import release_lock
+from moe_ft.recovery.replay import Conversion
+from moe_ft.recovery.restore import Restored
+from moe_ft.recovery.site import say
+from moe_ft.state.record import CapturedRecord, IterationFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpointing:
+    """A start that has recovered and takes checkpoints. Owned by the training thread.
+
+    Attributes:
+        met: this rank, its job and its live state.
+        engine: takes the checkpoints.
+        lock: lock of the persist directory, on rank 0.
+        restored: state that was recovered; None if nothing was.
+        outcome: for the training loop and the event log.
+        opened: closes everything that the start has opened.
+    """
+
+    met: Met
+    engine: CheckpointEngine
+    lock: StorageLock | None
+    restored: Restored | None
+    outcome: Outcome
+    opened: ExitStack
+
+    @property
+    def replay(self) -> Conversion | None:
+        """The window whose iterations must be run again before training continues; None if none must."""
+        conversion = None if self.restored is None else self.restored.conversion
+        return conversion if conversion is not None and conversion.num_replays else None
+
+    @property
+    def counted_layers(self) -> tuple[str, ...]:
+        """The MoE layers whose tokens the engine wants to know."""
+        return self.met.strategy.counted_layers
+
+    def capture(self, facts: IterationFacts) -> CapturedRecord:
+        """Copy the record of the state as it is now."""
+        return self.met.live.records.capture(facts)
+
+    def note_failure(self, where: str, error: Exception) -> None:
+        """Remember that continuing from the recovered state has failed; see `note_failure`."""
+        if self.restored is not None:
+            note_failure(self.met, self.restored.plan, where, error)
+
+    def finish(
+        self, iteration: int, facts: IterationFacts, log: Callable[[Report], None]
+    ) -> Ending:
+        """Bring the last state to storage; training has ended. Called by all ranks.
+
+        Args:
+            iteration: of the last state.
+            facts: of the last state.
+            log: gets what is reported meanwhile.
+        """
+        ending = self.engine.finish(iteration, lambda: self.capture(facts), log)
+        site = self.met.site
+        if not ending.is_saved and site.is_lowest_on_node:
+            persist_dir = site.config.storage.persist_dir or ""
+            say(ending.advice(persist_dir, str(site.node_dir), site.job_id))
+        return ending
+
+    def close(self, *, removes_memory: bool = False) -> None:
+        """End checkpointing, and close everything in reverse order.
+
+        Args:
+            removes_memory: whether the run has ended cleanly on this rank and nothing in memory is needed any
+                more. The job's memory is removed if that is so on all ranks.
+        """
+        with self.opened:
+            self.engine.close()
+            if removes_memory:
+                self._remove_memory()
+
+    def _remove_memory(self) -> None:
+        try:
+            self.met.ranks.everyone.barrier()
+        except RuntimeError as error:
+            rank = self.met.site.rank
+            say(f"rank {rank} keeps its memory: another rank did not end cleanly: {error}")
+            return
+        self.engine.remove_memory()
+        if self.lock is not None:
+            release_lock(self.lock)
+
+
+def note_failure(met: Met, plan: Plan, where: str, error: Exception) -> None:
+    """Remember that continuing from a state has failed, if the failure speaks against the state.
+
+    After two starts that have failed from there in the same way the state is passed over.
+
+    Args:
+        met: this rank and its job.
+        plan: the state.
+        where: the moment of the failure, the same for equal failures.
+        error: its exception.
+    """
+    if not speaks_against_state(error):
+        return
+    # Megatron's words name the rank and the node, which may be others the next time.
+    what = "a result that is not finite" if is_not_finite(error) else describe(error)
+    attempt = Attempt(
+        start=plan.start.name,
+        iteration=plan.iteration,
+        failure=f"{where}: {what}",
+        by=met.names.name,
+    )
+    with suppress(OSError):  # a hint that is lost costs one more try
+        note_attempt(met.site.node_dir, met.site.rank, attempt)

@@ -1,0 +1,35 @@
+"""The place of a rank in its job, and lines for the people who watch the job."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """A rank's place: its job, its node, and its node's memory directory."""
+
+    config: MoeFtConfig
+    job_id: str
+    node: str
+    node_dir: Path
+    rank: int
+    topology: Topology
+
+    @property
+    def is_lowest_on_node(self) -> bool:
+        """Whether this rank does what is done once per node."""
+        return self.topology.lowest_on_node(self.node).rank == self.rank
+
+    @property
+    def writes_to_storage(self) -> bool:
+        """Whether this job writes checkpoints to a persist directory."""
+        return self.config.storage.persists
+
+
+def say(line: str) -> None:
+    """Print a line for the people who watch the job."""
+    print(f"moe_ft: {line}", file=sys.stderr, flush=True)

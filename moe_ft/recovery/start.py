@@ -1,0 +1,180 @@
+"""One start of checkpointing on one rank: recover what can be recovered, then protect it.
+
+The phases are functions from frozen values to a frozen value, one file each, in this order:
+
+    meet     the ranks join groups and learn who is where           -> Met
+    claim    each takes its directories, locks and memory           -> Claimed
+    look     find the state that exists, in memory and on storage   -> Found
+    plan     choose the states that can be recovered, best first    -> Candidates, each a Plan
+    fetch    read and verify one rank's part of a plan              -> Fetched
+    agree    make sure that together the ranks have all of it       -> Agreed
+    restore  make it the live state                                 -> Restored
+    protect  start the engine, which keeps the recovered state safe -> CheckpointEngine
+    replay   run a window's iterations again; the training loop does that later (recovery/replay.py)
+
+Everything that a phase opens is closed in reverse order: when the run ends, and also when a phase fails.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.background import PhaseHook
+from moe_ft.planning.recovery import passed_over
+from moe_ft.recovery.agree import agree
+from moe_ft.recovery.claim import Claimed, claim, take_over_lock
+from moe_ft.recovery.facts import JobFacts
+from moe_ft.recovery.fetch import fetch, open_readers
+from moe_ft.recovery.identity import make_identity
+from moe_ft.recovery.look import Found, look
+from moe_ft.recovery.meet import Built, Met, meet
+from moe_ft.recovery.outcome import make_outcome
+from moe_ft.recovery.plan import Candidates, check_plan, check_settings, plan
+from moe_ft.recovery.protect import protect
+from moe_ft.recovery.restore import Restored, restore
+from moe_ft.recovery.running import Checkpointing, note_failure
+from moe_ft.recovery.site import Site, say
+from moe_ft.recovery.verdict import Verdict
+
+
+def start(
+    config: MoeFtConfig,
+    facts: JobFacts,
+    built: Built,
+    phase_hook: PhaseHook,
+    note_site: Callable[[Site], None] = lambda site: None,
+) -> Checkpointing:
+    """Recover what can be recovered and start checkpointing. Called by all ranks.
+
+    Weights, moments, buffers and scalars are then in place, unless a replay is due. The caller sets the
+    counters of the training loop, runs the replay, and puts the random numbers back before the first
+    iteration. A process may start again after it has closed what an earlier start has returned.
+
+    Args:
+        config: the flags.
+        facts: about the job and this rank.
+        built: model chunks, Megatron's outermost optimizer and its scheduler.
+        phase_hook: called in the middle of background work and of putting back state.
+        note_site: called with this rank's place as soon as it is known.
+
+    Raises:
+        ConfigError: if the flags do not fit this machine, or the state that is there is another model's.
+        UnrecoverableError: if there is state and none of it is usable, or nothing is there and
+            --moe-ft-on-missing=fail.
+    """
+    phases_s: dict[str, float] = {}
+    with ExitStack() as opened:
+        met = meet(config, facts, built, phase_hook, opened)
+        note_site(met.site)
+        claimed = claim(met, opened)
+        origins = _read_origins(met)
+        with _timed(phases_s, "inventory"):
+            found = look(met, claimed)
+        with _timed(phases_s, "plan"):
+            candidates = plan(found, met)
+        recovery = _recover(met, claimed, found, candidates, origins, phases_s)
+        restored = recovery.restored
+        lock = take_over_lock(met, claimed, opened)
+        identity = make_identity(
+            met,
+            found.inventory,
+            None if restored is None else restored.plan,
+            is_chosen=recovery.is_chosen,
+        )
+        engine = protect(met, claimed, identity, lock, origins, restored)
+        return Checkpointing(
+            met=met,
+            lock=lock,
+            engine=engine,
+            restored=restored,
+            outcome=make_outcome(met, restored, identity, phases_s, recovery.problems),
+            opened=opened.pop_all(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Recovery:
+    """Result of trying the candidates.
+
+    Attributes:
+        restored: None if nothing was recovered.
+        is_chosen: whether the user has named where this start begins.
+        problems: state that was found and is not used, with the reasons.
+    """
+
+    restored: Restored | None
+    is_chosen: bool
+    problems: tuple[str, ...] = ()
+
+
+def _recover(
+    met: Met,
+    claimed: Claimed,
+    found: Found,
+    candidates: Candidates,
+    origins: Mapping[str, str],
+    phases_s: dict[str, float],
+) -> _Recovery:
+    """Restore the first candidate that all ranks have intact. Called by all ranks."""
+    inventory, choice = found.inventory, candidates.choice
+    url = None if claimed.storage is None else claimed.storage.url
+    verdict = Verdict(met.site, found.wish, url)
+    if found.wish.ignores_all:
+        verdict.say_others(inventory, "")
+        return _Recovery(restored=None, is_chosen=found.wish.is_choice)
+    rejected, unread = list(candidates.rejected), list[str]()
+
+    def problems() -> tuple[str, ...]:
+        texts = [each.text for each in inventory.problems]
+        return (*unread, *texts, *(each.reason for each in rejected))
+
+    for candidate in choice.plans:
+        check_plan(candidate, found, met, verdict)
+        with _timed(phases_s, "restore"), open_readers(met, claimed) as readers:
+            fetched = fetch(candidate, met, readers, origins, candidates.most_iteration)
+            agreed, lacking = agree(candidate, fetched, met)
+            rejected += lacking
+            unread += readers.problems
+            if agreed is None:
+                continue
+            rejected += passed_over(candidate, candidates.plans)
+            verdict.say_rejected(candidate, inventory, rejected)
+            verdict.say_others(inventory, candidate.lineage)
+            try:
+                restored = restore(candidate, agreed, met, readers)
+            except Exception as error:
+                note_failure(met, candidate, "recovery", error)
+                raise
+        is_chosen = found.wish.is_choice and not choice.follows
+        _warn_of_lossy(met, restored)
+        return _Recovery(restored=restored, is_chosen=is_chosen, problems=problems())
+    if choice.prefers_load:
+        verdict.say_load(candidates.plans, problems())
+    elif not choice.ignores_others:
+        for _, identity in inventory.identities:
+            check_settings(identity, inventory, met, verdict)
+        verdict.check_is_empty(inventory, candidates.plans, problems())
+    return _Recovery(restored=None, is_chosen=found.wish.is_choice, problems=problems())
+
+
+def _read_origins(met: Met) -> Mapping[str, str]:
+    """Return checksums of the weights that this start has begun with, if some units are not always saved."""
+    if met.strategy.saves_all:
+        return {}
+    return met.live.catalog.origins(sorted(met.strategy.rotating))
+
+
+def _warn_of_lossy(met: Met, restored: Restored) -> None:
+    lossy = restored.fetched.lossy
+    if lossy and met.site.is_lowest_on_node:
+        kept = ", ".join(f"{key} as {each}" for key, each in lossy.items())
+        say(f"warning: recovered state was stored as {kept}: it is not exact")
+
+
+@contextmanager
+def _timed(phases_s: dict[str, float], phase: str) -> Iterator[None]:
+    start_s = time.perf_counter()
+    yield
+    phases_s[phase] = time.perf_counter() - start_s

@@ -1,0 +1,1 @@
+"""Strategy `dense`: every unit in full in every snapshot."""

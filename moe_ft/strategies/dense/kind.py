@@ -1,0 +1,19 @@
+"""The strategy `dense` as the registry lists it."""
+
+from dataclasses import dataclass
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.interface import RankFacts, Strategy, StrategyKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(StrategyKind):
+    """Needs nothing of a job."""
+
+    def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
+        """Return a strategy that saves all units of the rank."""
+        return DenseStrategy(facts.catalog.units)
+
+
+DENSE = Dense(name="dense")

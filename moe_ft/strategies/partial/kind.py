@@ -1,0 +1,83 @@
+"""The strategy `partial` as the registry lists it: what it asks of a job, and how a rank builds it."""
+
+from dataclasses import dataclass
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.errors import ConfigError
+from moe_ft.planning.experts import ExpertLayout, experts_of_stage
+from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.experts_per_layer import PlannedRun
+from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.strategies.partial.units import divide_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partial(StrategyKind):
+    """Needs a model with experts."""
+
+    def counting(self, config: MoeFtConfig) -> Counting:
+        """Return tokens: those of unsaved experts are lost in a recovery."""
+        return Counting.TOKENS
+
+    def division(self, config: MoeFtConfig) -> str:
+        """Return the flags that the division follows from."""
+        options: PartialConfig = self.options_in(config)
+        flags = [f"--moe-ft-partial-covers {options.partial_covers}"]
+        flags += ["--moe-ft-master-always-full"] * options.master_always_full
+        flags += ["--moe-ft-sharding none"] * (config.strategy.sharding == "none")
+        return " ".join(flags)
+
+    def can_shard_adaptively(self, config: MoeFtConfig) -> bool:
+        """Return whether the selection is known in advance."""
+        options: PartialConfig = self.options_in(config)
+        return not options.is_load_aware
+
+    def check(self, config: MoeFtConfig, model: ModelFacts) -> None:
+        """Raise ConfigError if the model has too few experts."""
+        options: PartialConfig = self.options_in(config)
+        if model.num_experts == 0:
+            raise ConfigError(
+                "--moe-ft-strategy=partial needs a model with experts (--num-experts). Use dense."
+            )
+        for flag, k in (("snapshot", options.k_in_memory), ("persist", options.k_persist)):
+            if k is not None and k > model.num_experts:
+                raise ConfigError(
+                    f"--moe-ft-k-{flag}={k} must be at most --num-experts={model.num_experts}. Lower it, or "
+                    "use --moe-ft-strategy dense to save all experts each time."
+                )
+
+    def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
+        """Return the strategy of a rank. Called by all ranks of a stage."""
+        options: PartialConfig = self.options_in(config)
+        catalog, experts = facts.catalog, facts.experts
+        always, rotating = divide_units(
+            catalog.units, options.partial_covers, master_always_full=options.master_always_full
+        )
+        layers, frozen = experts_of_stage(facts.gather(catalog.units), experts.num_experts)
+        layout = ExpertLayout(
+            num_layers=len(layers), num_experts=experts.num_experts, ep_size=experts.ep_size
+        )
+        run = PlannedRun(
+            interval=config.strategy.interval_iterations,
+            planned_tokens=experts.planned_tokens,
+            tokens_per_iteration=experts.tokens_per_iteration,
+        )
+        own = [unit for unit in rotating if catalog.owns(unit)]
+        share = RankShare(
+            always_bytes=sum(map(catalog.num_bytes, always)),
+            unit_bytes=max(facts.gather(max(map(catalog.num_bytes, own), default=0))),
+            replicated_bytes=facts.replicated_bytes * (config.strategy.sharding == "adaptive"),
+            ep_ranks=tuple(facts.dp_ep_ranks),
+        )
+        return PartialStrategy(always, own, layers, layout, options, run, share, frozen)
+
+
+PARTIAL = Partial(
+    name="partial",
+    options=PartialConfig,
+    is_exact=False,
+    leaves_out_frozen=True,
+    adaptive_with="--moe-ft-strategy partial and --moe-ft-selection sequential",
+)

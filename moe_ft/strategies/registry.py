@@ -1,0 +1,73 @@
+"""The list of strategies: the only place outside a strategy's own folder that names it."""
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.fields import Part, one_of
+from moe_ft.config.strategy import NO_STRATEGY
+from moe_ft.errors import ConfigError
+from moe_ft.strategies.dense.kind import DENSE
+from moe_ft.strategies.interface import ModelFacts, StrategyKind
+from moe_ft.strategies.partial.kind import PARTIAL
+from moe_ft.strategies.sparse.kind import SPARSE
+
+_kinds: dict[str, StrategyKind] = {}
+
+
+def register(kind: StrategyKind) -> None:
+    """Add a strategy; afterwards --moe-ft-strategy offers it, and its options are flags."""
+    assert kind.name not in (*_kinds, NO_STRATEGY), f"there is a strategy {kind.name} already"
+    _kinds[kind.name] = kind
+
+
+for _kind in (DENSE, PARTIAL, SPARSE):
+    register(_kind)
+
+
+def kinds() -> tuple[StrategyKind, ...]:
+    """Return all strategies, in the order in which they were registered."""
+    return tuple(_kinds.values())
+
+
+def names() -> tuple[str, ...]:
+    """Return the values of --moe-ft-strategy, the one for no strategy first."""
+    return (NO_STRATEGY, *_kinds)
+
+
+def option_types() -> dict[str, type[Part]]:
+    """Return the type of the options of each strategy that has some, by name of the strategy."""
+    return {kind.name: kind.options for kind in kinds() if kind.options is not None}
+
+
+def kind_of(name: str) -> StrategyKind | None:
+    """Return the strategy of a name, None for no strategy.
+
+    Raises:
+        ConfigError: if there is none of that name.
+    """
+    one_of("strategy", name, names())
+    return _kinds.get(name)
+
+
+def chosen(config: MoeFtConfig) -> StrategyKind:
+    """Return the strategy of a job that has one."""
+    return _kinds[config.strategy.strategy]
+
+
+def check(config: MoeFtConfig, model: ModelFacts) -> None:
+    """Check the settings against the chosen strategy, and the strategy against the model.
+
+    Raises:
+        ConfigError: names the flag, its value, the rule and the remedy.
+    """
+    kind = kind_of(config.strategy.strategy)
+    is_adaptive = config.strategy.sharding == "adaptive"
+    if is_adaptive and (kind is None or not kind.can_shard_adaptively(config)):
+        able = " or ".join(each.adaptive_with for each in kinds() if each.adaptive_with)
+        raise ConfigError(
+            f"--moe-ft-sharding=adaptive needs {able}: with anything else nobody knows in advance which "
+            "rank will have how many of the selected experts. Use equal."
+        )
+    if kind is None:
+        return
+    if kind.is_exact:
+        config.precision.check_is_exact(kind.name)
+    kind.check(config, model)

@@ -1,0 +1,68 @@
+"""The strategy `sparse` as the registry lists it: what it asks of a job, and how a rank builds it."""
+
+from dataclasses import dataclass
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.errors import ConfigError
+from moe_ft.format.packings import ALIGNMENT_BYTES
+from moe_ft.planning.experts import experts_of_stage
+from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
+from moe_ft.strategies.sparse.config import SparseConfig
+from moe_ft.strategies.sparse.positions import RankUnits
+from moe_ft.strategies.sparse.strategy import SparseStrategy
+from moe_ft.units import Level
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse(StrategyKind):
+    """Needs a snapshot of every iteration."""
+
+    def counting(self, config: MoeFtConfig) -> Counting:
+        """Return tokens, or the gate's probabilities if popularity is measured by them."""
+        options: SparseConfig = self.options_in(config)
+        return Counting.PROBABILITIES if options.is_soft else Counting.TOKENS
+
+    def check(self, config: MoeFtConfig, model: ModelFacts) -> None:
+        """Raise ConfigError if iterations have no snapshot, or no window ends in training."""
+        if config.strategy.interval != "1":
+            raise ConfigError(
+                f"--moe-ft-interval={config.strategy.interval} must be 1 with --moe-ft-strategy sparse: a "
+                "window needs a snapshot of every iteration. Leave it out; --moe-ft-window says how much "
+                "each of them holds."
+            )
+        options: SparseConfig = self.options_in(config)
+        window, num_iterations = options.window_snapshots, model.num_iterations
+        if window is not None and num_iterations is not None and window > num_iterations:
+            raise ConfigError(
+                f"--moe-ft-window={window} must be at most --train-iters={num_iterations}: a window is of "
+                "use when it is complete. Lower it, or use auto."
+            )
+
+    def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
+        """Return the strategy of a rank. Called by all ranks of a stage."""
+        catalog = facts.catalog
+        sizes = {
+            unit: (
+                catalog.num_bytes(unit, alignment=ALIGNMENT_BYTES),
+                catalog.num_bytes(unit, Level.COMPUTE, alignment=ALIGNMENT_BYTES),
+            )
+            for unit in catalog.units
+        }
+        own_units = RankUnits(
+            ep_rank=facts.experts.ep_rank, sizes=sizes, grouped_layers=facts.grouped_layers
+        )
+        everyone = facts.gather((facts.rank, own_units))
+        layers, _ = experts_of_stage(
+            [tuple(units.sizes) for _, units in everyone], facts.experts.num_experts
+        )
+        options: SparseConfig = self.options_in(config)
+        own = [member for member, _ in everyone].index(facts.rank)
+        return SparseStrategy(own, [units for _, units in everyone], layers, options)
+
+
+SPARSE = Sparse(
+    name="sparse",
+    options=SparseConfig,
+    replays=True,
+    memory_remedy="Give a shorter --moe-ft-window or --moe-ft-max-window.",
+)

@@ -1,0 +1,160 @@
+"""Partial checkpoints in several layouts: all tokens are counted, and each rank saves what `plan` says."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moe_ft.planning.model_size import ByteModel, ModelShape
+from moe_ft.planning.ownership import SavingLayout, Sharding
+from moe_ft.strategies.partial.size import SavedModel
+from moe_ft.strategies.sparse.size import stage_units
+from tests.checkpoint_job import CheckpointJob
+from tests.demo_model import RERUNS, layout_flags, model_flags
+from tests.harness import run_with_restarts
+from tests.partial_runs import LAYERS, PARTIAL, follow, recount
+from tests.recoveries import RecoveryWatch
+
+# The model of tests/demo_model.py, as `plan` describes it.
+DEMO = ModelShape(
+    num_layers=4,
+    hidden_size=64,
+    num_experts=4,
+    moe_layers=(0, 1, 2, 3),
+    ffn_hidden_size=64,
+    vocab_size=256,
+    num_positions=0,
+    has_output_layer=True,
+    is_gated=True,
+    has_bias=False,
+)
+
+
+def planned_bytes(layout: SavingLayout, num_stages: int = 1, **changes: Any) -> list[list[int]]:
+    """Return ``[rank][snapshot]`` the bytes that `plan` expects with one expert per layer."""
+    shape = replace(DEMO, **changes)
+    model = SavedModel(
+        shape=shape,
+        stages=tuple(stage_units(shape, num_stages)),
+        layout=layout,
+        byte_model=ByteModel(weights=0),
+    )
+    return [list(of_rank) for of_rank in zip(*model.plan_workload(1).rotation, strict=True)]
+
+
+def saved_bytes(job: CheckpointJob, num_ranks: int, until: int) -> list[list[int]]:
+    """Return ``[rank][snapshot]`` the bytes that each rank saved in the first start until an iteration."""
+    return [
+        [
+            line["bytes"]
+            for line in job.events("snapshot", rank)
+            if line["incarnation"] == 0 and line["iteration"] <= until
+        ]
+        for rank in range(num_ranks)
+    ]
+
+
+@pytest.mark.parametrize("sharding", ["none", "equal", "adaptive"])
+def test_replicated_state_is_saved_and_recovered_however_it_is_divided(
+    dataset_flags: list[str], job: CheckpointJob, sharding: str
+) -> None:
+    job.base = [flag for flag in job.base if flag != "--use-distributed-optimizer"]
+    job.run_with_faults(
+        "kill:1@7:backward",
+        flags=(
+            *PARTIAL,
+            *("--train-iters", "8", "--moe-ft-k-snapshot", "1", "--moe-ft-sharding", sharding),
+            *("--num-layers", "3"),  # odd: one rank has more experts
+            *("--moe-ft-persist-interval", "1"),
+        ),
+        storage=True,
+    )
+    assert job.stored()[-1] == 8
+    (recovery,) = job.events("recovery")
+    counted = recount(job, 1, layers=LAYERS[:3])
+    follow(counted, job, 0, 0, recovery["restored_iteration"])
+    assert recovery["lost_per_expert"] == counted.recover(recovery["restored_iteration"])
+    layout = SavingLayout(dp=2, ep=2, sharding=Sharding(sharding), is_optimizer_distributed=False)
+    planned = planned_bytes(layout, num_layers=3, moe_layers=(0, 1, 2))
+    assert saved_bytes(job, 2, 6) == [of_rank[:3] for of_rank in planned]
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_sharded"),
+    [
+        ({"pp": 2, "ep": 2}, True),
+        ({"ep": 2}, True),
+        ({"ep": 2}, False),  # two ranks hold each expert and share its parts
+        ({"tp": 2, "ep": 2}, True),
+    ],
+)
+def test_layouts_count_the_tokens_of_each_stage(
+    dataset_flags: list[str], job: CheckpointJob, layout: dict[str, int], is_sharded: bool
+) -> None:
+    num_ranks = 4
+    extra = ["--sequence-parallel"] if "tp" in layout else []
+    optimizer = {} if is_sharded else {"use_distributed_optimizer": False}
+    # Odd without stages: two ranks that share an expert then save unequal parts of it.
+    num_layers = 4 if "pp" in layout else 3
+    layers = LAYERS[:num_layers]
+    base = [
+        *model_flags(train_iters=8, hidden_dropout=0.1, num_layers=num_layers, **optimizer),
+        *layout_flags(layout),
+        *extra,
+        *dataset_flags,
+    ]
+    flags = [*job.flags(*PARTIAL, "--moe-ft-k-snapshot", "1")[len(job.base) :], *base]
+    at = 7 if is_sharded else 5  # some experts have not been saved by then
+    flags += ["--moe-ft-inject-fault", f"kill:3@{at}:backward", "--moe-ft-sharding", "adaptive"]
+    watch = RecoveryWatch(job.events_dir, num_ranks, job.memory_dir / "test")
+    results = run_with_restarts(
+        flags, num_ranks, log_dir=job.folder, max_restarts=2, between=watch.look
+    )
+    results[-1].check()
+    watch.check(len(results))
+    warning = "--moe-ft-sharding=adaptive changes nothing with --use-distributed-optimizer"
+    assert (warning in results[0].output(0)) == is_sharded
+    (recovery,) = job.events("recovery")
+    stages = [layers[:2], layers[2:]] if "pp" in layout else [layers]
+    lost: dict[str, list[int]] = {}
+    for of_stage in stages:
+        counted = recount(job, 1, num_ranks=num_ranks, layers=of_stage)
+        follow(counted, job, 0, 0, recovery["restored_iteration"])
+        lost.update(counted.recover(recovery["restored_iteration"]))
+    assert recovery["lost_per_expert"] == lost
+    assert recovery["lost_tokens"] == sum(map(sum, lost.values())) > 0
+    if "tp" not in layout:
+        num_stages = layout.get("pp", 1)
+        saving = SavingLayout(
+            dp=4 // num_stages,
+            ep=2,
+            sharding=Sharding.ADAPTIVE,
+            is_optimizer_distributed=is_sharded,
+        )
+        planned = planned_bytes(
+            saving, num_stages, num_layers=num_layers, moe_layers=tuple(range(num_layers))
+        )
+        assert saved_bytes(job, num_ranks, 4) == [of_rank[:2] for of_rank in planned]
+
+
+def test_router_load_counts_each_processed_token_once(
+    job: CheckpointJob, expected: list[tuple[str, str]]
+) -> None:
+    def counts(name: str, *flags: str) -> list[dict[str, list[int]]]:
+        job.events_dir = job.folder / name
+        job.run("--moe-ft-strategy", "none", "--moe-ft-router-log", "--train-iters", "2", *flags)
+        return [line["tokens"] for rank in range(2) for line in job.events("router_load", rank)]
+
+    plain = counts("plain")
+    assert len(plain) == 4
+    for tokens in plain:
+        assert [sum(tokens[layer]) for layer in LAYERS] == [16 // 2 * 32 * 2] * 4
+    # Each layer runs its forward pass twice, and Megatron runs every iteration but the first one twice.
+    recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+    repeated = counts("repeated", *recompute, "--recompute-num-layers", "1", *RERUNS)
+    assert repeated == plain
+    capacity = ("--moe-expert-capacity-factor", "0.5")
+    dropped = counts("dropped", *capacity)
+    assert all(sum(tokens["layer.0"]) < 16 // 2 * 32 * 2 for tokens in dropped)
+    padded = counts("padded", *capacity, "--moe-pad-expert-input-to-capacity")
+    assert padded[0] == dropped[0]

@@ -1,0 +1,80 @@
+"""Runs with faults and all three tiers: restarted until one ends by itself, each recovery checked.
+
+Ranks take turns on two nodes, so that each node holds ranks of every stage.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.demo_model import event_flags
+from tests.harness import events, run_with_restarts
+from tests.recoveries import Expected, RecoveryWatch
+
+JOB_ID = "test"
+
+
+def run_until_it_ends(
+    flags: Sequence[str],
+    world_size: int,
+    *,
+    folder: Path,
+    memory_dir: Path,
+    max_restarts: int,
+    between: Callable[[int], None] | None = None,
+) -> list[Expected | None]:
+    """Run a job and restart it as torchrun does; return what each restart had to recover, and did.
+
+    Args:
+        flags: of the job, without its directories.
+        world_size: number of ranks.
+        folder: for events (``folder/events``), storage (``folder/storage``) and output.
+        memory_dir: for the memory of the job.
+        max_restarts: number of restarts after which the job must have ended.
+        between: called after a start that failed, with its number, before its remains are read.
+
+    Raises:
+        AssertionError: if the job does not end by itself, or a rank has not recovered the newest state that
+            was left from the nearest tier.
+    """
+    log, storage = folder / "events", folder / "storage"
+    nodes = [f"node{rank % 2}" for rank in range(world_size)]
+    watch = RecoveryWatch(log, world_size, memory_dir / JOB_ID, storage, lambda start: nodes)
+
+    def look(start: int) -> None:
+        if between is not None:
+            between(start)
+        watch.look(start)
+
+    results = run_with_restarts(
+        [
+            *flags,
+            *event_flags(log),
+            *("--moe-ft-job-id", JOB_ID, "--moe-ft-memory-dir", str(memory_dir)),
+            *("--moe-ft-persist-dir", str(storage), "--moe-ft-fault-report-grace-s", "0.5"),
+        ],
+        world_size,
+        log_dir=folder,
+        max_restarts=max_restarts,
+        nodes=lambda start: nodes,
+        between=look,
+    )
+    results[-1].check()
+    return watch.check(len(results))
+
+
+def fault_flags(faults: Sequence[str]) -> list[str]:
+    """Return the flags that inject faults."""
+    return [word for fault in faults for word in ("--moe-ft-inject-fault", fault)]
+
+
+def faults_fired(folder: Path, world_size: int) -> list[dict[str, Any]]:
+    """Return the events of all ranks that say which faults fired in a run of `run_until_it_ends`."""
+    log = folder / "events"
+    return [line for rank in range(world_size) for line in events(log, rank, "fault_injected")]
+
+
+def describe(case: object, recovered: Sequence[Expected | None]) -> str:
+    """Return one line for the table of `make test-matrix`."""
+    steps = [str(each or "began again") for each in recovered]
+    return f"{case}: {'; '.join(steps) or 'no recovery needed'}"

@@ -1,0 +1,93 @@
+"""Settings as flags: every field is one, and comes back with the value that was given."""
+
+import argparse
+from dataclasses import dataclass, fields
+
+import pytest
+
+from moe_ft.config.config import MoeFtConfig, StorageConfig
+from moe_ft.config.fields import Bounds, Part, flag_of, setting
+from moe_ft.config.flags import add_flags, config_from, part_types
+from moe_ft.errors import ConfigError
+from moe_ft.strategies.registry import names, option_types
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options(Part):
+    """Options of a strategy: for this test."""
+
+    depth: int = setting(2, "100% of it", bounds=Bounds(at_least=1), remedy="Give a depth")
+    color: str = setting("red", "one of two", choices=("red", "blue"))
+    share: float = setting(0.5, "part", bounds=Bounds(above=0, below=1), remedy="Write 0.5")
+    every: str = setting("auto", "how often", bounds=Bounds(at_least=1))
+    is_deep: bool = setting(False, "a switch")
+    tags: tuple[str, ...] = setting((), "may be repeated")
+
+
+def parse(*command_line: str) -> MoeFtConfig:
+    types = {**option_types(), "test": Options}
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser, part_types(types).values(), {"strategy": (*names(), "test")})
+    return config_from(parser.parse_args(command_line), types)
+
+
+def test_command_line_without_flags_gives_the_defaults() -> None:
+    config = parse()
+    assert config.options == {
+        **{name: type_() for name, type_ in option_types().items()},
+        "test": Options(),
+    }
+    for name in ("strategy", "precision", "memory", "storage", "recovery", "fault"):
+        assert getattr(config, name) == getattr(MoeFtConfig(), name)
+
+
+def test_given_flags_reach_their_settings() -> None:
+    config = parse(
+        *("--moe-ft-strategy", "test", "--moe-ft-keep", "5", "--moe-ft-depth=7"),
+        *("--moe-ft-color", "blue", "--moe-ft-share", "0.25", "--moe-ft-every", "3"),
+        *("--moe-ft-is-deep", "--moe-ft-tags", "a", "--moe-ft-tags", "b"),
+    )
+    assert config.strategy.strategy == "test"
+    assert config.storage == StorageConfig(keep=5)
+    assert config.options["test"] == Options(
+        depth=7, color="blue", share=0.25, every="3", is_deep=True, tags=("a", "b")
+    )
+
+
+def test_flag_that_the_command_line_does_not_know_has_its_default() -> None:
+    args = argparse.Namespace(moe_ft_keep=3)
+    assert config_from(args, {}).storage == StorageConfig(keep=3)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--moe-ft-color", "green"), ("--moe-ft-strategy", "hope")]
+)
+def test_value_that_is_none_of_the_choices_is_refused_while_parsing(flag: str, value: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match=f"{flag}: invalid choice: '{value}'"):
+        parse(flag, value)
+
+
+def test_every_setting_has_a_help_text_and_a_flag_of_its_own() -> None:
+    settings = [each for part in part_types(option_types()).values() for each in fields(part)]
+    assert all(each.metadata["help"] for each in settings)
+    flags = [flag_of(each.name) for each in settings]
+    assert len(flags) == len(set(flags))
+
+
+def test_groups_of_flags_are_those_of_the_parts_in_their_order() -> None:
+    assert list(part_types(option_types())) == [
+        *("strategy", "partial", "sparse", "precision", "memory", "storage", "recovery"),
+        *("observability", "fault"),
+    ]
+
+
+def test_value_out_of_its_bounds_is_named_with_flag_rule_and_remedy() -> None:
+    for options, message in (
+        (Options(depth=0), "--moe-ft-depth=0 must be at least 1. Give a depth."),
+        (Options(share=1.0), "--moe-ft-share=1.0 must be a fraction between 0 and 1"),
+        (Options(share=float("nan")), "--moe-ft-share=nan must be a fraction between 0 and 1"),
+        (Options(color="green"), "--moe-ft-color=green must be one of red, blue. Name one of"),
+        (Options(every="0"), "--moe-ft-every=0 must be a whole number, at least 1, or auto"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            options.validate(1)

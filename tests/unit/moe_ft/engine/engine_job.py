@@ -1,0 +1,380 @@
+"""A job of several ranks in one process, each with a real engine: real regions, records, formats, storage.
+
+Only the surroundings are made for tests: time passes when a test says so, workers have no threads, the least
+of all votes is found in memory, and the writer serves when somebody sleeps.
+"""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_ft.engine.background import Report
+from moe_ft.engine.build import build_engine
+from moe_ft.engine.context import EngineContext, EngineSettings
+from moe_ft.engine.ending import Ending
+from moe_ft.engine.engine import CheckpointEngine
+from moe_ft.engine.memory import RankMemory
+from moe_ft.engine.peer_server import PeerServer
+from moe_ft.engine.persist_worker import PersistWorker, request_path
+from moe_ft.engine.replica_sender import Replicator
+from moe_ft.engine.storage import Storage
+from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.faults import Phase
+from moe_ft.format.contents import check_units
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
+from moe_ft.state.catalog import UnitCatalog
+from moe_ft.state.record import CapturedRecord, IterationFacts
+from moe_ft.strategies.interface import DenseStrategy, SnapshotPlan, Strategy, WindowPlan
+from moe_ft.topology import RankInfo, Topology
+from moe_ft.units import Level
+from tests.unit.moe_ft.builders import (
+    WINDOW_UNITS,
+    make_identity,
+    make_optimizer,
+    make_parameter,
+    run_together,
+    window_position,
+)
+from tests.unit.moe_ft.engine.clocks import ManualClock
+from tests.unit.moe_ft.engine.local_agreement import LocalAgreement, Meeting
+from tests.unit.moe_ft.engine.workers import ManualWorker
+
+NUM_ELEMENTS = 9
+RECORD_S = 0.25
+
+
+class WindowStrategy(DenseStrategy):
+    """Windows of several snapshots; the last state of a training goes into one."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(WINDOW_UNITS)
+        self._length = length
+
+    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+        """Return a window in which each unit is FULL where `window_position` says."""
+        length = 1 if is_last else self._length
+        levels = (
+            {
+                unit: Level.FULL if window_position(unit, length) == position else Level.COMPUTE
+                for unit in WINDOW_UNITS
+                if window_position(unit, length) >= position
+            }
+            for position in range(length)
+        )
+        snapshots = tuple(SnapshotPlan(levels=each) for each in levels)
+        return WindowPlan(snapshots=snapshots, key=length)
+
+    def possible_windows(self) -> list[WindowPlan]:
+        """Return both kinds."""
+        return [self.plan_window(0), self.plan_window(0, is_last=True)]
+
+
+class JobClock(ManualClock):
+    """Time of one rank, in which its node's writer serves while the rank sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.serve: Callable[[], None] = lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass, and the writer serve."""
+        super().sleep(seconds)
+        self.serve()
+
+
+def capture(iteration: int) -> CapturedRecord:
+    """Return the record of a model without buffers and a loop without a scheduler."""
+    facts = IterationFacts(
+        iteration=iteration,
+        grad_norm=1.5,
+        num_tokens=None,
+        consumed_train_samples=8 * iteration,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+        num_floating_point_operations=1e15,
+        num_microbatches=1,
+        tokens_per_expert={},
+    )
+    generators = {
+        "python": random.Random(iteration).getstate(),
+        "numpy": np.random.RandomState(iteration).get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.get_rng_state(),
+        "tracker": {},
+    }
+    values: dict[str, Any] = {
+        "grad_norms_by_group": {},
+        "optimizers": [],
+        "scheduler": {"num_steps": iteration},
+        "rng": generators,
+        "buffers": {},
+        "extra_state": {},
+        "num_tokens": None,
+        "tokens_per_expert": {},
+    }
+    return CapturedRecord(facts=facts, values=values)
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """Settings of a job.
+
+    Attributes:
+        window: snapshots of a window.
+        has_peers: whether the ranks send replicas in a ring, over TCP.
+    """
+
+    num_ranks: int = 1
+    interval: int | None = 1
+    window: int = 1
+    persist_interval: int = 0
+    raises: bool = False
+    has_peers: bool = False
+
+
+class Rank:
+    """One rank of a job.
+
+    Attributes:
+        hook: called in the middle of the background parts, with the phase and the iteration.
+        workers: by name.
+        reports: that were drained.
+        completed: iterations whose records were completed.
+    """
+
+    def __init__(self, job: "Job", rank: int) -> None:
+        self.job, self.rank, self.setup = job, rank, job.setup
+        self.clock = JobClock()
+        self.hook: Callable[[Phase, int], None] = lambda phase, iteration: None
+        self.workers: dict[str, ManualWorker] = {}
+        self.reports: list[Report] = []
+        self.completed: list[int] = []
+        self.parameters = [self._parameter(unit) for unit in WINDOW_UNITS]
+        self.layouts = UnitLayouts(UnitCatalog(self.parameters, leaves_out_frozen=False), 0)
+        window = self.setup.window
+        self.strategy: Strategy = (
+            WindowStrategy(window) if window > 1 else DenseStrategy(WINDOW_UNITS)
+        )
+        plans = self.strategy.possible_windows()
+        sizes = [self.layouts.lay_out(plan).num_bytes for plan in plans]
+        self.layouts.region_bytes = max(sizes) + (0 if len(sizes) == 1 else 8192)
+        self.node_dir = job.folder / f"node-{rank}"
+        self.server = PeerServer(self.node_dir, "127.0.0.1")
+        self.memory: RankMemory
+        self.context: EngineContext
+        self.engine: CheckpointEngine
+
+    def _parameter(self, unit: Any) -> Any:
+        weight = torch.zeros(NUM_ELEMENTS, dtype=torch.bfloat16)
+        master = torch.zeros(NUM_ELEMENTS)
+        optimizer = make_optimizer(master)
+        for key in ("exp_avg", "exp_avg_sq"):
+            optimizer.optimizer.state[master][key] = torch.zeros(NUM_ELEMENTS)
+        return make_parameter(unit, parameter=weight, optimizer=optimizer, master=master)
+
+    @property
+    def info(self) -> RankInfo:
+        """The rank as the others see it."""
+        assert self.layouts.region_bytes is not None
+        return RankInfo(
+            rank=self.rank,
+            node=f"node-{self.rank}",
+            stage=0,
+            pid=1,
+            address=self.server.address,
+            region_bytes=self.layouts.region_bytes,
+        )
+
+    def give(self, topology: Topology) -> None:
+        """Make what the engine is given."""
+        num_ranks, has_peers = self.setup.num_ranks, self.setup.has_peers
+        next_, last = (self.rank + 1) % num_ranks, (self.rank - 1) % num_ranks
+        self.memory = RankMemory(
+            self.node_dir,
+            self.rank,
+            topology,
+            [last] if has_peers else [],
+            persists=self.setup.persist_interval > 0,
+        )
+        self.context = EngineContext(
+            rank=self.rank,
+            topology=topology,
+            identity=make_identity(world_size=num_ranks),
+            parameters=self.parameters,
+            memory=self.memory,
+            origins={},
+            stage_load=None,
+            peers=(topology.ranks[next_],) if has_peers else (),
+            server=self.server,
+            token="token",
+            writer=None,
+            phase_hook=lambda phase, iteration: self.hook(phase, iteration),
+        )
+        self.engine = self.build(
+            clock=self.clock, make_worker=self._make_worker, replicator=self.job.replicator
+        )
+
+    def build(self, **own: Any) -> CheckpointEngine:
+        """Return an engine with parts for tests, or with those of training."""
+        settings = EngineSettings(
+            interval=self.setup.interval,
+            overhead_limit=0.05,
+            persist_interval=self.setup.persist_interval,
+            raises=self.setup.raises,
+        )
+        return build_engine(
+            settings,
+            self.context,
+            self.strategy,
+            LocalAgreement(self.job.meeting, self.rank),
+            self.layouts,
+            lambda captured: self.completed.append(captured.facts.iteration),
+            **own,
+        )
+
+    def _make_worker(self, name: str) -> ManualWorker:
+        self.workers[name] = ManualWorker()
+        return self.workers[name]
+
+    def value(self, position: int, key: str, iteration: int) -> float:
+        """Return the value of all elements of a tensor at an iteration."""
+        offset = {"weight": 0.0, "param": 0.0, "exp_avg": 0.25, "exp_avg_sq": 0.5}[key]
+        return iteration + offset + 32 * position + 256 * self.rank
+
+    def step(self, iteration: int) -> None:
+        """Have the state of an iteration, as the optimizer leaves it."""
+        for position, local in enumerate(self.parameters):
+            state = local.optimizer.optimizer.state[local.master]
+            local.parameter.data.fill_(self.value(position, "weight", iteration))
+            local.master.fill_(self.value(position, "param", iteration))
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key].fill_(self.value(position, key, iteration))
+
+    def capture(self, iteration: int) -> CapturedRecord:
+        """Take a record, which takes a while."""
+        self.clock.now += RECORD_S
+        return capture(iteration)
+
+    def events(self, name: str) -> list[Report]:
+        """Return all reports of an event so far."""
+        self.engine.drain(self.reports.append)
+        return [each for each in self.reports if each.event == name]
+
+    def reasons(self, event: str = "degraded") -> list[tuple[str, str]]:
+        """Return part and reason of all failures so far, or of what was skipped."""
+        return [(each.fields["part"], each.fields["reason"]) for each in self.events(event)]
+
+    def indexes(self) -> list[Index]:
+        """Return what the rank's regions hold, in the order of iterations, each checked bit for bit."""
+        found = []
+        for region in self.memory.regions:
+            if region.index_path.exists():
+                index = decode(region.index_path.read_bytes(), Index, str(region.index_path))
+                check_units(index, {"": memoryview(region.mapping)}, "the region")
+                self._check_values(index, memoryview(region.mapping))
+                found.append(index)
+        return sorted(found, key=lambda index: index.iteration)
+
+    def _check_values(self, index: Index, content: memoryview) -> None:
+        names = [str(unit) for unit in WINDOW_UNITS]
+        for name, entry in index.entries():
+            for tensor in entry.tensors:
+                dtype = torch.bfloat16 if tensor.dtype == "BF16" else torch.float32
+                offset = entry.offset + tensor.offset
+                found = torch.frombuffer(content, dtype=dtype, count=NUM_ELEMENTS, offset=offset)
+                value = self.value(names.index(name), tensor.key, entry.iteration)
+                assert torch.equal(found, torch.full((NUM_ELEMENTS,), value, dtype=dtype))
+
+
+@dataclass
+class Job:
+    """Ranks that train together.
+
+    Attributes:
+        iteration: of the state now.
+        is_started: whether the engines are.
+        replicator: in the place of connections to peers.
+    """
+
+    folder: Path
+    setup: Setup
+    iteration: int = 0
+    ranks: list[Rank] = field(default_factory=list)
+    is_started: bool = True
+    replicator: Replicator | None = None
+
+    def __post_init__(self) -> None:
+        self.meeting = Meeting(self.setup.num_ranks)
+        self.storage = Storage(str(self.folder / "storage"))
+        self.ranks = [Rank(self, rank) for rank in range(self.setup.num_ranks)]
+        for rank in self.ranks:
+            if self.setup.has_peers:
+                rank.server.start()
+                rank.server.admit("token")
+        topology = Topology(ranks=tuple(rank.info for rank in self.ranks))
+        for rank in self.ranks:
+            rank.give(topology)
+        for rank in self.ranks if self.is_started else ():
+            rank.engine.start(0, None)
+            if self.setup.persist_interval:
+                rank.clock.serve = Writer(rank).serve
+
+    def run(self, iterations: Iterable[int]) -> None:
+        """Train: pass the seams of these iterations on all ranks."""
+        for iteration in iterations:
+            self.before_step()
+            self.end_iteration(iteration)
+
+    def before_step(self) -> None:
+        """Reach the fence of an iteration."""
+        for rank in self.ranks:
+            rank.engine.before_step()
+
+    def end_iteration(self, iteration: int) -> list[float]:
+        """Step, and pass the end of an iteration; return the stalls that the engines measured."""
+        self.iteration = iteration
+        for rank in self.ranks:
+            rank.step(iteration)
+        return [
+            rank.engine.end_iteration(iteration, 1.0, lambda rank=rank: rank.capture(iteration))
+            for rank in self.ranks
+        ]
+
+    def serve(self) -> None:
+        """Have all writers serve; that of rank 0 last, which waits for the others."""
+        for rank in reversed(self.ranks):
+            rank.clock.serve()
+
+    def finish(self) -> list[Ending]:
+        """End training on all ranks at once; return how."""
+
+        def end(number: int, gather: Any) -> Ending:
+            rank = self.ranks[number]
+            capture = lambda: rank.capture(self.iteration)  # noqa: E731
+            return rank.engine.finish(self.iteration, capture, rank.reports.append)
+
+        return run_together(self.setup.num_ranks, end)
+
+    def close(self) -> None:
+        """End all engines."""
+        for rank in self.ranks:
+            rank.engine.close()
+
+
+class Writer:
+    """The writer of a rank's node, which serves when it is told to."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._path = request_path(rank.node_dir / "persist", rank.rank)
+        self._worker = PersistWorker(rank.node_dir / "persist", rank.job.storage, keep=2)
+
+    def serve(self) -> None:
+        """Serve the rank's request, if there is one."""
+        if self._path.exists():
+            self._worker._serve(self._path, self._path.read_bytes())

@@ -1,0 +1,244 @@
+"""Ranks that take real snapshots into real regions, for tests of what regions and indexes hold."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from moe_ft.engine.background import Reports
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.copying import StateCopier
+from moe_ft.engine.layout import FileLayout, LazyLayout
+from moe_ft.engine.peers import Replica
+from moe_ft.engine.pool import Pool
+from moe_ft.engine.record_log import RecordLog
+from moe_ft.engine.regions import Region
+from moe_ft.engine.replica_sender import ReplicaSender
+from moe_ft.engine.snapshot import SnapshotWriter
+from moe_ft.engine.snapshot_index import SnapshotIndexer
+from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotRequest, SnapshotState
+from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.engine.worker import ThreadWorker
+from moe_ft.faults import Phase
+from moe_ft.format.encoding import decode
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
+from moe_ft.state.catalog import UnitCatalog
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
+from moe_ft.units import Level
+from tests.unit.moe_ft.builders import (
+    WINDOW_UNITS,
+    make_identity,
+    make_optimizer,
+    make_parameter,
+    make_record,
+    window_position,
+)
+from tests.waiting import wait_for
+
+RUNNING, FAILED, COMPLETE = SnapshotState.RUNNING, SnapshotState.FAILED, SnapshotState.COMPLETE
+FIRST_ITERATION, LENGTH, NUM_ELEMENTS = 5, 3, 9
+EXPERTS, EMBEDDING = [str(unit) for unit in WINDOW_UNITS[:3]], str(WINDOW_UNITS[3])
+KEYS = {"param": 0.0, "exp_avg": 0.25, "exp_avg_sq": 0.5, "weight": 0.0}
+SLACK_BYTES = 16384
+DEADLINE_S = 30.0
+
+
+class Recorder:
+    """Takes replicas in the place of peers.
+
+    Attributes:
+        replicas: that were taken.
+        answer: whether peers have them, or the exception to raise.
+        may_go_on: not set while replicas are to stay under way.
+    """
+
+    def __init__(self) -> None:
+        self.replicas: list[Replica] = []
+        self.answer: bool | Exception = True
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.is_closed = False
+
+    def replicate(self, replica: Replica) -> bool:
+        """Take a replica."""
+        self.replicas.append(replica)
+        assert self.may_go_on.wait(DEADLINE_S)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def close(self) -> None:
+        """Note that nothing more will be sent."""
+        self.is_closed = True
+
+
+class SnapshotRank:
+    """Regions of one rank, and the writer that fills them.
+
+    Attributes:
+        hook: called in the middle of each copy with the iteration.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[LocalParameter],
+        regions: list[Region],
+        *,
+        pool: Pool | None = None,
+        recorder: Recorder | None = None,
+        staging_bytes: int = 0,
+    ) -> None:
+        self.regions, self.reports = regions, Reports()
+        self.hook: Callable[[int], None] = lambda iteration: None
+        self.records = RecordLog(
+            lambda captured: None, lambda captured: make_record(captured.facts.iteration)
+        )
+        for region in regions:
+            region.open()
+        sender = None
+        if recorder is not None:
+            sender = ReplicaSender(recorder, self.reports, ThreadWorker("replicate"), Clock())
+        self.writer = SnapshotWriter(
+            StateCopier(parameters, pool, staging_bytes),
+            SnapshotIndexer(make_identity(), 0, "node-a", parameters, self.records, pool),
+            self.records,
+            pool,
+            sender,
+            self.reports,
+            self._phase_hook,
+            ThreadWorker("snapshot"),
+            Clock(),
+        )
+        self.writer.start()
+
+    def _phase_hook(self, phase: Phase, iteration: int) -> None:
+        assert phase is Phase.SNAPSHOT
+        self.hook(iteration)
+
+    def submit(self, request: SnapshotRequest) -> SnapshotJob:
+        """Begin a snapshot whose record has its iteration only."""
+        captured: Any = SimpleNamespace(facts=SimpleNamespace(iteration=request.iteration))
+        self.records.append(request.iteration, captured)
+        return self.writer.submit(request)
+
+    def run(self, request: SnapshotRequest) -> SnapshotJob:
+        """Take a snapshot and wait for its end."""
+        job = self.submit(request)
+        wait_for(lambda: job.state is not RUNNING, f"the snapshot of iteration {job.iteration}")
+        return job
+
+    def index(self, region: int = 0) -> Index:
+        """Return what a region holds."""
+        path = self.regions[region].index_path
+        return decode(path.read_bytes(), Index, str(path))
+
+    def reasons(self) -> list[str]:
+        """Return why something failed since the last call."""
+        return [each.fields["reason"] for each in self.reports.drain() if each.event == "degraded"]
+
+
+class Trainer(SnapshotRank):
+    """A rank whose state says which iteration it is of, and the windows that hold it."""
+
+    def __init__(self, directory: Path, recorder: Recorder | None = None) -> None:
+        self.parameters: list[LocalParameter] = []
+        for unit in WINDOW_UNITS:
+            weight = torch.zeros(NUM_ELEMENTS, dtype=torch.bfloat16)
+            master = torch.zeros(NUM_ELEMENTS)
+            optimizer = make_optimizer(master)
+            self.parameters.append(
+                make_parameter(unit, parameter=weight, optimizer=optimizer, master=master)
+            )
+        self.catalog = UnitCatalog(self.parameters, leaves_out_frozen=False)
+        self.layouts: dict[int, FileLayout] = {}
+        size = self.layout(LENGTH).num_bytes + SLACK_BYTES
+        regions = [Region(directory, number, size) for number in range(2)]
+        super().__init__(self.parameters, regions, recorder=recorder)
+
+    @staticmethod
+    def plan(length: int) -> WindowPlan:
+        """Return a window in which each unit is FULL where `window_position` says."""
+        levels = [
+            {
+                unit: Level.FULL if window_position(unit, length) == position else Level.COMPUTE
+                for unit in WINDOW_UNITS
+                if window_position(unit, length) >= position
+            }
+            for position in range(length)
+        ]
+        return WindowPlan(snapshots=tuple(SnapshotPlan(levels=each) for each in levels))
+
+    def layout(self, length: int) -> FileLayout:
+        """Return the layout of a window."""
+        if length not in self.layouts:
+            self.layouts[length] = UnitLayouts(self.catalog, 0).lay_out(self.plan(length))
+        return self.layouts[length]
+
+    @staticmethod
+    def value(name: str, key: str, iteration: int) -> float:
+        """Return the value of all elements of a tensor at an iteration."""
+        return iteration + KEYS[key] + 32 * list(map(str, WINDOW_UNITS)).index(name)
+
+    def train(self, iteration: int, *, has_moments: bool = True) -> None:
+        """Have the state of an iteration."""
+        for local in self.parameters:
+            name, master = str(local.unit), local.master
+            assert master is not None
+            local.parameter.data.fill_(self.value(name, "weight", iteration))
+            master.fill_(self.value(name, "param", iteration))
+            for key in ("exp_avg", "exp_avg_sq") if has_moments else ():
+                state = local.optimizer.optimizer.state[master]
+                state[key] = torch.full((NUM_ELEMENTS,), self.value(name, key, iteration))
+
+    def request(
+        self,
+        position: int,
+        *,
+        first: int = FIRST_ITERATION,
+        length: int = LENGTH,
+        region: int = 0,
+        **changes: Any,
+    ) -> SnapshotRequest:
+        """Return the request for a window's snapshot, whose state is there."""
+        layout = self.layout(length)
+        self.train(first + position)
+        request = SnapshotRequest(
+            region=self.regions[region],
+            window=LazyLayout(lambda: layout),
+            position=position,
+            iteration=first + position,
+            keep_iteration=first - 1,
+            plan=self.plan(length).snapshots[position],
+        )
+        return replace(request, **changes)
+
+    def take(self, position: int, **which: Any) -> SnapshotState:
+        """Take a window's snapshot and return how it ended."""
+        return self.run(self.request(position, **which)).state
+
+    def holds(self, entry: UnitEntry, name: str, region: int = 0) -> bool:
+        """Return whether a unit version in a region is that of its iteration."""
+        content = memoryview(self.regions[region].mapping)[entry.offset :][: entry.num_bytes]
+        for tensor in entry.tensors:
+            dtype = torch.bfloat16 if tensor.dtype == "BF16" else torch.float32
+            found = torch.frombuffer(content, dtype=dtype, count=NUM_ELEMENTS, offset=tensor.offset)
+            value = self.value(name, tensor.key, entry.iteration)
+            if not torch.equal(found, torch.full((NUM_ELEMENTS,), value, dtype=dtype)):
+                return False
+        return True
+
+
+def fail_at(iteration: int) -> Callable[[int], None]:
+    """Return a hook that breaks the copy of an iteration."""
+
+    def hook(at: int) -> None:
+        if at == iteration:
+            raise RuntimeError("the copy breaks here")
+
+    return hook

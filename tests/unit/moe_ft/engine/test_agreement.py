@@ -1,0 +1,52 @@
+"""Agreement and sums of a rank that is alone, without process groups; tests/distributed has several ranks."""
+
+import pytest
+import torch
+
+from moe_ft.engine.agreement import Agreement, StageSum
+
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def agreement() -> Agreement:
+    found = Agreement(TIMEOUT_S)
+    found.start()
+    return found
+
+
+def test_single_rank_agrees_with_itself(agreement: Agreement) -> None:
+    agreement.begin([3, -(2**62), 0])
+    assert agreement.is_under_way
+    assert agreement.result() == [3, -(2**62), 0]
+    assert not agreement.is_under_way
+
+
+def test_result_is_read_once(agreement: Agreement) -> None:
+    agreement.begin([3])
+    agreement.result()
+    with pytest.raises(AssertionError):
+        agreement.result()
+
+
+def test_single_rank_gathers_and_broadcasts_its_own_value(agreement: Agreement) -> None:
+    assert agreement.gather("value") == ["value"]
+    assert agreement.broadcast("value") == "value"
+    agreement.barrier()
+
+
+def test_sum_of_a_single_rank_is_a_copy_of_its_counts() -> None:
+    stage = StageSum(TIMEOUT_S)
+    stage.start([0], 0)
+    counts = torch.tensor([[1, 2], [3, 4]])
+    stage.begin(counts)
+    counts.zero_()
+    assert stage.result().tolist() == [[1, 2], [3, 4]]
+
+
+def test_rank_that_has_left_puts_nothing_in(agreement: Agreement) -> None:
+    agreement.begin([3])
+    agreement.leave()
+    assert not agreement.is_under_way
+    with pytest.raises(AssertionError):
+        agreement.begin([3])

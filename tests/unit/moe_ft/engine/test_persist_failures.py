@@ -1,0 +1,281 @@
+"""The writer: damage, failing storage and a lost lock become error results, never checkpoints."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from moe_ft.engine.manifests import find_manifests, write_manifest
+from moe_ft.engine.persist_worker import (
+    PersistWorker,
+    request_path,
+)
+from moe_ft.engine.regions import Region, write_atomically
+from moe_ft.engine.storage import Storage
+from moe_ft.engine.storage_lock import StorageLock
+from moe_ft.errors import LockLostError
+from moe_ft.format.encoding import checksum, encode
+from moe_ft.format.manifest import MANIFEST_NAME, Manifest
+from tests.unit.moe_ft.builders import fill_region, make_identity
+from tests.unit.moe_ft.engine.checkpoints import complete_iterations
+from tests.unit.moe_ft.engine.writer_office import Office, opened, request_for
+from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls
+from tests.waiting import wait_for
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Iterator[Office]:
+    with opened(tmp_path, str(tmp_path / "storage")) as office:
+        yield office
+
+
+# What goes wrong
+
+
+def spoil_data(region: Region, position: int) -> None:
+    region.mapping[position] ^= 0x10
+
+
+@pytest.mark.parametrize("at_unit", [0, 1, 2])
+def test_region_with_a_flipped_byte_becomes_an_error_and_no_files(
+    tmp_path: Path, office: Office, at_unit: int
+) -> None:
+    region, index = fill_region(tmp_path / "rank")
+    unit = list(index.units.values())[at_unit]
+    spoil_data(region, unit.offset + unit.num_bytes - 1)
+    office.ask(region)
+    error = office.result().error
+    assert error.startswith("CorruptStateError")
+    assert "does not match its checksum" in error
+    assert office.storage.iterations() == []
+
+
+def spoil_header(region: Region) -> None:
+    spoil_data(region, 9)
+
+
+def spoil_index(region: Region) -> None:
+    region.index_path.write_bytes(region.index_path.read_bytes()[:-10])
+
+
+def remove_index(region: Region) -> None:
+    region.index_path.unlink()
+
+
+def truncate_data(region: Region) -> None:
+    os.truncate(region.data_path, region.num_bytes // 2)
+
+
+def empty_data(region: Region) -> None:
+    os.truncate(region.data_path, 0)
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_header, spoil_index, remove_index, truncate_data, empty_data]
+)
+def test_region_that_is_damaged_becomes_an_error_and_no_checkpoint(
+    tmp_path: Path, office: Office, spoil: Callable[[Region], None]
+) -> None:
+    region, _ = fill_region(tmp_path / "rank")
+    spoil(region)
+    office.ask(region)
+    assert office.result().error != ""
+    assert complete_iterations(office.storage) == []
+
+
+def test_state_that_is_not_finite_becomes_an_error_and_the_last_finite_ones_stay(
+    tmp_path: Path, office: Office
+) -> None:
+    for iteration in (3, 4):
+        office.ask(fill_region(tmp_path / "rank", iteration=iteration)[0])
+        assert office.result().error == ""
+    region, index = fill_region(tmp_path / "rank", iteration=5)
+    unit = index.units["embedding"]
+    at = unit.offset + unit.tensors[0].offset
+    region.mapping[at : at + 4] = b"\x00\x00\x80\xff"  # minus infinity
+    content = region.mapping[unit.offset : unit.offset + unit.num_bytes]
+    unit = msgspec.structs.replace(unit, checksum=checksum(bytes(content)))
+    units = {**index.units, "embedding": unit}
+    region.commit(encode(msgspec.structs.replace(index, units=units)), 5)
+    office.ask(region)
+    assert office.result().error == (
+        "CorruptStateError: iteration 5 is not written to storage: param of embedding.weight in unit "
+        "embedding holds NaN or infinity"
+    )
+    assert complete_iterations(office.storage) == [4, 3]
+    assert office.storage.names_in("iter_0000005") == []
+
+
+def test_region_that_holds_another_iteration_by_now_becomes_an_error(
+    tmp_path: Path, office: Office
+) -> None:
+    region, _ = fill_region(tmp_path / "rank", iteration=6)
+    office.ask(region, iteration=5)
+    assert "holds iteration 6" in office.result().error
+    assert office.storage.iterations() == []
+
+
+def test_ranks_that_do_not_write_until_the_deadline_are_named(
+    tmp_path: Path, office: Office
+) -> None:
+    region, _ = fill_region(tmp_path / "rank", identity=make_identity(world_size=3))
+    office.ask(region, waits_s=0.0)
+    error = office.result().error
+    assert "ranks [1, 2] did not write their part of iteration 5 in time" in error
+    assert not find_manifests(office.storage, 5)
+
+
+def test_worker_goes_on_after_an_error(tmp_path: Path, office: Office) -> None:
+    bad, index = fill_region(tmp_path / "rank", number=0, iteration=5)
+    spoil_data(bad, index.units["embedding"].offset)
+    office.ask(bad)
+    assert office.result().error != ""
+    good, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+    office.ask(good)
+    assert office.result().error == ""
+    assert complete_iterations(office.storage) == [6]
+
+
+@pytest.mark.parametrize("back_end", ["local", "objects"])
+def test_storage_that_fails_becomes_an_error_and_the_worker_goes_on(
+    tmp_path: Path, injector: Injector, back_end: str
+) -> None:
+    with opened(tmp_path, faulty_urls(tmp_path)[back_end]) as office:
+        injector.broken = (("open", "safetensors"),)
+        region, _ = fill_region(tmp_path / "rank", number=0, iteration=5)
+        office.ask(region)
+        assert "injected failure" in office.result().error
+        injector.forget()
+        region, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+        office.ask(region)
+        assert office.result().error == ""
+        assert complete_iterations(office.storage) == [6]
+
+
+@pytest.mark.parametrize("failing", [("open", MANIFEST_NAME + ".part"), ("replace", ".json.part")])
+def test_storage_that_fails_at_the_end_leaves_no_checkpoint(
+    tmp_path: Path, injector: Injector, failing: tuple[str, str]
+) -> None:
+    with opened(tmp_path, faulty_urls(tmp_path)["local"]) as office:
+        injector.broken = (failing,)
+        region, _ = fill_region(tmp_path / "rank")
+        office.ask(region)
+        assert "injected failure" in office.result().error
+        injector.forget()
+        assert complete_iterations(office.storage) == []
+
+
+@pytest.mark.parametrize("back_end", ["local", "objects"])
+def test_request_that_is_served_again_and_fails_does_not_harm_its_checkpoint(
+    tmp_path: Path, injector: Injector, back_end: str
+) -> None:
+    # The first writer was killed after the manifest and before its answer; the next serves it again.
+    storage = Storage(faulty_urls(tmp_path)[back_end])
+    worker = PersistWorker(tmp_path, storage, keep=1)
+    region, _ = fill_region(tmp_path / "rank")
+    request = request_for(region)
+    worker.persist(request)
+    harmed = []
+    for number in range(40):
+        injector.forget()
+        injector.fails_at = frozenset({number})
+        with suppress(OSError):
+            worker.persist(request)
+        injector.forget()
+        try:
+            assert complete_iterations(storage) == [5]
+        except OSError as error:
+            harmed.append(f"operation {number}: {error}")
+            worker.persist(request)
+    assert harmed == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b'{"rank": "x"}'])
+def test_request_that_cannot_be_understood_does_not_stop_the_others(
+    tmp_path: Path, office: Office, content: bytes
+) -> None:
+    write_atomically(request_path(office.directory, 7), content)
+    region, _ = fill_region(tmp_path / "rank")
+    office.ask(region)
+    assert office.result().error == ""
+
+
+def test_request_that_arrives_while_the_last_one_is_removed_is_served(
+    tmp_path: Path, office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The rank reads a result and asks again while the worker is about to remove what it has served.
+    first, _ = fill_region(tmp_path / "rank", number=0, iteration=5)
+    second, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+    path, remove = request_path(office.directory, 0), Path.unlink
+    has_read, has_asked = threading.Event(), threading.Event()
+
+    def remove_late(target: Path, missing_ok: bool = False) -> None:
+        if target == path and not has_asked.is_set() and has_read.wait(0.5):
+            has_asked.set()
+            office.ask(second)
+        remove(target, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", remove_late)
+    office.ask(first)
+    assert office.result().iteration == 5
+    has_read.set()
+    wait_for(lambda: has_asked.is_set() or not path.exists(), "the end of the first request")
+    if not has_asked.is_set():
+        office.ask(second)  # the first was removed before the rank could know of its result
+    assert office.result().iteration == 6
+
+
+# The lock
+
+
+def locked_worker(tmp_path: Path) -> tuple[Storage, StorageLock, PersistWorker]:
+    storage = Storage(str(tmp_path / "storage"))
+    storage.make_root()
+    lock = StorageLock(storage)
+    assert lock.take("job", None)
+    return storage, lock, PersistWorker(tmp_path, storage, 1, lock)
+
+
+def test_request_of_a_start_that_has_lost_the_lock_writes_nothing(tmp_path: Path) -> None:
+    storage, lock, worker = locked_worker(tmp_path)
+    assert StorageLock(storage).take("other", lock.look())
+    region, _ = fill_region(tmp_path / "rank")
+    with pytest.raises(LockLostError, match="belongs to job 'other'"):
+        worker.persist(request_for(region))
+    assert storage.iterations() == []
+
+
+def test_lock_that_is_lost_while_ranks_write_leaves_no_manifest(tmp_path: Path) -> None:
+    storage, lock, worker = locked_worker(tmp_path)
+    region, _ = fill_region(tmp_path / "rank")
+
+    def lose() -> bool:
+        assert StorageLock(storage).take("other", lock.look())
+        return True
+
+    with pytest.raises(LockLostError):
+        worker.persist(request_for(region), is_wanted=lose)
+    assert complete_iterations(storage) == []
+
+
+def test_lock_that_is_lost_with_the_manifest_leaves_old_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, lock, worker = locked_worker(tmp_path)
+    worker.persist(request_for(fill_region(tmp_path / "rank")[0]))
+
+    def write_and_lose(*arguments: Any) -> Manifest:
+        assert StorageLock(storage).take("other", lock.look())
+        return write_manifest(*arguments)
+
+    monkeypatch.setattr("moe_ft.engine.persist_worker.write_manifest", write_and_lose)
+    region, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+    request = msgspec.structs.replace(request_for(region), iteration=6)
+    _, warning = worker.persist(request)
+    assert "old checkpoints cannot be removed: LockLostError" in warning
+    assert complete_iterations(storage) == [6, 5]

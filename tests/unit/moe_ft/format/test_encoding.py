@@ -1,0 +1,148 @@
+"""Encoding: written bodies are read; anything else is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from moe_ft.errors import CorruptStateError
+from moe_ft.format.encoding import check_path, checksum, decode, encode
+from moe_ft.format.index import Index
+from moe_ft.format.manifest import Manifest
+from tests.unit.moe_ft.format.bodies import (
+    ESCAPES,
+    body_of,
+    indexes,
+    is_refused,
+    manifests,
+    seal,
+    small_index,
+    small_manifest,
+    small_window,
+)
+
+EACH = pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (encode(small_index()), Index),
+        (encode(small_window()), Index),
+        (encode(small_manifest()), Manifest),
+    ],
+    ids=["index", "window", "manifest"],
+)
+
+
+@given(indexes())
+@settings(max_examples=25)
+def test_index_that_was_encoded_is_decoded_to_the_same(index: Index) -> None:
+    assert decode(encode(index), Index, "a file") == index
+
+
+@given(manifests())
+@settings(max_examples=50)
+def test_manifest_that_was_encoded_is_decoded_to_the_same(manifest: Manifest) -> None:
+    assert decode(encode(manifest), Manifest, "a file") == manifest
+
+
+@given(indexes())
+@settings(max_examples=20)
+def test_encoded_index_is_json_with_the_checksum_of_its_body(index: Index) -> None:
+    content = encode(index)
+    assert list(json.loads(content)) == ["xxh3_64", "body"]
+    body = content.split(b'"body":', 1)[1].removesuffix(b"}\n")
+    assert json.loads(content)["xxh3_64"] == checksum(body)
+
+
+@EACH
+@pytest.mark.parametrize("mask", [0x01, 0x02, 0x04, 0x08, 0x10, 0x20, 0x40, 0x80, 0xFF])
+def test_file_with_any_flipped_byte_is_refused(
+    content: bytes, kind: type[Index] | type[Manifest], mask: int
+) -> None:
+    accepted = []
+    for position, byte in enumerate(content):
+        flipped = content[:position] + bytes([byte ^ mask]) + content[position + 1 :]
+        if not is_refused(flipped, kind):
+            accepted.append(position)
+    assert accepted == []
+
+
+@EACH
+def test_file_that_is_cut_off_anywhere_is_refused(
+    content: bytes, kind: type[Index] | type[Manifest]
+) -> None:
+    assert [end for end in range(len(content)) if not is_refused(content[:end], kind)] == []
+
+
+@EACH
+def test_file_that_lacks_its_beginning_is_refused(
+    content: bytes, kind: type[Index] | type[Manifest]
+) -> None:
+    assert [at for at in range(1, len(content)) if not is_refused(content[at:], kind)] == []
+
+
+@EACH
+def test_file_in_which_any_range_is_zero_is_refused(
+    content: bytes, kind: type[Index] | type[Manifest]
+) -> None:
+    # What a file system may leave of a file that was not synced.
+    starts = range(0, len(content), 64)
+    zeroed = [content[:at].ljust(at + 64, b"\0") + content[at + 64 :] for at in starts]
+    assert [at for at, each in zip(starts, zeroed, strict=True) if not is_refused(each, kind)] == []
+
+
+@EACH
+@pytest.mark.parametrize("garbage", [b"\n", b" ", b"}\n", b"\0"])
+def test_file_with_something_behind_its_end_is_refused(
+    content: bytes, kind: type[Index] | type[Manifest], garbage: bytes
+) -> None:
+    assert is_refused(content + garbage, kind)
+
+
+def test_manifest_in_the_place_of_an_index_is_refused() -> None:
+    with pytest.raises(CorruptStateError, match="a file does not have the form of Index"):
+        decode(encode(small_manifest()), Index, "a file")
+
+
+def test_file_of_another_format_is_refused_with_both_versions() -> None:
+    body = body_of(small_index()) | {"format": "moe_ft/2"}
+    with pytest.raises(
+        CorruptStateError, match="has format 'moe_ft/2', this version reads moe_ft/1"
+    ):
+        decode(seal(body), Index, "a file")
+
+
+def test_flipped_byte_is_reported_with_the_path_of_the_file() -> None:
+    content = encode(small_manifest()).replace(b"run-a", b"run-b")
+    with pytest.raises(CorruptStateError, match=r"iter_5/manifest\.json is corrupt: its checksum"):
+        decode(content, Manifest, "iter_5/manifest.json")
+
+
+def test_corrupt_state_is_an_oserror_so_that_readers_fall_to_the_next_source() -> None:
+    assert issubclass(CorruptStateError, OSError)
+
+
+@pytest.mark.parametrize("body", [None, 1, "text", [], {}, [1, 2], True])
+def test_body_that_is_no_object_of_the_schema_is_refused(body: object) -> None:
+    assert is_refused(seal(body), Index)
+    assert is_refused(seal(body), Manifest)
+
+
+@pytest.mark.parametrize("path", ESCAPES)
+def test_path_that_leaves_its_directory_is_refused_by_name(path: str) -> None:
+    with pytest.raises(CorruptStateError, match="which leaves its directory"):
+        check_path(path, "a file")
+
+
+@pytest.mark.parametrize("path", ["a", "a/b.json", "iter_0000001/rank_00000_ab.json", "..a/b.."])
+def test_path_inside_of_its_directory_is_accepted(path: str) -> None:
+    check_path(path, "a file")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("index", Index), ("manifest", Manifest)])
+def test_file_of_an_earlier_version_is_read_and_written_again_byte_for_byte(
+    name: str, kind: type[Index] | type[Manifest]
+) -> None:
+    # The files hold every field of the schemas, with a value other than its default.
+    content = (Path(__file__).parent / "written" / f"{name}.json").read_bytes()
+    assert encode(decode(content, kind, name)) == content

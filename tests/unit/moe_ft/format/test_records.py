@@ -1,0 +1,31 @@
+"""Records: JSON has no infinity and no NaN, so norms have names for them."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from moe_ft.format.records import IterationRecord, OptimizerRecord
+from tests.unit.moe_ft.builders import make_record
+
+
+def reread(record: IterationRecord) -> IterationRecord:
+    return msgspec.json.decode(msgspec.json.encode(record), type=IterationRecord)
+
+
+@pytest.mark.parametrize("norm", [0.0, 1.5, None, "inf", "-inf", "nan"])
+def test_gradient_norm_of_any_kind_is_read_as_it_was_written(norm: Any) -> None:
+    record = msgspec.structs.replace(make_record(5), grad_norm=norm)
+    assert reread(record) == record
+
+
+def test_gradient_norm_of_another_name_is_refused() -> None:
+    record = msgspec.structs.replace(make_record(5), grad_norm="infinity")  # type: ignore[arg-type]
+    with pytest.raises(msgspec.ValidationError, match=r"\$\.grad_norm"):
+        reread(record)
+
+
+def test_unknown_field_of_an_optimizer_is_refused() -> None:
+    content = msgspec.json.encode({"groups": [], "steps": {}, "momentum": 1})
+    with pytest.raises(msgspec.ValidationError, match="momentum"):
+        msgspec.json.decode(content, type=OptimizerRecord)

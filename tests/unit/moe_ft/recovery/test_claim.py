@@ -1,0 +1,152 @@
+"""A rank's memory on a node is claimed: made, marked and locked, or refused with the reason."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, StrategyConfig
+from moe_ft.engine.job_directory import job_lock, read_marker
+from moe_ft.engine.regions import Region, node_directory, own_directory
+from moe_ft.errors import ConfigError
+from moe_ft.recovery import claim
+from moe_ft.recovery.claim import check_memory, claim_memory
+from moe_ft.recovery.job_memory import alive_lock, is_alive
+from moe_ft.recovery.protect import make_room
+from moe_ft.recovery.site import Site
+from moe_ft.topology import RankInfo, Topology
+from tests.unit.moe_ft.recovery.jobs import leave_job
+
+REGION_BYTES = 4096
+STRANGER = 65534
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def site_of(memory_dir: Path, job_id: str = "job", limit: str | None = None) -> Site:
+    """Return the place of the only rank of a job."""
+    info = RankInfo(rank=0, node="node", stage=0, pid=1, address=None, region_bytes=REGION_BYTES)
+    return Site(
+        config=MoeFtConfig(
+            strategy=StrategyConfig(strategy="dense"),
+            memory=MemoryConfig(memory_dir=str(memory_dir), job_id=job_id, host_memory_limit=limit),
+        ),
+        job_id=job_id,
+        node="node",
+        node_dir=node_directory(str(memory_dir), job_id, "node"),
+        rank=0,
+        topology=Topology(ranks=(info,)),
+    )
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_claimed_memory_is_private_marked_and_alive(tmp_path: Path) -> None:
+    lock = claim_memory(site_of(tmp_path / "memory"))
+    job = tmp_path / "memory" / "job"
+    assert {mode_of(path) for path in (job.parent, job, job / "node")} == {0o700}
+    assert read_marker(job) is not None
+    assert is_alive(job)
+    lock.release()
+    assert not is_alive(job)
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o755])
+def test_directory_that_the_user_named_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    shared.chmod(mode)
+    claim_memory(site_of(shared)).release()
+    assert (mode_of(shared), mode_of(shared / "job")) == (mode, 0o700)
+
+
+def test_directory_that_others_can_write_is_refused_with_flag_and_remedy(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    message = (
+        f"--moe-ft-memory-dir={tmp_path} .* on node node: {tmp_path} can be written by other users.*"
+        "must be a directory on a tmpfs in which nobody else can replace.*Name a new one"
+    )
+    with pytest.raises(ConfigError, match=message):
+        claim_memory(site_of(tmp_path))
+
+
+@as_root
+@pytest.mark.parametrize("path", ["memory", "memory/job", "memory/job/node"])
+def test_directory_that_another_user_made_first_is_refused(tmp_path: Path, path: str) -> None:
+    (tmp_path / path).mkdir(parents=True)
+    os.chown(tmp_path / path, STRANGER, STRANGER)
+    with pytest.raises(ConfigError, match=f"{path} belongs to user {STRANGER}"):
+        claim_memory(site_of(tmp_path / "memory"))
+
+
+@as_root
+def test_second_user_has_room_in_a_shared_directory(tmp_path: Path) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    os.chown(leave_job(shared, "theirs"), STRANGER, STRANGER)
+    claim_memory(site_of(shared)).release()
+    assert (shared / "theirs").stat().st_uid == STRANGER
+
+
+def test_job_directory_that_is_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "final.tex").touch()
+    with pytest.raises(ConfigError, match=r"--moe-ft-job-id=thesis .* holds final\.tex"):
+        claim_memory(site_of(tmp_path, "thesis"))
+
+
+def test_rank_whose_place_is_taken_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "_OLD_START_S", 0.0)
+    leave_job(tmp_path, "job")
+    (tmp_path / "job" / "node").mkdir()
+    with (
+        alive_lock(tmp_path / "job" / "node", 0),
+        pytest.raises(
+            ConfigError, match="--moe-ft-job-id=job: rank 0 of a job of this name is run"
+        ),
+    ):
+        claim_memory(site_of(tmp_path))
+
+
+def test_job_that_is_being_removed_all_the_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "_OLD_START_S", 0.0)
+    with (
+        job_lock(leave_job(tmp_path, "job")).acquire(),
+        pytest.raises(ConfigError, match="--moe-ft-job-id=job"),
+    ):
+        claim_memory(site_of(tmp_path))
+
+
+def test_lines_on_other_jobs_are_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(9):
+        leave_job(tmp_path, f"other{number}")
+    claim_memory(site_of(tmp_path)).release()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "memory of" in line]
+    assert len(lines) == 6
+    assert "other0': 1.00 MiB, 120 minutes old; not touched" in lines[0]
+    assert "also holds memory of 4 more jobs; not touched" in lines[-1]
+
+
+def test_sizes_that_do_not_fit_the_limit_are_named_in_a_unit_that_fits(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="limit=5kB: snapshots and replicas take 8.00 KiB on node"
+    ):
+        check_memory(site_of(tmp_path, limit="5kB"), [()])
+
+
+def test_room_is_not_made_by_removing_what_a_link_leads_to(tmp_path: Path) -> None:
+    site = site_of(tmp_path / "memory")
+    claim_memory(site).release()
+    region = Region(own_directory(tmp_path / "elsewhere", 7), 0, REGION_BYTES)
+    region.open()
+    own_directory(site.node_dir, 7).symlink_to(own_directory(tmp_path / "elsewhere", 7))
+    make_room(site, [()], None)
+    assert region.data_path.exists()

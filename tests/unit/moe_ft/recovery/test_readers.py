@@ -1,0 +1,271 @@
+"""State read from any tier is the state that was written, or an error."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moe_ft.engine.peer_server import PeerServer
+from moe_ft.engine.peers import PeerConnection
+from moe_ft.engine.pool import Pool
+from moe_ft.engine.regions import Region, own_directory
+from moe_ft.engine.storage import Storage
+from moe_ft.errors import CorruptStateError
+from moe_ft.format.encoding import encode
+from moe_ft.recovery.inventory import look_at_memory, look_at_storage
+from moe_ft.recovery.readers import (
+    MemoryReader,
+    PeerReader,
+    StateReader,
+    StorageReader,
+    read_unit,
+)
+from moe_ft.units import Level
+from tests.unit.moe_ft.builders import (
+    add_units,
+    fill_region,
+    fill_window,
+    make_identity,
+    make_state,
+    make_window,
+    persist_checkpoint,
+    persist_window,
+    put_in_slot,
+)
+
+TIERS = ["memory", "peer", "storage"]
+
+
+class Place:
+    """One state in one tier, its reader and its data file."""
+
+    def __init__(self, tier: str, tmp_path: Path) -> None:
+        self.tier, self.node_dir = tier, tmp_path / "node"
+        self.server = PeerServer(self.node_dir, "127.0.0.1")
+        self.storage = Storage(str(tmp_path / "storage"))
+        self.data = self._fill(tmp_path)
+        if tier == "storage":
+            (self.version,) = look_at_storage(self.storage).versions
+        else:
+            (self.version,) = look_at_memory(self.node_dir, "node-a", "job").versions
+            self.server.start()
+            self.server.admit("token")
+
+    def _fill(self, tmp_path: Path) -> Path:
+        """Write the state and return its data file."""
+        if self.tier == "storage":
+            manifest = persist_checkpoint(self.storage, 5, make_identity())
+            return tmp_path / "storage" / manifest.files[0].data
+        return fill_region(own_directory(self.node_dir, 0))[0].data_path
+
+    def reader(self) -> StateReader:
+        """Open the state."""
+        version = self.version
+        if self.tier == "memory":
+            return MemoryReader(self.node_dir / version.path)
+        if self.tier == "storage":
+            return StorageReader(self.storage, version)
+        assert self.server.address is not None
+        return PeerReader(PeerConnection(self.server.address, "token"), version)
+
+
+@pytest.fixture(params=TIERS)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    place = Place(request.param, tmp_path)
+    yield place
+    place.server.close()
+
+
+def test_units_of_every_tier_are_read_bit_for_bit(place: Place) -> None:
+    index, content = make_state()
+    reader = place.reader()
+    for name, unit in index.units.items():
+        entry, found = read_unit(reader, name)
+        assert entry == unit
+        assert found == content[unit.offset : unit.offset + unit.num_bytes]
+    reader.close()
+
+
+def test_header_of_every_tier_is_read_bit_for_bit(place: Place) -> None:
+    index, content = make_state()
+    assert place.reader().read_header() == content[: index.header_bytes]
+
+
+def test_unit_with_a_flipped_byte_is_refused_and_the_others_read(place: Place) -> None:
+    index, _ = make_state()
+    spoiled, *intact = index.units
+    content = bytearray(place.data.read_bytes())
+    content[index.units[spoiled].offset + 17] ^= 0x40
+    place.data.write_bytes(content)
+    reader = place.reader()
+    with pytest.raises(CorruptStateError, match=f"unit {spoiled} does not match its checksum"):
+        read_unit(reader, spoiled)
+    assert [read_unit(reader, name)[0] for name in intact] == [index.units[each] for each in intact]
+    reader.close()
+
+
+def test_unit_of_a_file_that_was_cut_off_is_refused(place: Place) -> None:
+    index, content = make_state()
+    name, unit = list(index.units.items())[-1]
+    os.truncate(place.data, unit.offset + unit.num_bytes // 2)
+    reader = place.reader()
+    with pytest.raises(CorruptStateError, match=f"unit {name} is cut short"):
+        read_unit(reader, name)
+    reader.close()
+
+
+def test_file_that_is_empty_by_now_is_an_oserror(place: Place) -> None:
+    os.truncate(place.data, 0)
+    with pytest.raises(OSError):  # noqa: B017, PT011 - of whichever kind: the next source is tried
+        read_unit(place.reader(), "embedding")
+
+
+def test_unit_that_is_not_in_a_file_is_refused_by_name(place: Place) -> None:
+    reader = place.reader()
+    with pytest.raises(CorruptStateError, match="there is no unit layer.9.router"):
+        read_unit(reader, "layer.9.router")
+    reader.close()
+
+
+def test_state_that_has_vanished_is_an_oserror(place: Place) -> None:
+    index_path = place.data.with_suffix(".json")
+    index_path.unlink()
+    with pytest.raises(OSError, match=r"No such file"):
+        place.reader()
+
+
+# Windows
+
+
+class WindowPlace(Place):
+    """A window of iterations 5, 6 and 7 in one tier."""
+
+    def _fill(self, tmp_path: Path) -> Path:
+        if self.tier == "storage":
+            manifest = persist_window(self.storage, 7, make_identity())
+            return tmp_path / "storage" / manifest.files[0].data
+        return fill_window(own_directory(self.node_dir, 0))[0].data_path
+
+
+@pytest.fixture(params=TIERS)
+def window_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WindowPlace]:
+    place = WindowPlace(request.param, tmp_path)
+    yield place
+    place.server.close()
+
+
+def test_versions_of_a_window_are_read_bit_for_bit_at_both_levels(
+    window_place: WindowPlace,
+) -> None:
+    window, reader = make_window(), window_place.reader()
+    for name, unit in window.index.entries():
+        position = None if unit.level == Level.FULL else unit.iteration - 5
+        entry, found = read_unit(reader, name, position)
+        assert entry == unit
+        assert found == window.content[unit.offset : unit.offset + unit.num_bytes]
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "position"), [("layer.0.expert.0", 0), ("layer.0.expert.2", 1), ("embedding", 2)]
+)
+def test_weights_of_a_unit_in_or_behind_its_own_snapshot_are_not_there(
+    window_place: WindowPlace, name: str, position: int
+) -> None:
+    reader = window_place.reader()
+    with pytest.raises(CorruptStateError, match=f"there is no unit {name}"):
+        read_unit(reader, name, position)
+    reader.close()
+
+
+@pytest.mark.parametrize("position", [None, 0, 1])
+def test_version_of_a_window_with_a_flipped_byte_is_refused_and_its_others_are_read(
+    window_place: WindowPlace, position: int | None
+) -> None:
+    index = make_window().index
+    unit = index.units["embedding"] if position is None else index.compute[position]["embedding"]
+    content = bytearray(window_place.data.read_bytes())
+    content[unit.offset + 1] ^= 0x40
+    window_place.data.write_bytes(content)
+    reader = window_place.reader()
+    with pytest.raises(CorruptStateError, match="unit embedding does not match its checksum"):
+        read_unit(reader, "embedding", position)
+    for other in {None, 0, 1} - {position}:
+        read_unit(reader, "embedding", other)
+    reader.close()
+
+
+@pytest.mark.parametrize("position", [None, 0])
+def test_version_that_is_said_to_be_of_the_other_level_is_refused(
+    tmp_path: Path, position: int | None
+) -> None:
+    region, window = fill_window(tmp_path)
+    index = window.index
+    if position is None:
+        unit = msgspec.structs.replace(index.units["embedding"], level="compute")
+        index = msgspec.structs.replace(index, units={**index.units, "embedding": unit})
+    else:
+        unit = msgspec.structs.replace(index.compute[0]["embedding"], level="full")
+        index = msgspec.structs.replace(index, compute=({"embedding": unit}, *index.compute[1:]))
+    region.commit(encode(index), 7)
+    with pytest.raises(CorruptStateError, match="there is no unit embedding"):
+        read_unit(MemoryReader(region.index_path), "embedding", position)
+
+
+# Units in another file than the index's own
+
+
+def pooled(tmp_path: Path) -> tuple[Region, Pool, str]:
+    """Return a region whose index names a version in a pool beside it."""
+    directory = own_directory(tmp_path / "node", 0)
+    pool = Pool(directory, 4 * 33, 2)
+    pool.open()
+    region, index = fill_region(directory)
+    name, unit = put_in_slot(pool, 1, 0)
+    add_units(region, index, {name: unit})
+    return region, pool, name
+
+
+def test_version_in_a_pool_is_read_from_memory(tmp_path: Path) -> None:
+    region, pool, name = pooled(tmp_path)
+    entry, found = read_unit(MemoryReader(region.index_path), name)
+    assert found == pool.mapping[entry.offset : entry.offset + entry.num_bytes]
+
+
+def test_version_in_a_pool_is_read_from_a_peer(tmp_path: Path) -> None:
+    _, pool, name = pooled(tmp_path)
+    (version,) = look_at_memory(tmp_path / "node", "node-a", "job").versions
+    server = PeerServer(tmp_path / "node", "127.0.0.1")
+    server.start()
+    server.admit("token")
+    assert server.address is not None
+    reader = PeerReader(PeerConnection(server.address, "token"), version)
+    entry, found = read_unit(reader, name)
+    assert found == pool.mapping[entry.offset : entry.offset + entry.num_bytes]
+    assert not reader.stays(entry)
+    reader.close()
+    server.close()
+
+
+def test_version_stays_only_in_a_pool_that_this_rank_will_use_again(tmp_path: Path) -> None:
+    region, pool, name = pooled(tmp_path)
+    again = MemoryReader(region.index_path, [region, pool])
+    assert again.stays(again.index.units[name])
+    assert not again.stays(again.index.units["embedding"])
+    once = MemoryReader(region.index_path, [region])
+    assert not once.stays(once.index.units[name])
+
+
+def test_pool_that_has_vanished_is_an_oserror(tmp_path: Path) -> None:
+    region, pool, name = pooled(tmp_path)
+    pool.data_path.unlink()
+    with pytest.raises(OSError, match=r"No such file"):
+        read_unit(MemoryReader(region.index_path), name)
+
+
+def test_memory_that_is_read_through_its_own_mapping_is_the_same_bytes(tmp_path: Path) -> None:
+    region, pool, name = pooled(tmp_path)
+    own = read_unit(MemoryReader(region.index_path, [region, pool]), name)
+    assert own == read_unit(MemoryReader(region.index_path), name)

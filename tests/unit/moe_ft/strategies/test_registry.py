@@ -1,0 +1,132 @@
+"""The registry: the list of strategies, and what each of them asks of settings and model."""
+
+import pytest
+
+from moe_ft.config.config import MoeFtConfig, StrategyConfig
+from moe_ft.config.fields import Part
+from moe_ft.config.precision import PrecisionConfig
+from moe_ft.errors import ConfigError
+from moe_ft.strategies import registry
+from moe_ft.strategies.interface import ModelFacts
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.sparse.config import SparseConfig
+
+MODEL = ModelFacts(num_experts=8, num_iterations=10)
+
+
+def config_of(name: str, options: Part | None = None, **strategy: str) -> MoeFtConfig:
+    return MoeFtConfig(
+        strategy=StrategyConfig(strategy=name, **strategy),
+        options={} if options is None else {name: options},
+    )
+
+
+def test_name_that_no_strategy_has_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match="--moe-ft-strategy=hope must be one of none, dense, pa"):
+        registry.check(config_of("hope"), MODEL)
+
+
+def test_no_strategy_asks_for_anything_by_default() -> None:
+    for name in registry.names():
+        registry.check(config_of(name), MODEL)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of("none", sharding="adaptive"),
+        config_of("dense", sharding="adaptive"),
+        config_of("sparse", sharding="adaptive"),
+        config_of("partial", PartialConfig(selection="load-aware"), sharding="adaptive"),
+    ],
+)
+def test_adaptive_sharding_without_a_selection_that_is_known_is_refused(
+    config: MoeFtConfig,
+) -> None:
+    needs = "--moe-ft-strategy partial and --moe-ft-selection sequential"
+    with pytest.raises(ConfigError, match=f"--moe-ft-sharding=adaptive needs {needs}.*Use equal"):
+        registry.check(config, MODEL)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of("partial", sharding="adaptive"),
+        config_of("dense", sharding="none"),
+        config_of("dense", interval="10"),
+        config_of("partial", PartialConfig(k_snapshot="8", k_persist=8)),
+        config_of("sparse", SparseConfig(window="10")),
+    ],
+)
+def test_settings_that_go_together_are_accepted(config: MoeFtConfig) -> None:
+    registry.check(config, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "message"),
+    [
+        (
+            config_of("partial"),
+            ModelFacts(num_experts=0),
+            "--moe-ft-strategy=partial needs a model with experts.*Use dense",
+        ),
+        (
+            config_of("partial", PartialConfig(k_snapshot="9")),
+            MODEL,
+            "--moe-ft-k-snapshot=9 must be at most --num-experts=8. Lower it",
+        ),
+        (
+            config_of("partial", PartialConfig(k_persist=9)),
+            MODEL,
+            "--moe-ft-k-persist=9 must be at most --num-experts=8. Lower it",
+        ),
+        (
+            config_of("sparse", SparseConfig(window="11")),
+            MODEL,
+            "--moe-ft-window=11 must be at most --train-iters=10: .* Lower it, or use auto",
+        ),
+        *(
+            (
+                config_of("sparse", interval=interval),
+                MODEL,
+                f"--moe-ft-interval={interval} must be 1 with --moe-ft-strategy sparse.*Leave it",
+            )
+            for interval in ("2", "10", "auto")
+        ),
+    ],
+)
+def test_strategy_refuses_settings_and_models_that_it_cannot_work_with(
+    config: MoeFtConfig, model: ModelFacts, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        registry.check(config, model)
+
+
+def test_length_of_training_is_not_checked_before_it_is_known() -> None:
+    config = config_of("sparse", SparseConfig(window="11"))
+    registry.check(config, ModelFacts(num_experts=8, num_iterations=None))
+
+
+def precise(name: str, state_dtype: str, *, allow_lossy: bool = False) -> MoeFtConfig:
+    return MoeFtConfig(
+        strategy=StrategyConfig(strategy=name),
+        precision=PrecisionConfig(state_dtype=state_dtype, allow_lossy=allow_lossy),
+    )
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse"])
+def test_exact_strategies_refuse_lossy_formats_unless_they_are_allowed(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"loses precision, and --moe-ft-strategy={name} promis"):
+        registry.check(precise(name, "exp_avg=bf16"), MODEL)
+    registry.check(precise(name, "exp_avg=bf16", allow_lossy=True), MODEL)
+
+
+@pytest.mark.parametrize("name", ["none", "partial"])
+def test_strategies_that_promise_nothing_take_lossy_formats(name: str) -> None:
+    registry.check(precise(name, "master=bf16,exp_avg_sq=fp8-e5m2"), MODEL)
+
+
+@pytest.mark.parametrize("state_dtype", ["master=split", "exp_avg=exact"])
+def test_no_strategy_refuses_formats_that_lose_nothing(state_dtype: str) -> None:
+    for name in registry.names():
+        registry.check(precise(name, state_dtype), MODEL)
