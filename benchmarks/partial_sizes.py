@@ -26,10 +26,10 @@ from benchmarks.paper_sizes import (
     checkpoint_bytes,
     paper_workload,
 )
-from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape
+from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
-from moe_ft.strategies.partial.size import SavedModel, reduction
-from moe_ft.strategies.sparse.size import stage_units
+from moe_ft.planning.report import reduction
+from moe_ft.strategies.partial.size import SavedModel
 
 CASES = {"Case 1": (8, 8), "Case 2": (16, 16), "Case 3": (16, 8)}  # Table 2: (dp, ep)
 KS = (1, 2, 4, 8, 16)

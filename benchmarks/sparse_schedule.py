@@ -41,11 +41,11 @@ from benchmarks.sparse_orders import (
     tokens_of,
     trace_rows,
 )
-from moe_ft.planning.model_size import PRESETS, ByteModel
+from moe_ft.planning.model_size import PRESETS, ByteModel, stage_units
 from moe_ft.planning.ownership import SavingLayout
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
-from moe_ft.strategies.sparse.size import Units, position_sizes, stage_units
+from moe_ft.strategies.sparse.size import Units, position_sizes
 from moe_ft.strategies.sparse.strategy import SparseStrategy
 from moe_ft.strategies.sparse.windows import (
     PositionSizes,

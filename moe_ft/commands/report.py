@@ -1,362 +1,73 @@
-"""The report on a run from its event log: how far it came, how fast, and how each rank ended.
+"""`python -m moe_ft report`: summarize the event log of a run."""
 
-Reads files written by moe_ft/events.py. What cannot be read is left out, and the report says so. No torch.
-"""
-
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, pairwise, takewhile
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
-from typing import Literal
 
-import msgspec
 from tabulate import tabulate
 
-from moe_ft.errors import ConfigError
-from moe_ft.events import (
-    Event,
-    event_path,
-    ranks_with_events,
-    read_lines,
-    read_lines_backwards,
-    read_progress,
-)
-
-_NUM_AROUND_RECOVERY = 5
-_MAX_FILES_NAMED = 8
+from moe_ft.commands.run_summary import NUM_AROUND_RECOVERY, RecoverySummary, RunSummary, summarize
 
 
-class _Line(msgspec.Struct, frozen=True, kw_only=True):
-    """Any event; the fields of each kind are in docs/events.md."""
-
-    incarnation: int
-    iteration: int
-
-
-class _Start(_Line, frozen=True):
-    pass
+def add_report_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command and its argument."""
+    parser = commands.add_parser("report", help="summarize the event log of a run")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of --moe-ft-event-log")
+    parser.set_defaults(run=run)
 
 
-class _Iteration(_Line, frozen=True, kw_only=True):
-    iteration_s: float
-    num_tokens: float
-    loss: float | Literal["nan", "inf", "-inf"] | None = None
-
-
-class _Recovery(_Line, frozen=True, kw_only=True):
-    target_iteration: int
-    replayed_iterations: int
-    sources: dict[str, int]
-    lost_tokens: int
-    plt: float
-    total_plt: float = 0.0
-    lossy: dict[str, str] = {}
-
-
-class _Fault(_Line, frozen=True, kw_only=True):
-    kind: str
-
-
-class _Stopped(_Line, frozen=True, kw_only=True):
-    reason: str
-    silent_ranks: tuple[int, ...] | None = None
-
-
-class _End(_Line, frozen=True, kw_only=True):
-    reason: str
-
-
-_KINDS: dict[str, type[_Line]] = {
-    "start": _Start,
-    "iteration": _Iteration,
-    "recovery": _Recovery,
-    "fault_injected": _Fault,
-    "stopped": _Stopped,
-    "end": _End,
-}
-
-
-@dataclass(kw_only=True, slots=True)
-class _LeftOut:
-    """What could not be read of an event log.
-
-    Attributes:
-        files: whole files and why.
-        num_lines: by rank, lines that are no events.
-    """
-
-    files: list[str] = field(default_factory=list)
-    num_lines: dict[int, int] = field(default_factory=dict)
-
-    def typed(self, rank: int, lines: Iterable[Event | None]) -> Iterator[_Line]:
-        """Yield a rank's events with the fields that their kind has, and count the lines that are none."""
-        self.num_lines[rank] = 0
-        for event in lines:
-            try:
-                yield msgspec.convert(event, _KINDS.get(event["event"] if event else "", _Line))
-            except msgspec.ValidationError:
-                self.num_lines[rank] += 1
-
-    def add_file(self, path: Path, error: OSError) -> None:
-        """Note a file that cannot be read."""
-        self.files.append(f"{path.name}: {error.strerror}")
-
-    def describe(self) -> tuple[str, ...]:
-        """Return what was left out, a line each."""
-        lines = self.files[:_MAX_FILES_NAMED]
-        if len(self.files) > len(lines):
-            lines.append(f"{len(self.files) - len(lines)} more files")
-        if num_lines := sum(self.num_lines.values()):
-            what = "line that is no event" if num_lines == 1 else "lines that are no events"
-            lines.append(f"{num_lines} {what}, such as a killed rank leaves")
-        return tuple(lines)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSummary:
-    """How one rank's last incarnation went.
-
-    Attributes:
-        iteration: iterations completed.
-        phase: the last phase that the rank entered, empty if unknown.
-        ending: "finished", why it stopped, or that it fell silent.
-    """
-
-    rank: int
-    incarnation: int
-    iteration: int
-    phase: str
-    ending: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecoverySummary:
-    """One recovery, and the loss around it; None where the log does not say.
-
-    Attributes:
-        target_iteration: where training went on.
-        num_replayed: iterations that were run again to get there.
-        kept: "exact", or the formats of what was put back from fewer bits than it has.
-        lost_tokens, plt: by this recovery; total_plt: by all so far.
-        loss_before: median over the last iterations that were kept; loss_after: over the first that follow.
-        highest_loss: of the first that follow.
-    """
-
-    incarnation: int
-    target_iteration: int
-    num_replayed: int
-    sources: str
-    kept: str
-    lost_tokens: int
-    plt: float
-    total_plt: float
-    loss_before: float | None
-    loss_after: float | None
-    highest_loss: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
-    """What a run did, over all its incarnations; None where the log does not say.
-
-    Attributes:
-        left_out: what the log holds besides and could not be read, for people.
-    """
-
-    num_iterations: int
-    num_incarnations: int
-    first_loss: float | None
-    last_loss: float | None
-    iteration_s: float | None
-    tokens_per_s: float | None
-    ranks: tuple[RankSummary, ...]
-    recoveries: tuple[RecoverySummary, ...] = ()
-    left_out: tuple[str, ...] = ()
-
-
-def summarize(directory: Path) -> RunSummary:
-    """Read all event files of a directory.
-
-    Raises:
-        ConfigError: if the directory holds no event log, or none that can be read.
-    """
-    left_out = _LeftOut()
-    found = (_summarize_rank(directory, rank, left_out) for rank in _ranks(directory))
-    summaries = tuple(summary for summary in found if summary is not None)
-    if not summaries:
-        if reasons := "; ".join(left_out.describe()):
-            raise ConfigError(
-                f"the event log in {directory} holds nothing that can be read: {reasons}. Give the "
-                "directory that --moe-ft-event-log named, and run this as a user who may read it."
-            )
-        raise ConfigError(
-            f"the event log in {directory} is empty: no rank came as far as training."
-        )
-    # Every rank has the times; the loss is on the last stage, where the last rank always is.
-    events = _read_course(directory, summaries[-1].rank, left_out)
-    courses = [event for event in events if not isinstance(event, _Recovery)]
-    # The first iteration of a start pays for warming up.
-    steady = [
-        event
-        for before, event in pairwise(courses)
-        if isinstance(before, _Iteration) and isinstance(event, _Iteration)
-    ]
-    losses = {event.iteration: loss for event in courses if (loss := _loss(event)) is not None}
-    iteration_s = median(event.iteration_s for event in steady) if steady else None
-    num_tokens = median(event.num_tokens for event in steady) if steady else None
-    return RunSummary(
-        num_iterations=max(summary.iteration for summary in summaries),
-        num_incarnations=1 + max(summary.incarnation for summary in summaries),
-        first_loss=losses[min(losses)] if losses else None,
-        last_loss=losses[max(losses)] if losses else None,
-        iteration_s=iteration_s,
-        tokens_per_s=num_tokens / iteration_s if iteration_s and num_tokens else None,
-        ranks=summaries,
-        recoveries=tuple(_summarize_recoveries(events)),
-        left_out=left_out.describe(),
-    )
-
-
-def _ranks(directory: Path) -> Sequence[int]:
-    """Return the ranks that have an event file."""
-    try:
-        ranks = ranks_with_events(directory) if directory.is_dir() else ()
-    except OSError as error:
-        raise ConfigError(
-            f"{directory} cannot be read: {error.strerror}. Give the directory that --moe-ft-event-log "
-            "named, and run this as a user who may read it."
-        ) from error
-    if not ranks:
-        raise ConfigError(
-            f"{directory} holds no event log (rank_00000.jsonl, ...). "
-            "Give the directory that --moe-ft-event-log named."
-        )
-    return ranks
-
-
-def _read_course(directory: Path, rank: int, left_out: _LeftOut) -> list[_Line]:
-    """Return a rank's starts, iterations and recoveries."""
-    path = event_path(directory, rank)
-    course: list[_Line] = []
-    try:
-        for event in left_out.typed(rank, read_lines(path)):
-            if isinstance(event, _Start | _Iteration | _Recovery):
-                course.append(event)
-    except OSError as error:
-        left_out.add_file(path, error)
-    return course
-
-
-def _loss(event: _Line) -> float | None:
-    """Return the loss that an event has; JSON cannot write all of them as numbers."""
-    if not isinstance(event, _Iteration) or event.loss is None:
-        return None
-    return float(event.loss)
-
-
-def _summarize_recoveries(events: Sequence[_Line]) -> Iterator[RecoverySummary]:
-    losses: dict[int, float] = {}  # as the last attempt at each iteration had them
-    for position, event in enumerate(events):
-        if (own := _loss(event)) is not None:
-            losses[event.iteration] = own
-        if not isinstance(event, _Recovery):
-            continue
-        target = event.target_iteration
-        losses = {iteration: loss for iteration, loss in losses.items() if iteration <= target}
-        before = [losses[iteration] for iteration in sorted(losses)][-_NUM_AROUND_RECOVERY:]
-        after = [
-            loss
-            for line in events[position:]
-            if line.incarnation == event.incarnation and (loss := _loss(line)) is not None
-        ][:_NUM_AROUND_RECOVERY]
-        yield RecoverySummary(
-            incarnation=event.incarnation,
-            target_iteration=target,
-            num_replayed=event.replayed_iterations,
-            sources=", ".join(f"{tier} {count}" for tier, count in event.sources.items()),
-            kept=", ".join(f"{key} {as_}" for key, as_ in event.lossy.items()) or "exact",
-            lost_tokens=event.lost_tokens,
-            plt=event.plt,
-            total_plt=event.total_plt,
-            loss_before=median(before) if before else None,
-            loss_after=median(after) if after else None,
-            highest_loss=max(after, default=None),
-        )
-
-
-def _summarize_rank(directory: Path, rank: int, left_out: _LeftOut) -> RankSummary | None:
-    """Return how a rank's last incarnation went, None if its file holds no events."""
-    path = event_path(directory, rank)
-    lines = left_out.typed(rank, read_lines_backwards(path))
-    try:
-        last = next(lines, None)
-        if last is None:
-            return None
-        own = takewhile(lambda line: line.incarnation == last.incarnation, chain([last], lines))
-        done = next((line.iteration for line in own if isinstance(line, _Start | _Iteration)), 0)
-    except OSError as error:
-        left_out.add_file(path, error)
-        return None
-    progress = read_progress(directory, rank)
-    return RankSummary(
-        rank=rank,
-        incarnation=last.incarnation,
-        iteration=done,
-        phase=str(progress.phase) if progress and progress.incarnation == last.incarnation else "",
-        ending=_ending(last),
-    )
-
-
-def _ending(last: _Line) -> str:
-    match last:
-        case _End(reason=reason):
-            return reason
-        case _Stopped(reason=reason, silent_ranks=silent):
-            missed = f"; heard nothing from {', '.join(map(str, silent))}" if silent else ""
-            return f"stopped: {reason[:60]}{missed}"
-        case _Fault(kind=kind):
-            return f"fell silent after an injected {kind}"
-    return "fell silent: running, killed or hung"
+def run(options: argparse.Namespace) -> int:
+    """Print the summary."""
+    directory = Path(options.run_dir)
+    print(render(summarize(directory), directory))
+    return 0
 
 
 def render(summary: RunSummary, directory: Path) -> str:
     """Return the summary as text.
 
-    With recoveries if there were any, ranks if one did not finish, and what of the log was left out.
+    It lists recoveries if there were any, ranks if one did not finish, and the unread parts of the log.
     """
-
-    def show(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     rows = [
         ("iterations", str(summary.num_iterations)),
         ("starts", str(summary.num_incarnations)),
-        ("loss at start", show(summary.first_loss, ".3f")),
-        ("loss at end", show(summary.last_loss, ".3f")),
-        ("seconds per iteration (median)", show(summary.iteration_s, ".3f")),
-        ("tokens per second", show(summary.tokens_per_s, ",.0f")),
+        ("loss at start", _show(summary.first_loss, ".3f")),
+        ("loss at end", _show(summary.last_loss, ".3f")),
+        ("seconds per iteration (median)", _show(summary.iteration_s, ".3f")),
+        ("tokens per second", _show(summary.tokens_per_s, ",.0f")),
         ("events", str(directory)),
     ]
     text = tabulate(rows, tablefmt="simple", disable_numparse=True)
     if summary.recoveries:
-        recoveries = [
-            (
-                each.incarnation,
-                each.target_iteration,
-                each.num_replayed,
-                each.sources,
-                each.kept,
-                each.lost_tokens,
-                f"{100 * each.plt:.3f}",
-                f"{100 * each.total_plt:.3f}",
-                show(each.loss_before, ".3f"),
-                show(each.loss_after, ".3f"),
-                show(each.highest_loss, ".3f"),
-            )
-            for each in summary.recoveries
-        ]
-        headers_: tuple[str, ...] = (
+        text += "\n\n" + _recovery_table(summary.recoveries)
+    if any(rank.ending != "finished" for rank in summary.ranks):
+        ranks = [(r.rank, r.incarnation, r.iteration, r.phase, r.ending) for r in summary.ranks]
+        headers = ("rank", "start", "iterations done", "last phase", "how it ended")
+        text += "\n\n" + tabulate(ranks, headers=headers, tablefmt="simple", disable_numparse=True)
+    if summary.left_out:
+        text += "\n\n" + "\n".join(f"left out: {line}" for line in summary.left_out)
+    return text
+
+
+def _recovery_table(recoveries: Sequence[RecoverySummary]) -> str:
+    rows = [
+        (
+            each.incarnation,
+            each.target_iteration,
+            each.num_replayed,
+            each.sources,
+            each.kept,
+            each.lost_tokens,
+            f"{100 * each.plt:.3f}",
+            f"{100 * each.total_plt:.3f}",
+            _show(each.loss_before, ".3f"),
+            _show(each.loss_after, ".3f"),
+            _show(each.highest_loss, ".3f"),
+        )
+        for each in recoveries
+    ]
+    headers = (
+        *(
             "start",
             "went on from",
             "replayed",
@@ -365,13 +76,11 @@ def render(summary: RunSummary, directory: Path) -> str:
             "lost tokens",
             "PLT %",
             "in all %",
-        )
-        headers_ += (f"loss of {_NUM_AROUND_RECOVERY} before", "after", "highest")
-        text += "\n\n" + tabulate(recoveries, headers=headers_, disable_numparse=True)
-    if any(rank.ending != "finished" for rank in summary.ranks):
-        ranks = [(r.rank, r.incarnation, r.iteration, r.phase, r.ending) for r in summary.ranks]
-        headers = ("rank", "start", "iterations done", "last phase", "how it ended")
-        text += "\n\n" + tabulate(ranks, headers=headers, tablefmt="simple", disable_numparse=True)
-    if summary.left_out:
-        text += "\n\n" + "\n".join(f"left out: {line}" for line in summary.left_out)
-    return text
+        ),
+        *(f"loss of {NUM_AROUND_RECOVERY} before", "after", "highest"),
+    )
+    return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def _show(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

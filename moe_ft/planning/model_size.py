@@ -1,7 +1,7 @@
-"""How many parameters a GPT with experts has, unit by unit, and how many bytes a checkpoint of one takes.
+"""Parameters of a GPT with experts, unit by unit, and the bytes that a checkpoint has for each.
 
 Computed from hyper-parameters, for planning before there is a model. The parameters of a real model are
-found by state/parameters.py. What a rank saves of them is planning/partial_size.py.
+found by state/parameters.py. The share of them that a rank saves is ownership.py.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,10 @@ class ModelShape:
         has_output_layer: of its own, that is, not tied to the word embeddings.
         is_gated: whether FFNs have a gate (SwiGLU), that is, twice the width on their way in.
         has_bias: whether linear layers have biases.
+        has_qkv_bias: queries, keys and values also have biases where other linear layers have none.
         has_norm_bias: LayerNorm has a bias, RMSNorm has none.
+        has_qk_norm: norms of queries and keys.
+        has_shared_expert_gate: a gate of the experts that see every token.
     """
 
     num_layers: int
@@ -64,7 +67,10 @@ class ModelShape:
     has_output_layer: bool = False
     is_gated: bool = False
     has_bias: bool = True
+    has_qkv_bias: bool = False
     has_norm_bias: bool = True
+    has_qk_norm: bool = False
+    has_shared_expert_gate: bool = False
 
     def __post_init__(self) -> None:
         at_least_1 = ("num_layers", "hidden_size", "num_experts", "num_attention_heads")
@@ -105,8 +111,10 @@ class ModelShape:
         kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
         query = self.num_attention_heads * kv_channels
         key_value = 2 * (self.num_query_groups or self.num_attention_heads) * kv_channels
-        biases = self.has_bias * (query + key_value + self.hidden_size)
-        return self.hidden_size * (2 * query + key_value) + biases
+        biases = (self.has_bias or self.has_qkv_bias) * (query + key_value)
+        biases += self.has_bias * self.hidden_size
+        norms = self.has_qk_norm * 2 * kv_channels * (1 + self.has_norm_bias)
+        return self.hidden_size * (2 * query + key_value) + biases + norms
 
     @property
     def dense_ffn_parameters(self) -> int:
@@ -129,7 +137,8 @@ class ModelShape:
     def shared_expert_parameters(self) -> int:
         """Parameters of one MoE layer's experts that see every token."""
         width = self.shared_expert_hidden_size
-        return self._ffn_parameters(width) if width else 0
+        gate = self.has_shared_expert_gate * self.hidden_size
+        return self._ffn_parameters(width) + gate if width else 0
 
     @property
     def router_parameters(self) -> int:
@@ -180,6 +189,28 @@ def unit_parameters(shape: ModelShape) -> dict[UnitId, int]:
     if shape.has_output_layer:
         units[UnitId(kind=UnitKind.OUTPUT)] = shape.vocab_size * hidden
     return units
+
+
+def stage_units(shape: ModelShape, num_stages: int) -> list[dict[UnitId, int]]:
+    """Return ``[stage]`` the parameters of its units, in the order of the model.
+
+    Layers are divided equally; tied word embeddings are on the first stage and again on the last.
+
+    Raises:
+        PlanError: if the stages do not divide the layers.
+    """
+    if num_stages < 1 or shape.num_layers % num_stages:
+        raise PlanError(f"{num_stages} stages must divide {shape.num_layers} layers, at least 1")
+    units = unit_parameters(shape)
+    if num_stages > 1:
+        units.setdefault(UnitId(kind=UnitKind.OUTPUT), shape.vocab_size * shape.hidden_size)
+    layers_each = shape.num_layers // num_stages
+    stages: list[dict[UnitId, int]] = [{} for _ in range(num_stages)]
+    for unit, count in units.items():
+        is_first = unit.kind is UnitKind.EMBEDDING
+        stage = unit.layer // layers_each if unit.layer >= 0 else (0 if is_first else -1)
+        stages[stage][unit] = count
+    return stages
 
 
 def non_expert_modules(shape: ModelShape) -> dict[str, int]:

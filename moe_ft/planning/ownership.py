@@ -1,11 +1,11 @@
-"""Shares of each expert that the ranks holding it save, in a model that need not exist.
+"""Shares of the state that each rank saves, of a model that need not exist.
 
-In training state/parameters.py finds this out from Megatron's buffers; this is their arithmetic. Experts are
-modules of their own: with grouped GEMM Megatron's buffers hold all first layers of a layer's experts before
-all second ones.
+In training state/parameters.py reads them from Megatron's buffers; this file repeats the buffers' arithmetic.
+Experts are modules of their own: with grouped GEMM Megatron's buffers hold all first layers of a layer's
+experts before all second ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from moe_ft.errors import PlanError
 from moe_ft.planning.model_size import ModelShape
+from moe_ft.units import UnitId, UnitKind
 
-Owned = npt.NDArray[np.int64]  # [group, layer, local expert]
-_Tensor = tuple[tuple[int, int], int]  # (layer, local expert), elements
+Owned = npt.NDArray[np.int64]  # [rank, unit], or of experts [group, layer, local expert]
+_Tensor = tuple[int, int]  # index of its unit, elements
 
 
 class Sharding(StrEnum):
@@ -55,6 +56,38 @@ class SavingLayout:
         return self.dp // self.ep
 
 
+def owned_slices(
+    units: Sequence[Sequence[int]],
+    num_ranks: int,
+    layout: SavingLayout,
+    *,
+    bucket_parameters: int | None = None,
+) -> Owned:
+    """Return ``[rank, unit]`` the elements that each of the ranks that hold the same units saves.
+
+    The units lie end to end and are cut into equal pieces, one for each rank. The distributed optimizer
+    begins with the last tensor and cuts each bucket of its buffer.
+
+    Args:
+        units: ``[unit]`` elements of its tensors, in the order of the model.
+        num_ranks: ranks that hold them.
+        layout: says whether the first rank saves everything, and whether the optimizer is distributed.
+        bucket_parameters: elements that fill a bucket of the distributed optimizer; None for one bucket.
+    """
+    owned = np.zeros((num_ranks, len(units)), np.int64)
+    if layout.sharding is Sharding.NONE and not layout.is_optimizer_distributed:
+        owned[0] = [sum(tensors) for tensors in units]
+        return owned
+    tensors = [(index, count) for index, counts in enumerate(units) for count in counts]
+    if layout.is_optimizer_distributed:
+        tensors.reverse()
+    else:
+        bucket_parameters = None
+    for bucket in _buckets(tensors, bucket_parameters):
+        _cut(bucket, owned)
+    return owned
+
+
 def owned_experts(
     shape: ModelShape,
     num_layers: int,
@@ -64,34 +97,48 @@ def owned_experts(
 ) -> Owned:
     """Return ``[group, layer, local expert]`` the elements that a rank of the group saves of an expert.
 
-    The experts of a stage that a rank holds lie end to end and are cut into equal pieces, one for each group,
-    so that all of an expert is one rank's, or two ranks', where there are more experts than groups. The
-    distributed optimizer begins with the last one, and cuts each bucket of its buffer.
+    Where there are more experts than groups, all of an expert belongs to one rank or to two.
 
     Args:
         shape: of the model.
         num_layers: MoE layers of the stage.
         layout: of its ranks, whose expert-parallel size divides the experts.
-        bucket_parameters: after which a bucket of the distributed optimizer is full; None: there is one.
+        bucket_parameters: as of `owned_slices`.
     """
     num_local = shape.num_experts // layout.ep
-    owned = np.zeros((layout.num_groups, num_layers, num_local), np.int64)
-    if layout.sharding is Sharding.NONE and not layout.is_optimizer_distributed:
-        owned[0] = shape.expert_parameters
-        return owned
-    tensors: list[_Tensor] = [
-        ((layer, local), count)
-        for layer in range(num_layers)
-        for local in range(num_local)
-        for count in shape.expert_tensors
+    units = [shape.expert_tensors] * (num_layers * num_local)
+    owned = owned_slices(units, layout.num_groups, layout, bucket_parameters=bucket_parameters)
+    return owned.reshape(layout.num_groups, num_layers, num_local)
+
+
+def owned_others(num_parameters: int, layout: SavingLayout) -> list[int]:
+    """Return ``[rank]`` the parameters outside experts that each saves, without adaptive sharding."""
+    return [int(count) for count in owned_slices([[num_parameters]], layout.dp, layout)[:, 0]]
+
+
+def saved_parameters(
+    shape: ModelShape,
+    units: Mapping[UnitId, int],
+    layout: SavingLayout,
+    *,
+    bucket_parameters: int | None = None,
+) -> list[int]:
+    """Return ``[rank]`` the parameters of a stage that each saves in a snapshot of everything.
+
+    Args:
+        shape: of the model.
+        units: of the stage, with their parameters.
+        layout: of its ranks.
+        bucket_parameters: as of `owned_slices`.
+    """
+    num_layers = len({unit.layer for unit in units if unit.kind is UnitKind.EXPERT})
+    experts = owned_experts(shape, num_layers, layout, bucket_parameters=bucket_parameters)
+    by_group = experts.sum(axis=(1, 2))
+    others = sum(count for unit, count in units.items() if unit.kind is not UnitKind.EXPERT)
+    return [
+        int(by_group[rank // layout.ep]) + count
+        for rank, count in enumerate(owned_others(others, layout))
     ]
-    if layout.is_optimizer_distributed:
-        tensors.reverse()
-    else:
-        bucket_parameters = None
-    for bucket in _buckets(tensors, bucket_parameters):
-        _cut(bucket, owned)
-    return owned
 
 
 def _buckets(tensors: Sequence[_Tensor], bucket_parameters: int | None) -> Iterator[list[_Tensor]]:
@@ -109,17 +156,17 @@ def _buckets(tensors: Sequence[_Tensor], bucket_parameters: int | None) -> Itera
 
 
 def _cut(bucket: Sequence[_Tensor], owned: Owned) -> None:
-    """Add to each group an equal piece of the tensors, which lie end to end."""
-    num_groups = len(owned)
+    """Add an equal piece of the tensors, which lie end to end, to each rank."""
+    num_ranks = len(owned)
     total = sum(count for _, count in bucket)
-    start = group = 0
-    for (layer, local), count in bucket:
+    start = rank = 0
+    for unit, count in bucket:
         end = start + count
         while start < end:
-            limit = total * (group + 1) // num_groups
+            limit = total * (rank + 1) // num_ranks
             if limit == start:
-                group += 1
+                rank += 1
                 continue
             piece = min(end, limit) - start
-            owned[group, layer, local] += piece
+            owned[rank, unit] += piece
             start += piece

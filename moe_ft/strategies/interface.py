@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import Part
+from moe_ft.errors import ConfigError
 from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.experts import Counts, ExpertFacts
+from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.token_ledger import Loss, UnitVersion
 from moe_ft.units import Level, UnitId
 
@@ -312,6 +314,16 @@ class StrategyKind(ABC):
 
         Called a second time when the number of iterations is known.
         """
+
+    def plan(self, job: PlannedJob) -> str:
+        """Return what `python -m moe_ft plan` says of a job.
+
+        Raises:
+            ConfigError: if the strategy cannot plan the job, or any.
+        """
+        raise ConfigError(
+            f"--moe-ft-strategy={self.name} cannot be planned: it has no plan. Name another one."
+        )
 
     @abstractmethod
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:

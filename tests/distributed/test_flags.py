@@ -1,6 +1,6 @@
 """Models with many flags that the small model of other tests does not set are recovered bit for bit.
 
-Every flag that program/flag_table.py does not call untested is in some test; many of them only here.
+Every flag that moe_ft/config/flag_table.py does not call untested is in some test; many only here.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Classes of Megatron's flags. The table itself is flag_table.py.
+"""Classes of Megatron's flags. The table itself is moe_ft/config/flag_table.py.
 
 Every flag is in one class, which holds for any value except its default:
 
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron.fault_tolerance.program.flag_table import DERIVED, FLAGS
+from moe_ft.config.flag_table import DERIVED, FLAGS
 
 
 class Kind(Enum):

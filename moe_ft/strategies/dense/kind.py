@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.planning.planned_job import PlannedJob
+from moe_ft.strategies.dense.report import render
 from moe_ft.strategies.dense.strategy import DenseStrategy
 from moe_ft.strategies.interface import RankFacts, Strategy, StrategyKind
 
@@ -10,6 +12,10 @@ from moe_ft.strategies.interface import RankFacts, Strategy, StrategyKind
 @dataclass(frozen=True, kw_only=True)
 class Dense(StrategyKind):
     """Needs nothing of a job."""
+
+    def plan(self, job: PlannedJob) -> str:
+        """Return the plan of a job."""
+        return render(job)
 
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
         """Return a strategy that saves all units of the rank."""

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.planning.experts import ExpertLayout, experts_of_stage
+from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.experts_per_layer import PlannedRun
+from moe_ft.strategies.partial.report import render
 from moe_ft.strategies.partial.sharing import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.strategies.partial.units import divide_units
@@ -47,6 +49,10 @@ class Partial(StrategyKind):
                     f"--moe-ft-k-{flag}={k} must be at most --num-experts={model.num_experts}. Lower it, or "
                     "use --moe-ft-strategy dense to save all experts each time."
                 )
+
+    def plan(self, job: PlannedJob) -> str:
+        """Return the plan of a job."""
+        return render(job, self.options_in(job.config))
 
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
         """Return the strategy of a rank. Called by all ranks of a stage."""

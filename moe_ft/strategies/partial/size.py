@@ -1,9 +1,9 @@
 """Bytes that each rank saves with partial experts, as training divides state among ranks.
 
-Master weights and moments, without tensor parallelism; records, headers and the gaps that align tensors are
-left out. Which experts are selected is planning/selection.py; who has which part of an expert,
-planning/ownership.py; sizes of models, planning/model_size.py. The paper counts other bytes and other slices:
-planning/paper_sizes.py.
+They are those of master weights and moments, without tensor parallelism; records, headers and the gaps that
+align tensors are left out. selection.py selects the experts, planning/ownership.py divides them, and
+planning/model_size.py has the sizes of models. The paper counts other bytes and other slices:
+benchmarks/paper_sizes.py.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.host_memory import MemoryShare, num_slots, slot_bytes
 from moe_ft.planning.model_size import ByteModel, ModelShape
-from moe_ft.planning.ownership import SavingLayout, Sharding, owned_experts
+from moe_ft.planning.ownership import SavingLayout, Sharding, owned_experts, owned_others
 from moe_ft.planning.sharding import adaptive_shares
 from moe_ft.strategies.partial.selection import (
     Selection,
@@ -66,33 +66,13 @@ class Workload:
         return [sum(of_rank) / len(of_rank) for of_rank in zip(*self.rotation, strict=True)]
 
 
-def reduction(num_bytes: float, reference_bytes: float) -> float:
-    """Return by which fraction something is smaller than a reference; negative if it is larger."""
-    return 1 - num_bytes / reference_bytes
-
-
-def smallest_interval(
-    bottleneck_bytes: int, *, bandwidth_bytes_per_s: float, iteration_s: float
-) -> int:
-    """Return how many iterations at least lie between checkpoints that are persisted one at a time.
-
-    Args:
-        bottleneck_bytes: that the rank with the most persists.
-        bandwidth_bytes_per_s: from host to storage, of each rank.
-        iteration_s: of a whole iteration.
-
-    Source: MoC-System, section 5.3.
-    """
-    return max(1, math.ceil(bottleneck_bytes / bandwidth_bytes_per_s / iteration_s))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedModel:
     """A model and the ranks that save it.
 
     Attributes:
         shape: of the model.
-        stages: ``[stage]`` the parameters of its units (sparse_size.stage_units).
+        stages: ``[stage]`` the parameters of its units (planning.model_size.stage_units).
         layout: of the ranks of each stage; expert-parallel ranks divide the experts of a layer.
         byte_model: of what a snapshot holds: master weights and moments.
         bucket_parameters: after which a bucket of the distributed optimizer is full on the first stage
@@ -204,15 +184,12 @@ class _Stage:
             counts: ``[expert-parallel rank]`` selected experts.
         """
         layout, total = self._layout, self._num_others
-        if layout.is_optimizer_distributed or layout.sharding is Sharding.EQUAL:
-            ends = [total * rank // layout.dp for rank in range(layout.dp + 1)]
-        elif layout.sharding is Sharding.NONE:
-            ends = [0, *[total] * layout.dp]
-        else:
-            # As planning/partial.py does, which takes whole experts for what each rank saves of them.
-            loads = [counts[rank % layout.ep] * self._unit_bytes for rank in range(layout.dp)]
-            shares = adaptive_shares(total * self._bytes, loads)
-            ends = [share // self._bytes for share in accumulate(shares, initial=0)]
+        if layout.is_optimizer_distributed or layout.sharding is not Sharding.ADAPTIVE:
+            return [count * self._bytes for count in owned_others(total, layout)]
+        # Like strategy.py, which takes whole experts for the part of them that each rank saves.
+        loads = [counts[rank % layout.ep] * self._unit_bytes for rank in range(layout.dp)]
+        shares = adaptive_shares(total * self._bytes, loads)
+        ends = [share // self._bytes for share in accumulate(shares, initial=0)]
         return [(end - start) * self._bytes for start, end in pairwise(ends)]
 
     def automatic_k(self, budget_bytes: float) -> int:
@@ -254,27 +231,21 @@ class _Stage:
 
 
 def largest_hidden_k(
-    workload_of: Callable[[int], Workload],
-    num_experts: int,
-    *,
-    bandwidth_bytes_per_s: float,
-    hidden_s: float,
+    workload_of: Callable[[int], Workload], num_experts: int, budget_bytes: float
 ) -> int:
     """Return a k whose snapshots end while the next iteration runs forward and backward.
 
     Args:
         workload_of: what ranks save with k experts.
         num_experts: of a layer.
-        bandwidth_bytes_per_s: from device to host, of each rank.
-        hidden_s: forward and backward of an iteration.
+        budget_bytes: that each rank can copy in that time.
 
     Returns:
         k of which the next does not fit, 0 if not even one expert per layer is hidden. The bottleneck
-        grows with k, but for few bytes that depend on where snapshots begin.
+        grows with k, except for a few bytes that depend on where snapshots begin.
 
     Source: MoC-System, section 5.3.
     """
-    most = bandwidth_bytes_per_s * hidden_s
     return bisect_right(
-        range(1, num_experts + 1), most, key=lambda k: workload_of(k).bottleneck_bytes
+        range(1, num_experts + 1), budget_bytes, key=lambda k: workload_of(k).bottleneck_bytes
     )

@@ -6,9 +6,11 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.planning.experts import experts_of_stage
+from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
+from moe_ft.strategies.sparse.report import render
 from moe_ft.strategies.sparse.strategy import SparseStrategy
 from moe_ft.units import Level
 
@@ -37,6 +39,10 @@ class Sparse(StrategyKind):
                 f"--moe-ft-window={window} must be at most --train-iters={num_iterations}: a window is of "
                 "use when it is complete. Lower it, or use auto."
             )
+
+    def plan(self, job: PlannedJob) -> str:
+        """Return the plan of a job."""
+        return render(job, self.options_in(job.config))
 
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
         """Return the strategy of a rank. Called by all ranks of a stage."""

@@ -1,21 +1,21 @@
-"""Bytes that sparse windows take of a model that need not exist: snapshots, windows, host memory.
+"""Bytes of sparse windows of a model that need not exist: snapshots, windows, host memory.
 
-No tensor parallelism and no multi-token prediction. Headers, records and the gaps that align tensors are left
-out. How the strategy orders and cuts units while training runs is planning/sparse.py; sizes of models are
-planning/model_size.py; stalls and recoveries sparse_cost.py.
+There is no tensor parallelism and no multi-token prediction. Headers, records and the gaps that align tensors
+are left out. strategy.py orders and cuts units while training runs; planning/model_size.py has the sizes of
+models, cost.py the stalls and recoveries.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.model_size import ByteModel, ModelShape, unit_parameters
-from moe_ft.planning.ownership import SavingLayout, Sharding
-from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
+from moe_ft.planning.experts import ExpertLayout
+from moe_ft.planning.model_size import ByteModel
+from moe_ft.planning.ownership import SavingLayout, Sharding, owned_slices
 from moe_ft.strategies.sparse.popularity import Scores, fractions_of_layers, order_experts
 from moe_ft.strategies.sparse.positions import order_modules, spread_over_ranks
 from moe_ft.strategies.sparse.windows import (
@@ -35,28 +35,6 @@ Numbers = npt.NDArray[np.int64]
 _BACK_TO_FRONT = (UnitKind.OUTPUT, UnitKind.FINAL_NORM, UnitKind.NON_EXPERT, UnitKind.EMBEDDING)
 
 
-def stage_units(shape: ModelShape, num_stages: int) -> list[dict[UnitId, int]]:
-    """Return ``[stage]`` the parameters of its units, in the order of the model.
-
-    Layers are divided equally; tied word embeddings are on the first stage and again on the last.
-
-    Raises:
-        PlanError: if the stages do not divide the layers.
-    """
-    if num_stages < 1 or shape.num_layers % num_stages:
-        raise PlanError(f"{num_stages} stages must divide {shape.num_layers} layers, at least 1")
-    units = unit_parameters(shape)
-    if num_stages > 1:
-        units.setdefault(UnitId(kind=UnitKind.OUTPUT), shape.vocab_size * shape.hidden_size)
-    layers_each = shape.num_layers // num_stages
-    stages: list[dict[UnitId, int]] = [{} for _ in range(num_stages)]
-    for unit, count in units.items():
-        is_first = unit.kind is UnitKind.EMBEDDING
-        stage = unit.layer // layers_each if unit.layer >= 0 else (0 if is_first else -1)
-        stages[stage][unit] = count
-    return stages
-
-
 def position_sizes(
     units: Units,
     layout: SavingLayout,
@@ -68,10 +46,9 @@ def position_sizes(
     """Return what every rank of a stage saves at each position of its order.
 
     Experts come first, then everything else back to front, both spread over the ranks that own them
-    (positions.py). A rank saves the slices that it owns: state that
-    ranks hold alike lies end to end, in the order of the model, and is cut into equal pieces. The
-    distributed optimizer has done that already, with one buffer of experts and one of everything else; with
-    --overlap-grad-reduce the first stage has smaller ones, and more even slices.
+    (positions.py). A rank saves the slices that it owns (planning/ownership.py). The distributed optimizer
+    has one buffer of experts and one of everything else; with --overlap-grad-reduce the first stage has
+    smaller buffers, and more even slices.
 
     Args:
         units: of the stage.
@@ -156,7 +133,7 @@ def _columns(
     scores = _draw_scores(by_ep_rank, popularity)
     columns = []
     for own in by_ep_rank:
-        owned = _owned([units[unit] for unit in own], layout.num_groups, layout)
+        owned = owned_slices([[units[unit]] for unit in own], layout.num_groups, layout)
         if is_grouped:
             shares = fractions_of_layers(scores)
             popular = [float(shares[place]) for place in _places(own)]
@@ -171,27 +148,21 @@ def _columns(
 def _experts_of(units: Units, ep: int) -> list[list[UnitId]]:
     """Return ``[expert-parallel rank]`` its experts, in the order of the model."""
     experts = sorted(unit for unit in units if unit.kind is UnitKind.EXPERT)
-    num_experts = _num_experts(experts)
-    if num_experts % ep:
-        raise PlanError(f"{num_experts} experts cannot be divided equally among {ep} ranks")
-    num_local = num_experts // ep
-    return [
-        [unit for unit in experts if unit.expert // num_local == ep_rank] for ep_rank in range(ep)
-    ]
+    if not experts:
+        return [[] for _ in range(ep)]
+    num_layers, num_experts = len({unit.layer for unit in experts}), experts[-1].expert + 1
+    layout = ExpertLayout(num_layers=num_layers, num_experts=num_experts, ep_size=ep)
+    return [[unit for unit in experts if layout.rank_of(unit.expert) == rank] for rank in range(ep)]
 
 
 def _others_of(units: Units, layout: SavingLayout) -> tuple[list[UnitId], Numbers]:
     """Return the units that are no experts, in order, and ``[rank, unit]`` the parameters that it saves."""
     names = [unit for unit in units if unit.kind is not UnitKind.EXPERT]
-    owned = _owned([units[unit] for unit in names], layout.dp, layout)
+    owned = owned_slices([[units[unit]] for unit in names], layout.dp, layout)
     back_to_front = sorted(range(len(names)), key=lambda index: _place(names[index]))
     spread = spread_over_ranks(owned[:, back_to_front])
     order = [back_to_front[place] for place in spread]
     return [names[index] for index in order], owned[:, order]
-
-
-def _num_experts(experts: Iterable[UnitId]) -> int:
-    return 1 + max((unit.expert for unit in experts), default=-1)
 
 
 def _draw_scores(
@@ -199,7 +170,7 @@ def _draw_scores(
 ) -> Scores:
     """Return ``[layer, expert]`` how popular experts are, all equal if that is not drawn."""
     num_layers = len({unit.layer for unit in by_ep_rank[0]})
-    shape = (num_layers, _num_experts(by_ep_rank[-1]))
+    shape = (num_layers, 1 + max((unit.expert for unit in by_ep_rank[-1]), default=-1))
     return np.zeros(shape) if popularity is None else popularity.random(shape)
 
 
@@ -215,18 +186,6 @@ def _order_by_popularity(experts: Sequence[UnitId], scores: Scores | None) -> li
         return list(range(len(experts)))
     places = {place: index for index, place in enumerate(_places(experts))}
     return [places[expert] for expert in order_experts(scores, list(places))]
-
-
-def _owned(counts: Sequence[int], num_ranks: int, layout: SavingLayout) -> Numbers:
-    """Return ``[rank, unit]`` the parameters that each of the ranks with the same units saves."""
-    if layout.is_optimizer_distributed:  # Megatron's buffers begin with the last parameter
-        slices = [row[::-1] for row in assign_equal_slices(counts[::-1], num_ranks)]
-    elif layout.sharding is Sharding.NONE:
-        slices = assign_baseline_slices(counts, num_ranks)
-    else:
-        slices = assign_equal_slices(counts, num_ranks)
-    owned = [[end - start for start, end in row] for row in slices]
-    return np.array(owned, dtype=np.int64).reshape(num_ranks, len(counts))
 
 
 def _place(unit: UnitId) -> tuple[int, int, str]:
@@ -302,7 +261,7 @@ def region_bytes(
     """Return what a region of the rank that needs the most has room for.
 
     It is made for the longest window, in the order that training begins with or in one that is as good as
-    random, in which a unit is at COMPUTE in half of the other snapshots (planning/sparse.py).
+    random, in which a unit is at COMPUTE in half of the other snapshots (strategy.py).
 
     Args:
         stages: of the job, in the order that training begins with.

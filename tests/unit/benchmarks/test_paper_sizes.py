@@ -20,8 +20,8 @@ from moe_ft.errors import PlanError
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape
 from moe_ft.planning.ownership import Sharding
+from moe_ft.planning.report import reduction
 from moe_ft.strategies.partial.selection import advance, rank_counts, select_sequential
-from moe_ft.strategies.partial.size import reduction
 from tests.unit.moe_ft.planning.shapes import TINY, shapes
 
 LARGE = PRESETS["gpt-350m-16e"]

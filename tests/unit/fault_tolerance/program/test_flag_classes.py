@@ -15,8 +15,8 @@ from megatron.fault_tolerance.program.flag_classes import (
     names_of,
     untested_flags,
 )
-from megatron.fault_tolerance.program.flag_table import FLAGS
 from megatron.fault_tolerance.program.refusals import check_refusals
+from moe_ft.config.flag_table import FLAGS
 from moe_ft.strategies import registry
 
 TESTS = Path(__file__).parents[3]

@@ -13,6 +13,7 @@ from moe_ft.planning.model_size import (
     ModelShape,
     evenly_spaced_layers,
     non_expert_modules,
+    stage_units,
     unit_parameters,
 )
 from moe_ft.units import UnitId, UnitKind
@@ -49,7 +50,10 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         has_output_layer=draw(st.booleans()),
         is_gated=draw(st.booleans()),
         has_bias=draw(st.booleans()),
+        has_qkv_bias=draw(st.booleans()),
         has_norm_bias=draw(st.booleans()),
+        has_qk_norm=draw(st.booleans()),
+        has_shared_expert_gate=draw(st.booleans()),
     )
 
 
@@ -108,6 +112,30 @@ def test_modules_add_up_to_what_is_not_an_expert(shape: ModelShape) -> None:
     others = sum(count for unit, count in units if unit.kind is not UnitKind.EXPERT)
     assert sum(non_expert_modules(shape).values()) == others
     assert all(non_expert_modules(shape).values())
+
+
+@given(shapes())
+def test_stages_together_have_the_units_of_the_model(shape: ModelShape) -> None:
+    for num_stages in (n for n in range(2, 6) if shape.num_layers % n == 0):
+        stages = stage_units(shape, num_stages)
+        expected = unit_parameters(shape)
+        expected.setdefault(UnitId(kind=UnitKind.OUTPUT), shape.vocab_size * shape.hidden_size)
+        together = {unit: count for stage in stages for unit, count in stage.items()}
+        assert together == expected
+        assert sum(map(len, stages)) == len(expected)
+
+
+def test_embedding_is_on_the_first_stage_and_its_tied_copy_on_the_last() -> None:
+    first, last = stage_units(replace(TINY, num_layers=2, moe_layers=(0, 1)), 2)
+    assert [str(unit) for unit in first if unit.layer < 0] == ["embedding"]
+    assert [str(unit) for unit in last if unit.layer < 0] == ["final-norm", "output"]
+    assert {unit.layer for unit in last if unit.layer >= 0} == {1}
+
+
+@pytest.mark.parametrize("num_stages", [0, 2])
+def test_stages_that_do_not_divide_the_layers_are_refused(num_stages: int) -> None:
+    with pytest.raises(PlanError, match=f"{num_stages} stages must divide 3 layers, at least 1"):
+        stage_units(replace(TINY, num_layers=3), num_stages)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.host_memory import MemoryShare
-from moe_ft.planning.model_size import ByteModel, ModelShape
+from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout
 from moe_ft.planning.placement import place_replicas
 from moe_ft.planning.sharding import assign_equal_slices
@@ -33,7 +33,7 @@ from moe_ft.state.parameters import LocalParameter
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.size import SavedModel
 from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.size import position_sizes, region_bytes, stage_units
+from moe_ft.strategies.sparse.size import position_sizes, region_bytes
 from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN
 from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import UnitId, UnitKind

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 
 from benchmarks.paper_sizes import checkpoint_bytes
 from moe_ft.errors import PlanError
-from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape
+from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.strategies.partial.size import (
     SavedModel,
     Workload,
     largest_hidden_k,
-    smallest_interval,
 )
-from moe_ft.strategies.sparse.size import stage_units
 from tests.unit.moe_ft.planning.shapes import TINY, shapes
 
 LARGE = PRESETS["gpt-350m-16e"]
@@ -185,9 +183,7 @@ def test_largest_hidden_k_fits_and_the_next_does_not(
 ) -> None:
     model, _ = plan
     num_experts = model.shape.num_experts
-    hidden = largest_hidden_k(
-        model.plan_workload, num_experts, bandwidth_bytes_per_s=float(most_bytes), hidden_s=1.0
-    )
+    hidden = largest_hidden_k(model.plan_workload, num_experts, float(most_bytes))
     fits = partial(_fits, model, most_bytes)
     assert hidden == 0 or fits(hidden)
     assert hidden == num_experts or not fits(hidden + 1)
@@ -205,11 +201,6 @@ def test_automatic_k_is_one_or_hidden(plan: tuple[SavedModel, int], most_bytes: 
     assume(model.layout.sharding is not Sharding.ADAPTIVE)
     k = model.automatic_k(most_bytes)
     assert k == 1 or _fits(model, most_bytes, k)
-
-
-@pytest.mark.parametrize(("num_bytes", "interval"), [(0, 1), (100, 1), (101, 2), (1000, 10)])
-def test_smallest_interval_covers_the_persist(num_bytes: int, interval: int) -> None:
-    assert smallest_interval(num_bytes, bandwidth_bytes_per_s=50.0, iteration_s=2.0) == interval
 
 
 @pytest.mark.parametrize("k", [0, 17])

@@ -12,7 +12,7 @@ from moe_ft.planning.model_size import (
     ByteModel,
     ModelShape,
     evenly_spaced_layers,
-    unit_parameters,
+    stage_units,
 )
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.sharding import assign_equal_slices
@@ -24,7 +24,6 @@ from moe_ft.strategies.sparse.size import (
     position_sizes,
     position_work,
     region_bytes,
-    stage_units,
 )
 from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN, SparseStrategy
 from moe_ft.strategies.sparse.windows import PositionSizes, snapshot_bytes
@@ -195,27 +194,6 @@ def rank_units(
     return RankUnits(ep_rank=ep_rank, sizes=sizes)
 
 
-@given(models())
-def test_stages_together_have_the_units_of_the_model(
-    model: tuple[ModelShape, SavingLayout],
-) -> None:
-    shape, _ = model
-    for num_stages in (n for n in range(2, 6) if shape.num_layers % n == 0):
-        stages = stage_units(shape, num_stages)
-        expected = unit_parameters(shape)
-        expected.setdefault(UnitId(kind=UnitKind.OUTPUT), shape.vocab_size * shape.hidden_size)
-        together = {unit: count for stage in stages for unit, count in stage.items()}
-        assert together == expected
-        assert sum(map(len, stages)) == len(expected)
-
-
-def test_embedding_is_on_the_first_stage_and_its_tied_copy_on_the_last() -> None:
-    first, last = stage_units(TINY, 2)
-    assert [str(unit) for unit in first if unit.layer < 0] == ["embedding"]
-    assert [str(unit) for unit in last if unit.layer < 0] == ["final-norm", "output"]
-    assert {unit.layer for unit in last if unit.layer >= 0} == {1}
-
-
 def test_six_equal_operators_have_the_snapshots_of_figure_6() -> None:
     window = measure_window([SIX_EQUAL], 3)
     assert window.snapshots == (32, 28, 24)
@@ -305,13 +283,6 @@ def test_work_of_a_module_is_where_the_first_of_its_experts_is() -> None:
     alone, shared = SavingLayout(dp=2, ep=2), SavingLayout(dp=4, ep=2)
     assert position_work(units, alone, 0.5, is_grouped=True)[:4].tolist() == [20, 0, 20, 0]
     assert position_work(units, shared, 0.5, is_grouped=True)[:4].tolist() == [20, 20, 0, 0]
-
-
-@pytest.mark.parametrize("num_stages", [0, 2])
-def test_stages_that_do_not_divide_the_layers_are_refused(num_stages: int) -> None:
-    shape = replace(TINY, num_layers=3)
-    with pytest.raises(PlanError, match=f"{num_stages} stages must divide 3 layers, at least 1"):
-        stage_units(shape, num_stages)
 
 
 def test_adaptive_sharding_is_refused() -> None:

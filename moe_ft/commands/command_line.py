@@ -1,0 +1,130 @@
+"""Command lines that start training: the launcher's words, the flags of Megatron and of moe_ft."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import PurePath
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.flags import add_flags, config_from, part_types
+from moe_ft.config.megatron_flags import add_megatron_flags, refuse, select_flags
+from moe_ft.errors import ConfigError
+from moe_ft.strategies import registry
+
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Ranks that a launcher starts.
+
+    Attributes:
+        world_size: None if its words do not say it.
+        ranks_per_node: likewise.
+        reason: why the world size is not known.
+    """
+
+    world_size: int | None = None
+    ranks_per_node: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingCommand:
+    """A command line that starts training.
+
+    Attributes:
+        launch: ranks that it starts.
+        args: flags of Megatron that decide sizes.
+        config: flags of moe_ft.
+        notes: lines on flags whose effect is not counted.
+    """
+
+    launch: Launch
+    args: argparse.Namespace
+    config: MoeFtConfig
+    notes: tuple[str, ...]
+
+
+def read_command(words: Sequence[str]) -> TrainingCommand:
+    """Read a command line that starts training, or only its flags.
+
+    Raises:
+        ConfigError: if a flag is unknown, cannot be read, or changes sizes in a way that is not counted.
+    """
+    launcher, flags = _split(words)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse  # type: ignore[method-assign]
+    parser.add_argument("--text-dir")
+    add_megatron_flags(parser)
+    option_types = registry.option_types()
+    add_flags(parser, part_types(option_types).values(), {"strategy": registry.names()})
+    read, notes = select_flags(flags, parser)
+    args = parser.parse_args(read)
+    return TrainingCommand(
+        launch=read_launch(launcher),
+        args=args,
+        config=config_from(args, option_types),
+        notes=tuple(notes),
+    )
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the launcher's words and the flags of training, which follow the program."""
+    if not words or words[0].startswith("-"):
+        return [], list(words)
+    for place, word in enumerate(words):
+        if word.endswith(".py"):
+            return list(words[:place]), list(words[place + 1 :])
+    raise ConfigError(
+        f"{words[0]} starts no .py program, and is no flag. Give the command that starts the ranks, such "
+        "as torchrun ... pretrain_gpt_moe.py ..., or the flags of training alone."
+    )
+
+
+def read_launch(words: Sequence[str]) -> Launch:
+    """Return the ranks that a launcher starts: torchrun, srun, or Python itself.
+
+    Args:
+        words: before the program's name; none if there are only flags.
+    """
+    names = [PurePath(word).name for word in words]
+    start = next((place for place, name in enumerate(names) if name in _TORCHRUN), None)
+    if start is not None:
+        given = dict(_options(words[start + 1 :]))
+        num_nodes, per_node = given.get("--nnodes", "1"), given.get("--nproc-per-node", "1")
+        if not num_nodes.isdecimal() or not per_node.isdecimal():
+            return Launch(reason=f"--nnodes={num_nodes} --nproc-per-node={per_node} is no number")
+        return Launch(world_size=int(num_nodes) * int(per_node), ranks_per_node=int(per_node))
+    if "srun" in names:
+        return _read_srun(dict(_options(words[names.index("srun") + 1 :])))
+    if any(name.startswith("python") for name in names):
+        return Launch(world_size=1, ranks_per_node=1)
+    return Launch(reason=f"{names[0]} is no launcher that plan knows" if names else "no launcher")
+
+
+def _read_srun(given: dict[str, str]) -> Launch:
+    num_nodes, per_node = given.get("--nodes", ""), given.get("--ntasks-per-node", "")
+    tasks = given.get("--ntasks", "")
+    if tasks.isdecimal():
+        each = -(-int(tasks) // int(num_nodes)) if num_nodes.isdecimal() else None
+        return Launch(
+            world_size=int(tasks), ranks_per_node=int(per_node) if per_node.isdecimal() else each
+        )
+    if num_nodes.isdecimal() and per_node.isdecimal():
+        return Launch(world_size=int(num_nodes) * int(per_node), ranks_per_node=int(per_node))
+    return Launch(reason="srun has neither --ntasks nor --nodes with --ntasks-per-node")
+
+
+_SHORT = {"-N": "--nodes", "-n": "--ntasks"}
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield a launcher's options with their values."""
+    for word, following in pairwise([*words, ""]):
+        if word[:2] in _SHORT:
+            yield _SHORT[word[:2]], word[2:] or following
+        elif word.startswith("--"):
+            name, is_joined, value = word.partition("=")
+            yield name.replace("_", "-"), value if is_joined else following

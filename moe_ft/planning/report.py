@@ -1,0 +1,122 @@
+"""Lines and tables that the plans of several strategies have."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from tabulate import tabulate
+
+from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.model_size import ModelShape
+from moe_ft.planning.planned_job import PlannedJob
+
+
+def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
+    """Return a table as Markdown has it."""
+    return tabulate(rows, headers, "github", disable_numparse=True)
+
+
+def megabytes(num_bytes: float) -> str:
+    """Return bytes in MB, without the unit."""
+    return f"{num_bytes / 1e6:,.1f}"
+
+
+def reduction(num_bytes: float, reference_bytes: float) -> float:
+    """Return by which fraction something is smaller than a reference; negative if it is larger."""
+    return 1 - num_bytes / reference_bytes
+
+
+def describe_shape(shape: ModelShape) -> str:
+    """Return how many parameters a model has, and how many of them are in experts."""
+    if not shape.num_moe_layers:
+        return f"{_count(shape.num_parameters)} parameters, no experts"
+    return (
+        f"{_count(shape.num_parameters)} parameters, of which {_count(shape.num_expert_parameters)} in "
+        f"{shape.num_experts} experts of each of {shape.num_moe_layers} MoE layers "
+        f"({_count(shape.expert_parameters)} each)"
+    )
+
+
+def describe_ranks(job: PlannedJob) -> str:
+    """Return the model and who saves what of it, for snapshots of master weights and moments."""
+    layout, owners = job.layout, ""
+    if job.shape.num_moe_layers:
+        ranks = "rank holds" if layout.num_groups == 1 else "ranks hold"
+        owners = f"{layout.num_groups} {ranks} each expert; "
+    division = (
+        "each rank saves its slices of the distributed optimizer"
+        if layout.is_optimizer_distributed
+        else f"optimizer on every rank, sharding {layout.sharding}"
+    )
+    return (
+        f"{describe_shape(job.shape)}\n"
+        f"pp {len(job.stages)}, dp {layout.dp}, ep {layout.ep}: {owners}{division}; "
+        f"{job.byte_model.optimizer} bytes of a parameter saved"
+    )
+
+
+def persist_line(
+    job: PlannedJob, num_bytes: int, *, period_s: float, planned: int, unit: str = "iterations"
+) -> list[str]:
+    """Return how long a write takes and whether the next checkpoint comes late enough for it.
+
+    Args:
+        job: says whether checkpoints go to storage, and how fast.
+        num_bytes: that the rank with the most writes.
+        period_s: of one unit.
+        planned: interval between writes, in units.
+        unit: of intervals.
+    """
+    bandwidth = job.measured.storage_bandwidth
+    if bandwidth is None:
+        return []
+    least = smallest_interval(num_bytes, bandwidth_bytes_per_s=bandwidth, iteration_s=period_s)
+    verdict = "is enough" if planned >= least else "is too short: persists will be skipped"
+    return [
+        f"persist: {num_bytes / bandwidth:.3f} s; smallest interval {least} {unit}; the one planned, "
+        f"{planned}, {verdict}"
+    ]
+
+
+def smallest_interval(
+    bottleneck_bytes: int, *, bandwidth_bytes_per_s: float, iteration_s: float
+) -> int:
+    """Return the least iterations between checkpoints that are persisted one at a time.
+
+    Args:
+        bottleneck_bytes: that the rank with the most persists.
+        bandwidth_bytes_per_s: from host to storage, of each rank.
+        iteration_s: of a whole iteration.
+
+    Source: MoC-System, section 5.3.
+    """
+    return max(1, math.ceil(bottleneck_bytes / bandwidth_bytes_per_s / iteration_s))
+
+
+def memory_table(job: PlannedJob, shares: Mapping[str, MemoryShare], num_parameters: float) -> str:
+    """Return the host memory of the rank that needs the most, of a node of such ranks, and by parameter.
+
+    Args:
+        job: says what is kept where.
+        shares: by column, the rank's own state in one form.
+        num_parameters: that the rank saves of the whole model.
+    """
+    factor, num_ranks = job.replication_factor, min(job.ranks_per_node, job.num_ranks)
+    own = [share.own_bytes(persists=job.persists) for share in shares.values()]
+    kept = [factor * share.replica_bytes for share in shares.values()]
+    both = [
+        share.total_bytes(persists=job.persists, replication_factor=factor)
+        for share in shares.values()
+    ]
+    rows = [
+        ("a rank's own, MB", *map(megabytes, own)),
+        (f"replicas that it keeps ({factor}), MB", *map(megabytes, kept)),
+        ("a rank, MB", *map(megabytes, both)),
+        (f"a node of {num_ranks}, at most, MB", *(megabytes(num_ranks * each) for each in both)),
+        ("bytes per parameter, own", *(f"{each / num_parameters:.1f}" for each in own)),
+        ("bytes per parameter, all", *(f"{each / num_parameters:.1f}" for each in both)),
+    ]
+    return table(rows, ("host memory", *shares))
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3f}e9" if number >= 1e9 else f"{number / 1e6:.1f}e6"

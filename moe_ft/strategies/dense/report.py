@@ -1,0 +1,57 @@
+"""The plan of dense checkpoints: bytes of each rank, the wait for a snapshot, host memory."""
+
+from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.ownership import saved_parameters
+from moe_ft.planning.planned_job import PlannedJob
+from moe_ft.planning.report import describe_ranks, memory_table, persist_line
+
+_IGNORED = {
+    "network_bandwidth": "the time to send replicas is not planned",
+    "mtbf_s": "the time of a recovery is not planned",
+    "restart_s": "the time of a recovery is not planned",
+}
+
+
+def render(job: PlannedJob) -> str:
+    """Return the plan as text.
+
+    Raises:
+        ConfigError: if a measured value would be ignored.
+    """
+    job.measured.refuse("dense", _IGNORED)
+    parameters = [
+        count
+        for number, units in enumerate(job.stages)
+        for count in saved_parameters(
+            job.shape,
+            units,
+            job.layout,
+            bucket_parameters=job.bucket_parameters if number == 0 else None,
+        )
+    ]
+    most, num_bytes = max(parameters), job.byte_model.optimizer
+    size = (
+        f"snapshot: {sum(parameters) * num_bytes / 1e6:,.1f} MB in all, {most * num_bytes / 1e6:,.1f} MB of "
+        f"rank {parameters.index(most)}, which has the most"
+    )
+    memory = memory_table(job, {"dense": MemoryShare(region_bytes=most * num_bytes)}, most)
+    lines = "\n".join([size, *_limits(job, most * num_bytes)])
+    return "\n\n".join([describe_ranks(job), lines, memory])
+
+
+def _limits(job: PlannedJob, most_bytes: int) -> list[str]:
+    """Return the limits that bandwidths set, if they were given."""
+    measured, lines = job.measured, []
+    if measured.iteration_s is None:
+        return []
+    interval = job.interval(most_bytes, most_bytes)
+    if measured.bandwidth is not None:
+        copy_s = most_bytes / measured.bandwidth
+        stall_s = max(0.0, copy_s - measured.hidden_s)
+        overhead = stall_s / (interval * measured.iteration_s)
+        lines.append(
+            f"copied in {copy_s:.3f} s, alongside {measured.hidden_s:.3f} s of forward and backward; stall "
+            f"{stall_s:.3f} s, {overhead:.1%} of the time with --moe-ft-interval {interval}"
+        )
+    planned = interval * job.persist_interval
+    return [*lines, *persist_line(job, most_bytes, period_s=measured.iteration_s, planned=planned)]

@@ -1,0 +1,261 @@
+"""The plan of partial experts (MoC-System): bytes by rank, what hides behind training, what a fault loses."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moe_ft.errors import ConfigError
+from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.lost_tokens import expected_plt
+from moe_ft.planning.ownership import Sharding
+from moe_ft.planning.planned_job import PlannedJob
+from moe_ft.planning.report import (
+    describe_ranks,
+    megabytes,
+    memory_table,
+    persist_line,
+    reduction,
+    table,
+)
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.size import SavedModel, Workload, largest_hidden_k
+
+_MAX_RANK_ROWS = 16
+_IGNORED = {
+    "network_bandwidth": "the time to send replicas is not planned",
+    "mtbf_s": "the time of a recovery is not planned",
+    "restart_s": "the time of a recovery is not planned",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartialPlan:
+    """The job and what follows from the options of the strategy.
+
+    Attributes:
+        job: what is planned.
+        model: whose snapshots hold master weights and moments.
+        k_by_target: experts of each MoE layer in a "snapshot" and in a "persist".
+    """
+
+    job: PlannedJob
+    model: SavedModel
+    k_by_target: Mapping[str, int]
+
+    @property
+    def interval(self) -> int:
+        """Iterations between snapshots."""
+        snapshot, persist = (self.workload(k).bottleneck_bytes for k in self.k_by_target.values())
+        return self.job.interval(snapshot, persist)
+
+    def workload(self, k: int, sharding: Sharding | None = None) -> Workload:
+        """Return what every rank saves."""
+        if sharding is None:
+            return self.model.plan_workload(k)
+        layout = replace(self.model.layout, sharding=sharding)
+        return replace(self.model, layout=layout).plan_workload(k)
+
+
+def render(job: PlannedJob, options: PartialConfig) -> str:
+    """Return the plan as text.
+
+    Raises:
+        ConfigError: if flags do not fit together, or a measured value would be ignored.
+    """
+    job.measured.refuse("partial", _IGNORED)
+    model = saved_model(job, options)
+    k_snapshot = _read_k(job, options, model)
+    plan = PartialPlan(
+        job=job,
+        model=model,
+        k_by_target={"snapshot": k_snapshot, "persist": min(k_snapshot, options.k_persist)},
+    )
+    described = "\n".join(
+        [describe_ranks(job), *_simplifications(job, options), *_adaptive_advice(plan)]
+    )
+    parts = [described, _size_table(plan), _rank_table(plan), _memory(plan)]
+    return "\n\n".join([*parts, *_limits(plan), *_losses(plan)])
+
+
+def saved_model(job: PlannedJob, options: PartialConfig) -> SavedModel:
+    """Return the model whose snapshots leave out what the options say."""
+    covers = options.partial_covers
+    return SavedModel(
+        shape=job.shape,
+        stages=job.stages,
+        layout=job.layout,
+        byte_model=replace(
+            job.byte_model,
+            weights=0,
+            master_always_full=options.master_always_full or covers == "optimizer",
+            moments_always_full=covers == "weights",
+        ),
+        bucket_parameters=job.bucket_parameters,
+    )
+
+
+def _read_k(job: PlannedJob, options: PartialConfig, model: SavedModel) -> int:
+    """Return k of snapshots, an automatic one as training would choose it."""
+    if options.k_in_memory is not None:
+        return options.k_in_memory
+    if job.measured.budget_bytes is None:
+        raise ConfigError(
+            "--moe-ft-k-snapshot=auto needs --iteration-s and --bandwidth: k is the number of experts that "
+            "can be copied in an iteration. Give them before the --, or plan with 1 to "
+            f"{job.shape.num_experts}."
+        )
+    return model.automatic_k(job.measured.budget_bytes)
+
+
+def _simplifications(job: PlannedJob, options: PartialConfig) -> list[str]:
+    """Return lines on settings that are planned as if they were others."""
+    lines = []
+    if job.is_grouped:
+        lines.append("grouped GEMM: slices are planned as if every expert were a module of its own")
+    if options.selection != "sequential":
+        lines.append(f"selection {options.selection}: planned as if it were sequential")
+    return lines
+
+
+def _adaptive_advice(plan: PartialPlan) -> list[str]:
+    """Return lines on how much lighter adaptive sharding would make the heaviest rank."""
+    if plan.job.layout.is_optimizer_distributed or plan.job.layout.sharding is Sharding.ADAPTIVE:
+        return []
+    lines = []
+    for target, k in plan.k_by_target.items():
+        now = plan.workload(k).bottleneck_bytes
+        saved = reduction(plan.workload(k, Sharding.ADAPTIVE).bottleneck_bytes, now)
+        if saved >= 0.001:
+            lines.append(
+                f"{target}: --moe-ft-sharding adaptive makes the heaviest rank {saved:.1%} lighter"
+            )
+    return lines
+
+
+def _size_table(plan: PartialPlan) -> str:
+    """Return sizes at both levels and of full checkpoints, with this sharding and without."""
+    num_experts = plan.job.shape.num_experts
+    full = plan.workload(num_experts)
+    checkpoints = [(name, k, plan.workload(k)) for name, k in plan.k_by_target.items()]
+    checkpoints.append(("full", num_experts, full))
+    if not plan.job.layout.is_optimizer_distributed:
+        baseline = plan.workload(num_experts, Sharding.NONE)
+        checkpoints.append(("full, sharding none", num_experts, baseline))
+    headers = (
+        "checkpoint",
+        "k",
+        "total, MB",
+        "of full",
+        "bottleneck, MB",
+        "its rank",
+        "times the mean",
+        "less than full",
+    )
+    rows = [
+        (
+            name,
+            k,
+            megabytes(workload.total_bytes),
+            f"{workload.total_bytes / full.total_bytes:.1%}",
+            megabytes(workload.bottleneck_bytes),
+            workload.bottleneck_rank,
+            f"{workload.bottleneck_bytes * plan.job.num_ranks / workload.total_bytes:.2f}",
+            f"{reduction(workload.bottleneck_bytes, full.bottleneck_bytes):.1%}",
+        )
+        for name, k, workload in checkpoints
+    ]
+    return table(rows, headers)
+
+
+def _rank_table(plan: PartialPlan) -> str:
+    """Return what each rank saves, or the spread where there are many."""
+    targets = list(plan.k_by_target)
+    workloads = [plan.workload(k) for k in plan.k_by_target.values()]
+    columns = [
+        column
+        for workload in workloads
+        for column in (workload.mean_by_rank(), workload.most_by_rank())
+    ]
+    headers = [
+        "rank" if plan.job.num_ranks <= _MAX_RANK_ROWS else "over ranks",
+        *(f"{target}, {what}, MB" for target in targets for what in ("mean", "most")),
+    ]
+    if plan.job.num_ranks <= _MAX_RANK_ROWS:
+        rows = [
+            (rank, *(megabytes(value) for value in values))
+            for rank, values in enumerate(zip(*columns, strict=True))
+        ]
+        return table(rows, headers)
+    spread: Mapping[str, Callable[[Sequence[float]], float]] = {
+        "least": min,
+        "mean": lambda column: sum(column) / len(column),
+        "most": max,
+    }
+    return table(
+        [(name, *(megabytes(f(column)) for column in columns)) for name, f in spread.items()],
+        headers,
+    )
+
+
+def _memory(plan: PartialPlan) -> str:
+    """Return host memory: with this k, with one that may become all experts, and of dense snapshots."""
+    dense_bytes = plan.workload(plan.job.shape.num_experts).bottleneck_bytes
+    k = plan.k_by_target["snapshot"]
+    shares = {
+        f"k {k}": plan.model.memory_share(k),
+        "k auto, or Dynamic-K": plan.model.memory_share(None),
+        "dense": MemoryShare(region_bytes=dense_bytes),
+    }
+    return memory_table(plan.job, shares, dense_bytes / plan.model.byte_model.optimizer)
+
+
+def _limits(plan: PartialPlan) -> list[str]:
+    """Return the limits that bandwidths set, if they were given."""
+    measured = plan.job.measured
+    if measured.iteration_s is None:
+        return []
+    lines = []
+    if measured.bandwidth is not None:
+        most = plan.workload(plan.k_by_target["snapshot"]).bottleneck_bytes
+        lines = _describe_copy(
+            plan, most / measured.bandwidth, measured.bandwidth * measured.hidden_s
+        )
+    most = plan.workload(plan.k_by_target["persist"]).bottleneck_bytes
+    planned = plan.interval * plan.job.persist_interval
+    lines += persist_line(plan.job, most, period_s=measured.iteration_s, planned=planned)
+    return ["\n".join(lines)] if lines else []
+
+
+def _describe_copy(plan: PartialPlan, copy_s: float, budget_bytes: float) -> list[str]:
+    """Return whether a snapshot stays hidden, and the largest that does."""
+    hidden_s = plan.job.measured.hidden_s
+    largest = largest_hidden_k(plan.workload, plan.job.shape.num_experts, budget_bytes)
+    lines = [
+        f"snapshot: {copy_s:.3f} s, hidden behind {hidden_s:.3f} s of forward and backward; stall "
+        f"{max(0.0, copy_s - hidden_s):.3f} s",
+        f"largest k-snapshot that stays hidden: {largest or 'none, not even 1'}",
+    ]
+    automatic = plan.model.automatic_k(budget_bytes)
+    if automatic != max(1, largest):
+        lines.append(
+            f"auto takes {automatic}: it allows for one rank having every selected expert that its "
+            "expert-parallel rank holds"
+        )
+    return lines
+
+
+def _losses(plan: PartialPlan) -> list[str]:
+    """Return what a fault loses with sequential selection and uniform routing."""
+    num_experts, num_iterations = plan.job.shape.num_experts, plan.job.train_iterations
+    k_snapshot, k_persist = plan.k_by_target.values()
+    rows = []
+    for name, k, interval in (
+        ("memory (no node lost)", k_snapshot, plan.interval),
+        ("storage (all nodes lost)", k_persist, plan.interval * plan.job.persist_interval),
+    ):
+        # Tokens of an iteration as the unit, and so iterations as the unit of what is lost.
+        row = [name, f"{expected_plt(num_experts, k, interval, 1, 1):.2f}"]
+        if num_iterations:
+            row.append(f"{expected_plt(num_experts, k, interval, 1, num_iterations):.4%}")
+        rows.append(row)
+    headers = ["a fault that recovers from", "loses tokens of iterations", "PLT"]
+    return [table(rows, headers[: len(rows[0])])]

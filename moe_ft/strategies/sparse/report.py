@@ -1,0 +1,324 @@
+"""The plan of sparse windows (MoEvement): the window, what its snapshots take, what a fault costs.
+
+size.py and cost.py calculate it.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ft.errors import ConfigError
+from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.planned_job import PlannedJob
+from moe_ft.planning.report import (
+    describe_shape,
+    megabytes,
+    memory_table,
+    persist_line,
+    reduction,
+    table,
+)
+from moe_ft.strategies.sparse.config import SparseConfig
+from moe_ft.strategies.sparse.cost import Machine, ettr, expect_recovery, work_to_redo
+from moe_ft.strategies.sparse.size import (
+    WindowSize,
+    choose_length,
+    measure_window,
+    position_sizes,
+    position_work,
+    region_bytes,
+)
+from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN
+from moe_ft.strategies.sparse.windows import PositionSizes
+
+_NUM_ORDERS = 4
+_MOST_SNAPSHOT_ROWS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparsePlan:
+    """The job and what follows from the options of the strategy.
+
+    Attributes:
+        job: what is planned.
+        options: of the strategy.
+        window: None for automatic.
+        machine: None if no bandwidth was given.
+    """
+
+    job: PlannedJob
+    options: SparseConfig
+    window: int | None
+    machine: Machine | None
+
+    @property
+    def num_orders(self) -> int:
+        """Orders of the experts that are tried: with one owner of each it makes no difference."""
+        is_alike = self.job.layout.num_groups == 1 or not self.job.shape.num_moe_layers
+        return 1 if is_alike else _NUM_ORDERS
+
+    def stages(self, seed: int = 0) -> list[PositionSizes]:
+        """Return ``[stage]`` what ranks save in an order of popularity; training begins with that of 0."""
+        return [
+            position_sizes(
+                each,
+                self.job.layout,
+                self.job.byte_model,
+                np.random.default_rng(seed),
+                is_grouped=self.job.is_grouped,
+            )
+            for each in self.job.stages
+        ]
+
+    def works(self, seed: int = 0) -> list[npt.NDArray[np.float64]]:
+        """Return ``[stage][position]`` the work that freezes there, in the same order."""
+        return [
+            position_work(
+                each,
+                self.job.layout,
+                self.job.active_share,
+                np.random.default_rng(seed),
+                is_grouped=self.job.is_grouped,
+            )
+            for each in self.job.stages
+        ]
+
+    def choose_window(self) -> tuple[WindowSize, int]:
+        """Return the window, and the order of popularity whose largest snapshot is the largest.
+
+        Which experts will be popular has nothing to do with who owns them: orders are drawn.
+        """
+        orders = [self.stages(seed) for seed in range(self.num_orders)]
+        length = self.window
+        if length is None:
+            assert self.machine is not None
+            budget = self.machine.budget_bytes
+            length = max(
+                choose_length(stages, budget, self.options.max_window) for stages in orders
+            )
+        windows = [measure_window(stages, length) for stages in orders]
+        seed = max(range(self.num_orders), key=lambda number: windows[number].largest_bytes)
+        return windows[seed], seed
+
+    def reserve(self) -> int:
+        """Return the bytes of a region of the rank that needs the most."""
+        return region_bytes(
+            self.stages(),
+            self.window or self.options.max_window,
+            MEMORY_MARGIN,
+            shortest=self.window or 1,
+        )
+
+
+def render(job: PlannedJob, options: SparseConfig) -> str:
+    """Return the plan as text.
+
+    Raises:
+        ConfigError: if flags do not fit together.
+    """
+    machine = _read_machine(job)
+    plan = SparsePlan(job=job, options=options, window=options.window_snapshots, machine=machine)
+    if plan.window is None and machine is None:
+        raise ConfigError(
+            "--moe-ft-window=auto needs --iteration-s and --bandwidth: it is the shortest window whose "
+            "snapshots can be copied in an iteration. Give them before the --, or a number with "
+            "--moe-ft-window."
+        )
+    window, order = plan.choose_window()
+    parts = [
+        _describe(plan),
+        "\n".join((_describe_window(plan, window), *_warn_of_length(plan))),
+        _snapshot_table(window),
+        _memory(plan, window),
+        *_storage(plan, window),
+        *_recovery(plan, window, order),
+    ]
+    return "\n\n".join(parts)
+
+
+def _read_machine(job: PlannedJob) -> Machine | None:
+    measured, factor = job.measured, job.replication_factor
+    if measured.bandwidth is None or measured.iteration_s is None:
+        if measured.mtbf_s is not None:
+            raise ConfigError(
+                f"--mtbf-s={measured.mtbf_s} needs --iteration-s and --bandwidth: the cost of a failure "
+                "follows from them. Give them, or leave --mtbf-s out."
+            )
+        return None
+    if factor and measured.network_bandwidth is None:
+        given = job.config.memory.replication_factor
+        raise ConfigError(
+            f"--moe-ft-replication-factor={given}, that is {factor}, needs --network-bandwidth: every "
+            "snapshot goes to as many peers. Give it before the --, or --moe-ft-replication-factor 0."
+        )
+    return Machine(
+        iteration_s=measured.iteration_s,
+        hidden_s=measured.hidden_s,
+        bandwidth=measured.bandwidth,
+        network_bandwidth=math.inf
+        if measured.network_bandwidth is None
+        else measured.network_bandwidth,
+        replication_factor=factor,
+    )
+
+
+def _describe(plan: SparsePlan) -> str:
+    layout, byte_model = plan.job.layout, plan.job.byte_model
+    optimizer = "distributed" if layout.is_optimizer_distributed else "on every rank"
+    lines = [
+        describe_shape(plan.job.shape),
+        f"pp {len(plan.job.stages)}, dp {layout.dp}, ep {layout.ep}; sharding {layout.sharding}; optimizer "
+        f"{optimizer}; {byte_model.optimizer} bytes per parameter at FULL, {byte_model.weights} at COMPUTE",
+    ]
+    if plan.job.is_grouped:
+        lines.append(
+            "grouped GEMM: a rank's experts of a layer freeze together, so they are saved together"
+        )
+    if plan.job.bucket_parameters is not None and layout.is_optimizer_distributed:
+        lines.append(
+            "--overlap-grad-reduce: slices of the first stage are planned for buffers of one bucket, the "
+            "least even"
+        )
+    if plan.num_orders > 1:
+        lines.append(
+            f"who owns which expert matters: of {plan.num_orders} orders of popularity, drawn at random, the "
+            "one with the largest snapshot"
+        )
+    return "\n".join(lines)
+
+
+def _describe_window(plan: SparsePlan, window: WindowSize) -> str:
+    """Return the length of the window and its reason, whether it fits, and the cost if it does not."""
+    machine, length = plan.machine, window.length
+    if machine is None:
+        return f"window {length}, as given"
+    budget = machine.budget_bytes
+    copied = machine.hidden_s * machine.bandwidth
+    peers = "peer" if machine.replication_factor == 1 else "peers"
+    way = (
+        "copied to the host"
+        if copied <= budget
+        else f"sent to {machine.replication_factor} {peers}"
+    )
+    fits = window.largest_bytes <= budget
+    if plan.window is not None:
+        why = "as given"
+    elif fits:
+        why = "the shortest whose snapshots fit"
+    else:
+        why = "the longest that is allowed: none fits"
+    lines = [
+        f"window {length}, {why}",
+        f"budget of a snapshot: {megabytes(budget)} MB can be {way} in an iteration; the largest has "
+        f"{megabytes(window.largest_bytes)} MB and {'fits' if fits else 'does NOT fit'}",
+    ]
+    stalls_s = machine.stalls_s(window.snapshots)
+    lines.append(
+        f"stall: {sum(stalls_s) / length:.3f} s per iteration, {max(stalls_s):.3f} s at most; expected "
+        f"overhead {machine.overhead(window.snapshots):.2%}"
+    )
+    if lag := machine.lag_iterations(window.snapshots):
+        lines.append(
+            f"replicas of a window's last snapshot are complete {lag} "
+            f"{'iteration' if lag == 1 else 'iterations'} late: a window every {length + lag} iterations"
+        )
+    return "\n".join(lines)
+
+
+def _warn_of_length(plan: SparsePlan) -> list[str]:
+    """Return a warning if a window is longer than there is state to divide over its snapshots."""
+    num_units = max(stage.num_positions for stage in plan.stages())
+    if plan.window is None or plan.window <= num_units:
+        return []
+    return [
+        f"warning: --moe-ft-window={plan.window} is more than the {num_units} units that a rank holds: "
+        "snapshots without a unit save nothing and make every recovery longer. Give at most "
+        f"{num_units}, or auto."
+    ]
+
+
+def _snapshot_table(window: WindowSize) -> str:
+    """Return the snapshots of the ranks that save the most, and a dense one."""
+    rows: list[tuple[str, float]] = [
+        ("first", window.snapshots[0]),
+        ("largest", window.largest_bytes),
+        ("mean", window.mean_bytes),
+    ]
+    if 1 < window.length <= _MOST_SNAPSHOT_ROWS:
+        rows += [(f"{number}", size) for number, size in enumerate(window.snapshots, 1)]
+    dense = window.dense_bytes
+    cells = [(name, megabytes(size), f"{reduction(size, dense):.1%}") for name, size in rows]
+    headers = ("snapshot, heaviest rank", "MB", "less than dense")
+    return table([*cells, ("dense", megabytes(dense), "")], headers)
+
+
+def _memory(plan: SparsePlan, window: WindowSize) -> str:
+    """Return the host memory of the rank that needs the most."""
+    regions = {
+        f"windows of {window.length}": window.window_bytes,
+        "reserved": plan.reserve(),
+        "dense": window.dense_bytes,
+    }
+    shares = {name: MemoryShare(region_bytes=size) for name, size in regions.items()}
+    return memory_table(plan.job, shares, window.dense_bytes / plan.job.byte_model.optimizer)
+
+
+def _storage(plan: SparsePlan, window: WindowSize) -> list[str]:
+    """Return how often windows can go to storage, if a bandwidth was given."""
+    job, machine = plan.job, plan.machine
+    lag = machine.lag_iterations(window.snapshots) if machine else 0
+    period_s = (job.measured.iteration_s or 0.0) * (window.length + lag)
+    return persist_line(
+        job, window.window_bytes, period_s=period_s, planned=job.persist_interval, unit="windows"
+    )
+
+
+def _recovery(plan: SparsePlan, window: WindowSize, order: int) -> list[str]:
+    """Return what a failure costs and, if failures are known, what is left of the training time."""
+    machine = plan.machine
+    if machine is None:
+        return []
+    recovery = expect_recovery(window, machine, plan.works(order), plan.job.measured.restart_s)
+    least, mean, most = work_to_redo(window.length, machine.lag_iterations(window.snapshots))
+    replays = window.length - 1
+    rows = [
+        ("restart", "", recovery.restart_s),
+        ("restore", f"{megabytes(window.window_bytes)} MB", recovery.restore_s),
+        (
+            "conversion",
+            f"{replays} {'replay' if replays == 1 else 'replays'}",
+            recovery.conversion_s,
+        ),
+        ("work to redo", f"{mean - replays:.1f} iterations", recovery.redo_s),
+        ("E[R]", "", recovery.expected_s),
+    ]
+    cells = [(name, what, f"{seconds:.2f}") for name, what, seconds in rows]
+    lines = [
+        f"iterations that run again, conversion included: {least} to {most}, {mean:.1f} on average; "
+        f"frozen units save {recovery.frozen_s:.3f} s of the conversion at best"
+        f"{_other_saving(plan, machine, window.length)}"
+    ]
+    if (mtbf_s := plan.job.measured.mtbf_s) is not None:
+        overhead = machine.overhead(window.snapshots)
+        ratio = ettr(overhead, recovery.expected_s, mtbf_s)
+        lines.append(
+            f"a failure every {mtbf_s:g} s: {ratio:.4f} of the time is training (ETTR), with an overhead of "
+            f"{overhead:.2%}"
+        )
+    return [table(cells, ("recovery", "", "s")), "\n".join(lines)]
+
+
+def _other_saving(plan: SparsePlan, machine: Machine, length: int) -> str:
+    """Return what frozen units save if experts freeze the other way, where that makes a difference."""
+    if plan.job.shape.num_experts == plan.job.layout.ep or not plan.job.shape.num_moe_layers:
+        return ""
+    other = replace(plan, job=replace(plan.job, is_grouped=not plan.job.is_grouped), window=length)
+    window, order = other.choose_window()
+    recovery = expect_recovery(window, machine, other.works(order), plan.job.measured.restart_s)
+    way = "with" if other.job.is_grouped else "without"
+    return (
+        f", {recovery.frozen_s:.3f} s {way} grouped GEMM (largest snapshot "
+        f"{megabytes(window.largest_bytes)} MB)"
+    )

@@ -1,0 +1,82 @@
+"""Launchers say how many ranks there are; flags are read as training reads them."""
+
+import pytest
+
+from moe_ft.commands.command_line import Launch, read_command, read_launch
+from moe_ft.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "per_node"),
+    [
+        ("torchrun --nproc-per-node 8 --nnodes 4", 32, 8),
+        ("torchrun --nproc_per_node=8 --nnodes=2 --max-restarts 3 --rdzv-id x", 16, 8),
+        ("/env/bin/torchrun --nproc-per-node 4", 4, 4),
+        ("torchrun", 1, 1),
+        ("python3 -m torch.distributed.run --nproc-per-node 2", 2, 2),
+        ("srun --kill-on-bad-exit=1 /env/bin/torchrun --nnodes 3 --nproc-per-node 8", 24, 8),
+        ("srun -N 4 --ntasks-per-node 8 python", 32, 8),
+        ("srun -N4 -n32 python", 32, 8),
+        ("srun --ntasks=16 --ntasks-per-node=4", 16, 4),
+        ("srun --ntasks=16", 16, None),
+        ("python", 1, 1),
+        ("A=1 torchrun --nproc-per-node 2", 2, 2),
+    ],
+)
+def test_ranks_are_those_that_the_launcher_starts(
+    words: str, world_size: int, per_node: int | None
+) -> None:
+    assert read_launch(words.split()) == Launch(world_size=world_size, ranks_per_node=per_node)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("torchrun --nproc-per-node gpu", "--nproc-per-node=gpu is no number"),
+        (
+            "torchrun --nnodes 1:4 --nproc-per-node 8",
+            "--nnodes=1:4 --nproc-per-node=8 is no number",
+        ),
+        ("srun -N 4", "srun has neither --ntasks nor"),
+        ("mpirun -np 4", "mpirun is no launcher that plan knows"),
+        ("", "no launcher"),
+    ],
+)
+def test_ranks_that_a_launcher_does_not_name_are_not_guessed(words: str, reason: str) -> None:
+    launch = read_launch(words.split())
+    assert launch.world_size is None
+    assert reason in launch.reason
+
+
+def test_flags_follow_the_program() -> None:
+    words = "torchrun --nproc-per-node 2 pretrain_gpt_moe.py --num-layers 3 --moe-ft-k-persist 2 --lr 1e-3"
+    words += " --moe-ft-strategy partial --moe-ft-state-digest --fp8-format hybrid"
+    command = read_command(words.split())
+    assert command.launch.world_size == 2
+    assert (command.args.num_layers, command.args.hidden_size) == (3, None)
+    assert command.config.strategy.strategy == "partial"
+    assert command.config.observability.state_digest
+    assert command.config.options["partial"].k_persist == 2
+    assert len(command.notes) == 1
+
+
+def test_last_of_two_equal_flags_wins() -> None:
+    assert read_command(["--num-layers", "3", "--num-layers=5"]).args.num_layers == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("examples/quickstart.sh --num-layers 4", "examples/quickstart.sh starts no .py program"),
+        ("--num-layers four", "argument --num-layers: invalid int value: 'four'"),
+        ("--num-layers", "argument --num-layers: expected one argument"),
+        ("--swiglu 3", "unrecognized arguments: 3"),
+        ("--normalization Batch", "argument --normalization: invalid choice: 'Batch'"),
+        ("--moe-layer-freq [2]", "argument --moe-layer-freq: invalid moe_layer_pattern value"),
+        ("--moe-ft-windows 3", "--moe-ft-windows is neither .* Is it --moe-ft-window"),
+        ("--moe-ft-strategy foo", "argument --moe-ft-strategy: invalid choice: 'foo'"),
+    ],
+)
+def test_words_that_cannot_be_read_are_named(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_command(words.split())

@@ -1,0 +1,52 @@
+"""Jobs that flags describe, for tests of plans."""
+
+import re
+from typing import Any
+
+from moe_ft.commands.command_line import read_command
+from moe_ft.planning.described_job import describe_job
+from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.strategies import registry
+
+# 350 M parameters per token: MoC-System, Table 1, with the vocabulary as it is.
+LARGE = (
+    *("--num-layers", "24", "--hidden-size", "1024", "--num-attention-heads", "16"),
+    *("--num-experts", "16", "--moe-layer-freq", "([0,1])*12", "--max-position-embeddings", "2048"),
+    *("--padded-vocab-size", "50257", "--bf16", "--use-distributed-optimizer"),
+)
+LARGE_OF_8 = (*LARGE, "--expert-model-parallel-size", "8")
+# The model and layout of examples/quickstart.sh, on four ranks.
+SMALL = (
+    *("--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4"),
+    *("--num-experts", "8", "--ffn-hidden-size", "256", "--swiglu", "--normalization", "RMSNorm"),
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights", "--vocab-size", "256"),
+    *("--position-embedding-type", "rope", "--bf16", "--use-distributed-optimizer"),
+    *("--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+)
+
+
+def planned_job(
+    *flags: str, world_size: int = 8, ranks_per_node: int = 8, **measured: Any
+) -> PlannedJob:
+    """Return the job that flags of training and measured values describe."""
+    command = read_command(flags)
+    return describe_job(
+        command.args,
+        command.config,
+        Measured(**measured),
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+    )
+
+
+def planned(strategy: str, *flags: str, **facts: Any) -> str:
+    """Return the plan of a job, without the checks that a start makes."""
+    kind = registry.kind_of(strategy)
+    assert kind is not None
+    return kind.plan(planned_job(*flags, "--moe-ft-strategy", strategy, **facts))
+
+
+def row(text: str, first: str) -> list[str]:
+    """Return the cells of the table row that begins with a cell."""
+    (line,) = re.findall(rf"^\| {re.escape(first)} +\|.*$", text, re.MULTILINE)
+    return [cell.strip() for cell in line.strip("|").split("|")]

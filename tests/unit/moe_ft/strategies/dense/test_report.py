@@ -1,0 +1,52 @@
+"""What the plan of dense checkpoints says."""
+
+import pytest
+
+from moe_ft.errors import ConfigError
+from tests.unit.moe_ft.planning.described import LARGE_OF_8, SMALL, planned, row
+
+
+def test_snapshots_are_planned_with_their_wait_and_their_memory() -> None:
+    text = planned(
+        "dense",
+        *(*LARGE_OF_8, "--moe-ft-interval", "4"),
+        *("--moe-ft-persist-dir", "/x", "--moe-ft-persist-interval", "2"),
+        ranks_per_node=4,
+        iteration_s=2.0,
+        bandwidth=1e9,
+        storage_bandwidth=100e6,
+    )
+    assert "snapshot: 22,403.3 MB in all, 2,800.4 MB of rank 0, which has the most" in text
+    assert "copied in 2.800 s" in text
+    assert "stall 0.800 s, 10.0% of the time with --moe-ft-interval 4" in text
+    assert "persist: 28.004 s; smallest interval 15 iterations; the one planned, 8, is too" in text
+    assert row(text, "bytes per parameter, own")[1] == "36.0"
+    assert row(text, "bytes per parameter, all")[1] == "60.0"
+
+
+def test_model_without_experts_is_planned() -> None:
+    flags = [*SMALL, "--num-experts", "0", "--expert-model-parallel-size", "1"]
+    text = planned("dense", *flags, world_size=2)
+    assert "parameters, no experts" in text
+    assert row(text, "bytes per parameter, all")[1] == "24.0"
+
+
+def test_automatic_interval_is_the_least_that_the_overhead_limit_allows() -> None:
+    # 0.8 s of waiting are 3 % of 13.4 iterations of 2 s.
+    measured = {"iteration_s": 2.0, "bandwidth": 1e9}
+    text = planned("dense", *LARGE_OF_8, "--moe-ft-interval", "auto", **measured)
+    assert "with --moe-ft-interval 14" in text
+    assert "2.9% of the time" in text
+
+
+def test_first_rank_has_everything_without_sharding() -> None:
+    flags = [word for word in LARGE_OF_8 if word != "--use-distributed-optimizer"]
+    text = planned("dense", *flags, "--moe-ft-sharding", "none")
+    assert "5,481.5 MB of rank 0" in text
+
+
+def test_value_that_the_plan_would_ignore_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="--mtbf-s=600 does not go with .*=dense: .* Leave it out"
+    ):
+        planned("dense", *LARGE_OF_8, mtbf_s=600.0)

@@ -1,0 +1,71 @@
+"""Commands start without torch, and a command that does not exist is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_ft.cli import main
+from moe_ft.engine.storage import Storage
+from tests.unit.moe_ft.builders import fill_region, make_identity, persist_checkpoint
+from tests.unit.moe_ft.commands.runs import write_run
+from tests.unit.moe_ft.planning.described import SMALL
+from tests.unit.moe_ft.recovery.jobs import leave_job
+
+ROOT = Path(__file__).parents[3]
+# Runs commands one after the other, until one imports a module that brings tensors.
+CODE = """
+import json, sys
+from moe_ft.cli import main
+for words in json.loads(sys.argv[1]):
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    heavy = {name.partition(".")[0] for name in sys.modules} & {"torch", "triton", "megatron"}
+    assert not code, f"{words} ended with {code}"
+    assert not heavy, f"{words} imported {heavy}"
+print("all commands ran")
+"""
+PLAN = ("plan", "--world-size", "4", "--iteration-s", "1", "--bandwidth", "5e6", "--", *SMALL)
+COMMANDS = (
+    ("--help",),
+    ("inspect", "STORAGE", "--units"),
+    ("inspect", "MEMORY"),
+    ("verify", "STORAGE"),
+    ("verify", "MEMORY"),
+    ("clean", "--memory-dir", "JOBS"),
+    ("clean", "--memory-dir", "JOBS", "--remove"),
+    ("report", "EVENTS"),
+    ("plan", "--help"),
+    *((*PLAN, "--moe-ft-strategy", strategy) for strategy in ("dense", "partial", "sparse")),
+)
+
+
+def test_no_command_imports_torch(tmp_path: Path) -> None:
+    places = {each: tmp_path / each for each in ("STORAGE", "MEMORY", "JOBS", "EVENTS")}
+    persist_checkpoint(Storage(str(places["STORAGE"])), 10, make_identity(world_size=2))
+    fill_region(places["MEMORY"] / "job/node-a/rank_00000")
+    leave_job(places["JOBS"], "dead")
+    write_run(places["EVENTS"], 0, [5.0, 4.0]).write("end", 2, reason="finished")
+    commands = [[str(places.get(word, word)) for word in words] for words in COMMANDS]
+    found = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.endswith("all commands ran\n")
+
+
+@pytest.mark.parametrize("words", [(), ("frobnicate",)])
+def test_command_that_does_not_exist_is_refused(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert "error: " in capsys.readouterr().err
