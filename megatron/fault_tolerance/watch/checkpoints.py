@@ -1,12 +1,12 @@
 """Checkpoints of a run: recovers at the start, then lets the engine act at the seams.
 
-The only file that calls moe_ft.recovery. What the rest of a recovery needs of the loop is
-seams/resumption.py; when the engine acts on a state is state_seam.py.
+The only file that calls moe_ft.recovery. seams/resumption.py ends a recovery in the running loop;
+state_seam.py decides when the engine acts on a state.
 """
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -98,7 +98,8 @@ class Checkpoints(LoopListener):
     def after_recovery(self) -> None:
         """Write the event "recovery", unless a replay is still to come."""
         if self._resumption is not None and not self._resumption.is_replay_due:
-            self._write_recovery(0)
+            assert self._running is not None
+            self._write_recovery(self._running.outcome, 0)
 
     def begin_training(self, parts: LoopParts) -> None:
         """Set the position in the data."""
@@ -115,24 +116,22 @@ class Checkpoints(LoopListener):
         """
         if self._resumption is None or not self._resumption.is_replay_due:
             return
+        assert self._running is not None
         loop, start_s = self._loop, time.perf_counter()
         loop.is_replaying, loop.phase = True, Phase.REPLAY
         num_replayed = self._resumption.replay(forward_backward)
         loop.is_replaying, loop.phase = False, Phase.SETUP
         loop.iteration = get_args().iteration
-        self._write_recovery(num_replayed, {"replay": time.perf_counter() - start_s})
-
-    def _write_recovery(
-        self, num_replayed: int, phases_s: Mapping[str, float] | None = None
-    ) -> None:
-        assert self._running is not None
         outcome = self._running.outcome
-        iteration, loss = outcome.iteration, outcome.loss
-        outcome = replace(outcome, phases_s={**outcome.phases_s, **(phases_s or {})})
-        self._log.write("recovery", iteration, **_recovery_fields(outcome, num_replayed))
-        if loss is not None:
-            numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
-            self._scalars.write(numbers, iteration=iteration)
+        phases_s = {**outcome.phases_s, "replay": time.perf_counter() - start_s}
+        self._write_recovery(replace(outcome, phases_s=phases_s), num_replayed)
+
+    def _write_recovery(self, outcome: Outcome, num_replayed: int) -> None:
+        fields = _recovery_fields(outcome, num_replayed)
+        self._log.write("recovery", outcome.iteration, **fields)
+        if outcome.loss is not None:
+            numbers = {"plt": outcome.loss.total_plt, "lost_tokens": outcome.loss.lost_tokens}
+            self._scalars.write(numbers, iteration=outcome.iteration)
 
     def _note_replayed(self, iteration: int) -> None:
         self._loop.iteration = iteration
@@ -227,19 +226,19 @@ def _node_of(site: Site) -> Node:
     return Node(pids=pids, directory=site.node_dir)
 
 
-def _recovery_fields(recovery: Outcome, num_replayed: int) -> dict[str, Any]:
+def _recovery_fields(outcome: Outcome, num_replayed: int) -> dict[str, Any]:
     """Return the fields of the event "recovery", after the given number of replayed iterations."""
     return {
         "scope": "global",
-        "target_iteration": recovery.iteration,
-        "restored_iteration": recovery.iteration - num_replayed,
+        "target_iteration": outcome.iteration,
+        "restored_iteration": outcome.iteration - num_replayed,
         "replayed_iterations": num_replayed,
-        "start": recovery.start,
-        "writer": recovery.writer,
-        **(recovery.loss or JobLoss()).fields(),
-        "sources": {tier.value: count for tier, count in recovery.sources.items()},
-        "phases_s": dict(recovery.phases_s),
-        "deterministic": recovery.is_deterministic,
-        "lossy": dict(recovery.lossy),
-        "problems": list(recovery.problems),
+        "start": outcome.start,
+        "writer": outcome.writer,
+        **(outcome.loss or JobLoss()).fields(),
+        "sources": {tier.value: count for tier, count in outcome.sources.items()},
+        "phases_s": dict(outcome.phases_s),
+        "deterministic": outcome.is_deterministic,
+        "lossy": dict(outcome.lossy),
+        "problems": list(outcome.problems),
     }

@@ -20,12 +20,12 @@ from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.background import Report
 from moe_ft.events import EventLog
 from moe_ft.planning.recovery import Tier
-from moe_ft.recovery.job import Recovery
-from moe_ft.recovery.job_loss import JobLoss
+from moe_ft.recovery.outcome import Outcome
+from moe_ft.strategies.partial.loss import PartialLoss
 from tests.unit.fault_tolerance.loops import events_in, last_event
 
 DENSE = MoeFtConfig(strategy=StrategyConfig(strategy="dense"))
-RECOVERY = Recovery(
+OUTCOME = Outcome(
     iteration=12,
     start=2,
     writer=1,
@@ -35,7 +35,7 @@ RECOVERY = Recovery(
     is_deterministic=False,
     lossy={"exp_avg": "bf16"},
 )
-LOSS = JobLoss(
+LOSS = PartialLoss(
     lost_tokens=7,
     plt=0.25,
     repeated_tokens=2,
@@ -77,8 +77,7 @@ def checkpoints(event_log: EventLog) -> Checkpoints:
 def test_recovery_has_every_field(
     checkpoints: Checkpoints, event_log: EventLog, wandb: Wandb
 ) -> None:
-    checkpoints._recovery = RECOVERY
-    checkpoints._write_recovery(2)
+    checkpoints._write_recovery(OUTCOME, 2)
     assert last_event(event_log) == {
         "event": "recovery",
         "iteration": 12,
@@ -102,8 +101,7 @@ def test_recovery_has_every_field(
 def test_recovery_that_lost_tokens_says_how_many_and_where(
     checkpoints: Checkpoints, event_log: EventLog, wandb: Wandb
 ) -> None:
-    checkpoints._recovery = replace(RECOVERY, loss=LOSS)
-    checkpoints._write_recovery(0)
+    checkpoints._write_recovery(replace(OUTCOME, loss=LOSS), 0)
     line = last_event(event_log)
     assert {name: line[name] for name in ("lost_tokens", "plt", "repeated_tokens")} == {
         "lost_tokens": 7,

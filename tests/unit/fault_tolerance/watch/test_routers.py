@@ -10,14 +10,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.fault_tolerance.watch.routers import Routers
 from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
-from moe_ft.config.strategy import SparseConfig, StrategyConfig
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.events import EventLog
+from moe_ft.strategies.sparse.config import SparseConfig
 from tests.unit.fault_tolerance.loops import ended, events_in, last_event
 
 LOGGED = MoeFtConfig(observability=ObservabilityConfig(event_log="x", router_log=True))
 DENSE = MoeFtConfig(strategy=StrategyConfig(strategy="dense"))
 SOFT = MoeFtConfig(
-    strategy=StrategyConfig(strategy="sparse"), sparse=SparseConfig(unit_order="soft-count")
+    strategy=StrategyConfig(strategy="sparse"),
+    options={"sparse": SparseConfig(unit_order="soft-count")},
 )
 NUM_EXPERTS, NUM_TOKENS = 4, 6
 LAYER = "layer.0"
