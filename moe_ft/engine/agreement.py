@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-# The norm of the gradients has just brought the ranks together: the slowest one is not far behind.
+# The norm of the gradients has just brought the ranks together: the slowest one answers soon.
 _ANSWER_S = 120.0
 
 
@@ -25,7 +25,7 @@ class Reduction[Given, Found](Protocol):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a value was put in and the result was not read."""
+        """True if a value was put in and the result was not read."""
         ...
 
     def begin(self, values: Given) -> None:
@@ -59,7 +59,7 @@ class _Reduction:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an all-reduce was begun and its result was not read."""
+        """True if an all-reduce was begun and its result was not read."""
         return self._values is not None
 
     def _begin(self, values: torch.Tensor) -> None:

@@ -69,7 +69,7 @@ class EngineContext:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether any parameter of the rank is on a GPU."""
+        """True if any parameter of the rank is on a GPU."""
         return any(each.parameter.is_cuda for each in self.parameters)
 
     @property

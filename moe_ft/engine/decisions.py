@@ -110,7 +110,7 @@ class Decisions:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether this rank has voted and not heard the result."""
+        """True if this rank has voted and not heard the result."""
         return self._agreement.is_under_way
 
     def begin_count(self, tokens: torch.Tensor | None, iteration: int) -> None:

@@ -103,7 +103,7 @@ class _Tries:
 
     @property
     def turn(self) -> Turn:
-        """What this rank wants."""
+        """Return what this rank wants."""
         now = self._clock.monotonic()
         if now > self._end_s or self._num_failed > len(_PAUSES_S):
             return Turn.GIVE_UP

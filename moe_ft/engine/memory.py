@@ -81,7 +81,7 @@ class RankMemory:
 
     @property
     def num_own_bytes(self) -> int:
-        """What this rank's regions and pool take."""
+        """Bytes of this rank's regions and pool."""
         return sum(file.num_bytes for file in self._own_files())
 
     def open(self, restored: tuple[Start, int] | None) -> None:
@@ -161,7 +161,7 @@ def _pool(directory: Path, info: RankInfo) -> Pool | None:
 
 
 def _regions(directory: Path, count: int, info: RankInfo) -> tuple[Region, ...]:
-    """Return regions; where there are some of another size, which may be needed still, beside them."""
+    """Return regions; they stay clear of regions of another size, which may still be needed."""
     found = directory.iterdir() if directory.is_dir() else ()
     matches = ((path, _REGION.fullmatch(path.name)) for path in found)
     others = [

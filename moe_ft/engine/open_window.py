@@ -35,7 +35,7 @@ class OpenWindow:
 
     @property
     def is_growing(self) -> bool:
-        """Whether the next iteration needs a snapshot."""
+        """True if the next iteration needs a snapshot."""
         return not self.is_given_up and len(self.jobs) < len(self.plan.snapshots)
 
     @property
@@ -45,12 +45,12 @@ class OpenWindow:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a snapshot has, or will when its copy ends."""
+        """True if a snapshot has, or will when its copy ends."""
         return self.is_broken or any(job.has_failed for job in self.jobs)
 
     @property
     def is_protected(self) -> bool:
-        """Whether all peers have all snapshots that are complete."""
+        """True if all peers have all snapshots that are complete."""
         return all(job.is_protected for job in self.jobs)
 
     @property

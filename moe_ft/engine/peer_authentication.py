@@ -1,4 +1,4 @@
-"""How two ranks prove to each other that they know the token of the start, without showing it.
+"""Proof of two ranks to each other that they know the token of the start, without showing it.
 
 Each side sends a random challenge, and answers the other's with a code that only the token makes of both
 (HMAC-SHA256, RFC 2104). All messages have a fixed size: before the proof nothing is allocated or parsed that

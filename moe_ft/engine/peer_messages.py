@@ -1,6 +1,6 @@
-"""What ranks say to each other over a connection: a length, a JSON header and, for some, raw bytes.
+"""Messages of ranks over a connection: a length, a JSON header and, for some, raw bytes.
 
-Who may say it is decided before, by peer_authentication.py.
+peer_authentication.py decides before who may send any.
 """
 
 import socket
@@ -85,7 +85,7 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether no time is left."""
+        """True if no time is left."""
         return time.monotonic() >= self._end_s
 
     @property

@@ -46,7 +46,7 @@ class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         index, data: absolute paths of the region's files.
-        rotating: units that are written although they are in the pool beside the region.
+        rotating: units in the pool that are written in addition to the region.
         previous: this rank's index on storage, relative to the persist directory, whose checkpoint holds
             the other units that the region does not; empty if there is none.
         tag: of the files' names.
@@ -85,7 +85,7 @@ class WriterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a request ended; an empty error means that it succeeded.
+    """Result of a request; an empty error means that it succeeded.
 
     Attributes:
         number: of the request.
@@ -297,7 +297,7 @@ class PersistWorker:
         self._storage.write(data_path, stored.pieces(index, contents))
 
     def _mapped(self, path: Path) -> memoryview:
-        """Return a region's bytes. Regions are reused, and mapping one anew costs more than reading it."""
+        """Return a region's bytes. Regions are reused, and mapping one again costs more than reading it."""
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             file_id = (status.st_ino, status.st_size)

@@ -154,19 +154,19 @@ class SnapshotProfile:
 
     @property
     def iteration_s(self) -> float:
-        """How long an iteration takes, 0 until measured."""
+        """Duration of an iteration, 0 until measured."""
         return median(self._iteration_s) if self._iteration_s else 0.0
 
     @property
     def copied_bytes(self) -> float | None:
-        """What can be copied while forward and backward run, None until both were measured."""
+        """Bytes that can be copied while forward and backward run, None until both were measured."""
         if not self._copy_rate or len(self._forward_backward_s) < NUM_QUIET_ITERATIONS:
             return None
         return median(self._copy_rate) * median(self._forward_backward_s)
 
     @property
     def flow_bytes(self) -> float | None:
-        """What can be committed and replicated in an iteration, None until both were measured."""
+        """Bytes that can be committed and replicated in an iteration, None until both were measured."""
         if not self._flow_rate or len(self._iteration_s) < NUM_QUIET_ITERATIONS:
             return None
         return median(self._flow_rate) * median(self._iteration_s)

@@ -121,7 +121,7 @@ class MappedFile:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the data file is there in this size."""
+        """True if the data file is there in this size."""
         return self.data_path.is_file() and self.data_path.stat().st_size == self.num_bytes
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""What a recovery leaves in a rank's regions, until the first new window is complete and replaces it.
+"""Restored state in a rank's regions, until the first new window is complete and replaces it.
 
-After the loss of a node its new ranks' state is in the memory of one other node, as is the state of the ranks
-whose replicas it kept. A second loss before the next window is complete must not be the end, and a sparse
-window takes a while: so what was read from a peer is kept here too, and peers that lack it get it.
+After the loss of a node, the state of its new ranks is in the memory of one other node only, and so is the
+state of the ranks whose replicas it kept. A second loss before the next window is complete must not be the
+end, and a long window takes a while. So state that was read from a peer is kept here too, and sent to peers
+that lack it.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from moe_ft.planning.recovery import Family, family_of
 
 
 def keep_restored(memory: RankMemory, restored: RestoredState) -> list[Region]:
-    """Return the regions that the recovered state rests on, which must be kept; first the state itself.
+    """Return the regions that the restored state rests on, which must be kept; the state itself comes first.
 
     Args:
         memory: of this rank, open.
@@ -31,7 +32,7 @@ def keep_restored(memory: RankMemory, restored: RestoredState) -> list[Region]:
     found = [region for region in regions if region.iteration is not None]
     found.sort(key=lambda region: _family_of(region) != restored.family)  # stable
     if restored.window is not None:
-        # Also where a region has the state, but not intact.
+        # Refill the region even if it already holds this state: its copy may be damaged.
         is_here = bool(found) and _family_of(found[0]) == restored.family
         others = [region for region in regions if region not in found]
         region = found.pop(0) if is_here or not others else others[0]
@@ -54,7 +55,7 @@ def _family_of(region: Region) -> Family:
 
 
 def _fill(region: Region, window: RestoredWindow) -> bool:
-    """Make a region what the one was that a window was read from; return False if that cannot be done."""
+    """Copy a window into a region as it lay in its own; return False if that cannot be done."""
     index = window.index
     if index.file_bytes != region.num_bytes:
         return False
@@ -72,7 +73,7 @@ def _fill(region: Region, window: RestoredWindow) -> bool:
 
 
 def replica_to_send(kept: Sequence[Region], restored: RestoredState) -> Replica | None:
-    """Return what peers must get that lack what was recovered, None if this rank has no such region.
+    """Return what peers get that lack the restored state, None if no region of this rank holds it.
 
     Args:
         kept: of `keep_restored`.

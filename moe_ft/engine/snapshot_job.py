@@ -135,7 +135,7 @@ class SnapshotJob:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has failed, or will when its copy ends."""
+        """True if it has failed, or will when its copy ends."""
         return self.state is SnapshotState.FAILED or self.abandoned.is_set()
 
     @property

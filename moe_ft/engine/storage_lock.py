@@ -56,7 +56,7 @@ class Lock(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenLock:
-    """What somebody found in the lock's place.
+    """Content of the lock's place, as somebody found it.
 
     Attributes:
         content: the bytes.
@@ -70,7 +70,7 @@ class SeenLock:
 
 
 class _LockFile(Protocol):
-    """Where a lock is kept."""
+    """Place of a lock."""
 
     def create(self, content: bytes) -> None:
         """Write it; raise FileExistsError if there is one."""

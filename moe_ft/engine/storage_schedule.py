@@ -75,12 +75,12 @@ class StorageSchedule:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank's writer writes."""
+        """True if this rank's writer writes."""
         return self._client.region is not None or self._unasked is not None
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last one could not be written on this rank."""
+        """True if the last one could not be written on this rank."""
         return self._client.has_failed or self._could_not_ask
 
     @property

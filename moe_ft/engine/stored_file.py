@@ -1,4 +1,4 @@
-"""What a rank writes to storage for a checkpoint: the region, some units of the pool, where the rest is.
+"""File of a rank in a checkpoint: the region, some units of the pool, and references to the rest.
 
 A unit that is not written is in the file of an older checkpoint, or has never been written. No torch, no I/O.
 """

@@ -88,7 +88,7 @@ class Windows:
 
     @property
     def has_room(self) -> bool:
-        """Whether there will be memory for another window."""
+        """True if there will be memory for another window."""
         job = self.last_job
         upcoming = [] if job is None else [str(place.unit) for place in job.request.slots]
         has_slots = self.versions.has_room(self._strategy.most_rotating, upcoming)

@@ -1,4 +1,4 @@
-"""Causes of a failure, judged by its exception: the state that was computed, or what computed it."""
+"""Causes of a failure, as its exception shows them: the training state, or the machines that compute it."""
 
 import re
 

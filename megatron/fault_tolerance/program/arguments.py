@@ -116,8 +116,8 @@ def _parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
 
 def _untested(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
     """Return a line that names the untested flags of the command line, or no line."""
-    found = untested_flags(args, parser)
-    return [f"no test of moe_ft runs with {', '.join(found)}"] if found else []
+    flags = untested_flags(args, parser)
+    return [f"no test of moe_ft runs with {', '.join(flags)}"] if flags else []
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

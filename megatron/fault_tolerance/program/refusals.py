@@ -30,9 +30,9 @@ class Refusal:
     Attributes:
         dest: the flag, as argparse calls it.
         flag: as messages name it.
-        remedy: {others} in it stands for the strategies with which the flag is accepted.
+        remedy: what to do instead; {others} stands for the strategies that it is not refused with.
         is_used: says whether parsed arguments use it.
-        strategies: with which it is refused; None for always, also without a strategy.
+        strategies: says with which it is refused; None for always, also without a strategy.
         covers_flag: whether any use of the flag is refused, not only some values or combinations.
     """
 

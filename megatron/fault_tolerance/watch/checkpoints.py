@@ -122,16 +122,17 @@ class Checkpoints(LoopListener):
         num_replayed = self._resumption.replay(forward_backward)
         loop.is_replaying, loop.phase = False, Phase.SETUP
         loop.iteration = get_args().iteration
+        assert self._running is not None
         outcome = self._running.outcome
         phases_s = {**outcome.phases_s, "replay": time.perf_counter() - start_s}
         self._write_recovery(replace(outcome, phases_s=phases_s), num_replayed)
 
     def _write_recovery(self, outcome: Outcome, num_replayed: int) -> None:
-        fields = _recovery_fields(outcome, num_replayed)
-        self._log.write("recovery", outcome.iteration, **fields)
-        if outcome.loss is not None:
-            numbers = {"plt": outcome.loss.total_plt, "lost_tokens": outcome.loss.lost_tokens}
-            self._scalars.write(numbers, iteration=outcome.iteration)
+        iteration, loss = outcome.iteration, outcome.loss
+        self._log.write("recovery", iteration, **_recovery_fields(outcome, num_replayed))
+        if loss is not None:
+            numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
+            self._scalars.write(numbers, iteration=iteration)
 
     def _note_replayed(self, iteration: int) -> None:
         self._loop.iteration = iteration

@@ -1,8 +1,7 @@
 """Small states that are real in form: identities, records, indexes, data files, regions, checkpoints."""
 
 import random
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level, UnitId, UnitKind
 
 FRESH = ((0, 0),)
-GATHER_DEADLINE_S = 30.0
 
 
 def numbers(seed: str, num_bytes: int) -> bytes:
@@ -206,6 +204,24 @@ class WindowState:
         return (self.layout.ends[position - 1] if position else 0), self.layout.ends[position]
 
 
+def _window_units(
+    position: int, length: int, num_elements: int
+) -> list[tuple[UnitId, Level, list[TensorEntry]]]:
+    """Return what one snapshot of `make_window` holds."""
+    found = []
+    for unit in WINDOW_UNITS:
+        at = window_position(unit, length)
+        level = Level.FULL if at == position else Level.COMPUTE
+        keys = {"param": "F32", "exp_avg": "F32"} if at == position else {"weight": "BF16"}
+        if at >= position:
+            tensors = [
+                TensorEntry(f"{unit}.weight", key, 0, num_elements, dtype, 0)
+                for key, dtype in keys.items()
+            ]
+            found.append((unit, level, tensors))
+    return found
+
+
 def make_window(
     rank: int = 0,
     first_iteration: int = 5,
@@ -219,22 +235,9 @@ def make_window(
 
     Every unit has an fp32 master and a moment at FULL, and a BF16 weight at COMPUTE.
     """
-
-    def contents(position: int) -> list[tuple[UnitId, Level, list[TensorEntry]]]:
-        found = []
-        for unit in WINDOW_UNITS:
-            at = window_position(unit, length)
-            level = Level.FULL if at == position else Level.COMPUTE
-            keys = {"param": "F32", "exp_avg": "F32"} if at == position else {"weight": "BF16"}
-            if at >= position:
-                tensors = [
-                    TensorEntry(f"{unit}.weight", key, 0, num_elements, dtype, 0)
-                    for key, dtype in keys.items()
-                ]
-                found.append((unit, level, tensors))
-        return found
-
-    layout = lay_out_window([contents(each) for each in range(length)], WINDOW_FILE_BYTES)
+    layout = lay_out_window(
+        [_window_units(each, length, num_elements) for each in range(length)], WINDOW_FILE_BYTES
+    )
     seed = f"{rank} {first_iteration} {length}"
     content = layout.header + numbers(seed, layout.num_bytes - len(layout.header))
 
@@ -397,41 +400,3 @@ def add_units(region: Region, index: Index, units: Mapping[str, UnitEntry]) -> I
     index = msgspec.structs.replace(index, units={**index.units, **units})
     region.commit(encode(index), index.iteration)
     return index
-
-
-def run_together[Answer](
-    num_ranks: int, run: Callable[[int, Callable[[Any], list[Any]]], Answer]
-) -> list[Answer]:
-    """Run a function for all ranks at once, in threads, with a gather that exchanges values among them.
-
-    Args:
-        num_ranks: how many.
-        run: called with the rank and the gather.
-    """
-    values: list[Any] = [None] * num_ranks
-    answers: dict[int, Answer] = {}
-    barrier = threading.Barrier(num_ranks, timeout=GATHER_DEADLINE_S)
-
-    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
-        def gather(value: Any) -> list[Any]:
-            values[rank] = value
-            barrier.wait()
-            everyone = list(values)
-            barrier.wait()
-            return everyone
-
-        return gather
-
-    def answer(rank: int) -> None:
-        try:
-            answers[rank] = run(rank, gather_of(rank))
-        except BaseException:
-            barrier.abort()
-            raise
-
-    threads = [threading.Thread(target=answer, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(GATHER_DEADLINE_S)
-    return [answers[rank] for rank in range(num_ranks)]

@@ -25,7 +25,7 @@ from moe_ft.strategies.partial.loss import PartialLoss
 from tests.unit.fault_tolerance.loops import events_in, last_event
 
 DENSE = MoeFtConfig(strategy=StrategyConfig(strategy="dense"))
-OUTCOME = Outcome(
+RECOVERY = Outcome(
     iteration=12,
     start=2,
     writer=1,
@@ -77,7 +77,7 @@ def checkpoints(event_log: EventLog) -> Checkpoints:
 def test_recovery_has_every_field(
     checkpoints: Checkpoints, event_log: EventLog, wandb: Wandb
 ) -> None:
-    checkpoints._write_recovery(OUTCOME, 2)
+    checkpoints._write_recovery(RECOVERY, 2)
     assert last_event(event_log) == {
         "event": "recovery",
         "iteration": 12,
@@ -101,7 +101,7 @@ def test_recovery_has_every_field(
 def test_recovery_that_lost_tokens_says_how_many_and_where(
     checkpoints: Checkpoints, event_log: EventLog, wandb: Wandb
 ) -> None:
-    checkpoints._write_recovery(replace(OUTCOME, loss=LOSS), 0)
+    checkpoints._write_recovery(replace(RECOVERY, loss=LOSS), 0)
     line = last_event(event_log)
     assert {name: line[name] for name in ("lost_tokens", "plt", "repeated_tokens")} == {
         "lost_tokens": 7,

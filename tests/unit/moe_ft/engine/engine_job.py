@@ -38,12 +38,12 @@ from tests.unit.moe_ft.builders import (
     make_identity,
     make_optimizer,
     make_parameter,
-    run_together,
     window_position,
 )
 from tests.unit.moe_ft.engine.clocks import ManualClock
 from tests.unit.moe_ft.engine.local_agreement import LocalAgreement, Meeting
 from tests.unit.moe_ft.engine.workers import ManualWorker
+from tests.unit.moe_ft.together import run_together
 
 NUM_ELEMENTS = 9
 RECORD_S = 0.25

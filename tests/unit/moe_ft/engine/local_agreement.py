@@ -51,7 +51,7 @@ class LocalAgreement:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether this rank has put in values and not read the result."""
+        """True if this rank has put in values and not read the result."""
         return self._has_begun
 
     def begin(self, values: Sequence[int]) -> None:

@@ -42,7 +42,7 @@ class Reduction:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the result was not read."""
+        """True if the result was not read."""
         return self._values is not None
 
     def begin(self, values: Any) -> None:

@@ -134,7 +134,7 @@ def jobs(draw: st.DrawFn) -> tuple[ExpertLayout, PartialConfig]:
 
 
 class Rank:
-    """What the engine does with the slots of one rank, without copying anything."""
+    """Slots of one rank as the engine uses them, without copying anything."""
 
     def __init__(self, directory: Path, experts: ExpertLayout, options: PartialConfig) -> None:
         units = [
@@ -191,7 +191,7 @@ class Rank:
             assert self.versions.keep_persisting(units) == sorted(units)
 
     def end(self) -> None:
-        """What was written is a checkpoint."""
+        """Note that a checkpoint was written."""
         if self.persisting:
             self.strategy.note_persisted(self.persist_plan)
         self.persisting = {}

@@ -1,4 +1,4 @@
-"""What a snapshot may have to cost no time: rates times times, both in the middle of what was measured."""
+"""Sizes of snapshots that cost no time: rates times times, both medians of what was measured."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What was recovered stays in memory until it is replaced, also where it was read from a peer."""
+"""Restored state stays in memory until it is replaced, even if it was read from a peer."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What goes to storage when, with a strategy, a pool, and a writer that serves in this process."""
+"""Snapshots on their way to storage, with a strategy, a pool, and a writer in this process."""
 
 import shutil
 from collections.abc import Sequence

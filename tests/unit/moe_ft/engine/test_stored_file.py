@@ -1,4 +1,4 @@
-"""What a rank's file of a checkpoint holds is the bytes of memory, and the rest is found in older files."""
+"""A rank's file of a checkpoint holds the bytes of memory; the rest is found in older files."""
 
 from pathlib import Path
 

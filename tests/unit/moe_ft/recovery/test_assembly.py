@@ -27,7 +27,7 @@ from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.units import Level, UnitId, UnitKind
-from tests.unit.moe_ft.builders import run_together
+from tests.unit.moe_ft.together import run_together
 
 EP_SIZE, EXPT_DP_SIZE = 2, 4
 NUM_LAYERS = 3

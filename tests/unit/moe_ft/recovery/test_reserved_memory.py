@@ -37,7 +37,7 @@ from moe_ft.strategies.sparse.size import position_sizes, region_bytes
 from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN
 from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import UnitId, UnitKind
-from tests.unit.moe_ft.builders import run_together
+from tests.unit.moe_ft.together import run_together
 
 DP, EP = 4, 2
 SHAPE = ModelShape(

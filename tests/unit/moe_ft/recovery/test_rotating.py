@@ -22,13 +22,8 @@ from moe_ft.recovery.rotating import Rotation, fetch_rotating, versions_in
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId
-from tests.unit.moe_ft.builders import (
-    fill_region,
-    make_identity,
-    put_in_slot,
-    rotating_unit,
-    run_together,
-)
+from tests.unit.moe_ft.builders import fill_region, make_identity, put_in_slot, rotating_unit
+from tests.unit.moe_ft.together import run_together
 
 UNITS = [rotating_unit(expert) for expert in range(2)]
 NAMES = [str(unit) for unit in UNITS]
