@@ -13,7 +13,7 @@ from moe_ft.units import UnitId, UnitKind
 
 
 def evenly_spaced_layers(num_layers: int, num_moe_layers: int) -> tuple[int, ...]:
-    """Return which layers have experts; with half of them it is every second, layer 1 being the first.
+    """Return the layers that have experts; half of them are every second one, from layer 1.
 
     Raises:
         PlanError: if there are more MoE layers than layers.
@@ -135,7 +135,7 @@ class ModelShape:
 
     @property
     def shared_expert_parameters(self) -> int:
-        """Parameters of one MoE layer's experts that see every token."""
+        """Parameters of one MoE layer's experts that see every token, and of their gate."""
         width = self.shared_expert_hidden_size
         gate = self.has_shared_expert_gate * self.hidden_size
         return self._ffn_parameters(width) + gate if width else 0
@@ -243,13 +243,13 @@ class ByteModel:
 
     The default is MoC-System's equation 6: experts that are not selected are left out altogether. Its
     measurements (Fig. 10a, Table 3) follow only if the master weights of all experts are saved. Snapshots of
-    training hold no weights of the forward pass where they hold masters, so 12 bytes in place of 14.
+    training hold masters instead of the weights of the forward pass, so 12 bytes instead of 14.
 
     Attributes:
         weights: of the weights that the forward pass uses.
         master: of the optimizer's own weights.
         moments: of its first and second moments.
-        weights_always_full: whether experts that are not selected save their weights all the same.
+        weights_always_full: whether experts that are not selected save their weights too.
         master_always_full: the same for master weights.
         moments_always_full: the same for moments.
     """

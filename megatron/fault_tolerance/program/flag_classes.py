@@ -1,4 +1,4 @@
-"""Classes of Megatron's flags, and what follows from them; the table itself is flag_table.py.
+"""Classes of Megatron's flags, and what follows from them; the table itself is moe_ft/config/flag_table.py.
 
 Every flag is in one class, for any value but its default:
 

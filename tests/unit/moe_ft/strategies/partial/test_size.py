@@ -1,4 +1,4 @@
-"""What ranks save with partial experts: sums, cases worked out by hand, and the limits that follow."""
+"""Bytes of ranks with partial experts: sums, cases worked out by hand, and the limits that follow."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What sparse windows take: slices, windows and budgets by hand, and against the strategy that runs."""
+"""Bytes of sparse windows: slices, windows and budgets by hand, and against the strategy that runs."""
 
 from dataclasses import replace
 
