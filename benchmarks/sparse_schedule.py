@@ -27,6 +27,7 @@ import numpy.typing as npt
 from tabulate import tabulate
 
 from benchmarks.output import show
+from benchmarks.paper_models import PRESETS
 from benchmarks.paper_windows import OperatorProfile, find_window_size, generate_schedule
 from benchmarks.routing_trace import load_routing, spread
 from benchmarks.sparse_modules import module_rows
@@ -41,7 +42,7 @@ from benchmarks.sparse_orders import (
     tokens_of,
     trace_rows,
 )
-from moe_ft.planning.model_size import PRESETS, ByteModel, stage_units
+from moe_ft.planning.model_size import ByteModel, stage_units
 from moe_ft.planning.ownership import SavingLayout
 from moe_ft.strategies.sparse.positions import RankUnits
 from moe_ft.strategies.sparse.size import Units, position_sizes
