@@ -37,7 +37,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         "--ranks-per-node",
         type=int,
         metavar="N",
-        help="likewise (default 8, or all ranks if fewer)",
+        help="ranks of a full node, where the launcher does not say it (default 8)",
     )
     parser.add_argument("--iteration-s", type=float, metavar="S", help="seconds of an iteration")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """Removes the memory that dead jobs have left on this machine: `python -m moe_ft clean`.
 
-A rank holds a file lock while it lives, which the kernel releases however it ends. A job whose locks are all
-free may still be between two starts, so without its name only memory that is old enough is removed. Which
-directories are jobs is recovery/job_memory.py.
+A rank holds a file lock while it lives, which the kernel releases however the rank ends. A job whose locks
+are all free may still be between two starts, so without its name only memory that is old enough is removed.
+recovery/job_memory.py finds the directories of jobs.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What a state says about its experts: what recoveries have cost them, and what one from here would."""
+"""Losses of the experts of a state: by recoveries so far, and by one from here."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

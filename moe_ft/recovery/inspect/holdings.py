@@ -1,6 +1,6 @@
-"""Contents of a directory of checkpoints: `inspect`, and what `verify` looks at (recovery/verification.py).
+"""Contents of a directory of checkpoints, for `inspect` and for `verify` (verification.py).
 
-Reads persist directories, one checkpoint of them, and memory directories (of all jobs, a job or a node).
+It reads persist directories, one checkpoint of them, and memory directories (of all jobs, a job or a node).
 """
 
 import re
@@ -176,7 +176,7 @@ def _broken(tier: str, place: str, iteration: int, problem: str) -> Holding:
 
 
 def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
-    """Return tables: what there is, the newest state's contents, and the settings it was made with."""
+    """Return tables: what there is, the contents of the newest state, and the settings of its run."""
     rows = [
         (
             each.iteration if not each.problem else "-",
@@ -212,7 +212,7 @@ def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
 
 
 def _newest(holdings: list[Holding]) -> Holding:
-    """Return what a recovery would rather use than the others."""
+    """Return the holding that a recovery would prefer."""
     whole = [each for each in holdings if each.num_snapshots == each.window] or holdings
     found = [(each, each.identity) for each in whole if each.identity is not None]
     progress: dict[Start, int] = {}
@@ -284,7 +284,7 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
 
 
 def _describe_packings(parts: list[Holding]) -> list[str]:
-    """Say which state is kept otherwise than it is; nothing where all of it is exact."""
+    """Return a line on state that is not kept exactly as it is, none if all of it is."""
     entries = [entry for part in parts for index in part.indexes for _, entry in index.entries()]
     lossy = lossy_packings(entries)
     if lossy:

@@ -1,7 +1,7 @@
 """Checks of everything below a directory, down to the last byte that a checksum covers: `verify`.
 
-Whether a checkpoint is sound is decided by engine/soundness.py, as for a recovery; here all data is read too.
-What there is to check is recovery/inspection.py's.
+engine/soundness.py decides whether a checkpoint is sound, as it does for a recovery; here all data is read
+too. holdings.py finds what there is to check.
 """
 
 import mmap
