@@ -43,6 +43,8 @@ def agree(plan: Plan, fetched: Fetched, met: Met) -> tuple[Agreed | None, list[R
     slices = _exchange_slices(fetched, met)
     missing = [*fetched.missing, *conflicts]
     missing += _find_gaps(fetched, slices, positions, met.live.catalog)
+    if fetched.index is None:
+        missing.append("record")
     everyone = met.ranks.everyone.gather(((plan.start, plan.iteration), missing[:4]))
     assert len({tried for tried, _ in everyone}) == 1, "ranks recover different states"
     rejected = [

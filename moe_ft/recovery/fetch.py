@@ -130,9 +130,7 @@ def fetch(
     always = list(strategy.plan_window(plan.iteration).snapshots[0].levels)
     fetched = read_window(plan.sources_of(rank), always, catalog, readers)
     missing = list(fetched.missing)
-    if fetched.index is None:
-        missing.append("record")
-    elif fetched.index.origins.get(FROZEN) != origins.get(FROZEN):
+    if fetched.index is not None and fetched.index.origins.get(FROZEN) != origins.get(FROZEN):
         missing.append("copy of the frozen parameters: this start has begun with others (--load?)")
     if strategy.saves_all:
         return replace(fetched, missing=tuple(missing))

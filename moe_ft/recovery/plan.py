@@ -44,6 +44,8 @@ def plan(found: Found, met: Met) -> Candidates:
         ConfigError: if the flags begin a run from other weights than the run that was found.
     """
     ranks, wish, inventory = met.site.topology.ranks, found.wish, found.inventory
+    if wish.ignores_all:  # nothing that was found may refuse this start
+        return Candidates(choice=Choice(plans=()), plans=(), rejected=(), most_iteration=None)
     plans, rejected = plan_recovery(
         inventory.versions, [info.node for info in ranks], [info.stage for info in ranks]
     )

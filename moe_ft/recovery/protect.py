@@ -51,16 +51,9 @@ def protect(
     Raises:
         ConfigError: if the memory directory has no room for the regions of a rank.
     """
-    config, site = met.config, met.site
-    peers = tuple(site.topology.ranks[peer] for peer in met.peers[site.rank])
+    site, peers = met.site, _peers_of(met)
     engine = build_engine(
-        EngineSettings(
-            interval=config.strategy.interval_iterations,
-            overhead_limit=config.strategy.overhead_limit,
-            persist_interval=config.storage.persist_interval if site.writes_to_storage else 0,
-            raises=config.strategy.on_error == "raise",
-            staging_bytes=config.precision.staging,
-        ),
+        _settings(met),
         EngineContext(
             rank=site.rank,
             topology=site.topology,
@@ -90,7 +83,7 @@ def protect(
             engine.start(iteration, given)
         except (OSError, SnapshotError) as error:
             raise ConfigError(
-                f"--moe-ft-memory-dir={config.memory.memory_dir} cannot hold the regions of rank "
+                f"--moe-ft-memory-dir={site.config.memory.memory_dir} cannot hold the regions of rank "
                 f"{site.rank} on node {site.node}: {error}. Enlarge its file system (mount -o "
                 "remount,size=...): what other ranks have left there is needed until a new "
                 "snapshot is complete."
@@ -102,6 +95,22 @@ def protect(
         engine.protect()
         opened.pop_all()
     return engine
+
+
+def _peers_of(met: Met) -> tuple[RankInfo, ...]:
+    """Return the ranks that keep this rank's replicas."""
+    return tuple(met.site.topology.ranks[peer] for peer in met.peers[met.site.rank])
+
+
+def _settings(met: Met) -> EngineSettings:
+    config = met.config
+    return EngineSettings(
+        interval=config.strategy.interval_iterations,
+        overhead_limit=config.strategy.overhead_limit,
+        persist_interval=config.storage.persist_interval if met.site.writes_to_storage else 0,
+        raises=config.strategy.on_error == "raise",
+        staging_bytes=config.precision.staging,
+    )
 
 
 def _writer_settings(site: Site, lock: StorageLock | None) -> WriterSettings | None:
