@@ -102,7 +102,7 @@ def _find_gaps(
     positions: Mapping[UnitId, int],
     catalog: UnitCatalog,
 ) -> list[str]:
-    """Name what no rank has read of parameters that several ranks hold."""
+    """Return the parts that no rank has read of parameters that several ranks hold."""
     kept = {
         each.name
         for unit in map(parse_unit, fetched.rotation.kept)

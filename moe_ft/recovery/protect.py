@@ -173,7 +173,7 @@ def hand_over(
 
 
 def _is_in_place(fetched: Fetched) -> bool:
-    """Return whether all that was read lies in one region of this rank itself."""
+    """Return whether everything that was read lies in one of this rank's own regions."""
     sources = {each.source for each in _units_of(fetched)}
     return len(sources) <= 1 and all(
         source.tier is Tier.MEMORY and not source.version.is_replica for source in sources
