@@ -52,27 +52,7 @@ def protect(
         ConfigError: if the memory directory has no room for the regions of a rank.
     """
     site, peers = met.site, _peers_of(met)
-    engine = build_engine(
-        _settings(met),
-        EngineContext(
-            rank=site.rank,
-            topology=site.topology,
-            identity=identity,
-            parameters=met.live.parameters,
-            memory=claimed.memory,
-            origins=origins,
-            stage_load=met.ranks.stage if met.strategy.counted_layers else None,
-            peers=peers,
-            server=met.server,
-            token=met.token,
-            writer=_writer_settings(site, lock),
-            phase_hook=met.live.phase_hook,
-        ),
-        met.strategy,
-        met.ranks.everyone,
-        met.live.layouts,
-        met.live.records.complete,
-    )
+    engine = _build(met, claimed, identity, lock, origins)
     iteration = met.facts.iteration if restored is None else restored.plan.iteration
 
     def start() -> None:
@@ -95,6 +75,36 @@ def protect(
         engine.protect()
         opened.pop_all()
     return engine
+
+
+def _build(
+    met: Met,
+    claimed: Claimed,
+    identity: Identity,
+    lock: StorageLock | None,
+    origins: Mapping[str, str],
+) -> CheckpointEngine:
+    return build_engine(
+        _settings(met),
+        EngineContext(
+            rank=met.site.rank,
+            topology=met.site.topology,
+            identity=identity,
+            parameters=met.live.parameters,
+            memory=claimed.memory,
+            origins=origins,
+            stage_load=met.ranks.stage if met.strategy.counted_layers else None,
+            peers=_peers_of(met),
+            server=met.server,
+            token=met.token,
+            writer=_writer_settings(met.site, lock),
+            phase_hook=met.live.phase_hook,
+        ),
+        met.strategy,
+        met.ranks.everyone,
+        met.live.layouts,
+        met.live.records.complete,
+    )
 
 
 def _peers_of(met: Met) -> tuple[RankInfo, ...]:

@@ -101,37 +101,25 @@ def met_alone(
         opened: closes the server and leaves the groups.
         phase_hook: called while state is put back.
     """
-    ranks, parameters = join_ranks(facts, opened), make_parameters()
-    catalog = UnitCatalog(parameters, leaves_out_frozen=False)
-    layouts, strategy = UnitLayouts(catalog, 0), DenseStrategy(WINDOW_UNITS)
-    optimizer: Any = SimpleNamespace(chained_optimizers=[])
-    scheduler: Any = SimpleNamespace(num_steps=0, state_dict=lambda: {"num_steps": 0})
+    ranks = join_ranks(facts, opened)
+    live, strategy = _live_state(facts, phase_hook), DenseStrategy(WINDOW_UNITS)
     node_dir = node_directory(config.memory.memory_dir, "job", "node")
     server = PeerServer(node_dir, "127.0.0.1")
     opened.callback(server.close)
     server.start()
-    sizes = measure_sizes(strategy, layouts)
-    layouts.region_bytes = sizes.region_bytes
+    live.layouts.region_bytes = measure_sizes(strategy, live.layouts).region_bytes
     info = RankInfo(
         rank=0,
         node="node",
         stage=0,
         pid=os.getpid(),
         address=server.address,
-        region_bytes=sizes.region_bytes,
+        region_bytes=live.layouts.region_bytes,
     )
     return Met(
         config=config,
         facts=facts,
-        live=LiveState(
-            built=([], optimizer, scheduler),
-            parameters=parameters,
-            catalog=catalog,
-            layouts=layouts,
-            records=RecordTaker([], optimizer, scheduler, parameters),
-            groups=facts.groups,
-            phase_hook=phase_hook,
-        ),
+        live=live,
         ranks=ranks,
         strategy=strategy,
         site=Site(
@@ -147,6 +135,23 @@ def met_alone(
         server=server,
         token="secret",
         names=StartNames(name="new", lineage="run-new"),
+    )
+
+
+def _live_state(facts: JobFacts, phase_hook: PhaseHook) -> LiveState:
+    """Return the parameters of `make_window` and an optimizer that has no state of its own."""
+    parameters = make_parameters()
+    catalog = UnitCatalog(parameters, leaves_out_frozen=False)
+    optimizer: Any = SimpleNamespace(chained_optimizers=[])
+    scheduler: Any = SimpleNamespace(num_steps=0, state_dict=lambda: {"num_steps": 0})
+    return LiveState(
+        built=([], optimizer, scheduler),
+        parameters=parameters,
+        catalog=catalog,
+        layouts=UnitLayouts(catalog, 0),
+        records=RecordTaker([], optimizer, scheduler, parameters),
+        groups=facts.groups,
+        phase_hook=phase_hook,
     )
 
 
