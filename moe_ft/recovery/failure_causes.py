@@ -9,7 +9,7 @@ from moe_ft.errors import ConfigError, UnrecoverableError
 
 # Of Megatron's checks of losses and gradients (rerun state machine), and of its optimizer.
 _NOT_FINITE = ("found nan", "found inf", "unexpected result nan", "unexpected result inf")
-# Plain RuntimeErrors of a rank whose partner has died, and of a device that is broken.
+# Plain RuntimeErrors of a rank whose partner has died, and of a broken device.
 _ELSEWHERE = re.compile(r"gloo|nccl|connection|timed out|socket|\bstore\b|cuda error")
 
 

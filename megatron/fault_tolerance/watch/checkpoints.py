@@ -210,7 +210,10 @@ class Checkpoints(LoopListener):
     def failed(self, error: Exception) -> None:
         """Remember a failure that speaks against the state that this start has recovered."""
         loop = self._loop
-        if self._running is not None and (loop.is_replaying or is_not_finite(error)):
+        if self._running is None:
+            return
+        is_recovering = self._seam is None or loop.is_replaying
+        if is_recovering or is_not_finite(error):
             is_setup = loop.phase is Phase.SETUP
             where = "recovery" if is_setup else f"iteration {loop.iteration}"
             self._running.note_failure(where, error)

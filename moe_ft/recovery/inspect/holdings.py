@@ -35,11 +35,12 @@ class Holding:
 
     Attributes:
         tier: "memory", "replica" or "storage".
-        place: where, for people.
-        ranks: whose state it is.
-        problem: why it cannot be used, empty if nothing is known to be wrong.
-        window, num_snapshots: how many snapshots together hold everything, and how many there are.
-        storage, manifest: of a checkpoint, where it is and what makes it one.
+        place: for people.
+        ranks: owners of the state.
+        problem: reason why it cannot be used; empty if nothing is known to be wrong.
+        window: number of snapshots that together hold everything.
+        num_snapshots: number of snapshots that are there.
+        storage, manifest: of a checkpoint.
     """
 
     tier: str
@@ -93,7 +94,7 @@ def _in_storage(directory: str) -> Iterator[Holding]:
 
 
 def _at_iteration(storage: Storage, iteration: int) -> Iterator[Holding]:
-    """Yield the checkpoints that there are of an iteration."""
+    """Yield the checkpoints of an iteration."""
     paths = find_manifests(storage, iteration)
     if not paths:
         place = f"{storage.url}/{iteration_directory(iteration)}"
@@ -299,7 +300,7 @@ def _describe_window(holding: Holding) -> str:
     first = holding.iteration - holding.num_snapshots + 1
     text = f"a window with {holding.num_snapshots} of {holding.window} snapshots, from iteration {first} on"
     if holding.num_snapshots < holding.window:
-        return f"{text}; of no use until it is complete"
+        return f"{text}; it cannot be used until it is complete"
     return (
         f"{text}: a recovery puts them back one after the other, runs {holding.window - 1} iterations "
         f"again, and has all units at iteration {holding.iteration}"

@@ -26,7 +26,7 @@ def verify(directory: str) -> tuple[list[str], list[str]]:
     """Read everything below a directory and check everything.
 
     Returns:
-        What is right and what is wrong, a line each. It is wrong too if nothing complete is there.
+        Lines about what is right, and lines about what is wrong. Having nothing complete is also wrong.
 
     Raises:
         ConfigError: if there is nothing.
@@ -48,7 +48,7 @@ def verify(directory: str) -> tuple[list[str], list[str]]:
 
 
 def _damage_of(holding: Holding) -> Iterator[str]:
-    """Yield all that is wrong with one checkpoint or region."""
+    """Yield everything that is wrong with one checkpoint or region."""
     if holding.manifest is not None and holding.storage is not None:
         damage = list(_damage_of_checkpoint(holding.storage, holding.manifest))
         yield from damage or filter(None, [holding.problem])
