@@ -30,7 +30,8 @@ from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.record import CapturedRecord, IterationFacts
-from moe_ft.strategies.interface import DenseStrategy, SnapshotPlan, Strategy, WindowPlan
+from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.interface import SnapshotPlan, Strategy, WindowPlan
 from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (

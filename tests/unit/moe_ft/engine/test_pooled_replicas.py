@@ -12,7 +12,7 @@ from moe_ft.engine.memory import ReplicaMemory
 from moe_ft.engine.peers import PeerReplicator
 from moe_ft.engine.pool import Pool
 from moe_ft.faults import Phase
-from moe_ft.recovery.sources import MemoryReader, read_unit
+from moe_ft.recovery.readers import MemoryReader, read_unit
 from tests.unit.moe_ft.builders import (
     add_units,
     fill_region,
