@@ -42,7 +42,7 @@ class Ending:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the last state is where it should be."""
+        """True if the last state is where it should be."""
         return self.outcome is not Outcome.UNSAVED
 
     def may_lose_memory(self, *, is_complete: bool) -> bool:

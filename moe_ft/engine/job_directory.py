@@ -1,10 +1,10 @@
-"""The directory of a job in a memory directory: the marker that makes it one, and when it is removed.
+"""The directory of a job in a memory directory: the marker that makes it one, and its removal.
 
     JOB/.moe_ft_job    the marker; also the lock under which a rank starts, and memory is removed
     JOB/NODE/          one node's memory; its parts are in engine/regions.py
 
-Without a marker nothing is removed: a mistyped directory is somebody's data. Which jobs are dead is
-recovery/cleaning.py.
+Without a marker nothing is removed: a mistyped directory is somebody's data. recovery/job_memory.py finds out
+which jobs are dead.
 """
 
 import os
