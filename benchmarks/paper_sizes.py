@@ -1,7 +1,7 @@
 """MoC-System's own arithmetic of checkpoint sizes, only for comparison with the figures that it prints.
 
 14 bytes of a parameter, and equal slices of everything that several ranks hold: not what training does, which
-is partial_size.py. One pipeline stage without tensor parallelism, as in the paper's evaluation.
+is strategies/partial/size.py. One pipeline stage without tensor parallelism, as in the paper's evaluation.
 """
 
 import math

@@ -3,11 +3,11 @@
     python -m benchmarks.partial_sizes [--output FILE.md]
 
 Calculated, not measured. First Table 1, Fig. 2, Fig. 10 and the "Ckpt" column of Table 3 by the paper's own
-arithmetic (planning/paper_sizes.py): 14 bytes of a parameter, equal slices of every expert. Two ways of
+arithmetic (benchmarks/paper_sizes.py): 14 bytes of a parameter, equal slices of every expert. Two ways of
 counting bytes: equation 6 (experts that are not selected are left out) and "master in full" (the master
 weights of all experts are saved). Bottleneck: the most that a rank saves in one snapshot while sequential
 selection goes around. Verdicts: REPRODUCED if equal when rounded as printed, CLOSE within 5 % of the printed
-figure, else NOT. Then what moe_ft saves of the same models on the same ranks (planning/partial_size.py).
+figure, else NOT. Then what moe_ft saves of the same models on the same ranks (strategies/partial/size.py).
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Transformer Engine computes the weight gradients of all experts that a rank has of a layer, or of none. Three
 ways to divide a stage into groups are played back on a routing trace: in the order of single experts, in the
-order of modules (what the strategy does, planning/positions.py), and with whole modules only. Experts only,
+order of modules (what the strategy does, sparse/positions.py), and with whole modules only. Experts only,
 all of one size, as in benchmarks/sparse_orders.py.
 """
 

@@ -1,7 +1,7 @@
 """Strategy `sparse` (MoEvement): windows of snapshots, each with one group of units at FULL. Pure.
 
 positions.py orders the units, windows.py cuts groups, length.py chooses the length of a window.
-recovery/conversion.py turns a window into the state at its end.
+recovery/replay.py turns a window into the state at its end.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,4 +1,4 @@
-"""What is packed lies where it should, in the right format, and comes back."""
+"""Packed tensors lie where they should, in the right format, and come back."""
 
 import pytest
 import torch

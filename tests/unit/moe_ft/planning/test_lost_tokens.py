@@ -1,4 +1,4 @@
-"""What a recovery loses, as a count and as a proportion, and when k is raised."""
+"""Loss of a recovery, as a count and as a proportion, and the rule that raises k."""
 
 import numpy as np
 import pytest

@@ -9,8 +9,8 @@ import pytest
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.ranks import Ranks, join_ranks
-from tests.unit.moe_ft.builders import run_together
 from tests.unit.moe_ft.recovery.meetings import facts_of
+from tests.unit.moe_ft.together import run_together
 
 NUM_RANKS = 3
 Gather = Callable[[Any], list[Any]]

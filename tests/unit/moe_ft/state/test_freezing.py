@@ -1,4 +1,4 @@
-"""What may be frozen is, for as long as it is asked for; what other gradients depend on never is."""
+"""Units are frozen for as long as they should be; parameters that other gradients depend on never are."""
 
 from collections.abc import Iterable
 
