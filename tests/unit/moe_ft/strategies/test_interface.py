@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ft.config.fields import Part
@@ -126,6 +126,7 @@ STEPS = st.tuples(
 
 
 @pytest.mark.parametrize(("kind", "options"), STRATEGIES)
+@settings(max_examples=40)
 @given(st.lists(STEPS, max_size=12), st.integers(1, 3))
 def test_questions_change_no_later_answer_however_often_and_whenever_they_are_asked(
     kind: StrategyKind, options: Part | None, steps: list[tuple[str, int]], times: int
@@ -140,6 +141,7 @@ def test_questions_change_no_later_answer_however_often_and_whenever_they_are_as
 
 
 @pytest.mark.parametrize(("kind", "options"), STRATEGIES)
+@settings(max_examples=40)
 @given(st.lists(STEPS, max_size=8))
 def test_every_window_holds_what_it_always_holds_in_full_at_some_snapshot(
     kind: StrategyKind, options: Part | None, steps: list[tuple[str, int]]
@@ -164,7 +166,6 @@ def test_what_always_and_rotating_leave_out_is_nothing(
     strategy = build(kind, options)
     held = [*strategy.always, *strategy.rotating]
     assert len(held) == len(set(held))
-    assert sum(CATALOG.num_bytes(unit) for unit in {each for each in held if not each.part}) >= 0
     assert {(unit.kind, unit.layer, unit.expert) for unit in held} == {
         (unit.kind, unit.layer, unit.expert) for unit in CATALOG.units
     }
