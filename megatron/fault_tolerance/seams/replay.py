@@ -1,7 +1,7 @@
 """Replay of logged iterations, with values that only their records hold.
 
 It runs forward, backward and the optimizer step, and nothing else of train_step: counters, learning rates and
-scales come from the records. Turning the snapshots of a window into a state is moe_ft/recovery/conversion.py.
+scales come from the records. Turning the snapshots of a window into a state is moe_ft/recovery/replay.py.
 """
 
 import argparse
