@@ -9,7 +9,7 @@ from tests.harness import run_training
 
 MOCK = ["--mock-data"]
 TERMINATED = -15  # the launcher ended this rank because rank 0 had ended
-# Rules on the command line alone are tested in tests/unit/fault_tolerance/program/test_bad_flags.py.
+# Rules on the command line alone are tested in tests/unit/fault_tolerance/program/test_arguments.py.
 # (ranks, flags, words that the line must contain)
 CASES: dict[str, tuple[int, list[str], str]] = {
     "command line": (
