@@ -122,7 +122,6 @@ class Checkpoints(LoopListener):
         num_replayed = self._resumption.replay(forward_backward)
         loop.is_replaying, loop.phase = False, Phase.SETUP
         loop.iteration = get_args().iteration
-        assert self._running is not None
         outcome = self._running.outcome
         phases_s = {**outcome.phases_s, "replay": time.perf_counter() - start_s}
         self._write_recovery(replace(outcome, phases_s=phases_s), num_replayed)
