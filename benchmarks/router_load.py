@@ -27,7 +27,10 @@ from moe_ft.engine.agreement import StageSum
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.state.router_load import RouterLoad
 from moe_ft.state.router_load import table as table_of_counts
-from moe_ft.strategies.partial.strategy import PartialSettings, PartialStrategy, RankShare
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.experts_per_layer import PlannedRun
+from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.units import UnitId, UnitKind
 from tests.harness import run_ranks
 
@@ -83,29 +86,21 @@ def measure_selection(num_layers: int, num_experts: int, count: int) -> Rows:
     counts = np.random.default_rng(0).integers(0, 1000, (num_layers, num_experts))
     rows: Rows = {}
     for is_load_aware in (False, True):
-        settings = PartialSettings(
-            k_snapshot=num_experts // 16,
-            k_persist=1,
-            is_load_aware=is_load_aware,
-            raises_k=False,
-            plt_limit=0.0375,
-            interval=1,
-            planned_tokens=10**12,
-            tokens_per_iteration=10**6,
-        )
-        share = RankShare(always_bytes=10**9, unit_bytes=10**8)
-        strategy = PartialStrategy([], units, names, experts, settings, share)
         kind = "load-aware" if is_load_aware else "sequential"
+        options = PartialConfig(k_snapshot=str(num_experts // 16), selection=kind)
+        run = PlannedRun(interval=1, planned_tokens=10**12, tokens_per_iteration=10**6)
+        share = RankShare(always_bytes=10**9, unit_bytes=10**8)
+        strategy = PartialStrategy([], units, names, experts, options, run, share)
         plans = rows.setdefault(f"plan of a snapshot, {kind}", [])
-        rest = rows.setdefault(f"tokens of an iteration and completion, {kind}", [])
+        rest = rows.setdefault(f"tokens of an iteration, plan and completion, {kind}", [])
         persists = rows.setdefault(f"plan of what goes to storage, {kind}", [])
 
         def advance(strategy: PartialStrategy = strategy, iteration: int = 0) -> None:
             strategy.add_tokens(counts)
-            strategy.note_complete(iteration)
+            strategy.note_complete(strategy.plan_window(iteration), iteration)
 
         for iteration in range(count):
-            plans.append(milliseconds(lambda at=iteration, of=strategy: of.plan(at)))
+            plans.append(milliseconds(lambda at=iteration, of=strategy: of.plan_window(at)))
             rest.append(milliseconds(lambda at=iteration, of=strategy: advance(of, at)))
             persists.append(milliseconds(strategy.plan_persist))
     return rows

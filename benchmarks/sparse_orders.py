@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.routing_trace import spread
+from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.popularity import Popularity, has_moved, order_experts
 from moe_ft.strategies.sparse.positions import RankUnits, StageUnits
-from moe_ft.strategies.sparse.strategy import SparseSettings, SparseStrategy
+from moe_ft.strategies.sparse.strategy import SparseStrategy
 from moe_ft.strategies.sparse.windows import PositionSizes, cut_window
 from moe_ft.units import Level, UnitId, UnitKind
 
@@ -196,13 +197,15 @@ def check_against_strategy(tokens: Tokens) -> None:
         for expert in range(0, num_experts, num_experts // EP_SIZE)
     ]
     layers = [f"layer.{layer}" for layer in range(num_layers)]
-    strategy = SparseStrategy(0, ranks, layers, SparseSettings(window=played.length, longest=8))
+    options = SparseConfig(window=str(played.length), max_window=8)
+    strategy = SparseStrategy(0, ranks, layers, options)
     found, popularity, counted = [], Popularity("count", DECAY), 0
     for start in played.starts:
         for each in tokens[counted:start]:
             strategy.add_tokens(each)
             popularity.add(each)
         counted, plan = start, strategy.plan_window(start)
+        strategy.note_begun(plan)
         if plan.facts["reordered"]:
             found.append(start)
             groups = played.place(popularity.scores())

@@ -44,9 +44,10 @@ from benchmarks.sparse_orders import (
 )
 from moe_ft.planning.model_size import ByteModel, stage_units
 from moe_ft.planning.ownership import SavingLayout
+from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
 from moe_ft.strategies.sparse.size import Units, position_sizes
-from moe_ft.strategies.sparse.strategy import SparseSettings, SparseStrategy
+from moe_ft.strategies.sparse.strategy import SparseStrategy
 from moe_ft.strategies.sparse.windows import (
     PositionSizes,
     cut_window,
@@ -361,7 +362,7 @@ def plan_rows(repetitions: int) -> Iterator[Row]:
         ranks = [stage_rank(rank % ep, num_layers, num_local) for rank in range(num_ranks)]
         if is_grouped:
             ranks = [replace(each, grouped_layers=frozenset(layers)) for each in ranks]
-        strategy = SparseStrategy(0, ranks, layers, SparseSettings(window=6, longest=8))
+        strategy = SparseStrategy(0, ranks, layers, SparseConfig(window="6", max_window=8))
         generator = np.random.default_rng(0)
         shape = (num_layers, ep * num_local)
         another = partial(plan_another_order, strategy, generator, shape)
@@ -370,7 +371,7 @@ def plan_rows(repetitions: int) -> Iterator[Row]:
         counts = generator.integers(0, 1000, shape)
         for _ in range(2):  # the first plan orders by them, later ones find them again
             strategy.add_tokens(counts)
-            strategy.plan_window(0)
+            strategy.note_begun(strategy.plan_window(0))
         same = partial(strategy.plan_window, 0)
         yield name, "plan_window, 6, same order", time_of(same, repetitions)
 
@@ -390,7 +391,9 @@ def plan_another_order(
 ) -> None:
     """Plan a window for which the experts are ordered anew."""
     strategy.add_tokens(generator.integers(0, 1000, shape))
-    assert strategy.plan_window(0).facts["reordered"]
+    plan = strategy.plan_window(0)
+    assert plan.facts["reordered"]
+    strategy.note_begun(plan)
 
 
 def _table(rows: Iterator[Row], headers: Sequence[str]) -> str:

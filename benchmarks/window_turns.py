@@ -131,10 +131,10 @@ def _take_turns(window_of: dict[int, int | None]) -> None:
     def plan_as_told(
         strategy: SparseStrategy, iteration: int, *, is_last: bool = False
     ) -> WindowPlan:
-        own = strategy.window
-        strategy.window = window_of.get(iteration) or own
+        own = strategy.length.now
+        strategy.length.now = window_of.get(iteration) or own
         plan = plan_window(strategy, iteration, is_last=is_last)
-        strategy.window = own
+        strategy.length.now = own
         return plan
 
     def is_due_as_told(engine: CheckpointEngine, iteration: int) -> bool:

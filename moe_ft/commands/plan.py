@@ -16,7 +16,7 @@ from moe_ft.strategies.interface import ModelFacts
 _USAGE = "python -m moe_ft plan [OPTIONS] -- COMMAND LINE OF TRAINING"
 _EXAMPLE = (
     "python -m moe_ft plan --bandwidth 25GB --iteration-s 2 -- torchrun --nproc-per-node 8 "
-    "pretrain_gpt_moe.py --num-layers 24 ... --moe-ft-strategy sparse"
+    "pretrain_gpt_moe.py --num-layers 24 ... --moe-ft-strategy NAME"
 )
 _DEFAULT_RANKS_PER_NODE = 8
 
@@ -130,7 +130,7 @@ def _render(job: PlannedJob, command: TrainingCommand) -> str:
         num_experts=command.args.num_experts or 0, num_iterations=job.train_iterations
     )
     registry.check(job.config, model)
-    return kind.plan(job)
+    return kind.report(job)
 
 
 def _ranks(options: argparse.Namespace, command: TrainingCommand) -> tuple[int, int]:

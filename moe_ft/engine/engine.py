@@ -182,6 +182,7 @@ class CheckpointEngine:
 
     def _votes(self, turn: Turn = Turn.TRY) -> Votes:
         window = self._windows.open
+        self._strategy.note_measured(self._profile.copied_bytes, self._profile.flow_bytes)
         return Votes(
             state=self._windows.state,
             is_ready=self._windows.has_room,
@@ -190,7 +191,7 @@ class CheckpointEngine:
             is_protected=window is None or window.is_protected,
             can_grow=window is None or not window.has_failed,
             turn=turn,
-            strategy=self._strategy.values(self._profile.copied_bytes, self._profile.flow_bytes),
+            strategy=self._strategy.values(),
             tuner=[] if self._tuner is None else self._tuner.values(),
         )
 
@@ -276,11 +277,11 @@ class CheckpointEngine:
         if window is None or window.last is None:
             return
         last = window.last
-        self._strategy.note_complete(last.iteration)
+        self._strategy.note_complete(window.plan, last.iteration)
         for job in window.jobs:
             self._profile.note(job.num_bytes, job.copy_s, job.commit_s, job.replicate_s)
         if facts := window.facts():
-            self._messages.tell_window(last.iteration, facts, self._profile)
+            self._messages.tell_window(last.iteration, facts, self._profile, window.plan.hint)
         if votes.is_protected and not self._has_removed_left_overs:
             self._has_removed_left_overs = True
             with self._reports.catching("memory", last.iteration):

@@ -66,13 +66,16 @@ class Messages:
             self._printed_s[part] = now
             self._print(f", {failure}")
 
-    def tell_window(self, iteration: int, facts: dict[str, Any], profile: SnapshotProfile) -> None:
+    def tell_window(
+        self, iteration: int, facts: dict[str, Any], profile: SnapshotProfile, hint: str
+    ) -> None:
         """Say what a window was like, and once for each length if training has to wait for it.
 
         Args:
             iteration: its last one.
             facts: see `OpenWindow.facts`.
             profile: what snapshots have taken so far.
+            hint: how to make them smaller.
         """
         length, own_most = facts["length"], max(facts["bytes"], default=0)
         own_stall_s = profile.expected_stall_s(own_most)
@@ -83,8 +86,7 @@ class Messages:
         if is_new and self._speaks and stall_s > _NOTABLE_STALL * profile.iteration_s:
             self._print(
                 f": windows of {length} snapshots with up to {most / 2**20:.1f} MiB each hold up every "
-                f"iteration by about {stall_s:.3f} s of {profile.iteration_s:.3f} s. A longer "
-                "--moe-ft-window or --moe-ft-max-window, or more ranks, make them smaller."
+                f"iteration by about {stall_s:.3f} s of {profile.iteration_s:.3f} s. {hint}"
             )
 
     def _print(self, text: str) -> None:

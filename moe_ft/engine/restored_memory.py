@@ -1,8 +1,8 @@
 """What a recovery leaves in a rank's regions, until the first new window is complete and replaces it.
 
 After the loss of a node its new ranks' state is in the memory of one other node, as is the state of the ranks
-whose replicas it kept. A second loss before the next window is complete must not be the end, and a sparse
-window takes a while: so what was read from a peer is kept here too, and peers that lack it get it.
+whose replicas it kept. A second loss before the next window is complete must not be the end, and a window of
+several snapshots takes a while: so what was read from a peer is kept here too, and peers that lack it get it.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ from moe_ft.engine.pool import PoolVersions
 from moe_ft.engine.regions import Region, Role
 from moe_ft.engine.storage import file_tag, rank_path
 from moe_ft.format.files import Identity
-from moe_ft.strategies.interface import Strategy
+from moe_ft.strategies.interface import PersistPlan, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +64,7 @@ class StorageSchedule:
         self._identity, self._rank = identity, rank
         self._num_complete = 0
         self._newest_index = ""  # of this rank in the newest complete checkpoint
+        self._planned = PersistPlan()  # for what is being written
         self._unconfirmed: _Written | None = None
         self._confirmed: _Written | None = None
         self._unasked: Region | None = None  # the writer could not be asked to write it
@@ -122,7 +123,8 @@ class StorageSchedule:
             raise
 
     def _ask(self, region: Region, tag: str, *, is_last: bool) -> None:
-        names = {str(unit) for unit in self._strategy.plan_persist(is_last=is_last)}
+        self._planned = self._strategy.plan_persist(is_last=is_last)
+        names = {str(unit) for unit in self._planned.units}
         if self._client.has_lost_previous:  # there is nothing to build on: everything goes again
             self._newest_index = ""
             names = set(self._versions.newest)
@@ -150,7 +152,7 @@ class StorageSchedule:
             return None
         if can_persist:
             self._confirmed, self._newest_index = self._unconfirmed, self._unconfirmed.index
-            self._strategy.note_persisted()
+            self._strategy.note_persisted(self._planned)
         self._unconfirmed = None
         return can_persist
 

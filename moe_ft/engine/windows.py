@@ -139,6 +139,7 @@ class Windows:
         assert region is not None
         region.advance(Role.SNAPSHOT)
         plan = self._strategy.plan_window(iteration, is_last=is_last)
+        self._strategy.note_begun(plan)
         layout = self._layout(plan)
         self.open = OpenWindow(plan=plan, layout=layout, region=region, is_last=is_last)
         self._take(self.open, iteration, capture)

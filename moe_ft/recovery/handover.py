@@ -30,7 +30,7 @@ def hand_over(
     rotating = {str(unit) for unit in strategy.rotating}
     fetched, sources = recovered.fetched, recovered.plan.sources[rank]
     is_stored = any(source.tier is Tier.STORAGE for source in sources)
-    # With a pool a state is in more than its region: strategy partial takes the next one at once.
+    # With a pool a state is in more than its region: the next one is taken at once.
     is_at_risk = strategy.saves_all and not is_stored
     is_in_place = is_at_risk and _is_in_place(fetched)
     window = _window_of(fetched) if is_at_risk and not is_in_place else None

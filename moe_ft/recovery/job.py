@@ -8,8 +8,8 @@ from moe_ft.format.records import IterationRecord
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.recovery import Tier
 from moe_ft.recovery.conversion import Conversion
-from moe_ft.recovery.job_loss import JobLoss
 from moe_ft.state.parameters import StatePlaces
+from moe_ft.strategies.interface import JobLoss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

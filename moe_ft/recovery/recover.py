@@ -333,7 +333,7 @@ class Recoverer:
     ) -> Conversion | None:
         """Read a state; return None, and say why in `rejected`, if a rank lacks something of it."""
         rank, catalog = self._site.rank, target.catalog
-        always = list(strategy.plan_window(plan.iteration).snapshots[0].levels)
+        always = list(strategy.always)
         fetched = fetch(plan.sources[rank], always, catalog, readers)
         if fetched.index is not None and fetched.index.origins.get(FROZEN) != origins.get(FROZEN):
             fetched.missing.append(

@@ -7,16 +7,12 @@ from typing import Any
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.format.files import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
-from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.job import JobFacts
-from moe_ft.recovery.job_loss import JobLoss, add_up
 from moe_ft.recovery.preflight import Site
 from moe_ft.recovery.recover import Recovered
-from moe_ft.recovery.rotating import by_expert, versions_in
-from moe_ft.strategies.interface import Strategy
-from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.recovery.rotating import versions_in
+from moe_ft.strategies.interface import JobLoss, Resumed, Strategy
 from moe_ft.strategies.registry import chosen
-from moe_ft.strategies.sparse.strategy import SparseStrategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,38 +63,33 @@ def make_identity(
 
 
 def resume_strategy(
-    strategy: Strategy,
-    recovered: Recovered,
-    experts: ExpertFacts,
-    stage: StageSum,
-    agreement: Agreement,
+    strategy: Strategy, recovered: Recovered, stage: StageSum, agreement: Agreement
 ) -> JobLoss | None:
-    """Tell a strategy what was recovered; return what that cost, None where nothing is lost.
+    """Tell a strategy what was recovered; return what that cost the job, None if nothing.
 
     Called by all ranks.
 
     Args:
         strategy: of this start.
         recovered: on this rank.
-        experts: of the model.
         stage: the ranks of this one's stage.
         agreement: all ranks.
     """
     index = recovered.fetched.index
     assert index is not None and recovered.plan is not None
-    if isinstance(strategy, SparseStrategy):
-        strategy.resume(index.window)
-    if not isinstance(strategy, PartialStrategy):
-        return None
-    units = sorted(strategy.rotating)
     persisted = {}
-    for found in stage.gather(versions_in(recovered.previous[1], units)):
-        persisted.update(found)
+    if not strategy.saves_all:
+        units = sorted(strategy.rotating)
+        for found in stage.gather(versions_in(recovered.previous[1], units)):
+            persisted.update(found)
     loss = strategy.resume(
-        index.progress or strategy.nothing_counted(),
-        recovered.plan.iteration,
-        by_expert(recovered.rotating.versions),
-        by_expert(persisted),
-        recovered.rotating.gaps,
+        Resumed(
+            iteration=recovered.plan.iteration,
+            window=index.window,
+            progress=index.progress,
+            restored=recovered.rotating.versions,
+            persisted=persisted,
+            gaps_before=recovered.rotating.gaps,
+        )
     )
-    return add_up(agreement.gather(loss), strategy, experts)
+    return strategy.settle_losses(agreement.gather(loss))

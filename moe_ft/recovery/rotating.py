@@ -15,7 +15,7 @@ from moe_ft.planning.recovery import Source
 from moe_ft.planning.token_ledger import UnitVersion
 from moe_ft.recovery.restore import FetchedState, Readers, fetch_unit
 from moe_ft.state.catalog import UnitCatalog
-from moe_ft.units import UnitId, parse_unit
+from moe_ft.units import UnitId
 
 Version = tuple[int, int]  # incarnation, iteration
 Gather = Callable[[Any], list[Any]]  # of the ranks of the stage
@@ -180,12 +180,6 @@ def _read(
             fetched.add(found)
             return True
     return False
-
-
-def by_expert(versions: Mapping[str, UnitVersion]) -> dict[tuple[str, int], UnitVersion]:
-    """Return versions by layer name and expert."""
-    units = {name: parse_unit(name) for name in versions}
-    return {(units[name].layer_name, units[name].expert): versions[name] for name in versions}
 
 
 def versions_in(index: Index | None, units: Sequence[UnitId]) -> dict[str, UnitVersion]:

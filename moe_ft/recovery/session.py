@@ -176,9 +176,7 @@ class Session:
                 say(f"warning: what is recovered had been kept with {kept}: it is not exact")
             conversion = recovered.conversion
             recovery.conversion = conversion if conversion and conversion.num_replays else None
-            recovery.loss = resume_strategy(
-                self._strategy, recovered, self._facts.experts, self._stage, self._agreement
-            )
+            recovery.loss = resume_strategy(self._strategy, recovered, self._stage, self._agreement)
         self._start_engine(recovered, origins, peers, server)
         return recovery
 

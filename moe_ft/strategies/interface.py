@@ -1,7 +1,13 @@
-"""Strategies: which units a snapshot holds at which level. Pure; the engine knows only this interface."""
+"""Interface of the strategies: what the engine and recovery ask of one, and what they tell it.
+
+A strategy decides which units each snapshot holds at which level. It copies nothing, sends nothing and reads
+no clock. Its properties and `plan_window`, `possible_windows`, `is_whole`, `values` and `plan_persist` change
+nothing, however often they are asked. What a strategy has to remember of an answer travels in the plan's memo
+and comes back with `note_begun`, `note_complete` and `note_persisted`.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -9,23 +15,23 @@ from typing import Any, Protocol
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import Part
 from moe_ft.errors import ConfigError
-from moe_ft.format.records import ExpertProgress
+from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.experts import Counts, ExpertFacts
-from moe_ft.planning.lost_tokens import Gaps
 from moe_ft.planning.planned_job import PlannedJob
+from moe_ft.planning.token_ledger import Loss, UnitVersion
 from moe_ft.units import Level, UnitId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPlan:
-    """What one snapshot of a rank holds.
+    """Contents of one snapshot of a rank.
 
     Attributes:
-        levels: units that go into the region, together.
-        rotating: the units that this snapshot holds and others do not, with their routed tokens and
-            their gaps (lost_tokens.py); they go into slots of the pool, at FULL.
-        shares: ``[data-parallel rank]`` how the ranks that hold state alike divide the part of it that
-            every snapshot holds; None for the division that was made at start.
+        levels: units that go into the region.
+        rotating: units that this snapshot holds and others do not, each with its routed tokens and its gaps
+            (planning/lost_tokens.py); they go into slots of the pool, at FULL.
+        shares: ``[data-parallel rank]`` division of the state that every snapshot holds and all these ranks
+            have; None for the division that was made at start.
         progress: returns what the index says of all experts; None without experts to count.
     """
 
@@ -37,123 +43,170 @@ class SnapshotPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowPlan:
-    """What consecutive snapshots of a rank hold, which together hold every unit that is to be saved.
+    """Contents of consecutive snapshots of a rank, which together hold every unit that is to be saved.
 
     Attributes:
         snapshots: ``[snapshot]``.
-        key: what windows of one strategy have in common whose units lie alike in the region.
-        facts: what the event log says of the window; nothing where all are alike.
+        key: equal for windows of one strategy whose units lie in the region in the same places.
+        facts: fields of the event about this window; empty for windows that are all the same.
+        hint: a sentence on how to make such snapshots smaller; empty if there is no way.
+        memo: for the strategy alone, see `Strategy.note_begun`.
     """
 
     snapshots: tuple[SnapshotPlan, ...]
     key: Hashable = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    hint: str = ""
+    memo: Any = field(default=None, compare=False, repr=False)
 
 
-class Strategy(Protocol):
-    """Decides what each snapshot holds; the same on every rank that shares a unit."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PersistPlan:
+    """Rotating units of a rank whose versions in memory go to storage.
+
+    Attributes:
+        units: of this rank.
+        memo: for the strategy alone, see `Strategy.note_persisted`.
+    """
+
+    units: frozenset[UnitId] = frozenset()
+    memo: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """State that a recovery has put back, as the strategy needs to know it.
+
+    Attributes:
+        iteration: of the state.
+        window: snapshots in the window that it was recovered from.
+        progress: of its experts; None if the strategy that saved it counted no tokens.
+        restored: versions of the rotating units of the stage, by unit name; a unit that is missing got the
+            state that the run began with.
+        persisted: likewise, the versions in the newest checkpoint on storage.
+        gaps_before: ``[expert]`` by layer name, of the newest state that is known.
+    """
+
+    iteration: int
+    window: int = 1
+    progress: ExpertProgress | None = None
+    restored: Mapping[str, UnitVersion] = field(default_factory=dict)
+    persisted: Mapping[str, UnitVersion] = field(default_factory=dict)
+    gaps_before: Mapping[str, Sequence[Gaps]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobLoss:
+    """Cost of a recovery for the whole job: nothing, unless a strategy says otherwise.
+
+    Attributes:
+        lost_tokens, plt: by this recovery.
+        total_plt: by all recoveries of the state so far.
+    """
+
+    lost_tokens: int = 0
+    plt: float = 0.0
+    total_plt: float = 0.0
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the recovery's event."""
+        return {"lost_tokens": self.lost_tokens, "plt": self.plt}
+
+
+class Strategy(ABC):
+    """Decides the contents of each snapshot of a rank, in agreement with all ranks that share a unit.
+
+    The defaults are those of a strategy whose windows all hold every unit. Owned by the training thread.
+    """
+
+    saves_all = True
+    """Whether every window holds every unit; the same on all ranks."""
+
+    rotating: frozenset[UnitId] = frozenset()
+    """Units of this rank that only some windows hold; their newest versions are kept."""
+
+    counted_layers: tuple[str, ...] = ()
+    """MoE layers of the stage whose tokens `add_tokens` wants, of iterations that were not skipped."""
 
     @property
-    def saves_all(self) -> bool:
-        """Whether every window holds every unit."""
-        ...
-
-    @property
-    def rotating(self) -> frozenset[UnitId]:
-        """Units of this rank that only some windows hold; their newest versions are kept."""
-        ...
-
-    @property
-    def most_rotating(self) -> int:
-        """The most of them that one snapshot of this rank holds."""
-        ...
-
-    @property
-    def counted_layers(self) -> tuple[str, ...]:
-        """MoE layers of the stage whose tokens `add_tokens` wants, of iterations that were not skipped."""
-        ...
-
-    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
-        """Return what the snapshots of a window hold.
-
-        Args:
-            iteration: of the state that the first one is of.
-            is_last: whether training has ended, so that there is no further iteration for a second
-                snapshot, and windows are taken until `is_whole`.
-        """
-        ...
-
-    def possible_windows(self) -> list[WindowPlan]:
-        """Return windows that have all keys of the first plans, and the most memory that any may take."""
-        ...
+    @abstractmethod
+    def always(self) -> Collection[UnitId]:
+        """Units of this rank that every window holds."""
 
     @property
     def memory_margin(self) -> float:
-        """How much more memory than `possible_windows` another one may take, as a fraction."""
-        ...
+        """Fraction by which a window may take more memory than each of `possible_windows`."""
+        return 0.0
+
+    @property
+    def most_rotating(self) -> int:
+        """The largest number of rotating units in a snapshot of this rank."""
+        return 0
+
+    @abstractmethod
+    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+        """Return the contents of the next window.
+
+        Args:
+            iteration: of the state in the first snapshot.
+            is_last: whether training has ended, so that there is no further iteration for a second
+                snapshot, and windows are taken until `is_whole`.
+        """
+
+    def possible_windows(self) -> list[WindowPlan]:
+        """Return windows that have all keys of the first plans, and the most memory that any may take."""
+        return [self.plan_window(0)]
 
     def is_whole(self, iteration: int) -> bool:
         """Return whether the complete windows hold every unit of the stage at this iteration."""
-        ...
+        return True
 
-    def values(self, copied_bytes: float | None, flow_bytes: float | None) -> list[int]:
-        """Return what goes into the agreement, which takes the least; equally many at each call.
+    def values(self) -> list[int]:
+        """Return this rank's part of the agreement, which takes the least; always equally many."""
+        return []
 
-        Args:
-            copied_bytes: what this rank can copy while forward and backward run, None until measured.
-            flow_bytes: what it can commit and replicate in an iteration, None until measured.
-        """
-        ...
-
-    def agree(self, values: list[int]) -> dict[str, int]:
-        """Act on the least values over all ranks; return what that changed, by name."""
-        ...
-
-    def add_tokens(self, counts: Counts) -> None:
-        """Note the ``[layer, expert]`` tokens that the experts of the stage got in an iteration."""
-        ...
-
-    def note_complete(self, iteration: int) -> None:
-        """All ranks have the window of the last plan, which ends at this iteration."""
-        ...
-
-    def plan_persist(self, *, is_last: bool = False) -> frozenset[UnitId]:
+    def plan_persist(self, *, is_last: bool = False) -> PersistPlan:
         """Return the rotating units of this rank whose versions in memory go to storage now.
 
         Args:
             is_last: whether training has ended: everything goes.
         """
-        ...
+        return PersistPlan()
 
-    def note_persisted(self) -> None:
-        """The checkpoint of the last `plan_persist` is complete on storage."""
-        ...
+    def add_tokens(self, counts: Counts) -> None:
+        """Note the ``[layer, expert]`` tokens that the experts of the stage got in an iteration."""
 
+    def note_measured(self, copied_bytes: float | None, flow_bytes: float | None) -> None:
+        """Note what this rank can do in an iteration, before `values` are asked for.
 
-class SingleSnapshots(ABC):
-    """Windows of one snapshot, for strategies that need no others."""
+        Args:
+            copied_bytes: that it can copy while forward and backward run, None until measured.
+            flow_bytes: that it can commit and replicate, None until measured.
+        """
 
-    memory_margin = 0.0
+    def agree(self, values: list[int]) -> dict[str, int]:
+        """Act on the least values over all ranks; return what that changed, by name."""
+        return {}
 
-    @abstractmethod
-    def plan(self, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
-        """Return what the snapshot of an iteration holds; see `Strategy.plan_window`."""
+    def note_begun(self, plan: WindowPlan) -> None:
+        """Note that a planned window was begun. Called on all ranks."""
 
-    @abstractmethod
-    def possible_plans(self) -> list[SnapshotPlan]:
-        """Return plans such that every plan divides what data-parallel ranks share like one of them."""
+    def note_complete(self, plan: WindowPlan, iteration: int) -> None:
+        """Note that all ranks have a window, which ends at this iteration."""
 
-    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
-        """Return the plan as a window."""
-        return _window_of(self.plan(iteration, is_last=is_last))
+    def note_persisted(self, plan: PersistPlan) -> None:
+        """Note that the checkpoint with these units is complete on storage."""
 
-    def possible_windows(self) -> list[WindowPlan]:
-        """Return the plans as windows."""
-        return [_window_of(plan) for plan in self.possible_plans()]
+    def resume(self, resumed: Resumed) -> Loss | None:
+        """Continue from a recovered state; return its cost for the stage, None if it has none.
 
+        Called on all ranks.
+        """
+        return None
 
-def _window_of(plan: SnapshotPlan) -> WindowPlan:
-    return WindowPlan(snapshots=(plan,), key=plan.shares)
+    def settle_losses(self, losses: Sequence[Loss | None]) -> JobLoss | None:
+        """Act on what the stages of all ranks have lost; return the cost for the job, None if it has none."""
+        return None
 
 
 class Counting(Enum):
@@ -262,14 +315,14 @@ class StrategyKind(ABC):
         Called a second time when the number of iterations is known.
         """
 
-    def plan(self, job: PlannedJob) -> str:
-        """Return what `python -m moe_ft plan` says of a job.
+    def report(self, job: PlannedJob) -> str:
+        """Return what `python -m moe_ft plan` says of this strategy for a job.
 
         Raises:
-            ConfigError: if the strategy cannot plan the job, or any.
+            ConfigError: if the job cannot be planned.
         """
         raise ConfigError(
-            f"--moe-ft-strategy={self.name} cannot be planned: it has no plan. Name another one."
+            f"--moe-ft-strategy={self.name} cannot be planned: it brings no report. Name another strategy."
         )
 
     @abstractmethod

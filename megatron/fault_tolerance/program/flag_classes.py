@@ -8,7 +8,7 @@ Every flag is in one class, for any value but its default:
 - captured, so that a recovery is exact. Where it is captured:
     - fingerprint: decides which function the state is the state of, how it is divided among the ranks, or
       which data it has seen. State of a run with another value is refused.
-    - replay: also decides what an iteration computes. Iterations of a sparse window are run again with the
+    - replay: also decides what an iteration computes. Iterations of a longer window are run again with the
       same value only. A strategy that runs none again lets it change from start to start.
     - record: decides values that move during training, which every record of an iteration holds (learning
       rates, loss scales, positions). May be changed at any start.

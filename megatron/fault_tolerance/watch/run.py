@@ -29,12 +29,11 @@ from moe_ft.faults import Phase
 from moe_ft.format.records import IterationRecord
 from moe_ft.recovery.attempts import describe
 from moe_ft.recovery.job import Recovery
-from moe_ft.recovery.job_loss import JobLoss
 from moe_ft.recovery.session import Session
 from moe_ft.state.digest import StateDigest, digest_state
 from moe_ft.state.record import IterationFacts, apply_rng
 from moe_ft.state.router_load import RouterLoad, table
-from moe_ft.strategies.interface import Counting
+from moe_ft.strategies.interface import Counting, JobLoss
 from moe_ft.strategies.registry import kind_of
 
 
@@ -194,7 +193,7 @@ class TrainingRun:
             replayed_iterations=num_replayed,
             start=recovery.start,
             writer=recovery.writer,
-            **_loss_fields(recovery.loss),
+            **(recovery.loss or JobLoss()).fields(),
             sources={tier.value: count for tier, count in recovery.sources.items()},
             phases_s=recovery.phases_s,
             deterministic=recovery.is_deterministic,
@@ -449,19 +448,3 @@ class TrainingRun:
         self.event_log.write(
             "state_digest", self.iteration, sha256=digest.sha256, sha256_all=digest.sha256_all
         )
-
-
-def _loss_fields(loss: JobLoss | None) -> dict[str, Any]:
-    """Return what a recovery event says of lost tokens; nothing is lost without a lossy strategy."""
-    if loss is None:
-        return {"lost_tokens": 0, "plt": 0.0}
-    return {
-        "lost_tokens": loss.lost_tokens,
-        "plt": loss.plt,
-        "repeated_tokens": loss.repeated_tokens,
-        "total_lost_tokens": loss.total_lost_tokens,
-        "total_plt": loss.total_plt,
-        "lost_per_expert": {layer: list(counts) for layer, counts in loss.per_expert.items()},
-        "k_snapshot": loss.k_snapshot,
-        "k_persist": loss.k_persist,
-    }

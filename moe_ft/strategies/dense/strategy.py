@@ -1,52 +1,23 @@
 """The strategy `dense`: every unit in full in every snapshot. Sources: CheckFreq, Gemini."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from moe_ft.planning.experts import Counts
-from moe_ft.strategies.interface import SingleSnapshots, SnapshotPlan
+from moe_ft.strategies.interface import SnapshotPlan, Strategy, WindowPlan
 from moe_ft.units import Level, UnitId
 
 
-class DenseStrategy(SingleSnapshots):
-    """Every unit FULL in every snapshot. Sources: CheckFreq, Gemini."""
-
-    saves_all = True
-    rotating: frozenset[UnitId] = frozenset()
-    most_rotating = 0
-    counted_layers: tuple[str, ...] = ()
+class DenseStrategy(Strategy):
+    """Takes windows of one snapshot with everything in it."""
 
     def __init__(self, units: Iterable[UnitId]) -> None:
-        self._plan = SnapshotPlan(levels=dict.fromkeys(units, Level.FULL))
+        snapshot = SnapshotPlan(levels=dict.fromkeys(units, Level.FULL))
+        self._plan = WindowPlan(snapshots=(snapshot,))
 
-    def plan(self, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
-        """Return FULL for every unit."""
+    @property
+    def always(self) -> Collection[UnitId]:
+        """All units."""
+        return self._plan.snapshots[0].levels.keys()
+
+    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+        """Return the same window every time."""
         return self._plan
-
-    def possible_plans(self) -> list[SnapshotPlan]:
-        """Return the only one."""
-        return [self._plan]
-
-    def is_whole(self, iteration: int) -> bool:
-        """Every snapshot is."""
-        return True
-
-    def values(self, copied_bytes: float | None, flow_bytes: float | None) -> list[int]:
-        """Nothing is agreed on."""
-        return []
-
-    def agree(self, values: list[int]) -> dict[str, int]:
-        """Nothing changes."""
-        return {}
-
-    def add_tokens(self, counts: Counts) -> None:
-        """Nothing depends on them."""
-
-    def note_complete(self, iteration: int) -> None:
-        """Nothing depends on it."""
-
-    def plan_persist(self, *, is_last: bool = False) -> frozenset[UnitId]:
-        """Nothing rotates."""
-        return frozenset()
-
-    def note_persisted(self) -> None:
-        """Nothing depends on it."""

@@ -56,6 +56,11 @@ class PartialConfig(Part):
         """The experts in a snapshot, None for automatic; raises ConfigError if it is neither."""
         return self.number_or_auto("k_snapshot")
 
+    @property
+    def is_load_aware(self) -> bool:
+        """True if experts are selected by their unsaved tokens, and not in turn."""
+        return self.selection == "load-aware"
+
     def check(self, world_size: int) -> None:
         """Raise ConfigError if storage wants more than memory has, or nothing rotates."""
         k_snapshot = self.k_in_memory
@@ -69,20 +74,3 @@ class PartialConfig(Part):
                 "--moe-ft-partial-covers=weights with --moe-ft-master-always-full leaves nothing that a "
                 "snapshot could leave out. Drop one of them, or use --moe-ft-strategy dense."
             )
-
-    def check_experts(self, num_experts: int) -> None:
-        """Raise ConfigError if the model does not have so many experts.
-
-        Args:
-            num_experts: per MoE layer; 0 for a model without experts.
-        """
-        if num_experts == 0:
-            raise ConfigError(
-                "--moe-ft-strategy=partial needs a model with experts (--num-experts). Use dense."
-            )
-        for flag, k in (("snapshot", self.k_in_memory), ("persist", self.k_persist)):
-            if k is not None and k > num_experts:
-                raise ConfigError(
-                    f"--moe-ft-k-{flag}={k} must be at most --num-experts={num_experts}. Lower it, or use "
-                    "--moe-ft-strategy dense to save all experts each time."
-                )

@@ -8,13 +8,11 @@ from moe_ft.planning.experts import ExpertLayout, experts_of_stage
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.experts_per_layer import PlannedRun
 from moe_ft.strategies.partial.report import render
-from moe_ft.strategies.partial.strategy import (
-    PartialSettings,
-    PartialStrategy,
-    RankShare,
-    divide_units,
-)
+from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.strategies.partial.units import divide_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class Partial(StrategyKind):
     def can_shard_adaptively(self, config: MoeFtConfig) -> bool:
         """Return whether the selection is known in advance."""
         options: PartialConfig = self.options_in(config)
-        return options.selection == "sequential"
+        return not options.is_load_aware
 
     def check(self, config: MoeFtConfig, model: ModelFacts) -> None:
         """Raise ConfigError if the model has too few experts."""
@@ -52,7 +50,7 @@ class Partial(StrategyKind):
                     "use --moe-ft-strategy dense to save all experts each time."
                 )
 
-    def plan(self, job: PlannedJob) -> str:
+    def report(self, job: PlannedJob) -> str:
         """Return the plan of a job."""
         return render(job, self.options_in(job.config))
 
@@ -67,12 +65,7 @@ class Partial(StrategyKind):
         layout = ExpertLayout(
             num_layers=len(layers), num_experts=experts.num_experts, ep_size=experts.ep_size
         )
-        settings = PartialSettings(
-            k_snapshot=options.k_in_memory,
-            k_persist=options.k_persist,
-            is_load_aware=options.selection == "load-aware",
-            raises_k=options.dynamic_k,
-            plt_limit=options.plt_limit,
+        run = PlannedRun(
             interval=config.strategy.interval_iterations,
             planned_tokens=experts.planned_tokens,
             tokens_per_iteration=experts.tokens_per_iteration,
@@ -84,7 +77,7 @@ class Partial(StrategyKind):
             replicated_bytes=facts.replicated_bytes * (config.strategy.sharding == "adaptive"),
             ep_ranks=tuple(facts.dp_ep_ranks),
         )
-        return PartialStrategy(always, own, layers, layout, settings, share, frozen)
+        return PartialStrategy(always, own, layers, layout, options, run, share, frozen)
 
 
 PARTIAL = Partial(

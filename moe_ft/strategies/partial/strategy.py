@@ -1,22 +1,30 @@
 """The strategy `partial`: non-expert state and k experts per MoE layer in each snapshot (MoC-System).
 
-Which experts is selection.py, counting their tokens token_ledger.py. All ranks of a stage have the same
-numbers and so choose the same; what differs is which of the experts are on the rank.
+selection.py chooses the experts, token_ledger.py counts their tokens. All ranks of a stage have the same
+numbers and so choose the same experts; only the experts that a rank has are different.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial as bind
 
 import numpy as np
 
-from moe_ft.format.records import ExpertProgress
-from moe_ft.planning.experts import Counts, ExpertLayout
-from moe_ft.planning.lost_tokens import Gaps, expected_plt, next_k
-from moe_ft.planning.sharding import adaptive_shares
-from moe_ft.planning.token_ledger import NEVER, Loss, TokenLedger, UnitVersion
-from moe_ft.strategies.interface import SingleSnapshots, SnapshotPlan
+from moe_ft.format.records import ExpertProgress, Gaps
+from moe_ft.planning.experts import Counts, Expert, ExpertLayout
+from moe_ft.planning.token_ledger import Loss, TokenLedger, UnitVersion
+from moe_ft.strategies.interface import (
+    JobLoss,
+    PersistPlan,
+    Resumed,
+    SnapshotPlan,
+    Strategy,
+    WindowPlan,
+)
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.experts_per_layer import ExpertsPerLayer, PlannedRun
+from moe_ft.strategies.partial.loss import add_up, job_loss
 from moe_ft.strategies.partial.selection import (
     Selection,
     advance,
@@ -29,61 +37,41 @@ from moe_ft.strategies.partial.selection import (
     select_to_persist,
     sequential_bottleneck,
 )
-from moe_ft.units import Level, Part, UnitId, UnitKind
-
-_SNAPSHOTS_BETWEEN_CHANGES = 10
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartialSettings:
-    """What the flags say.
-
-    Attributes:
-        k_snapshot: experts per MoE layer in each snapshot; None for as many as forward and backward hide.
-        k_persist: of each layer, that go to storage.
-        is_load_aware: selection by unsaved tokens, else sequential.
-        raises_k: Dynamic-K: doubles k when one more fault could take the PLT past the share of plt_limit
-            that k has.
-        interval: iterations between snapshots, None for automatic.
-        planned_tokens: tokens times top-k that a layer processes in the whole planned run.
-        tokens_per_iteration: tokens times top-k of an iteration, on average over the planned run.
-    """
-
-    k_snapshot: int | None
-    k_persist: int
-    is_load_aware: bool
-    raises_k: bool
-    plt_limit: float
-    interval: int | None
-    planned_tokens: int
-    tokens_per_iteration: int
+from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.versions import Versions
+from moe_ft.units import Level, UnitId, parse_unit
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankShare:
-    """What a rank of the stage saves, in bytes, and who shares the state that is replicated.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Turn:
+    """Changes that one snapshot makes once it is complete.
 
     Attributes:
-        always_bytes: what every snapshot of this rank holds.
-        unit_bytes: the largest of its rotating units.
-        replicated_bytes: state that the data-parallel ranks hold alike, which adaptive sharding divides
-            anew in each snapshot; 0 for a division that stays.
-        ep_ranks: ``[data-parallel rank]`` which expert-parallel rank it is.
+        selection: experts in it.
+        trained: ``[layer, expert]`` tokens of their versions.
+        start: position of the first layer in the next snapshot.
+        is_last: whether training has ended.
     """
 
-    always_bytes: int
-    unit_bytes: int
-    replicated_bytes: int = 0
-    ep_ranks: tuple[int, ...] = ()
+    selection: Selection
+    trained: Counts
+    start: int
+    is_last: bool
 
 
-class PartialStrategy(SingleSnapshots):
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Persist:
+    """Experts that go to storage, and the versions in memory when they were chosen."""
+
+    selection: Selection
+    versions: Versions
+
+
+class PartialStrategy(Strategy):
     """Owned by the training thread.
 
     Attributes:
-        rotating: this rank's units that only some snapshots hold.
-        counted_layers: MoE layers of the stage, in the order of the counts.
-        k_snapshot, k_persist: now.
+        k: experts per layer in a snapshot and in a checkpoint, now.
     """
 
     saves_all = False
@@ -94,9 +82,10 @@ class PartialStrategy(SingleSnapshots):
         rotating: Iterable[UnitId],
         layers: Sequence[str],
         experts: ExpertLayout,
-        settings: PartialSettings,
+        options: PartialConfig,
+        run: PlannedRun,
         share: RankShare,
-        frozen: Collection[tuple[str, int]] = (),
+        frozen: Collection[Expert] = (),
     ) -> None:
         """Make the strategy of one rank at the start of a run.
 
@@ -105,344 +94,227 @@ class PartialStrategy(SingleSnapshots):
             rotating: the others.
             layers: names of the stage's MoE layers, in the order of the counts.
             experts: of the stage.
-            settings: of the flags.
+            options: from the flags.
+            run: the plan of the whole run.
             share: of this rank.
-            frozen: experts of the stage, by layer name and number, that are not trained.
+            frozen: experts of the stage that are not trained.
         """
         self._always = dict.fromkeys(always, Level.FULL)
-        self._rotating = tuple(sorted(rotating))
-        self.rotating = frozenset(self._rotating)
-        self.counted_layers = self._layers = tuple(layers)
-        self._experts = experts
-        self._settings, self._share = settings, share
-        self.k_snapshot = settings.k_snapshot or 1
-        self.k_persist = min(settings.k_persist, experts.num_experts)
-        self._least_k = 1
-        self._start = 0  # position in the interleaved order of the first layer
-        self._interval = settings.interval or 1
-        self._saved_iteration: int | None = None
-        shape = (experts.num_layers, experts.num_experts)
+        self._own = tuple(sorted(rotating))
+        self.rotating = frozenset(self._own)
+        self.counted_layers = tuple(layers)
+        self._experts, self._options, self._run, self._share = experts, options, run, share
+        self.k = ExpertsPerLayer(options, run, experts.num_experts)
+        self._divisions = share.possible(experts, [] if self.k.is_auto else self.k.possible())
         self._ledger = TokenLedger(layers, experts.num_experts, frozen)
-        # Tokens whose updates the versions in memory and on storage incorporate, and their iterations.
-        self._saved, self._persisted = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        self._saved_at = np.full(shape, NEVER, np.int64)
-        self._persisted_at = np.full(shape, NEVER, np.int64)
-        self._planned: tuple[Selection, Counts, int] | None = None
-        self._persisting: Selection = ()
-        self._num_last = self._num_since_change = 0
-        self._is_last = False
-        self._divisions = {plan.shares for plan in self.possible_plans()}
+        self._saved = Versions.none(experts.num_layers, experts.num_experts)  # in memory
+        self._persisted = self._saved  # on storage
+        self._start = 0  # position of the first layer in the interleaved order
+        self._interval, self._saved_iteration = run.interval or 1, -1
+        self._num_last = 0  # snapshots since training has ended
+        self._copied_bytes: float | None = None
+
+    @property
+    def always(self) -> Collection[UnitId]:
+        """Everything but the experts, and the parts of experts that do not rotate."""
+        return self._always.keys()
 
     @property
     def _cursors(self) -> tuple[int, ...]:
-        return self._experts.first_cursors(self.k_snapshot, self._start)
+        return self._experts.first_cursors(self.k.snapshot, self._start)
 
     @property
     def most_rotating(self) -> int:
         """The most rotating units that a snapshot of this rank may ever hold."""
-        may_grow = self._settings.k_snapshot is None or self._settings.raises_k
-        if may_grow:
+        if self.k.may_grow:
             return len(self.rotating)
-        by_layer = Counter(unit.layer_name for unit in self._rotating)
-        return sum(min(self.k_snapshot, count) for count in by_layer.values())
+        by_layer = Counter(unit.layer_name for unit in self.rotating)
+        return sum(min(self.k.snapshot, count) for count in by_layer.values())
 
-    def plan(self, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
-        """Return the units of the next snapshot; what was planned and not completed is planned again."""
-        self._is_last = is_last
-        selection = self._select(iteration, is_last=is_last)
-        routed, trained = self._ledger.routed, self._ledger.trained
-        start = self._start if is_last else self._start + self.k_snapshot
+    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+        """Return one snapshot with the next experts; until it is complete, its experts are planned again."""
+        selection = self._select(is_last=is_last)
+        start = self._start if is_last else self._start + self.k.snapshot
         start %= self._experts.num_experts
-        self._planned = (selection, trained, start)
-        tokens = self._of_this_rank(selection, routed)
-        return SnapshotPlan(
+        snapshot = SnapshotPlan(
             levels=self._always,
-            rotating=tokens,
+            rotating=self._of_this_rank(selection),
             shares=None if is_last else self._shares(selection),
             progress=bind(
-                _progress,
-                self._layers,
-                start,
-                (self.k_snapshot, self.k_persist, self._least_k),
-                self._interval,
-                routed,
-                self._ledger.gaps,
-                self._settings.planned_tokens,
+                self._progress, start, self._ledger.routed, dict(self._ledger.gaps), self._k_now
             ),
         )
+        turn = _Turn(
+            selection=selection, trained=self._ledger.trained, start=start, is_last=is_last
+        )
+        return WindowPlan(snapshots=(snapshot,), key=snapshot.shares, memo=turn)
 
-    def _select(self, iteration: int, *, is_last: bool) -> Selection:
-        experts, k = self._experts, self.k_snapshot
+    def _select(self, *, is_last: bool) -> Selection:
+        experts, k = self._experts, self.k.snapshot
         if is_last:  # what is not of this iteration yet
-            return select_by_keys(experts, self._cursors, [self._saved_at], k)
-        if self._settings.is_load_aware:
-            unsaved = self._ledger.trained - self._saved
+            return select_by_keys(experts, self._cursors, [self._saved.iterations], k)
+        if self._options.is_load_aware:
+            unsaved = self._ledger.trained - self._saved.trained
             selection = select_load_aware(experts, self._cursors, unsaved, k)
         else:
             selection = select_sequential(experts, self._cursors, k)
-        if self._settings.k_snapshot is None:
-            behind = advance(experts, self._cursors, k)
-            return fill_up(experts, behind, selection)
+        if self.k.is_auto:
+            return fill_up(experts, advance(experts, self._cursors, k), selection)
         return selection
 
-    def _of_this_rank(self, selection: Selection, routed: Counts) -> dict[UnitId, tuple[int, Gaps]]:
+    def _of_this_rank(self, selection: Selection) -> dict[UnitId, tuple[int, Gaps]]:
         """Return the routed tokens and the gaps of the selected units that this rank has."""
+        routed, gaps = self._ledger.routed, self._ledger.gaps
         chosen = {
-            (layer, expert): (int(routed[index, expert]), self._ledger.gaps[layer][expert])
-            for index, layer in enumerate(self._layers)
+            (layer, expert): (int(routed[index, expert]), gaps[layer][expert])
+            for index, layer in enumerate(self.counted_layers)
             for expert in selection[index]
         }
         return {
             unit: chosen[unit.layer_name, unit.expert]
-            for unit in self._rotating
+            for unit in self._own
             if (unit.layer_name, unit.expert) in chosen
         }
 
     def _shares(self, selection: Selection) -> tuple[int, ...] | None:
-        """Return how replicated state is divided, equally if regions were not sized for the best way.
+        """Return the division of replicated state, the equal one if regions were not sized for the best one.
 
         That happens when a recovery brings back a k that the flags of this start cannot lead to.
         """
-        shares = self._divide(rank_counts(self._experts, selection))
+        shares = self._share.divide(rank_counts(self._experts, selection))
         return shares if shares in self._divisions else None
 
-    def _divide(self, counts: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the shares of replicated state for ``[expert-parallel rank]`` selected experts."""
-        share = self._share
-        if not share.replicated_bytes:
-            return None
-        loads = [counts[ep_rank] * share.unit_bytes for ep_rank in share.ep_ranks]
-        return tuple(adaptive_shares(share.replicated_bytes, loads))
+    @property
+    def _k_now(self) -> tuple[int, int, int, int]:
+        return self.k.snapshot, self.k.persist, self.k.least, self._interval
 
-    def possible_plans(self) -> list[SnapshotPlan]:
-        """Return a plan for each division of the replicated state that snapshots will need.
+    def _progress(
+        self,
+        cursor: int,
+        routed: Counts,
+        gaps: dict[str, tuple[Gaps, ...]],
+        k_now: tuple[int, int, int, int],
+    ) -> ExpertProgress:
+        """Return the progress as it was when these numbers were taken."""
+        k_snapshot, k_persist, least_k, interval = k_now
+        return ExpertProgress(
+            cursor=cursor,
+            k_snapshot=k_snapshot,
+            k_persist=k_persist,
+            least_k=least_k,
+            interval=interval,
+            routed_tokens={
+                layer: tuple(routed[index].tolist())
+                for index, layer in enumerate(self.counted_layers)
+            },
+            gaps=gaps,
+            planned_tokens=self._run.planned_tokens,
+        )
 
-        All layers together take consecutive places around the expert-parallel ranks, so what counts is at
-        which rank they begin; with automatic k ranks with room take as many as the others.
-        """
-        ep_size, is_auto = self._experts.ep_size, self._settings.k_snapshot is None
-        divisions = dict.fromkeys([None, self._divide([0] * ep_size)])
-        for k in () if is_auto else self._possible_k():
-            least, num_more = divmod(self._experts.num_layers * k, ep_size)
-            for start in range(ep_size):
-                counts = [least + ((rank - start) % ep_size < num_more) for rank in range(ep_size)]
-                divisions[self._divide(counts)] = None
-        return [SnapshotPlan(levels=self._always, shares=shares) for shares in divisions]
-
-    def _possible_k(self) -> list[int]:
-        most = self._experts.num_experts
-        doubled = [self.k_snapshot * 2**power for power in range(most.bit_length())]
-        return [min(k, most) for k in doubled] if self._settings.raises_k else [self.k_snapshot]
+    def possible_windows(self) -> list[WindowPlan]:
+        """Return a window for each division of the replicated state that snapshots will need."""
+        plans = [SnapshotPlan(levels=self._always, shares=shares) for shares in self._divisions]
+        return [WindowPlan(snapshots=(plan,), key=plan.shares) for plan in plans]
 
     def is_whole(self, iteration: int) -> bool:
         """Return whether the snapshots since training ended hold every expert."""
-        return self._num_last * self.k_snapshot >= self._experts.num_experts
+        return self._num_last * self.k.snapshot >= self._experts.num_experts
 
     def add_tokens(self, counts: Counts) -> None:
         """Note the tokens of an iteration."""
         self._ledger.add(counts)
 
-    def note_complete(self, iteration: int) -> None:
-        """Note that all ranks have the planned snapshot: the selection goes on."""
-        assert self._planned is not None
-        selection, trained, self._start = self._planned
-        if self._saved_iteration is not None and iteration > self._saved_iteration:
+    def note_complete(self, plan: WindowPlan, iteration: int) -> None:
+        """Note that all ranks have a snapshot: the selection continues after it."""
+        turn: _Turn = plan.memo
+        self._start = turn.start
+        if 0 <= self._saved_iteration < iteration:
             self._interval = iteration - self._saved_iteration
         self._saved_iteration = iteration
-        self._num_since_change += 1
-        self._num_last += self._is_last
-        for layer, experts in enumerate(selection):
-            chosen = list(experts)
-            self._saved[layer, chosen] = trained[layer, chosen]
-            self._saved_at[layer, chosen] = iteration
+        self.k.note_snapshot()
+        self._num_last += turn.is_last
+        self._saved = self._saved.replaced(turn.selection, Versions.of(turn.trained, iteration))
 
-    def plan_persist(self, *, is_last: bool = False) -> frozenset[UnitId]:
+    def plan_persist(self, *, is_last: bool = False) -> PersistPlan:
         """Choose the experts whose versions in memory go to storage now."""
-        k = self._experts.num_experts if is_last else self.k_persist
-        unpersisted = self._saved - self._persisted if self._settings.is_load_aware else None
-        self._persisting = select_to_persist(
-            self._experts, self._cursors, self._saved_at, self._persisted_at, unpersisted, k
+        saved, persisted = self._saved, self._persisted
+        selection = select_to_persist(
+            self._experts,
+            self._cursors,
+            saved.iterations,
+            persisted.iterations,
+            saved.trained - persisted.trained if self._options.is_load_aware else None,
+            self._experts.num_experts if is_last else self.k.persist,
         )
-        self._versions_to_persist = (self._saved.copy(), self._saved_at.copy())
-        return frozenset(self._of_this_rank(self._persisting, self._saved))
+        units = frozenset(self._of_this_rank(selection))
+        return PersistPlan(units=units, memo=_Persist(selection=selection, versions=saved))
 
-    def note_persisted(self) -> None:
-        """Note that what was chosen last is on storage."""
-        saved, saved_at = self._versions_to_persist
-        for layer, experts in enumerate(self._persisting):
-            chosen = list(experts)
-            self._persisted[layer, chosen] = saved[layer, chosen]
-            self._persisted_at[layer, chosen] = saved_at[layer, chosen]
+    def note_persisted(self, plan: PersistPlan) -> None:
+        """Note that the chosen versions are on storage."""
+        persist: _Persist = plan.memo
+        self._persisted = self._persisted.replaced(persist.selection, persist.versions)
 
-    def values(self, copied_bytes: float | None, flow_bytes: float | None = None) -> list[int]:
-        """Return the largest k whose snapshots forward and backward hide on this rank (section 5.3).
+    def note_measured(self, copied_bytes: float | None, flow_bytes: float | None) -> None:
+        """Note what this rank can copy while forward and backward run."""
+        self._copied_bytes = copied_bytes
 
-        0 while nothing is measured; nothing if k is fixed.
+    def values(self) -> list[int]:
+        """Return the largest k whose snapshots training hides on this rank (section 5.3), 0 until measured.
+
+        Nothing if k is fixed.
         """
-        if self._settings.k_snapshot is not None:
+        if not self.k.is_auto:
             return []
-        return [0 if copied_bytes is None else self.largest_k(copied_bytes)]
+        return [0 if self._copied_bytes is None else self.largest_k(self._copied_bytes)]
 
     def largest_k(self, budget_bytes: float) -> int:
-        """Return the largest k whose snapshot takes no more than some bytes on this rank, at least 1."""
+        """Return the largest k whose snapshot fits into some bytes on this rank, at least 1."""
         if not self._experts.num_layers:
             return self._experts.num_experts
         room = budget_bytes - self._share.always_bytes
+        most_selected = most_on_a_rank if self._options.is_load_aware else sequential_bottleneck
         fitting = [
             k
             for k in range(1, self._experts.num_experts + 1)
-            if self._most_selected(k) * self._share.unit_bytes <= room
+            if most_selected(self._experts, k) * self._share.unit_bytes <= room
         ]
         return max(fitting, default=1)
 
-    def _most_selected(self, k: int) -> int:
-        if self._settings.is_load_aware:
-            return most_on_a_rank(self._experts, k)
-        return sequential_bottleneck(self._experts, k)
-
     def agree(self, values: list[int]) -> dict[str, int]:
-        """Take the least k over all ranks, not more often than every few snapshots."""
-        if not values or values[0] == 0 or self._num_since_change < _SNAPSHOTS_BETWEEN_CHANGES:
-            return {}
-        k = max(values[0], self._least_k)
-        if k == self.k_snapshot:
-            return {}
-        self._set_k(k)
-        return {"k_snapshot": k}
+        """Take the least k over all ranks."""
+        has_changed = bool(values) and self.k.agree(values[0])
+        return {"k_snapshot": self.k.snapshot} if has_changed else {}
 
-    def _set_k(self, k: int) -> None:
-        self.k_snapshot, self._num_since_change = k, 0
-
-    def resume(
-        self,
-        progress: ExpertProgress,
-        iteration: int,
-        restored: Mapping[tuple[str, int], UnitVersion],
-        persisted: Mapping[tuple[str, int], UnitVersion],
-        gaps_before: Mapping[str, Sequence[Gaps]],
-    ) -> Loss:
-        """Go on from a recovered state.
-
-        Args:
-            progress: of the state that was recovered.
-            iteration: of that state.
-            restored: the versions that the experts of the stage got, by layer name and expert; an expert
-                that is not there got the state that the run began with.
-            persisted: the versions that the newest checkpoint on storage has, likewise.
-            gaps_before: ``[expert]`` by layer name, of the newest state that is known.
-
-        Returns:
-            What the recovery lost.
-        """
-        self._saved, self._saved_at = self._ledger.tables(restored)
-        self._persisted, self._persisted_at = self._ledger.tables(
-            {
-                expert: version
-                for expert, version in persisted.items()
-                # One that is newer than what was restored is not intact.
-                if expert in restored and version.iteration <= restored[expert].iteration
-            }
+    def resume(self, resumed: Resumed) -> Loss:
+        """Continue from a recovered state."""
+        restored, persisted = by_expert(resumed.restored), by_expert(resumed.persisted)
+        intact = {
+            expert: version
+            for expert, version in persisted.items()
+            # One that is newer than what was restored is not intact.
+            if expert in restored and version.iteration <= restored[expert].iteration
+        }
+        self._saved, self._persisted = (
+            Versions(trained=trained, iterations=iterations).up_to(resumed.iteration)
+            for trained, iterations in (self._ledger.tables(restored), self._ledger.tables(intact))
         )
-        for versions_at in (self._saved_at, self._persisted_at):
-            # Versions from beyond: what is saved at this iteration or later shall count as newer.
-            np.minimum(versions_at, iteration, out=versions_at)
-        self._start, self._interval = progress.cursor, self._settings.interval or progress.interval
-        if self._settings.raises_k:
-            self.k_persist = max(self.k_persist, progress.k_persist)
-            self._least_k = progress.least_k
-            self._set_k(max(self.k_snapshot, progress.k_snapshot))
-        elif self._settings.k_snapshot is None:
-            self._set_k(progress.k_snapshot)
-        return self._ledger.recover(progress.routed_tokens, restored, gaps_before)
+        progress = resumed.progress
+        if progress is None:  # nothing was counted
+            nothing = np.zeros_like(self._ledger.routed)
+            progress = self._progress(0, nothing, dict(self._ledger.gaps), self._k_now)
+        self._start, self._interval = progress.cursor, self._run.interval or progress.interval
+        self.k.resume(progress)
+        return self._ledger.recover(progress.routed_tokens, restored, resumed.gaps_before)
 
-    def nothing_counted(self) -> ExpertProgress:
-        """Return the progress of a state that was saved by a strategy that counts no tokens."""
-        zeros = np.zeros_like(self._saved)
-        k = (self.k_snapshot, self.k_persist, self._least_k)
-        planned_tokens = self._settings.planned_tokens
-        return _progress(
-            self._layers, 0, k, self._interval, zeros, self._ledger.gaps, planned_tokens
-        )
-
-    def raise_k(self, accumulated_plt: float, last_plt: float = 0.0) -> bool:
-        """Double k where one more fault could take the PLT past the limit of k (Dynamic-K, see `next_k`).
-
-        Args:
-            accumulated_plt: of the whole job and the whole planned run, by all recoveries.
-            last_plt: likewise, by the last one.
-
-        Returns:
-            Whether k has changed.
-        """
-        settings, num_experts, k = self._settings, self._experts.num_experts, self.k_snapshot
-        if not settings.raises_k:
-            return False
-        run = (self._interval, settings.tokens_per_iteration, settings.planned_tokens)
-        raised = next_k(
-            k,
-            num_experts,
-            accumulated_plt,
-            last_plt,
-            lambda k: expected_plt(num_experts, k, *run),
-            settings.plt_limit,
-        )
-        if raised == k:
-            return False
-        factor = -(-raised // k)
-        self._least_k, self.k_persist = raised, min(factor * self.k_persist, num_experts)
-        self._set_k(raised)
-        return True
+    def settle_losses(self, losses: Sequence[Loss | None]) -> JobLoss:
+        """Add up what all stages have lost, and raise k if Dynamic-K asks for it."""
+        job = add_up(loss for loss in losses if loss is not None)
+        cost = job_loss(job, self._run.planned_tokens, self.k.snapshot, self.k.persist)
+        self.k.raise_for(cost.total_plt, cost.plt, self._interval)
+        return replace(cost, k_snapshot=self.k.snapshot, k_persist=self.k.persist)
 
 
-def _progress(
-    layers: Sequence[str],
-    cursor: int,
-    k: tuple[int, int, int],
-    interval: int,
-    routed: Counts,
-    gaps: Mapping[str, tuple[Gaps, ...]],
-    planned_tokens: int,
-) -> ExpertProgress:
-    return ExpertProgress(
-        cursor=cursor,
-        k_snapshot=k[0],
-        k_persist=k[1],
-        least_k=k[2],
-        interval=interval,
-        routed_tokens={layer: tuple(routed[i].tolist()) for i, layer in enumerate(layers)},
-        gaps=dict(gaps),
-        planned_tokens=planned_tokens,
-    )
-
-
-def divide_units(
-    units: Iterable[UnitId], covers: str, *, master_always_full: bool
-) -> tuple[list[UnitId], list[UnitId]]:
-    """Divide units into those that every snapshot holds and those that rotate.
-
-    Args:
-        units: whole units.
-        covers: what of an expert rotates: weights, optimizer or both (the paper's W, O and WO).
-        master_always_full: whether fp32 master weights are in every snapshot nevertheless.
-
-    Returns:
-        Both, experts in two parts where only one of them rotates. Both are empty for experts where
-        nothing of them rotates any more.
-    """
-    always, rotating = [], []
-    weights_rotate = covers in ("weights", "both") and not master_always_full
-    moments_rotate = covers in ("optimizer", "both")
-    for unit in units:
-        if unit.kind is not UnitKind.EXPERT:
-            always.append(unit)
-        elif weights_rotate and moments_rotate:
-            rotating.append(unit)
-        else:
-            weights, moments = (_part(unit, part) for part in (Part.WEIGHTS, Part.MOMENTS))
-            (rotating if weights_rotate else always).append(weights)
-            (rotating if moments_rotate else always).append(moments)
-    return always, rotating
-
-
-def _part(unit: UnitId, part: Part) -> UnitId:
-    return UnitId(kind=unit.kind, block=unit.block, layer=unit.layer, expert=unit.expert, part=part)
+def by_expert(versions: Mapping[str, UnitVersion]) -> dict[Expert, UnitVersion]:
+    """Return versions by layer name and expert instead of by unit name."""
+    units = {name: parse_unit(name) for name in versions}
+    return {(units[name].layer_name, units[name].expert): versions[name] for name in versions}

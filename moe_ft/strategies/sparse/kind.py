@@ -11,7 +11,7 @@ from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strateg
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
 from moe_ft.strategies.sparse.report import render
-from moe_ft.strategies.sparse.strategy import SparseSettings, SparseStrategy
+from moe_ft.strategies.sparse.strategy import SparseStrategy
 from moe_ft.units import Level
 
 
@@ -40,7 +40,7 @@ class Sparse(StrategyKind):
                 "use when it is complete. Lower it, or use auto."
             )
 
-    def plan(self, job: PlannedJob) -> str:
+    def report(self, job: PlannedJob) -> str:
         """Return the plan of a job."""
         return render(job, self.options_in(job.config))
 
@@ -62,16 +62,8 @@ class Sparse(StrategyKind):
             [tuple(units.sizes) for _, units in everyone], facts.experts.num_experts
         )
         options: SparseConfig = self.options_in(config)
-        settings = SparseSettings(
-            window=options.window_snapshots,
-            longest=options.max_window,
-            measure=options.unit_order,
-            decay=options.popularity_decay,
-            change=options.reorder_change,
-            fraction=options.reorder_fraction,
-        )
         own = [member for member, _ in everyone].index(facts.rank)
-        return SparseStrategy(own, [units for _, units in everyone], layers, settings)
+        return SparseStrategy(own, [units for _, units in everyone], layers, options)
 
 
 SPARSE = Sparse(

@@ -16,7 +16,10 @@ from moe_ft.format.files import UnitEntry
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.host_memory import num_slots
 from moe_ft.planning.lost_tokens import limit_of_k
-from moe_ft.strategies.partial.strategy import PartialSettings, PartialStrategy, RankShare
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.experts_per_layer import PlannedRun
+from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import fill_region, put_in_slot
 
@@ -113,7 +116,7 @@ def test_free_slots_are_those_that_are_not_used(pool: Pool) -> None:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[ExpertLayout, PartialSettings]:
+def jobs(draw: st.DrawFn) -> tuple[ExpertLayout, PartialConfig]:
     ep_size = draw(st.integers(1, 3))
     experts = ExpertLayout(
         num_layers=draw(st.integers(1, 3)),
@@ -121,22 +124,19 @@ def jobs(draw: st.DrawFn) -> tuple[ExpertLayout, PartialSettings]:
         ep_size=ep_size,
     )
     k = draw(st.integers(1, experts.num_experts))
-    return experts, PartialSettings(
-        k_snapshot=draw(st.sampled_from([k, None])),
+    return experts, PartialConfig(
+        k_snapshot=draw(st.sampled_from([str(k), "auto"])),
         k_persist=draw(st.integers(1, k)),
-        is_load_aware=draw(st.booleans()),
-        raises_k=draw(st.booleans()),
+        selection=draw(st.sampled_from(["sequential", "load-aware"])),
+        dynamic_k=draw(st.booleans()),
         plt_limit=0.04,
-        interval=1,
-        planned_tokens=10**9,
-        tokens_per_iteration=1,
     )
 
 
 class Rank:
     """What the engine does with the slots of one rank, without copying anything."""
 
-    def __init__(self, directory: Path, experts: ExpertLayout, settings: PartialSettings) -> None:
+    def __init__(self, directory: Path, experts: ExpertLayout, options: PartialConfig) -> None:
         units = [
             UnitId(kind=UnitKind.EXPERT, layer=layer, expert=expert)
             for layer in range(experts.num_layers)
@@ -144,7 +144,8 @@ class Rank:
         ]
         share = RankShare(always_bytes=0, unit_bytes=1)
         layers = [f"layer.{layer}" for layer in range(experts.num_layers)]
-        self.strategy = PartialStrategy([], units, layers, experts, settings, share)
+        run = PlannedRun(interval=1, planned_tokens=10**9, tokens_per_iteration=1)
+        self.strategy = PartialStrategy([], units, layers, experts, options, run, share)
         count = num_slots(len(units), self.strategy.most_rotating)
         self.pool = Pool(directory, 1, count)
         self.versions = PoolVersions(self.pool)
@@ -158,7 +159,8 @@ class Rank:
         if self.job is not None:
             return
         self.iteration += 1
-        plan = self.strategy.plan(self.iteration)
+        self.window = self.strategy.plan_window(self.iteration)
+        (plan,) = self.window.snapshots
         slots = self.versions.find_free(len(plan.rotating))
         assert len(set(slots)) == len(plan.rotating)
         needed = {*self.versions.newest.values(), *self.persisting.values()}
@@ -173,7 +175,7 @@ class Rank:
         if self.job is not None:
             carried = self.versions.carried(self.job)
             self.versions.settle(Path("region_0.json"), {**carried, **self.job})
-            self.strategy.note_complete(self.iteration)
+            self.strategy.note_complete(self.window, self.iteration)
             self.job = None
 
     def fail(self) -> None:
@@ -183,21 +185,22 @@ class Rank:
     def persist(self) -> None:
         """Begin to write to storage unless that is under way."""
         if not self.persisting:
-            units = [str(unit) for unit in self.strategy.plan_persist()]
+            self.persist_plan = self.strategy.plan_persist()
+            units = [str(unit) for unit in self.persist_plan.units]
             self.persisting = {name: self.versions.newest[name] for name in units}
             assert self.versions.keep_persisting(units) == sorted(units)
 
     def end(self) -> None:
         """What was written is a checkpoint."""
         if self.persisting:
-            self.strategy.note_persisted()
+            self.strategy.note_persisted(self.persist_plan)
         self.persisting = {}
         self.versions.end_persisting()
 
     def raise_k(self) -> None:
         """Double k, as after a recovery."""
-        k, num_experts = self.strategy.k_snapshot, self.strategy._experts.num_experts
-        self.strategy.raise_k(limit_of_k(k, num_experts, 0.04) + 1e-6)
+        k, num_experts = self.strategy.k.snapshot, self.strategy._experts.num_experts
+        self.strategy.k.raise_for(limit_of_k(k, num_experts, 0.04) + 1e-6, 0.0, 1)
 
 
 STEPS = ("take", "settle", "fail", "persist", "end", "raise_k")
@@ -206,7 +209,7 @@ STEPS = ("take", "settle", "fail", "persist", "end", "raise_k")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(jobs(), st.lists(st.sampled_from(STEPS), min_size=20, max_size=60))
 def test_slots_that_are_needed_are_never_handed_out_and_there_are_always_enough(
-    tmp_path: Path, job: tuple[ExpertLayout, PartialSettings], steps: list[str]
+    tmp_path: Path, job: tuple[ExpertLayout, PartialConfig], steps: list[str]
 ) -> None:
     rank = Rank(tmp_path, *job)
     for step in steps:

@@ -17,7 +17,10 @@ from moe_ft.engine.storage import Storage, iteration_directory
 from moe_ft.engine.storage_schedule import StorageSchedule
 from moe_ft.faults import Phase
 from moe_ft.planning.experts import ExpertLayout
-from moe_ft.strategies.partial.strategy import PartialSettings, PartialStrategy, RankShare
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.experts_per_layer import PlannedRun
+from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.strategy import PartialStrategy
 from tests.unit.moe_ft.builders import (
     add_units,
     fill_region,
@@ -42,19 +45,11 @@ class Rank:
         self.folder, self.storage = folder, Storage(str(folder / "storage"))
         self.reports = Reports()
         experts = ExpertLayout(num_layers=1, num_experts=NUM_EXPERTS, ep_size=1)
-        settings = PartialSettings(
-            k_snapshot=NUM_EXPERTS,
-            k_persist=1,
-            is_load_aware=False,
-            raises_k=False,
-            plt_limit=0.5,
-            interval=1,
-            planned_tokens=1,
-            tokens_per_iteration=1,
-        )
+        options = PartialConfig(k_snapshot=str(NUM_EXPERTS), k_persist=1)
+        run = PlannedRun(interval=1, planned_tokens=1, tokens_per_iteration=1)
         units = [rotating_unit(expert) for expert in range(NUM_EXPERTS)]
         share = RankShare(always_bytes=0, unit_bytes=1)
-        self.strategy = PartialStrategy([], units, [LAYER], experts, settings, share)
+        self.strategy = PartialStrategy([], units, [LAYER], experts, options, run, share)
         self.pool = Pool(folder / "rank", 4 * 33, 3 * NUM_EXPERTS)
         self.pool.open()
         self.versions = PoolVersions(self.pool)
@@ -68,7 +63,7 @@ class Rank:
     def complete(self, iteration: int) -> Region:
         """Have all ranks complete a snapshot."""
         region, index = fill_region(self.folder / "rank", iteration % 3, iteration=iteration)
-        self.strategy.plan(iteration)
+        window = self.strategy.plan_window(iteration)
         slots = self.versions.find_free(NUM_EXPERTS)
         units = dict(
             put_in_slot(self.pool, slot, expert, iteration=iteration)
@@ -77,7 +72,7 @@ class Rank:
         add_units(region, index, units)
         region.role = Role.RECOVERY
         self.versions.settle(region.index_path, units)
-        self.strategy.note_complete(iteration)
+        self.strategy.note_complete(window, iteration)
         self.schedule.note_complete()
         return region
 

@@ -105,6 +105,7 @@ def test_dense_strategy_saves_all_units() -> None:
     strategy = strategies_of(config_of(strategy="dense"))[0]
     assert isinstance(strategy, DenseStrategy)
     assert set(strategy.plan_window(0).snapshots[0].levels) == set(catalog_of(0).units)
+    assert set(strategy.always) == set(catalog_of(0).units)
 
 
 def test_experts_of_which_this_rank_saves_nothing_do_not_rotate_here() -> None:
@@ -134,7 +135,7 @@ def test_every_snapshot_fits_into_the_region_and_its_slots(k: str, sharding: str
             rotating = [unit for plan in window.snapshots for unit in plan.rotating]
             places = [layouts.place(unit, 0) for unit in rotating]
             assert all(place.num_bytes <= sizes.slot_bytes for place in places)
-            strategy.note_complete(iteration)
+            strategy.note_complete(window, iteration)
 
 
 def test_dense_strategy_needs_no_slots() -> None:
@@ -169,7 +170,9 @@ def sparse_strategies(window: str) -> list[Strategy]:
 
 
 def agree(strategies: list[Strategy], budget: float) -> None:
-    values = [strategy.values(budget, budget) for strategy in strategies]
+    for strategy in strategies:
+        strategy.note_measured(budget, budget)
+    values = [strategy.values() for strategy in strategies]
     least = [min(column) for column in zip(*values, strict=True)]
     for strategy in strategies:
         strategy.agree(least)
@@ -189,6 +192,7 @@ def test_every_window_fits_into_the_region_in_any_order_and_length(window: str) 
             strategy.add_tokens(np.array(counts))
             is_last = iteration == 7
             plan = strategy.plan_window(iteration, is_last=is_last)
+            strategy.note_begun(plan)
             assert layout.lay_out(plan).num_bytes == layout.region_bytes
 
 

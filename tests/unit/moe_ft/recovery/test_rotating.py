@@ -16,7 +16,7 @@ from moe_ft.format.files import Identity, ParameterEntry, encode
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.planning.token_ledger import UnitVersion
 from moe_ft.recovery.restore import FetchedState, Readers
-from moe_ft.recovery.rotating import RotatingState, by_expert, fetch_rotating, versions_in
+from moe_ft.recovery.rotating import RotatingState, fetch_rotating, versions_in
 from moe_ft.recovery.sources import MemoryReader
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
@@ -240,11 +240,6 @@ def test_ranks_agree_on_the_newest_version_that_is_intact_on_all_of_them(
     for state, each in zip(states, ranks, strict=True):
         assert iterations(state) == read_iterations(each) == expected
         assert state.kept == set(NAMES) - set(expected)
-
-
-def test_versions_are_found_by_layer_and_expert() -> None:
-    version = UnitVersion(iteration=5, routed_tokens=7)
-    assert by_expert({f"{NAMES[1]}.moments": version}) == {("layer.9", 1): version}
 
 
 def test_versions_in_an_index_are_those_of_the_units_that_it_names(rank: Rank) -> None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from moe_ft.state.freezing import Freezing, grouped_layers
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
-from moe_ft.strategies.sparse.strategy import SparseSettings, SparseStrategy
+from moe_ft.strategies.sparse.strategy import SparseStrategy
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_parameter
 
@@ -119,7 +120,7 @@ def test_replays_of_a_window_of_grouped_experts_freeze_whole_modules_the_popular
         grouped_layers=grouped_layers(parameters),
     )
     layers = ["layer.0", "layer.1", "layer.2"]
-    flags = SparseSettings(window=window, longest=window)
+    flags = SparseConfig(window=str(window), max_window=window)
     strategy = SparseStrategy(0, [units], layers, flags)
     # The rank has 3 of 6 experts: 0.6, 0.3 and 0.9 of the tokens of their layers.
     counts = [[3, 3, 0, 4, 0, 0], [1, 1, 1, 7, 0, 0], [1, 1, 7, 1, 0, 0]]

@@ -12,6 +12,7 @@ from moe_ft.errors import PlanError
 from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.sharding import assign_equal_slices
+from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
 from moe_ft.strategies.sparse.size import (
     choose_length,
@@ -20,7 +21,7 @@ from moe_ft.strategies.sparse.size import (
     position_work,
     region_bytes,
 )
-from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN, SparseSettings, SparseStrategy
+from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN, SparseStrategy
 from moe_ft.strategies.sparse.windows import PositionSizes, snapshot_bytes
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.planning.shapes import TINY
@@ -155,7 +156,7 @@ def test_windows_are_those_of_the_strategy_that_runs(
     layers = [f"layer.{layer}" for layer in shape.moe_layers]
     ranks = [rank_units(units, shape, layout, rank) for rank in range(layout.dp)]
     ranks = [replace(each, grouped_layers=frozenset(layers * is_grouped)) for each in ranks]
-    flags = SparseSettings(window=length, longest=8)
+    flags = SparseConfig(window=str(length), max_window=8)
     plan = SparseStrategy(0, ranks, layers, flags).plan_window(0)
     sizes = position_sizes(
         units, layout, ByteModel(), np.random.default_rng(0), is_grouped=is_grouped
@@ -243,7 +244,7 @@ def test_region_is_that_of_the_strategy_that_runs(
     layers = [f"layer.{layer}" for layer in shape.moe_layers]
     ranks = [rank_units(units, shape, layout, rank) for rank in range(layout.dp)]
     ranks = [replace(each, grouped_layers=frozenset(layers * is_grouped)) for each in ranks]
-    flags = SparseSettings(window=None, longest=longest)
+    flags = SparseConfig(max_window=longest)
     reserved = []
     for rank, own in enumerate(ranks):
         strategy = SparseStrategy(rank, ranks, layers, flags)
