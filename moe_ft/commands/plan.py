@@ -130,7 +130,7 @@ def _render(job: PlannedJob, command: TrainingCommand) -> str:
         num_experts=command.args.num_experts or 0, num_iterations=job.train_iterations
     )
     registry.check(job.config, model)
-    return kind.plan(job)
+    return kind.report(job)
 
 
 def _ranks(options: argparse.Namespace, command: TrainingCommand) -> tuple[int, int]:

@@ -315,14 +315,14 @@ class StrategyKind(ABC):
         Called a second time when the number of iterations is known.
         """
 
-    def plan(self, job: PlannedJob) -> str:
-        """Return what `python -m moe_ft plan` says of a job.
+    def report(self, job: PlannedJob) -> str:
+        """Return what `python -m moe_ft plan` says of this strategy for a job.
 
         Raises:
-            ConfigError: if the strategy cannot plan the job, or any.
+            ConfigError: if the job cannot be planned.
         """
         raise ConfigError(
-            f"--moe-ft-strategy={self.name} cannot be planned: it has no plan. Name another one."
+            f"--moe-ft-strategy={self.name} cannot be planned: it brings no report. Name another strategy."
         )
 
     @abstractmethod

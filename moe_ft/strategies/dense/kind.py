@@ -13,7 +13,7 @@ from moe_ft.strategies.interface import RankFacts, Strategy, StrategyKind
 class Dense(StrategyKind):
     """Needs nothing of a job."""
 
-    def plan(self, job: PlannedJob) -> str:
+    def report(self, job: PlannedJob) -> str:
         """Return the plan of a job."""
         return render(job)
 

@@ -50,7 +50,7 @@ class Partial(StrategyKind):
                     "use --moe-ft-strategy dense to save all experts each time."
                 )
 
-    def plan(self, job: PlannedJob) -> str:
+    def report(self, job: PlannedJob) -> str:
         """Return the plan of a job."""
         return render(job, self.options_in(job.config))
 

@@ -40,7 +40,7 @@ class Sparse(StrategyKind):
                 "use when it is complete. Lower it, or use auto."
             )
 
-    def plan(self, job: PlannedJob) -> str:
+    def report(self, job: PlannedJob) -> str:
         """Return the plan of a job."""
         return render(job, self.options_in(job.config))
 

@@ -43,7 +43,7 @@ def planned(strategy: str, *flags: str, **facts: Any) -> str:
     """Return the plan of a job, without the checks that a start makes."""
     kind = registry.kind_of(strategy)
     assert kind is not None
-    return kind.plan(planned_job(*flags, "--moe-ft-strategy", strategy, **facts))
+    return kind.report(planned_job(*flags, "--moe-ft-strategy", strategy, **facts))
 
 
 def row(text: str, first: str) -> list[str]:
