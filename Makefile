@@ -6,14 +6,15 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help venv demo test test-matrix test-power chaos check bench clean
 
 help:
-	@echo "make venv    create .venv and install what constraints.txt pins"
-	@echo "make demo    prepare text and train a small MoE GPT on 4 ranks (a few minutes)"
-	@echo "make test    run the whole test suite"
-	@echo "make test-matrix   all runs of the fault matrices, with a table of what was recovered"
-	@echo "make test-power    break recovery in ten ways and show which tests of 'make test' notice"
-	@echo "make chaos   kill processes of a small job at random, 50 times, and compare the end"
-	@echo "make check   formatting, lint, types, unit tests"
-	@echo "make bench   run the benchmarks and print their tables"
+	@echo "make venv         create .venv with everything that constraints.txt pins"
+	@echo "make demo         prepare text and train a small MoE GPT on 4 ranks (a few minutes)"
+	@echo "make check        check formatting, lint and types, run the unit tests"
+	@echo "make test         run the whole test suite"
+	@echo "make test-matrix  run the full fault matrices and print a table of the recoveries"
+	@echo "make test-power   break recovery in ten ways and show which tests of 'make test' notice"
+	@echo "make chaos        kill processes of a small job at random, 50 times, and compare the final state"
+	@echo "make bench        run the benchmarks and print their tables"
+	@echo "make clean        remove runs and caches"
 
 venv: .venv/installed
 

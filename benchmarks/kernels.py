@@ -17,9 +17,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from tabulate import tabulate
 
-from benchmarks.output import show
+from benchmarks.output import markdown_table, show
 from kernels.block_scaling import ScaleKind
 from kernels.number_formats import BF16, E4M3
 from kernels.pack_table import PackTable
@@ -69,7 +68,7 @@ def speed_table(peers: Peers, repeats: int) -> str:
             )
         )
     headers = ("what", "GB/s", f"% of {first}")
-    return tabulate(rows, headers, "github", disable_numparse=True)
+    return markdown_table(rows, headers)
 
 
 # --- one launch

@@ -1,4 +1,4 @@
-"""What it costs a model to recover from state that was kept in fewer bits: validation loss against no faults.
+"""Cost of recoveries from state in fewer bits: validation loss against runs without faults.
 
     python -m benchmarks.lossy_state [DIR_OR_FILES ...] --folder DIR [--output FILE.md]
 
@@ -17,9 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from tabulate import tabulate
-
-from benchmarks.output import show
+from benchmarks.output import markdown_table, show
 from benchmarks.quality_runs import (
     NUM_BEFORE,
     REFERENCE,
@@ -129,7 +127,7 @@ def main() -> None:
     """Train what is missing, and print the table."""
     options = quality_parser(__doc__.splitlines()[0]).parse_args()
     job, names, runs = run_cases(options, CASES)
-    table = tabulate(list(rows(runs, names)), HEADERS, "github", disable_numparse=True)
+    table = markdown_table(rows(runs, names), HEADERS)
     show([conditions(job, runs), table], options.output)
 
 

@@ -1,4 +1,4 @@
-"""moe_ft's engine behind the interface of benchmarks/peers.py, to be measured by benchmarks/stall.py.
+"""moe_ft's engine behind the interface of benchmarks/candidate.py, to be measured by benchmarks/stall.py.
 
 The engine is the one that training runs, called at the same seams: ``before_step`` is the fence, ``save`` and
 ``poll`` are the end of an iteration with and without a snapshot due. Only what it is given is made up
@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.peers import Candidate, Site, State, prepare_for_megatron
+from benchmarks.candidate import Candidate, Site, State
+from benchmarks.peers import prepare_for_megatron
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.memory import RankMemory
 from moe_ft.engine.peer_server import PeerServer

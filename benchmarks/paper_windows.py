@@ -13,7 +13,7 @@ from moe_ft.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorProfile:
-    """What the printed algorithm is given (lines 1 to 6); every operator is alike.
+    """Input of the printed algorithm (lines 1 to 6); all operators are equal.
 
     Attributes:
         num_operators: O_Total, at least 1.

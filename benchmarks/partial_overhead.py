@@ -1,4 +1,4 @@
-"""What a checkpoint costs training, O_save of MoC-System's Fig. 12: blocking, asynchronous, and partial.
+"""Cost of a checkpoint to training, O_save of MoC-System's Fig. 12: blocking, asynchronous, and partial.
 
     python -m benchmarks.partial_overhead [--rounds N] [--windows N] [--output FILE.md]
 
@@ -29,9 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from tabulate import tabulate
-
-from benchmarks.output import show
+from benchmarks.output import markdown_table, show
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import JobResult, events, run_training
@@ -59,7 +57,7 @@ MODEL: dict[str, str | int | float | bool] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """How a job saves its state.
+    """A way for a job to save its state.
 
     Attributes:
         flags: of Megatron or moe_ft; empty for no checkpoints.
@@ -112,7 +110,7 @@ CANDIDATES: dict[str, Candidate] = {
 
 @dataclass(kw_only=True, slots=True)
 class Samples:
-    """What a candidate's jobs measured, all rounds together; seconds are per checkpoint.
+    """Measurements of a candidate's jobs, all rounds together; seconds are per checkpoint.
 
     Attributes:
         windows: by round, seconds of each window.
@@ -312,7 +310,7 @@ def main() -> None:
                     print(error, file=sys.stderr)
                     del found[name]
     parts = [conditions(options.rounds, options.windows)]
-    parts += [tabulate(list(rows(found)), HEADERS, "github", disable_numparse=True)]
+    parts += [markdown_table(rows(found), HEADERS)]
     parts += [f"- {name}: not measured: a rank failed" for name in names if name not in found]
     show(parts, options.output)
 

@@ -1,4 +1,4 @@
-"""What lossy recoveries cost a model: validation loss with partial snapshots and faults, against none.
+"""Cost of lossy recoveries to a model: validation loss with partial snapshots and faults, against none.
 
     python -m benchmarks.partial_quality [DIR_OR_FILES ...] --folder DIR [--output FILE.md]
 
@@ -14,9 +14,7 @@ jump         how far the training loss of the first iteration after a recovery l
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tabulate import tabulate
-
-from benchmarks.output import show
+from benchmarks.output import markdown_table, show
 from benchmarks.quality_runs import (
     REFERENCE,
     Case,
@@ -126,8 +124,8 @@ def main() -> None:
     show(
         [
             conditions(job, runs),
-            tabulate(list(case_rows(runs, names)), CASE_HEADERS, "github", disable_numparse=True),
-            tabulate(list(group_rows(runs)), GROUP_HEADERS, "github", disable_numparse=True),
+            markdown_table(case_rows(runs, names), CASE_HEADERS),
+            markdown_table(group_rows(runs), GROUP_HEADERS),
         ],
         options.output,
     )

@@ -13,13 +13,12 @@ figure, else NOT. Then what moe_ft saves of the same models on the same ranks (p
 import argparse
 import itertools
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from tabulate import tabulate
 
-from benchmarks.output import show
+from benchmarks.output import markdown_table, show
 from benchmarks.paper_sizes import (
     NonExpertUnit,
     PaperLayout,
@@ -215,10 +214,6 @@ def _claim(row: Row) -> int:
     return ("full, equal", "partial, equal", "adaptive").index(str(row[0]))
 
 
-def _table(rows: Iterable[Row], headers: Sequence[str]) -> str:
-    return tabulate(list(rows), headers, "github", disable_numparse=True)
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -233,18 +228,20 @@ def main() -> None:
         f"printed; CLOSE: within {CLOSE:.0%} of the printed figure. Python "
         f"{platform.python_version()}, numpy {np.__version__}.",
         "Parameters (Table 1) and composition of a full checkpoint (Fig. 2)",
-        _table(model_rows(), ("what", "ours", "paper", "verdict")),
+        markdown_table(model_rows(), ("what", "ours", "paper", "verdict")),
         "Size of a checkpoint with k experts per MoE layer (Fig. 10a)",
-        _table(size_rows(), ("model", "bytes", "k", "MB", "of full, %", "paper, %", "verdict")),
+        markdown_table(
+            size_rows(), ("model", "bytes", "k", "MB", "of full, %", "paper, %", "verdict")
+        ),
         "Size relative to full with k = 1 in some classes of bytes only (Table 3, GPT-350M-16E)",
-        _table(
+        markdown_table(
             table_3_rows(),
             ("leaves experts out of", "paper", "eq. 6", "verdict", "master in full", "verdict"),
         ),
         "Reduction of the bottleneck rank, range over cases 1 to 3, GPT-350M-16E (Fig. 10b to d). "
         "Non-experts are divided by elements or by whole modules; the paper prints neither k of "
         "its partial range nor the modules",
-        _table(
+        markdown_table(
             sorted(range_rows(), key=_claim),
             ("sharding", "bytes", "k", "unit", "ours, %", "paper, %", "lower end", "upper end"),
         ),
@@ -253,14 +250,14 @@ def main() -> None:
         for unit_name, unit in UNITS.items():
             parts += [
                 f"Bottleneck rank, {model.upper()}, non-experts divided by {unit_name}",
-                _table(bottleneck_rows(shape, unit), bottleneck_headers),
+                markdown_table(bottleneck_rows(shape, unit), bottleneck_headers),
             ]
     parts += [
         "Case 2 needs 16 expert-parallel ranks; GPT-125M-8E has 8 experts.",
         "What moe_ft saves: 12 bytes of a parameter (master weights and moments), and of each rank what it "
         "owns: with the distributed optimizer its slices of Megatron's buffers, in which an expert lies on "
         "one rank or two, and --moe-ft-sharding changes nothing; without it what --moe-ft-sharding says",
-        _table(
+        markdown_table(
             training_rows(),
             (
                 *("model", "case", "k", "MB", "mean of a rank, MB", "bottleneck, MB"),

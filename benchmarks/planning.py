@@ -1,4 +1,4 @@
-"""What checkpointing costs in Python: on the training thread, beside it, and in a recovery.
+"""Cost of checkpointing in Python: on the training thread, in parallel with it, and in a recovery.
 
     python -m benchmarks.planning [--units N] [--ranks N] [--iterations N] [--output FILE.md]
 
@@ -21,10 +21,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from tabulate import tabulate
 
 from benchmarks import stand_ins
-from benchmarks.output import show
+from benchmarks.output import markdown_table, show
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import Report
 from moe_ft.engine.build import build_engine
@@ -328,7 +327,7 @@ def table(rows: Rows, *, has_goal: bool) -> str:
         line = [name, f"{middle:.3f} ({min(times):.3f}-{max(times):.3f})"]
         lines.append([*line, "yes" if middle < GOAL_MS else "NO"] if has_goal else line)
     headers: Sequence[str] = HEADERS if has_goal else HEADERS[:2]
-    return tabulate(lines, headers, "github", disable_numparse=True)
+    return markdown_table(lines, headers)
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ MODEL: dict[str, str | int | float | bool] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is saved and what fails.
+    """Contents of snapshots, and the kind of faults.
 
     Attributes:
         flags: of moe_ft, with the interval between snapshots.
@@ -71,7 +71,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What all runs have in common."""
+    """Settings that all runs share."""
 
     folder: Path
     data: tuple[str, ...]

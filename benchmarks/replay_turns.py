@@ -34,7 +34,7 @@ Units = frozenset[UnitId]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayVariant:
-    """How an iteration is run again.
+    """A way to run an iteration again.
 
     Attributes:
         share: of the units that are frozen.

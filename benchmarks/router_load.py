@@ -1,4 +1,4 @@
-"""What counting tokens per expert and choosing experts cost the training thread.
+"""Cost to the training thread of counting tokens per expert and of choosing experts.
 
     python -m benchmarks.router_load [--layers N] [--experts N] [--tokens N] [--output FILE.md]
 

@@ -1,6 +1,6 @@
 """The routing of a real training run, and the faults that a simulated run meets.
 
-What these faults cost is benchmarks/partial_routing.py.
+benchmarks/partial_routing.py measures the cost of these faults.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tabulate import tabulate
 
+from benchmarks.output import markdown_table
 from moe_ft.planning.experts import Counts
 
 NUM_HOT = 4  # experts of a layer that count as the most loaded
@@ -73,12 +73,12 @@ def skew_table(routed: Counts) -> str:
         shares = 100 * (tokens * is_hot).sum(axis=1) / tokens.sum(axis=1)
         rows.append([name, spread(skewness(tokens), 3), spread(shares, 1)])
     headers = ["routing", "S", f"% of tokens to the {NUM_HOT} experts"]
-    return tabulate(rows, headers, "github", disable_numparse=True)
+    return markdown_table(rows, headers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """When faults come, in executed iterations, and which node each takes: ``[run, fault]``."""
+    """Times of faults, in executed iterations, and the node that each takes: ``[run, fault]``."""
 
     times: npt.NDArray[np.float64]
     nodes: Counts

@@ -50,7 +50,7 @@ MODELS: dict[str, Changes] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFolder:
-    """Where one job keeps what: `log` on disk, with its events, `memory` on tmpfs."""
+    """Folders of one job: `log` on disk, with its events, and `memory` on tmpfs."""
 
     log: Path
     memory: Path

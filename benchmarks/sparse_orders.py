@@ -1,4 +1,4 @@
-"""What a conversion skips with experts ordered by popularity: with drawn loads, and on a routing trace.
+"""Work that a conversion skips with experts ordered by popularity: with drawn loads, and on a routing trace.
 
 A replay computes no weight gradients of experts that are still frozen. What is counted here is how much of
 the experts' weight-gradient work that is, in proportion to tokens, over the replays of a window's conversion.

@@ -1,4 +1,4 @@
-"""What sparse windows cost training, beside dense snapshots in every iteration and none at all.
+"""Cost of sparse windows to training, against dense snapshots in every iteration and none at all.
 
     python -m benchmarks.sparse_overhead [--quick] [--rounds N] [--parts TEXT ...] [--output FILE.md]
 
@@ -33,10 +33,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from tabulate import tabulate
-
 import pretrain_gpt_moe
-from benchmarks.output import show
+from benchmarks.output import markdown_table, show
 from benchmarks.sparse_jobs import (
     DEADLINE_S,
     LONGEST_WINDOW,
@@ -86,7 +84,7 @@ Row = tuple[str, ...]
 
 @dataclass(kw_only=True, slots=True)
 class Samples:
-    """What a variant's turns measured, one number for each, of the rank with the most.
+    """Measurements of a variant's turns, one number for each, of the rank with the most.
 
     Attributes:
         windows: lengths of the windows that were complete.
@@ -140,7 +138,7 @@ def run_part(
 
 
 class JobLog:
-    """What the ranks of one job have logged, by iteration."""
+    """Log of the ranks of one job, by iteration."""
 
     def __init__(self, folder: Path, event_log: Path) -> None:
         ranks = range(NUM_RANKS)
@@ -309,14 +307,10 @@ def part_text(name: str, found: Mapping[str, Samples]) -> list[str]:
     text += f"{median(without.forward_backward_s):.3f} s, a dense copy {median(dense.copy_s):.3f} s"
     if loop.link_bytes_per_s:
         text += f" over a link of {loop.link_bytes_per_s / 1e9:g} GB/s"
-    parts = [f"{text}.", _table(cost_rows(found), COST_HEADERS)]
+    parts = [f"{text}.", markdown_table(cost_rows(found), COST_HEADERS)]
     if not loop.sleep_s:
-        parts += [f"{model}, bytes", _table(byte_rows(found), BYTE_HEADERS)]
+        parts += [f"{model}, bytes", markdown_table(byte_rows(found), BYTE_HEADERS)]
     return parts
-
-
-def _table(rows: Iterable[Row], headers: Sequence[str]) -> str:
-    return tabulate(list(rows), headers, "github", disable_numparse=True)
 
 
 def main() -> None:
@@ -345,7 +339,7 @@ def main() -> None:
             rows = measure_memory(data, folder)
             parts += [
                 f"{MEMORY_MODEL}: host memory that is reserved, bytes per parameter",
-                _table(rows, MEMORY_HEADERS),
+                markdown_table(rows, MEMORY_HEADERS),
             ]
     show(parts, options.output)
 

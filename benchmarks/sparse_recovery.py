@@ -1,4 +1,4 @@
-"""What recovering from sparse windows takes, and what frozen units save while iterations are run again.
+"""Time to recover from sparse windows, and the share that frozen units save in replayed iterations.
 
     python -m benchmarks.sparse_recovery [--quick] [--rounds N] [--parts TEXT ...] [--output FILE.md]
 
@@ -26,9 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from tabulate import tabulate
-
-from benchmarks.output import show
+from benchmarks.output import markdown_table, show
 from benchmarks.replay_turns import NUM_WARM_UP, ReplayVariant, train_and_replay
 from benchmarks.sparse_jobs import (
     DEADLINE_S,
@@ -203,10 +201,6 @@ REPLAY_HEADERS = (
 )
 
 
-def _table(rows: Sequence[Row], headers: Sequence[str]) -> str:
-    return tabulate(rows, headers, "github", disable_numparse=True)
-
-
 def main() -> None:
     """Run all parts and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -229,13 +223,13 @@ def main() -> None:
                 print(f"recovery: {model}, window {window}", file=sys.stderr, flush=True)
                 rows.append(recover(model, window, plan_kills(window), data, folder))
         if rows:
-            parts += ["Recoveries, median (range)", _table(rows, RECOVERY_HEADERS)]
+            parts += ["Recoveries, median (range)", markdown_table(rows, RECOVERY_HEADERS)]
         for model in REPLAY_MODELS:
             if any(text in f"replay {model}" for text in options.parts):
                 print(f"replay: {model}", file=sys.stderr, flush=True)
                 found = list(replay_rows(replay_times(model, num_rounds, data, folder)))
                 parts += [f"Frozen units, {model}, {num_rounds} rounds"]
-                parts += [_table(found, REPLAY_HEADERS)]
+                parts += [markdown_table(found, REPLAY_HEADERS)]
     show(parts, options.output)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint costs training: seconds blocked, until complete and lost, and host memory.
+"""Cost of a checkpoint to training: seconds blocked, until complete and lost, and host memory.
 
     python -m benchmarks.stall [--candidates TEXT ...] [--work busy|sleep|both] [--output FILE.md]
 
@@ -42,11 +42,12 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tabulate import tabulate
 
+from benchmarks.candidate import Candidate, Site, State
+from benchmarks.host_memory import host_memory_bytes
 from benchmarks.ours import OURS
-from benchmarks.output import show
-from benchmarks.peers import PEERS, Candidate, Site, State
+from benchmarks.output import markdown_table, show
+from benchmarks.peers import PEERS
 
 # A new candidate: subclass `Candidate` and add it here under the name that the table shows.
 CANDIDATES: dict[str, type[Candidate]] = {**OURS, **PEERS}
@@ -61,7 +62,7 @@ _COMPLETION_DEADLINE_S = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What one run of two ranks measures."""
+    """Settings of one run of two ranks."""
 
     candidate: str
     work: str
@@ -70,13 +71,13 @@ class Job:
     num_checkpoints: int
 
     def deadline_s(self) -> float:
-        """Return when a run is given up: ten times what it should take, and time to start."""
+        """Return the time after which a run is given up: ten times the expected time, and time to start."""
         num_iterations = CHECKPOINT_INTERVAL * (2 * self.num_checkpoints + 6)
         return 180.0 + 10 * num_iterations * self.iteration_s
 
 
 class Phase(enum.IntEnum):
-    """Whether host memory is sampled now, and for what. Timed checkpoints are not sampled."""
+    """Purpose of sampling host memory now. Timed checkpoints are not sampled."""
 
     OFF = 0
     BEFORE = 1
@@ -265,49 +266,6 @@ def run_rank(rank: int, job: Job, disk: Path, tmpfs: Path, phase: Any) -> None:
 # --- host memory, in the parent
 
 
-def host_memory_bytes(processes: Sequence[psutil.Process], tmpfs: Path) -> int:
-    """Return what processes hold that is not a file's, and what the candidate's files on tmpfs hold.
-
-    Of a process it is the proportional set size of anonymous and shared memory, so that pages which a
-    fork or shared memory shows in several processes count once. The libraries' code is left out: it
-    would depend on who else runs them. Files on tmpfs count by their blocks, hence also where no
-    process maps them, and mappings of them are taken off the processes. A sample takes some 50 ms: a
-    peak that is shorter may be missed.
-    """
-    total = sum(path.stat().st_blocks * 512 for path in tmpfs.rglob("*") if path.is_file())
-    for process in processes:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            folder = Path(f"/proc/{process.pid}")
-            held = _held_bytes(folder)
-            if str(tmpfs) in (folder / "maps").read_text():
-                mapped = _mapped_bytes((folder / "smaps").read_text(), tmpfs)
-                # What is mapped or unmapped meanwhile must not count twice.
-                held = min(held, _held_bytes(folder)) - mapped
-            total += held
-    return total
-
-
-def _held_bytes(folder: Path) -> int:
-    return _sum_fields((folder / "smaps_rollup").read_text(), ("Pss_Anon:", "Pss_Shmem:"))
-
-
-def _sum_fields(smaps: str, fields: tuple[str, ...]) -> int:
-    lines = (line.split() for line in smaps.splitlines())
-    return sum(int(words[1]) * 1024 for words in lines if words[0] in fields)
-
-
-def _mapped_bytes(smaps: str, tmpfs: Path) -> int:
-    """Return the shared memory in a process's mappings of files below a folder."""
-    total, is_below = 0, False
-    for line in smaps.splitlines():
-        words = line.split(maxsplit=5)
-        if not words[0].endswith(":"):
-            is_below = len(words) == 6 and words[5].startswith(str(tmpfs)) and "s" in words[1]
-        elif is_below and words[0] == "Pss:":
-            total += int(words[1]) * 1024
-    return total
-
-
 def supervise(context: Any, job: Job, tmpfs: Path, phase: Any) -> int:
     """Wait for the ranks, sampling memory when asked to; return its growth in bytes."""
     most = dict.fromkeys(Phase, 0)
@@ -396,7 +354,7 @@ def _is_installed(module: str) -> bool:
 
 
 def conditions(options: argparse.Namespace) -> str:
-    """Return under what the numbers were taken."""
+    """Return the conditions of the measurements."""
     versions = [f"Python {platform.python_version()}"]
     for package in ("torch", "megatron-core", "nvidia-resiliency-ext", "safetensors"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -448,7 +406,7 @@ def main() -> None:
                 not_run.append(f"- {name}: not run: {result}")
             else:
                 rows.append(result)
-        parts += [f"Work: {work}", tabulate(rows, HEADERS, "github", disable_numparse=True)]
+        parts += [f"Work: {work}", markdown_table(rows, HEADERS)]
         parts += ["\n".join(not_run)] if not_run else []
     show(parts, options.output)
 

@@ -24,10 +24,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from tabulate import tabulate
 
 from benchmarks import stand_ins
-from benchmarks.output import show
+from benchmarks.output import markdown_table, show
 from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
 from moe_ft.engine.regions import Region
 from moe_ft.engine.storage import Storage, file_tag
@@ -267,7 +266,7 @@ def main() -> None:
         ]
         for title, (samples, base) in tables.items():
             table = rows(samples, layout.num_bytes, base)
-            parts += [title, tabulate(table, HEADERS, "github", disable_numparse=True)]
+            parts += [title, markdown_table(table, HEADERS)]
     show(parts, options.output)
 
 

@@ -30,7 +30,7 @@ _patches = Patches()  # for as long as the process runs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """How snapshots are taken.
+    """A way to take snapshots.
 
     Attributes:
         window: snapshots in a window, None for what the strategy itself wants, 0 for no snapshots.
@@ -57,7 +57,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
-    """What the training loop does with its time.
+    """Use of time by the training loop.
 
     Attributes:
         sleep_s: sleep for so long instead of forward and backward; None to compute.

@@ -1,12 +1,12 @@
-"""An fp32 master weight as the BF16 weight that forward uses, and what that leaves out.
+"""Split of an fp32 master weight into the BF16 weight that forward uses and the remaining bits.
 
-Where the BF16 weights are kept too, masters cost 2 bytes and 1 bit more each, and not 4 bytes. The 16-bit
-remainder is the lower half of the master's bits. The bit tells whether the upper half was rounded up: the
-remainder alone cannot, because at one half rounding to nearest even depends on the upper half (an even weight
-has 65,537 masters). So it does not matter in which direction a weight was rounded.
+If the BF16 weights are kept anyway, a master costs 2 bytes and 1 bit instead of 4 bytes. The 2 bytes are the
+lower half of the master's bits, the remainder. The bit, called carry, tells whether the upper half was
+rounded up. The remainder alone cannot tell, because the upper half decides how a tie is rounded (an even
+weight has 65,537 masters). The direction of rounding therefore does not matter.
 
-Masters come back bit for bit, but for a NaN with bits set in its lower half: of a NaN the upper half is kept.
-A weight that was not rounded from its master cannot be split; such places are counted.
+Masters are restored bit for bit, except a NaN with bits set in its lower half: only the upper half of a NaN
+is kept. A weight that was not rounded from its master cannot be split; such weights are counted.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class SplitMasters:
 
     Attributes:
         remainders: ``[n]`` int16, the lower halves of the bits; of a NaN the upper half.
-        carries: ``[ceil(n / 8)]`` uint8, a bit for each, the lowest first: whether it was rounded up.
-        num_wrong: how many weights were not rounded from their masters; these do not come back.
+        carries: ``[ceil(n / 8)]`` uint8, one bit per weight, the lowest first: whether it was rounded up.
+        num_wrong: number of weights that were not rounded from their masters, which cannot be restored.
     """
 
     remainders: torch.Tensor
@@ -34,11 +34,11 @@ class SplitMasters:
 
 
 def split_masters(masters: torch.Tensor, weights: torch.Tensor) -> SplitMasters:
-    """Return what weights leave out of their masters.
+    """Return the bits that weights leave out of their masters.
 
     Args:
         masters: ``[n]`` fp32.
-        weights: ``[n]`` BF16, what was rounded from them, in whatever direction.
+        weights: ``[n]`` BF16, rounded from them in either direction.
     """
     bits = masters.contiguous().view(torch.int32)
     lower, upper = bits & _LOWER, (bits >> 16) & _LOWER

@@ -1,7 +1,8 @@
-"""What kernels/rounding.py and block_scaling.py define, for use inside of Triton kernels.
+"""Rounding and scaling inside Triton kernels, in integers, to the bits that kernels/rounding.py defines.
 
-The same steps on the same integers. A format comes as five numbers that a kernel knows only when it runs, so
-that one launch can pack in several: exponent bits, mantissa bits, largest code, codes of infinity and NaN.
+Integers give the same bits on every GPU; hardware casts need not. A format is given as five numbers at run
+time, so that one launch can pack in several formats. The numbers are exponent bits, mantissa bits, largest
+code, and the codes of infinity and NaN.
 """
 
 import triton
@@ -43,7 +44,7 @@ def widen_codes(codes, exponent_bits, mantissa_bits, max_code, infinity_code, na
     magnitude = codes & ((1 << magnitude_bits) - 1)
     rebias = 128 - (1 << (exponent_bits - 1))
     normal = (magnitude << (23 - mantissa_bits)) + (rebias << 23)
-    # The exponent of the smallest step; BF16, whose is none of fp32, has no use for it.
+    # Exponent of the smallest step. BF16 does not use it; its step is no normal fp32 number.
     step = tl.maximum(rebias + 1 - mantissa_bits, 1) << 23
     subnormal = magnitude.to(tl.float32) * step.to(tl.float32, bitcast=True)
     is_normal = ((magnitude >> mantissa_bits) > 0) | (rebias == 0)
@@ -61,7 +62,7 @@ def scales_of(bits, largest, is_power_of_two):
     Args:
         bits: of the numbers.
         largest: number of the format, fp32.
-        is_power_of_two: whether scales must be one.
+        is_power_of_two: whether scales must be powers of two.
     """
     magnitudes = bits & 0x7FFFFFFF
     most = tl.max(tl.where(magnitudes < _INFINITY, magnitudes, 0), axis=1)

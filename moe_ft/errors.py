@@ -9,7 +9,7 @@ MoeFtError
 |   +-- FormatVersionError  the file is of another version of moe_ft: intact, and not readable here
 +-- UnsafePathError         another user owns a file or directory, or could replace it (also an OSError)
 +-- LockLostError           another job has taken the persist directory over (also an OSError)
-+-- UnrecoverableError      nothing usable to recover from; the message says what was looked at
++-- UnrecoverableError      nothing usable to recover from; the message lists what was examined
 +-- DegradedError           a background part failed under --moe-ft-on-error=raise
 +-- InjectedFaultError      raised by --moe-ft-inject-fault exception:..., never by a real failure
 """
@@ -24,7 +24,7 @@ class ConfigError(MoeFtError, ValueError):
 
 
 class PlanError(MoeFtError, ValueError):
-    """No valid plan exists for what was given."""
+    """No valid plan exists for the given state and topology."""
 
 
 class SnapshotError(MoeFtError):
@@ -44,11 +44,11 @@ class UnsafePathError(MoeFtError, OSError):
 
 
 class LockLostError(MoeFtError, OSError):
-    """The persist directory is another job's now: nothing more may be written to it."""
+    """Another job has taken over the persist directory, so this one must not write to it."""
 
 
 class UnrecoverableError(MoeFtError):
-    """No complete state was found; the message says what was looked at and why it was rejected."""
+    """No complete state was found; the message lists what was examined and why it was rejected."""
 
 
 class DegradedError(MoeFtError):
@@ -56,4 +56,4 @@ class DegradedError(MoeFtError):
 
 
 class InjectedFaultError(MoeFtError):
-    """Raised on the training thread by an injected fault of kind exception."""
+    """Raised by an injected fault of kind exception, on the thread that enters the fault's phase."""

@@ -1,19 +1,18 @@
-"""The event log: one file of JSON lines per rank, appended over incarnations.
+"""The event log: one file of JSON lines per rank, to which all incarnations append.
 
-`EventLog` writes, `read_events` reads. Next to each rank's events lies its progress, one small record
-that is overwritten in place and survives the death of the process, so that a post-mortem knows how
-far a rank came that had no time to say so. A log may hold anything: killed ranks leave torn lines, and
-people edit files. Lines that are not events never stop a reader. Standard library only. What events
-mean is moe_ft/commands/report.py.
+`EventLog` writes, `read_events` reads. A second file per rank holds its progress: one small record that is
+overwritten in place and survives the death of the process, so that a post-mortem knows how far a rank came.
+A log may hold anything, because killed ranks leave torn lines and people edit files. Lines that are not
+events never stop a reader. Standard library only. moe_ft/commands/report.py interprets the events.
 """
 
 import errno
 import json
-import math
 import os
 import re
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moe_ft.faults import Phase
+from moe_ft.format.json_values import finite_or_name
 
 _RANK_FILE = re.compile(r"rank_(\d{5,})\.jsonl")
 _PROGRESS_BYTES = 64
@@ -43,9 +43,10 @@ def progress_path(directory: Path, rank: int) -> Path:
 
 
 class EventLog:
-    """Appends events of one rank to its file. Owned by the training thread.
+    """Appends events of one rank to its file. Any thread may write; the training thread starts and closes it.
 
-    A line is written with one unbuffered write, so a killed process leaves at most its last line torn.
+    Besides the training thread, the copy thread writes injected faults, and the thread that waits for SIGTERM
+    writes failures. Each line is one unbuffered write, so a killed process leaves at most its last line torn.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -53,9 +54,11 @@ class EventLog:
         self.incarnation = 0
         self._events_fd: int | None = None
         self._progress_fd: int | None = None
+        # Keeps a file from being closed during a write. Reentrant, because a failed write closes the files.
+        self._lock = threading.RLock()
 
     def start(self) -> None:
-        """Open the rank's files, creating the directory; if that fails, say so and train without a log."""
+        """Open the rank's files, creating the directory; if that fails, print why and train without a log."""
         try:
             self._open()
         except OSError as error:
@@ -63,7 +66,7 @@ class EventLog:
 
     def _open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Without O_NONBLOCK a pipe of that name would be waited for.
+        # Without O_NONBLOCK, opening a pipe of that name would block.
         flags = os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         path = event_path(self.directory, self.rank)
         self._events_fd = os.open(path, flags | os.O_APPEND | os.O_RDWR, 0o644)
@@ -77,46 +80,49 @@ class EventLog:
 
     def close(self) -> None:
         """Close the files; later events are dropped."""
-        for fd in (self._events_fd, self._progress_fd):
-            if fd is not None:
-                os.close(fd)
-        self._events_fd = self._progress_fd = None
+        with self._lock:
+            for fd in (self._events_fd, self._progress_fd):
+                if fd is not None:
+                    os.close(fd)
+            self._events_fd = self._progress_fd = None
 
     def write(self, event: str, iteration: int, **values: Any) -> None:
         """Append one event.
 
         Args:
-            event: its name, DESIGN section 10.
+            event: its name; docs/events.md lists them.
             iteration: Megatron's counter that the event belongs to.
             values: further fields, JSON types only.
         """
-        if self._events_fd is None:
-            return
         line = {
             "time": time.time(),
             "rank": self.rank,
             "incarnation": self.incarnation,
             "event": event,
             "iteration": iteration,
-            **{name: _as_json(value) for name, value in values.items()},
+            **{name: finite_or_name(value) for name, value in values.items()},
         }
-        try:
-            os.write(self._events_fd, json.dumps(line).encode() + b"\n")
-        except OSError as error:
-            self._give_up(error)
+        with self._lock:
+            if self._events_fd is None:
+                return
+            try:
+                os.write(self._events_fd, json.dumps(line).encode() + b"\n")
+            except OSError as error:
+                self._give_up(error)
 
     def progress(self, iteration: int, phase: Phase) -> None:
-        """Overwrite the progress record: where this rank is now (about a microsecond)."""
-        if self._progress_fd is None:
-            return
+        """Overwrite the progress record of this rank; takes about a microsecond."""
         record = f"{self.incarnation} {iteration} {phase}".ljust(_PROGRESS_BYTES - 1) + "\n"
-        try:
-            os.pwrite(self._progress_fd, record.encode(), 0)
-        except OSError as error:
-            self._give_up(error)
+        with self._lock:
+            if self._progress_fd is None:
+                return
+            try:
+                os.pwrite(self._progress_fd, record.encode(), 0)
+            except OSError as error:
+                self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Say once that the log cannot be written, and train on without it."""
+        """Print once that the log cannot be written, and continue without it."""
         self.close()
         _say(f"rank {self.rank} writes no more events: {error} ({self.directory})")
 
@@ -125,14 +131,9 @@ def _say(line: str) -> None:
     print(f"moe_ft: {line}", file=sys.stderr, flush=True)
 
 
-def _as_json(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they are written as "nan", "inf" and "-inf"."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a rank came: the last phase it entered."""
+    """Progress of a rank: the last phase that it entered."""
 
     incarnation: int
     iteration: int
@@ -150,20 +151,20 @@ def read_progress(directory: Path, rank: int) -> Progress | None:
 
 
 def read_lines(path: Path) -> Iterator[Event | None]:
-    """Yield the events of one rank's file, and None for each line that is none.
+    """Yield the events of one rank's file, and None for each line that is no event.
 
     Raises:
         OSError: if the file cannot be read.
     """
     with _open(path) as file:
-        # A longer line comes in pieces, which are no events.
+        # A longer line is read in pieces, which are no events.
         for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
             if line.strip():
                 yield _parse(line)
 
 
 def read_lines_backwards(path: Path) -> Iterator[Event | None]:
-    """Yield what `read_lines` does, the last line first, from the last 64 MiB of the file.
+    """Yield the same as `read_lines`, last line first, from the last 64 MiB of the file.
 
     Raises:
         OSError: if the file cannot be read.
@@ -176,16 +177,16 @@ def read_lines_backwards(path: Path) -> Iterator[Event | None]:
             size = min(block_bytes, position - first)
             position -= size
             file.seek(position)
-            # The first line of what was read may begin before it.
+            # The first line of the block may begin before the block.
             rest, *lines = (file.read(size) + rest).split(b"\n")
             yield from (_parse(line) for line in reversed(lines) if line.strip())
-            block_bytes *= 2  # so that a long line is not put together from many pieces
+            block_bytes *= 2  # so that a long line is not joined from many pieces
         if position == 0 and rest.strip():
             yield _parse(rest)
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of one rank's file; lines that are none are passed over.
+    """Yield the events of one rank's file and skip all other lines.
 
     Raises:
         OSError: if the file cannot be read.
@@ -199,13 +200,13 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _check_is_file(status: os.stat_result, path: Path) -> None:
-    """Raise OSError for a pipe, which would be waited for, and a directory."""
+    """Raise OSError for a directory, and for a pipe, because reading one would block."""
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def _parse(line: bytes) -> Event | None:
-    """Return the event that a line holds, None if it is not one that `EventLog` has written whole."""
+    """Return the event in a line, None unless `EventLog` has written it completely."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -231,6 +232,6 @@ def last_incarnation(directory: Path, rank: int) -> int:
         last = next((event for event in events if event is not None), None)
         if last is None and path.stat().st_size:
             _say(f"{path} holds no events that can be read: rank {rank} counts its starts from 0")
-    except OSError:  # no log yet, or one of which `EventLog.start` says what is wrong
+    except OSError:  # no log yet, or a bad one, about which `EventLog.start` complains
         return -1
     return -1 if last is None else int(last["incarnation"])

@@ -1,6 +1,6 @@
-"""Names of the faults that a run can inflict on itself, parsed from KIND:RANK@ITERATION[:PHASE].
+"""Faults that a run can inflict on itself, parsed from KIND:RANK@ITERATION[:PHASE].
 
-Standard library only. Inflicting them is megatron/fault_tolerance/watch/faults.py.
+Standard library only. megatron/fault_tolerance/watch/faults.py inflicts them.
 """
 
 import re
@@ -11,16 +11,16 @@ from moe_ft.errors import ConfigError
 
 
 class FaultKind(StrEnum):
-    """What happens to the rank."""
+    """Effects of a fault on its rank."""
 
     KILL = "kill"  # SIGKILL: no handler runs
-    EXCEPTION = "exception"  # InjectedFaultError raised on the training thread
-    HANG = "hang"  # the training thread sleeps for ever; the other ranks run into their timeout
+    EXCEPTION = "exception"  # InjectedFaultError, raised on the thread that enters the phase
+    HANG = "hang"  # that thread sleeps for ever; if others wait for it, they time out
     LOSE_NODE = "lose-node"  # all ranks of its node remove the node's memory and are killed
 
 
 class Phase(StrEnum):
-    """Where in an iteration a rank is, in the order in which they are passed."""
+    """Phases of an iteration, in the order in which a rank enters them."""
 
     SETUP = "setup"  # before the first iteration
     FORWARD = "forward"  # the first forward pass of the iteration begins
@@ -29,8 +29,8 @@ class Phase(StrEnum):
     IN_STEP = "in-step"  # the inner optimizer has stepped, the model weights are not yet copied
     AFTER_STEP = "after-step"  # the optimizer step is complete
     BETWEEN = "between"  # train_step has returned: logging, evaluation, stock checkpoints
-    # Beside the iteration, on other threads: the first time at the fault's iteration or later, where
-    # the iteration is that of the state at hand.
+    # The phases below are on other threads, in parallel with iterations. A fault strikes the first time that
+    # their state is of the fault's iteration or a later one.
     SNAPSHOT = "snapshot"  # half of the units are copied to host memory
     REPLICATE = "replicate"  # half of the bytes are at the first peer
     PERSIST = "persist"  # the writer process has been told to write the state to storage
@@ -50,7 +50,7 @@ FAULT_PHASES = (
     Phase.RECOVERY,
     Phase.REPLAY,
 )
-# Those that every run passes through, whatever its strategy.
+# Phases that every run enters, whatever its strategy.
 ITERATION_PHASES = FAULT_PHASES[:5]
 BACKGROUND_PHASES = FAULT_PHASES[5:]
 _FAULT = re.compile(r"(?P<kind>[^:@]+):(?P<rank>\d+)@(?P<iteration>\d+)(:(?P<phase>[^:@]+))?")
@@ -58,7 +58,7 @@ _FAULT = re.compile(r"(?P<kind>[^:@]+):(?P<rank>\d+)@(?P<iteration>\d+)(:(?P<pha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultSpec:
-    """One fault: what happens to which rank while which iteration runs, in which phase."""
+    """One fault: its kind, and the rank, iteration and phase that it strikes."""
 
     kind: FaultKind
     rank: int
@@ -66,7 +66,7 @@ class FaultSpec:
     phase: Phase
 
     def is_due(self, iteration: int, phase: Phase) -> bool:
-        """Return whether it waits for this phase of this iteration."""
+        """Return whether the fault strikes in this phase of this iteration."""
         if phase != self.phase:
             return False
         is_later = phase in BACKGROUND_PHASES and iteration > self.iteration

@@ -1,21 +1,21 @@
-"""Where the ranks of a job are: which node, which stage. Plain numbers, the same on every rank."""
+"""Topology of a job: the node and stage of each rank. Plain values, the same on every rank."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """One rank as the others see it.
+    """One rank, as other ranks see it.
 
     Attributes:
         rank: global rank.
         node: its node id.
         stage: its pipeline rank.
         pid: its process id, on its node.
-        address: host and port where it receives replicas and serves its node's memory; None if it
+        address: host and port at which it receives replicas and serves its node's memory; None if it
             does not listen.
         region_bytes: size of one of its regions.
-        slot_bytes, num_slots: of its pool; none where every snapshot holds every unit.
+        slot_bytes, num_slots: of its pool; 0 if every snapshot holds every unit.
     """
 
     rank: int
@@ -28,7 +28,7 @@ class RankInfo:
     num_slots: int = 0
 
     def memory_bytes(self, num_regions: int) -> int:
-        """Return what so many regions and a pool take."""
+        """Return the bytes that this many regions and the pool take."""
         return num_regions * self.region_bytes + self.slot_bytes * self.num_slots
 
 
@@ -48,5 +48,5 @@ class Topology:
         return tuple(info for info in self.ranks if info.node == node)
 
     def lowest_on_node(self, node: str) -> RankInfo:
-        """Return the rank that does what is done once per node."""
+        """Return the rank that does the work that is needed once per node."""
         return self.on_node(node)[0]

@@ -1,8 +1,8 @@
-"""Units: the smallest things that are checkpointed on their own, named globally.
+"""Units: the smallest parts of a model that are checkpointed separately, and their global names.
 
 A unit is one expert of one layer, one layer's router, one layer's non-expert part, the embedding, the
 final norm or the output layer. Names use global layer and expert numbers, so that they mean the same
-on every rank and in every layout. Which parameter belongs to which unit is state/parameters.py.
+on every rank and in every layout. state/parameters.py assigns parameters to units.
 """
 
 import re
@@ -13,7 +13,7 @@ from moe_ft.errors import PlanError
 
 
 class UnitKind(StrEnum):
-    """What a unit is."""
+    """Kinds of units."""
 
     EMBEDDING = "embedding"
     NON_EXPERT = "non-expert"  # of one layer: attention, norms, dense MLP, shared experts
@@ -21,11 +21,11 @@ class UnitKind(StrEnum):
     EXPERT = "expert"
     FINAL_NORM = "final-norm"
     OUTPUT = "output"
-    OTHER = "other"  # parameters outside of what a GPT usually has
+    OTHER = "other"  # parameters that a GPT usually does not have
 
 
 class Level(StrEnum):
-    """How much of a unit a snapshot holds."""
+    """Extent of a unit in a snapshot."""
 
     FULL = "full"  # fp32 master weights and optimizer moments
     COMPUTE = "compute"  # the weights that the forward pass uses
@@ -33,7 +33,7 @@ class Level(StrEnum):
 
 
 class Part(StrEnum):
-    """Of an expert that is saved in two parts: which one."""
+    """Parts of an expert whose weights and moments are saved separately."""
 
     WHOLE = ""
     WEIGHTS = "weights"
@@ -52,11 +52,10 @@ class UnitId:
     """The global name of a unit.
 
     Attributes:
-        kind: what it is.
         block: "layer" for the decoder's layers, "mtp" for multi-token prediction layers.
         layer: global index of the layer from 0; -1 outside of layers.
-        expert: global index of the expert in its layer; -1 for everything else.
-        part: of an expert whose weights and moments are saved apart.
+        expert: global index of the expert in its layer; -1 for other units.
+        part: of an expert whose weights and moments are saved separately.
     """
 
     kind: UnitKind

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# CheckFreq: every checkpoint goes to storage, as often as that costs at most 3 % of the training time.
+# CheckFreq: every checkpoint goes to storage, as often as possible at a cost of at most 3 % of the training time.
 #
 #   PERSIST_DIR=/scratch/run/checkpoints examples/presets/checkfreq.sh examples/quickstart.sh
 #   EXTRA_FLAGS=$(PERSIST_DIR=/scratch/run/checkpoints examples/presets/checkfreq.sh) sbatch ...
 #
-# With a command, runs it with the preset's flags behind its own; without one, prints the flags.
+# With a command, the script runs it with the flags of the preset added; without one, it prints the flags.
 set -euo pipefail
 
 PERSIST_DIR=${PERSIST_DIR:?set PERSIST_DIR to a directory or fsspec URL that all nodes share}

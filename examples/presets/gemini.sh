@@ -4,7 +4,7 @@
 #   examples/presets/gemini.sh examples/quickstart.sh
 #   EXTRA_FLAGS=$(INTERVAL=5 PERSIST_DIR=/scratch/run/checkpoints examples/presets/gemini.sh) sbatch ...
 #
-# With a command, runs it with the preset's flags behind its own; without one, prints the flags.
+# With a command, the script runs it with the flags of the preset added; without one, it prints the flags.
 set -euo pipefail
 
 INTERVAL=${INTERVAL:-1}                  # iterations

@@ -1,7 +1,7 @@
-"""The table of Megatron's flags: by subject and class, each once, as argparse calls them (``dest``).
+"""Table of Megatron's flags by subject and class, each once, as argparse calls them (``dest``).
 
-The classes are explained, and read from here, in flag_classes.py. A test compares the table with the
-installed parser: a flag of a new Megatron version has to be looked at and put here before it is accepted.
+flag_classes.py explains the classes and reads the table. A test compares the table with the installed parser:
+a flag of a new Megatron version must be examined and added here before it is accepted.
 """
 
 FLAGS: dict[str, dict[str, str]] = {

@@ -1,6 +1,6 @@
-"""Copies live state into regions and slots: tensor by tensor, or packed through engine/staging.py.
+"""Copies of live state into regions and slots: tensor by tensor, or packed through engine/staging.py.
 
-The worker that does it is engine/snapshot.py.
+The worker that copies is engine/snapshot.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ Absent = set[tuple[str, str]]  # (parameter, key) of tensors that do not exist y
 
 
 class StateCopier:
-    """Copies what snapshots hold. Owned by the copy worker; the training thread calls `mark_ready`."""
+    """Copies the contents of snapshots. Owned by the copy worker; the training thread calls `mark_ready`."""
 
     def __init__(
         self, parameters: Sequence[LocalParameter], pool: Pool | None, staging_bytes: int
@@ -36,8 +36,8 @@ class StateCopier:
 
         Args:
             parameters: of the rank.
-            pool: that slots are in.
-            staging_bytes: device memory in which snapshots are packed; 0 if nothing is.
+            pool: the file of slots.
+            staging_bytes: device memory for packing snapshots; 0 if nothing is packed.
         """
         self._parameters = {each.name: each for each in parameters}
         self._pool, self._staging_bytes = pool, staging_bytes
@@ -47,7 +47,7 @@ class StateCopier:
         self._chunks: list[Chunk] = []
 
     def start(self) -> None:
-        """Allocate what is needed on the device."""
+        """Allocate the stream and the buffers on the device."""
         devices = {each.parameter.device for each in self._parameters.values()}
         if any(device.type == "cuda" for device in devices):
             self._stream = torch.cuda.Stream()
@@ -70,13 +70,13 @@ class StateCopier:
         at_half: Callable[[], None],
         at_end: Callable[[], None],
     ) -> Absent:
-        """Copy everything that a snapshot holds; return what does not exist yet.
+        """Copy everything that a snapshot holds; return the tensors that do not exist yet.
 
         Args:
             request: the snapshot.
-            ready: of `mark_ready`.
-            at_half: called when half of it is copied, or is on its way.
-            at_end: called when all of it is, in the stream that copies.
+            ready: returned by `mark_ready`.
+            at_half: called when half of the copies are complete or queued.
+            at_end: called when all copies are complete or queued, in the stream that copies.
         """
         copies = self._copies_of(request)
         stream = self._stream
@@ -122,9 +122,9 @@ class StateCopier:
         return absent
 
     def _copies_of(self, request: SnapshotRequest) -> list["_Copies"]:
-        """Return what a snapshot copies where.
+        """Return the copies of a snapshot: one group for its region, another for its slots.
 
-        What goes into a region is found out once for each layout, for thousands of tensors.
+        The thousands of copies into a region are prepared once per layout.
         """
         key = (request.region.number, request.position)
         known = self._known.get(key)
@@ -149,15 +149,15 @@ class StateCopier:
 
 
 class _Copies:
-    """Copies of a snapshot into one file; tables for packing them serve until a tensor is replaced."""
+    """Copies of a snapshot into one file. Its packing tables are valid until a tensor is replaced."""
 
     def __init__(self, copies: Sequence["_Copy"]) -> None:
         self.copies = copies
         self._chunks: list[Chunk] = []
-        self._of: list[tuple[int, int]] = []  # the tensors that the tables are of
+        self._of: list[tuple[int, int]] = []  # addresses of the tensors in the tables
 
     def chunks(self, chunk_bytes: int) -> tuple[list[Chunk], Absent]:
-        """Return all chunks, and what does not exist yet."""
+        """Return all chunks, and the tensors that do not exist yet."""
         absent: Absent = set()
         parts = []
         for copy in self.copies:
@@ -178,7 +178,7 @@ class _Copies:
 
 
 def _copy_all(copies: Sequence["_Copy"], *, non_blocking: bool) -> Absent:
-    """Copy tensors as they are; return those that do not exist yet."""
+    """Copy tensors without packing; return those that do not exist yet."""
     absent: Absent = set()
     for start in range(0, len(copies), _BATCH):
         sources, targets = [], []
@@ -190,19 +190,17 @@ def _copy_all(copies: Sequence["_Copy"], *, non_blocking: bool) -> Absent:
                 sources.append(source)
                 targets.append(copy.target)
         if sources:
-            # One call for many: Python's lock is free meanwhile, and the training thread continues.
             torch._foreach_copy_(targets, sources, non_blocking)
     return absent
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Copy:
-    """One tensor's way into a region.
+    """Copy of one tensor into a region or a slot.
 
     Attributes:
-        entry: of the tensor.
-        file, offset: where it goes, in bytes.
-        whole, address: the tensor that `source` was cut from, and where its memory was: optimizers may
+        file, offset: target; the offset is in bytes.
+        whole, address: the tensor that `source` was cut from, and the address of its memory. Optimizers may
             replace either, so both are compared before each copy.
     """
 
@@ -217,7 +215,7 @@ class _Copy:
 
     @property
     def target(self) -> torch.Tensor:
-        """Its place in the file, if it is copied as it is."""
+        """Target of a copy without packing."""
         if self.entry.packing != Packing.EXACT:
             raise SnapshotError(f"{self.local.name}/{self.entry.key} can only be packed")
         if self._target is None:
@@ -230,7 +228,7 @@ class _Copy:
         return self._target
 
     def find_source(self) -> torch.Tensor | None:
-        """Return what to copy now, None if it does not exist yet."""
+        """Return the tensor to copy now, None if it does not exist yet."""
         whole = whole_tensor(self.local, self.entry.key)
         if whole is None:
             return None
@@ -246,7 +244,7 @@ class _Copy:
         return self.source
 
     def find_weights(self) -> torch.Tensor | None:
-        """Return the weights that forward uses, where masters are kept as what these leave out."""
+        """Return the weights that forward uses, if masters are split into these and remainders."""
         if self.entry.packing != Packing.SPLIT:
             return None
         weights = whole_tensor(self.local, "weight")
@@ -254,7 +252,7 @@ class _Copy:
         return own_slice(self.local, "weight", weights)
 
     def part(self, source: torch.Tensor, weights: torch.Tensor | None) -> PackedPart:
-        """Return what to pack."""
+        """Return the tensor to pack, with its target."""
         return PackedPart(
             name=f"{self.local.name}/{self.entry.key}",
             source=source,

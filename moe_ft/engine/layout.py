@@ -1,18 +1,17 @@
-"""Layout of the unit versions of a window in a data file, which is a valid safetensors file.
+"""Layout of the unit versions of a window's snapshots in a data file, which is a valid safetensors file.
 
-The snapshots follow each other, so that each adds one stretch of bytes.
-
-The header has a fixed size, padded with blanks; alignment gaps are declared as tensors ``__unused__/n``,
-because safetensors refuses holes. Sizes and offsets only: no torch, no I/O.
+The snapshots follow each other, so that each of them adds one stretch of bytes. Alignment gaps are declared
+as tensors ``__unused__/n``, because safetensors refuses holes. Sizes and offsets only: no torch, no I/O.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 import msgspec
 
+from moe_ft.arithmetic import round_up
 from moe_ft.errors import SnapshotError
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import TensorEntry, tensor_pieces
@@ -26,7 +25,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlace:
-    """Place of a unit version, in bytes from the start of the file; offsets of tensors are from its own."""
+    """Place of one unit version, in bytes from the start of the file; tensors count from its own start."""
 
     unit: UnitId
     level: Level
@@ -40,9 +39,9 @@ class FileLayout:
     """The places of all unit versions, and the file's header.
 
     Attributes:
-        snapshots: ``[snapshot]`` what each of them adds.
-        ends: ``[snapshot]`` how much of the file is filled then, in bytes.
-        header: the file begins with it.
+        snapshots: ``[snapshot]`` unit versions that each of them adds.
+        ends: ``[snapshot]`` bytes of the file that are filled after each.
+        header: first bytes of the file.
         num_bytes: of the file.
     """
 
@@ -58,7 +57,7 @@ class FileLayout:
 
 
 class LazyLayout:
-    """A layout that is made when it is first asked for; by one thread at a time."""
+    """A layout that is computed on first use. One thread at a time may use it."""
 
     def __init__(self, make: Callable[[], FileLayout]) -> None:
         self._make = make
@@ -85,10 +84,10 @@ def lay_out_window(snapshots: Iterable[Contents], num_bytes: int | None = None) 
     Args:
         snapshots: units, their level and their tensors, whose offsets are ignored; units without
             tensors (other ranks hold them) are left out.
-        num_bytes: size of the file, if it is to be larger than it must be.
+        num_bytes: size of the file; by default the units decide it.
 
     Raises:
-        SnapshotError: if they need more than that.
+        SnapshotError: if the units need more.
     """
     header: dict[str, dict[str, object]] = {}
     placed: list[list[UnitPlace]] = []
@@ -101,23 +100,22 @@ def lay_out_window(snapshots: Iterable[Contents], num_bytes: int | None = None) 
                 placed[-1].append(place)
                 end = place.offset + place.num_bytes
         ends.append(end)
-    data_start, used = _data_start(header), end
+    data_start, used = len(encode_header(header)), end
     if num_bytes is not None and num_bytes > data_start + end:
-        # Declaring the rest makes the header longer, perhaps by a page, and the rest shorter.
+        # Declaring the rest lengthens the header, perhaps by a page, which shortens the rest.
         _declare_unused(header, end, num_bytes)
-        data_start = _data_start(header)
+        data_start = len(encode_header(header))
         _declare_unused(header, end, num_bytes - data_start)
         end = num_bytes - data_start
     if num_bytes is not None and data_start + max(end, used) > num_bytes:
         raise SnapshotError(f"a layout needs {data_start + used} bytes, its region has {num_bytes}")
-    padded = json.dumps(header, separators=(",", ":")).encode().ljust(data_start - _LENGTH_BYTES)
     return FileLayout(
         snapshots=tuple(
             tuple(replace(place, offset=data_start + place.offset) for place in places)
             for places in placed
         ),
         ends=tuple(data_start + each for each in ends),
-        header=len(padded).to_bytes(_LENGTH_BYTES, "little") + padded,
+        header=encode_header(header, data_start),
         num_bytes=data_start + end,
     )
 
@@ -126,7 +124,7 @@ def lay_out_again(index: Index) -> FileLayout:
     """Return the layout of the region that an index describes.
 
     Raises:
-        SnapshotError: if it is another one, because another version of this file made it.
+        SnapshotError: if this version would lay the region out differently.
     """
     first = index.iteration - index.num_snapshots + 1
     snapshots = [
@@ -145,7 +143,7 @@ def lay_out_again(index: Index) -> FileLayout:
         index.file_bytes,
     )
     if checksum(layout.header) != index.header_checksum:
-        raise SnapshotError(f"iteration {index.iteration} of rank {index.rank} lies otherwise")
+        raise SnapshotError(f"iteration {index.iteration} of rank {index.rank} has another layout")
     return layout
 
 
@@ -157,7 +155,7 @@ def _place(
     header: dict[str, dict[str, object]],
     number: int,
 ) -> UnitPlace:
-    """Place the tensors of a unit version from an offset on and declare them."""
+    """Place the tensors of a unit version, starting at an offset, and declare them."""
     # Only the weights of a unit may be in several snapshots of a window.
     version = f"{level}.{number}" if level is Level.COMPUTE else level.value
     inside, end = [], start
@@ -179,7 +177,7 @@ def _place(
 
 def _align(end: int, header: dict[str, dict[str, object]]) -> int:
     """Return the next aligned offset, declaring the gap before it."""
-    aligned = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    aligned = round_up(end, ALIGNMENT_BYTES)
     if aligned > end:
         _declare_unused(header, end, aligned)
     return aligned
@@ -193,6 +191,15 @@ def _declare_unused(header: dict[str, dict[str, object]], start: int, end: int) 
     }
 
 
-def _data_start(header: dict[str, dict[str, object]]) -> int:
-    num_bytes = len(json.dumps(header, separators=(",", ":"))) + _LENGTH_BYTES
-    return -(-num_bytes // HEADER_ALIGNMENT_BYTES) * HEADER_ALIGNMENT_BYTES
+def encode_header(declared: Mapping[str, object], num_bytes: int | None = None) -> bytes:
+    """Return the header of a safetensors file, padded with blanks.
+
+    Args:
+        declared: type, shape and offsets of each tensor, by name.
+        num_bytes: size of the header; by default the next multiple of HEADER_ALIGNMENT_BYTES.
+    """
+    encoded = json.dumps(declared, separators=(",", ":")).encode()
+    if num_bytes is None:
+        num_bytes = round_up(len(encoded) + _LENGTH_BYTES, HEADER_ALIGNMENT_BYTES)
+    padded = encoded.ljust(num_bytes - _LENGTH_BYTES)
+    return len(padded).to_bytes(_LENGTH_BYTES, "little") + padded

@@ -11,6 +11,7 @@ from kernels.block_scaling import ScaleKind
 from kernels.number_formats import BF16, E4M3, E5M2, FP16, NumberFormat
 from kernels.pack_table import PackTable
 from kernels.packing import Segment
+from moe_ft.arithmetic import round_up
 from moe_ft.format.entries import TensorEntry, tensor_bytes, tensor_pieces
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing, Piece
 from moe_ft.state.slices import DTYPES
@@ -70,7 +71,7 @@ def unpack_into(target: torch.Tensor, entry: TensorEntry, content: memoryview) -
         return
     parts = tensor_pieces(entry)
     # The kernels read whole lines.
-    buffer = torch.zeros(-(-len(part) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, dtype=torch.uint8)
+    buffer = torch.zeros(round_up(len(part), ALIGNMENT_BYTES), dtype=torch.uint8)
     buffer[: len(part)] = torch.frombuffer(part, dtype=torch.uint8)
     buffer = buffer.to(target.device)
     weights = None

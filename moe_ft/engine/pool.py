@@ -4,21 +4,19 @@ It keeps the newest version of each unit, however long ago it was saved. A slot 
 counts needs it any longer. The pool has no index of its own: those of the regions point into it.
 """
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from moe_ft.arithmetic import round_up
+from moe_ft.engine.layout import encode_header
 from moe_ft.engine.regions import MappedFile, Region, Role
 from moe_ft.errors import SnapshotError
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.format.packings import ALIGNMENT_BYTES
-
-_LENGTH_BYTES = 8
-_HEADER_ALIGNMENT_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,7 +46,7 @@ class Pool(MappedFile):
     """
 
     def __init__(self, directory: Path, slot_bytes: int, num_slots: int) -> None:
-        self.slot_bytes = _aligned(slot_bytes, ALIGNMENT_BYTES)
+        self.slot_bytes = round_up(slot_bytes, ALIGNMENT_BYTES)
         self.num_slots = num_slots
         self._header = _header(self.slot_bytes, num_slots)
         name = f"pool_{num_slots}x{self.slot_bytes}.safetensors"
@@ -106,13 +104,7 @@ def _header(slot_bytes: int, num_slots: int) -> bytes:
         }
         for slot in range(num_slots)
     }
-    encoded = json.dumps(slots, separators=(",", ":")).encode()
-    size = _aligned(len(encoded) + _LENGTH_BYTES, _HEADER_ALIGNMENT_BYTES) - _LENGTH_BYTES
-    return size.to_bytes(_LENGTH_BYTES, "little") + encoded.ljust(size)
-
-
-def _aligned(num_bytes: int, alignment: int) -> int:
-    return -(-num_bytes // alignment) * alignment
+    return encode_header(slots)
 
 
 class PoolVersions:

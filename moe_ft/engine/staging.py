@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kernels.pack_table import PackTable
-from kernels.packing import ALIGNMENT, Segment
+from kernels.packing import Segment
+from moe_ft.arithmetic import round_up
 from moe_ft.engine.packed import segments_of
 from moe_ft.errors import SnapshotError
-from moe_ft.format.packings import Packing, Piece, pieces
+from moe_ft.format.packings import ALIGNMENT_BYTES, Packing, Piece, pieces
 
 # Tensors are cut at multiples of this many numbers, so that all their pieces are cut at whole lines.
 CUT = 8192
@@ -50,7 +51,7 @@ class PackedPart:
 
 
 def _whole_lines(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return round_up(num_bytes, ALIGNMENT_BYTES)
 
 
 @dataclass(slots=True)
@@ -170,7 +171,7 @@ class Staging:
             num_bytes: of both buffers together.
             device: of the state.
         """
-        self.chunk_bytes = num_bytes // 2 // ALIGNMENT * ALIGNMENT
+        self.chunk_bytes = num_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self._buffers = [
             torch.zeros(self.chunk_bytes, dtype=torch.uint8, device=device) for _ in range(2)
         ]

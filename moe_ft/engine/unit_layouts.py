@@ -15,7 +15,7 @@ class UnitLayouts:
     def __init__(self, catalog: UnitCatalog, dp_rank: int) -> None:
         self._catalog, self._dp_rank = catalog, dp_rank
         self._places: dict[UnitId, UnitPlace] = {}
-        self.region_bytes: int | None = None  # what regions have, once that is known
+        self.region_bytes: int | None = None  # size of regions, once known
 
     def lay_out(self, plan: WindowPlan) -> FileLayout:
         """Return the layout of a region; all have the size of regions.
@@ -36,7 +36,7 @@ class UnitLayouts:
         ]
 
     def _slices(self, plan: SnapshotPlan) -> Slices | None:
-        """Return how the plan divides parameters that all data-parallel ranks hold."""
+        """Return how the plan divides parameters that data-parallel ranks replicate."""
         if plan.shares is None:
             return None
         shared = [
@@ -49,14 +49,15 @@ class UnitLayouts:
         return {local.name: slice_ for local, slice_ in zip(shared, own, strict=True)}
 
     def most_bytes(self, unit: UnitId) -> int:
-        """Return the bytes that a slot must have for a unit, also as another start may have kept it."""
+        """Return the bytes that a slot needs for a unit, including versions that another start saved."""
         return self._catalog.most_bytes(unit)
 
     def place(self, unit: UnitId, offset: int) -> UnitPlace:
-        """Return how a unit lies in a slot.
+        """Return the place of a unit in a slot.
 
         Args:
-            unit: of which this rank saves something.
+            unit: one that this rank saves at least a part of.
+            offset: of the slot.
         """
         if unit not in self._places:
             layout = lay_out([(unit, Level.FULL, self._catalog.tensors(unit, Level.FULL))])

@@ -59,7 +59,7 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file holds all snapshots of the window."""
+        """True if the file holds all snapshots of the window."""
         return self.num_snapshots == self.window
 
     def entries(self) -> Iterator[tuple[str, UnitEntry]]:
@@ -123,7 +123,7 @@ class IndexHead(Body, frozen=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file holds all snapshots of the window."""
+        """True if the file holds all snapshots of the window."""
         return self.num_snapshots == self.window
 
     def check(self, where: str) -> None:

@@ -1,11 +1,13 @@
-"""How a tensor of state is kept in files: as it is, rounded to fewer bits, or split into parts.
+"""Packings of state tensors in files: unchanged, rounded to fewer bits, or split into parts.
 
-Names, sizes and places only: no torch. What the formats are is kernels/number_formats.py, what packs them
-kernels/packing.py, which of them a run uses moe_ft/config/precision.py.
+This file holds names, sizes and places, and no torch. The formats are defined in kernels/number_formats.py,
+packed by kernels/packing.py and chosen by moe_ft/config/precision.py.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+from moe_ft.arithmetic import ceil_div, round_up
 
 DTYPE_BYTES = {
     "F64": 8,
@@ -26,10 +28,10 @@ SCALED_BLOCK = 128  # numbers that share a scale
 
 
 class Packing(StrEnum):
-    """How fp32 numbers are kept."""
+    """Ways to keep fp32 numbers."""
 
     EXACT = "exact"
-    SPLIT = "split"  # masters as BF16 weights, and what these leave out
+    SPLIT = "split"  # masters as BF16 weights and the bits that these leave out
     BF16 = "bf16"
     FP16 = "fp16"
     E4M3 = "fp8-e4m3"
@@ -42,7 +44,7 @@ class Packing(StrEnum):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether numbers come back changed."""
+        """True if restored numbers differ from the saved ones."""
         return self not in (Packing.EXACT, Packing.SPLIT)
 
 
@@ -66,12 +68,12 @@ _SCALED = (
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a packed tensor, which is a tensor of the file.
+    """A part of a packed tensor; safetensors sees it as a tensor of its own.
 
     Attributes:
-        name: empty where there is no other.
+        name: empty if the tensor has only one part.
         dtype: safetensors' name of its type.
-        count: of its numbers.
+        count: number of its elements.
         offset: in bytes, from the start of the packed tensor.
     """
 
@@ -82,17 +84,17 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its numbers."""
+        """Size without padding."""
         return self.count * DTYPE_BYTES[self.dtype]
 
 
 def pieces(dtype: str, count: int, packing: Packing) -> tuple[Piece, ...]:
-    """Return the parts that a packed tensor has in a file.
+    """Return the parts of a packed tensor in a file.
 
     Args:
-        dtype: safetensors' name of the type that the live tensor has; all but EXACT are for F32.
-        count: of its numbers.
-        packing: how they are kept.
+        dtype: safetensors' name of the type that the live tensor has; all packings but EXACT require F32.
+        count: number of its elements.
+        packing: of the tensor.
     """
     if packing is Packing.EXACT:
         return (Piece("", dtype, count, 0),)
@@ -100,16 +102,16 @@ def pieces(dtype: str, count: int, packing: Packing) -> tuple[Piece, ...]:
         parts = [
             ("weight", "BF16", count),
             ("remainder", "I16", count),
-            ("carry", "U8", -(-count // 8)),
+            ("carry", "U8", ceil_div(count, 8)),
         ]
     else:
         parts = [("", _SHORT_DTYPES[packing], count)]
         if packing in _SCALED:
-            parts.append(("scale", "F32", -(-count // SCALED_BLOCK)))
+            parts.append(("scale", "F32", ceil_div(count, SCALED_BLOCK)))
     found: list[Piece] = []
     end = 0
     for name, piece_dtype, piece_count in parts:
-        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        start = round_up(end, ALIGNMENT_BYTES)
         found.append(Piece(name, piece_dtype, piece_count, start))
         end = start + found[-1].num_bytes
     return tuple(found)

@@ -15,7 +15,7 @@ _Float = float | Literal["inf", "-inf", "nan"]
 
 
 class RecordTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A small tensor inside of a record: base64 in JSON."""
+    """A small tensor in a record: base64 in JSON."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -27,12 +27,12 @@ class OptimizerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         groups: per parameter group its scalars (lr, wd, step where it lives in the group, ...).
-        steps: per parameter its step, for optimizers that keep one (torch's Adam); one number under
-            the name "*" where all are equal.
+        steps: per parameter its step, for optimizers that keep one (torch's Adam); a single number under
+            the name "*" if all are equal.
         scaler: loss scale and counters, None without one.
-        found_inf: whether the gradients held an infinity, None where nobody looked.
-        scales: per parameter and key the scale of a low-precision state tensor (Transformer Engine); those of
-            FP8 tensors also KEY._scale_inv.
+        found_inf: whether the gradients held an infinity, None if that was not checked.
+        scales: scale of each low-precision state tensor (Transformer Engine), by parameter and key; FP8
+            tensors also have KEY._scale_inv.
     """
 
     groups: tuple[dict[str, Any], ...]
@@ -43,16 +43,16 @@ class OptimizerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What else the state at the end of one iteration consists of, and what a replay needs of it.
+    """State at the end of one iteration apart from units, including the input of a replay.
 
     Attributes:
-        iteration: the state's, one more than that of the iteration that made it.
-        grad_norm, grad_norms_by_group: what clipping used; None after a skipped step.
+        iteration: of the state; one more than the iteration that produced it.
+        grad_norm, grad_norms_by_group: as clipping used them; None after a skipped step.
         num_tokens: with --calculate-per-token-loss, over the whole batch.
         consumed_valid_samples: after the evaluation that follows the iteration, if one does.
         rng: states of python, numpy, torch, the device and Megatron's tracker.
         buffers: all buffers of the model chunks by name.
-        extra_state: FP8 tensors of Transformer Engine's modules, by module and name.
+        extra_state: FP8 tensors of Transformer Engine's modules, by module and tensor name.
         tokens_per_expert: ``[expert]`` by MoE layer name, counted on this rank.
     """
 
@@ -74,14 +74,14 @@ class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far the experts of a stage are trained, and what recoveries have cost them.
+    """Training progress of a stage's experts, and their losses in recoveries.
 
     Attributes:
-        cursor, k_snapshot, k_persist: where the selection goes on.
-        least_k: below which k_snapshot does not go any more (Dynamic-K).
+        cursor, k_snapshot, k_persist: state of the selection.
+        least_k: lower limit of k_snapshot from now on (Dynamic-K).
         interval: iterations between snapshots.
-        routed_tokens: ``[expert]`` by MoE layer, tokens that the experts got so far.
-        gaps: ``[expert]`` by MoE layer, the ranges of them whose updates recoveries have dropped.
+        routed_tokens: ``[expert]`` by MoE layer, tokens that the experts have received so far.
+        gaps: ``[expert]`` by MoE layer, ranges of these tokens whose updates recoveries have dropped.
         planned_tokens: tokens times top-k that a layer processes in the whole planned run.
     """
 

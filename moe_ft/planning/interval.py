@@ -1,7 +1,7 @@
-"""How often to checkpoint: CheckFreq's profiled policy, as a pure function of what was measured.
+"""Interval between checkpoints: CheckFreq's profiled policy, as a pure function of measurements.
 
-The source is CheckFreq (FAST 2021, section 4.4): profile the first iterations, take the smallest interval
-whose cost stays under a limit, keep watching, adapt. Measuring is engine/profile.py.
+CheckFreq (FAST 2021, section 4.4) profiles the first iterations, takes the smallest interval whose cost is
+below a limit, and adapts it later. engine/profile.py measures.
 """
 
 import math
@@ -12,13 +12,13 @@ from moe_ft.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointCost:
-    """What was measured, in seconds; over all ranks the slowest.
+    """Measurements of the slowest rank, in seconds.
 
     Attributes:
-        iteration_s: an iteration in which no checkpoint is under way.
-        overhead_s: by how much one checkpoint lengthens training: waiting at the fence, and slower
-            iterations while it is copied, sent and written.
-        completion_s: from the start of a snapshot until the checkpoint is complete in memory and at
+        iteration_s: time of an iteration without a checkpoint in progress.
+        overhead_s: time that one checkpoint adds to training: waiting at the fence, and slower iterations
+            while it is copied, sent and written.
+        completion_s: time from the start of a snapshot until the checkpoint is complete in memory and at
             its peers and, if it goes to storage, written there.
     """
 
@@ -28,13 +28,13 @@ class CheckpointCost:
 
 
 def choose_interval(cost: CheckpointCost, overhead_limit: float) -> int:
-    """Return the smallest interval, in iterations, whose overhead stays under the limit.
+    """Return the smallest interval, in iterations, whose overhead is within the limit.
 
-    Two things bound it from below: ``overhead_s / (interval x iteration_s) <= overhead_limit``, and a
+    Two conditions bound it from below: ``overhead_s / (interval x iteration_s) <= overhead_limit``, and a
     checkpoint must be complete before the next one begins.
 
     Args:
-        cost: what was measured.
+        cost: of a checkpoint.
         overhead_limit: fraction of the training time that checkpoints may cost, > 0.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which ranks keep replicas of which rank's state, and how much memory that takes on each node."""
+"""Placement of replicas: the peers of each rank, and the memory that replicas take on each node."""
 
 from collections.abc import Sequence
 
@@ -9,23 +9,23 @@ DEFAULT_FACTOR = 2
 
 
 def default_replication_factor(num_nodes: int) -> int:
-    """Return 0 on one node, 1 on two, else 2: a replica on the node it protects is worth nothing."""
+    """Return 0 on one node, 1 on two, else 2; a replica on the node that it protects is useless."""
     return min(DEFAULT_FACTOR, num_nodes - 1)
 
 
 def place_replicas(topology: Topology, replication_factor: int) -> list[tuple[int, ...]]:
     """Choose the peers that keep each rank's replicas.
 
-    The peers of a rank are on other nodes than the rank and than each other. They are the next ones
-    on the ring over the ranks of the same stage; where a node has several of them, the least loaded.
-    Where the stage is not on enough nodes, the least loaded ranks elsewhere.
+    A rank and its peers are all on different nodes. The peers are the next ranks of the same stage on the
+    ring of ranks; if a node has several of them, the least loaded is chosen. If the stage is not on enough
+    nodes, the least loaded ranks of other stages are chosen.
 
     Args:
-        topology: rank to node, stage and bytes.
+        topology: node, stage and bytes of each rank.
         replication_factor: replicas of each rank's state, 0 or more.
 
     Returns:
-        ``[rank]``: global ranks of the peers, ``replication_factor`` of them.
+        ``[rank]`` global ranks of the peers, ``replication_factor`` of them.
 
     Raises:
         PlanError: if there are not enough nodes.
@@ -75,10 +75,10 @@ def plan_node_memory(
     """Return the bytes of host memory that the memory and peer tiers take on each node.
 
     Args:
-        topology: rank to node and bytes of regions and pools.
+        topology: node, and bytes of regions and pools, of each rank.
         peers: result of `place_replicas`.
-        num_regions: regions of each rank for its own state; a pool comes to them.
-        num_replica_regions: regions that a peer keeps for each rank it serves, likewise.
+        num_regions: regions of each rank for its own state, in addition to a pool.
+        num_replica_regions: regions that a peer keeps for each rank it serves, also in addition to a pool.
     """
     total = dict.fromkeys(topology.nodes, 0)
     for info in topology.ranks:

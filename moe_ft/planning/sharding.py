@@ -1,6 +1,6 @@
-"""Who saves which part of state that several data-parallel ranks hold alike.
+"""Division of replicated state among the data-parallel ranks that save it.
 
-With the distributed optimizer every rank owns a slice already and nothing is decided here.
+With the distributed optimizer every rank already owns a slice, and this file decides nothing.
 """
 
 import math
@@ -15,9 +15,9 @@ Slice = tuple[int, int]
 
 
 def assign_equal_slices(num_elements: Sequence[int], num_ranks: int) -> list[list[Slice]]:
-    """Cut parameters that all ranks hold alike so that every rank saves the same share.
+    """Cut replicated parameters so that every rank saves the same share.
 
-    The parameters are laid end to end and cut into equal pieces; a cut may fall inside of a parameter
+    The parameters are laid end to end and cut into equal pieces; a cut may be inside a parameter
     (MoC-System, section 4.1, equal sharding, without its restriction to whole layers).
 
     Args:
@@ -37,9 +37,9 @@ def assign_equal_slices(num_elements: Sequence[int], num_ranks: int) -> list[lis
 
 
 def assign_baseline_slices(num_elements: Sequence[int], num_ranks: int) -> list[list[Slice]]:
-    """Let the first of the ranks save everything that all of them hold alike.
+    """Let the first rank save all replicated parameters.
 
-    What Megatron-DeepSpeed does, and what the other ways are compared with (MoC-System, Fig. 7a).
+    This is the method of Megatron-DeepSpeed and the baseline of MoC-System (Fig. 7a).
 
     Args:
         num_elements: elements of each parameter, in an order that all ranks share.
@@ -58,7 +58,7 @@ def assign_baseline_slices(num_elements: Sequence[int], num_ranks: int) -> list[
 def assign_weighted_slices(
     num_elements: Sequence[int], shares: Sequence[float]
 ) -> list[list[Slice]]:
-    """Cut parameters that all ranks hold alike so that the ranks save unequal shares of them.
+    """Cut replicated parameters so that the ranks save unequal shares.
 
     Args:
         num_elements: elements of each parameter, in an order that all ranks share.
@@ -69,8 +69,8 @@ def assign_weighted_slices(
         ``[rank][parameter]`` as of `assign_equal_slices`.
 
     Raises:
-        PlanError: if there is no rank, a share is negative or not finite, or all are 0 although there
-            is something to save.
+        PlanError: if there is no rank, a share is negative or not finite, or all shares are 0 although
+            there are elements to save.
     """
     _check_num_ranks(len(shares))
     if not all(math.isfinite(share) and share >= 0 for share in shares):
@@ -85,16 +85,16 @@ def assign_weighted_slices(
 def adaptive_shares(total_bytes: int, loads: Sequence[int]) -> list[int]:
     """Spread bytes that any rank can save so that the heaviest rank is as light as possible.
 
-    The light ranks are filled to a common level, like vessels with water (MoC-System, section 4.3,
-    adaptive sharding, without its restriction to whole modules; for that see `assign_greedy`).
+    The lightest ranks are filled to a common level (MoC-System, section 4.3, adaptive sharding, without its
+    restriction to whole modules; for that see `assign_greedy`).
 
     Args:
-        total_bytes: to be spread: state that every rank holds.
+        total_bytes: bytes of state that every rank holds.
         loads: ``[rank]`` bytes that a rank saves anyway, such as its selected experts.
 
     Returns:
-        ``[rank]`` bytes that each takes, whose sum is total_bytes. No other division has a lighter
-        heaviest rank.
+        ``[rank]`` bytes that each takes; their sum is total_bytes. In any other division the heaviest rank
+        is at least as heavy.
 
     Raises:
         PlanError: if there is no rank or a number is negative.
@@ -103,7 +103,7 @@ def adaptive_shares(total_bytes: int, loads: Sequence[int]) -> list[int]:
     if total_bytes < 0 or min(loads) < 0:
         raise PlanError(f"total_bytes={total_bytes} and loads={list(loads)} must not be negative")
     order = sorted(range(len(loads)), key=lambda rank: loads[rank])
-    in_lightest = 0  # bytes of the lightest ranks so far, if they share total_bytes
+    in_lightest = 0  # loads of the lightest ranks so far
     for count, rank in enumerate(order, 1):
         in_lightest += loads[rank]
         level, rest = divmod(total_bytes + in_lightest, count)
@@ -116,15 +116,15 @@ def adaptive_shares(total_bytes: int, loads: Sequence[int]) -> list[int]:
 
 
 def assign_greedy(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Give whole modules to ranks: the largest first, each to the rank with the least so far.
+    """Assign whole modules to ranks: the largest first, each to the rank with the least load so far.
 
     Args:
         sizes: ``[module]`` bytes.
         loads: ``[rank]`` bytes that a rank saves anyway.
 
     Returns:
-        ``[module]`` the rank that saves it. Among equal modules the first comes first, among equal
-        ranks the lowest.
+        ``[module]`` rank that saves it. Of equal modules the first is assigned first; of equally loaded
+        ranks the lowest is chosen.
 
     Raises:
         PlanError: if there is no rank.
@@ -148,7 +148,7 @@ def _check_num_ranks(num_ranks: int) -> None:
 
 
 def _cut(num_elements: Sequence[int], cuts: Sequence[int]) -> list[list[Slice]]:
-    """Cut parameters that are laid end to end; rank r gets what lies between cuts r and r + 1."""
+    """Cut parameters that are laid end to end; rank r gets the elements between cuts r and r + 1."""
     ends = list(accumulate(num_elements))
     return [
         [

@@ -1,6 +1,6 @@
-"""The units of one rank and the tensors that they consist of.
+"""Catalog of one rank's units and of the tensors in each.
 
-Which parameter belongs to which unit is state/parameters.py; how units lie in files engine/unit_layouts.py.
+state/parameters.py assigns parameters to units; engine/unit_layouts.py places units in files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from types import MappingProxyType
 import msgspec
 import torch
 
+from moe_ft.arithmetic import round_up
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import FROZEN, TensorEntry, tensor_bytes
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing
@@ -21,7 +22,7 @@ Slices = Mapping[str, tuple[int, int]]  # flat ranges by parameter name
 
 
 class UnitCatalog:
-    """All units of a rank, those included of which other ranks save everything."""
+    """All units of a rank, including those that other ranks save completely."""
 
     def __init__(
         self,
@@ -34,9 +35,9 @@ class UnitCatalog:
 
         Args:
             parameters: of the rank.
-            leaves_out_frozen: whether parameters that are not trained are in no unit: they stay what they
-                were when the run began.
-            packings: by part of the state ("master", "exp_avg", "exp_avg_sq"), how fp32 tensors are kept.
+            leaves_out_frozen: whether units exclude parameters that are not trained. These keep the values
+                that they had when the run began.
+            packings: of fp32 tensors, by part of the state ("master", "exp_avg", "exp_avg_sq").
         """
         self._packings = packings
         self.parameters = tuple(parameters)
@@ -58,22 +59,22 @@ class UnitCatalog:
         return {local.name for local in self._frozen}
 
     def has(self, unit: UnitId) -> bool:
-        """Return whether this rank has a unit, whoever saves it."""
+        """Return whether this rank has a unit, even if others save it."""
         return replace(unit, part=Part.WHOLE) in self._by_unit
 
     def parameters_of(self, unit: UnitId) -> list[LocalParameter]:
-        """Return the parameters of a unit, or of the unit that a part is of."""
+        """Return the parameters of a unit, or of the unit that a part belongs to."""
         return self._by_unit[replace(unit, part=Part.WHOLE)]
 
     def tensors(
         self, unit: UnitId, level: Level, slices: Slices | None = None
     ) -> list[TensorEntry]:
-        """Return what this rank saves of a unit, without offsets; nothing if other ranks save all.
+        """Return the tensors of a unit that this rank saves, without offsets; none if others save all.
 
         Args:
-            unit: a unit or a part of one.
+            unit: a whole unit or a part of one.
             level: of the snapshot.
-            slices: for parameters that are divided otherwise than at start.
+            slices: ranges of parameters that a plan divides differently than at start.
         """
         found = []
         for local in self.parameters_of(unit):
@@ -84,7 +85,7 @@ class UnitCatalog:
         return found
 
     def _packed(self, local: LocalParameter, tensor: TensorEntry) -> TensorEntry:
-        """Return a tensor as files keep it; only what is fp32 may be kept otherwise than it is."""
+        """Return a tensor with its packing; only fp32 tensors may be packed."""
         part = "master" if tensor.key in MASTER_KEYS else tensor.key
         packing = self._packings.get(part, Packing.EXACT)
         if packing is Packing.SPLIT and local.parameter.dtype is not torch.bfloat16:
@@ -94,29 +95,30 @@ class UnitCatalog:
         return msgspec.structs.replace(tensor, packing=packing.value)
 
     def owns(self, unit: UnitId) -> bool:
-        """Return whether this rank saves something of a unit."""
+        """Return whether this rank saves any part of a unit."""
         return bool(self.tensors(unit, Level.FULL))
 
     def num_bytes(self, unit: UnitId, level: Level = Level.FULL, *, alignment: int = 1) -> int:
         """Return the bytes that this rank saves of a unit, each tensor rounded up to an alignment."""
         sizes = map(tensor_bytes, self.tensors(unit, level))
-        return sum(-(-size // alignment) * alignment for size in sizes)
+        return sum(round_up(size, alignment) for size in sizes)
 
     def most_bytes(self, unit: UnitId) -> int:
-        """Return the bytes that a version of a unit may take, however another start has kept it."""
+        """Return the most bytes that a version of a unit may take, whatever packing another start used."""
         return sum(
             max(
-                -(-tensor_bytes(msgspec.structs.replace(tensor, packing=each)) // ALIGNMENT_BYTES)
+                round_up(
+                    tensor_bytes(msgspec.structs.replace(tensor, packing=each)), ALIGNMENT_BYTES
+                )
                 for each in (Packing if tensor.dtype == "F32" else (Packing.EXACT,))
             )
-            * ALIGNMENT_BYTES
             for tensor in self.tensors(unit, Level.FULL)
         )
 
     def origins(self, units: Sequence[UnitId]) -> dict[str, str]:
-        """Return checksums of the weights of units as they are now, and of all that is frozen.
+        """Return checksums of the current weights of units, and of all frozen parameters.
 
-        Of a parameter that data-parallel ranks hold alike all is looked at, however it is divided.
+        They cover the whole of a parameter that data-parallel ranks replicate, however it is divided.
         """
         found = {
             str(unit): _checksum_of(self.parameters_of(unit)) for unit in units if self.owns(unit)

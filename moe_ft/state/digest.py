@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from moe_ft.format.json_values import convert_leaves
 from moe_ft.state.tensors import (
     NamedTensors,
     inner_optimizers,
@@ -38,15 +39,15 @@ def digest_state(
     scheduler: Any,
     counters: Mapping[str, int],
 ) -> StateDigest:
-    """Digest what this rank holds now.
+    """Return the digests of this rank's current state.
 
-    With --overlap-param-gather the parameters that other ranks own are as old as the last gather.
+    With --overlap-param-gather the parameters that other ranks own are those of the last gather.
 
     Args:
         model: model chunks of this rank.
         optimizer: Megatron's outermost optimizer.
         scheduler: Megatron's OptimizerParamScheduler.
-        counters: further integers that belong to the state, such as consumed samples.
+        counters: other integers of the state, such as consumed samples.
     """
     digest = hashlib.sha256()
     _add_tensors(digest, named_parameters(model))
@@ -69,7 +70,7 @@ def _add_tensors(digest: Any, tensors: NamedTensors) -> None:
     for name, tensor in sorted(tensors, key=lambda named: named[0]):
         data = tensor.detach().to("cpu").contiguous()
         digest.update(f"{name} {data.dtype} {list(data.shape)}".encode())
-        # A view of the bytes: numpy has no bfloat16.
+        # As bytes, because numpy has no bfloat16.
         digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
 
 
@@ -91,11 +92,11 @@ def _scalars(optimizer: Any) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """Turn tensors, arrays and tuples into JSON values, floats exactly."""
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
+    """Return tensors, arrays and tuples as JSON values, and floats exactly."""
+    return convert_leaves(value, _leaf_as_json)
+
+
+def _leaf_as_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray):
         return _as_json(value.tolist())
     if isinstance(value, float):

@@ -1,11 +1,11 @@
 """State that modules keep outside of parameters and buffers: FP8 scales and histories of Transformer Engine.
 
-Its modules offer this state as `get_extra_state`, which waits for the GPU and pickles, and take it back by
-unpickling. Neither is used here: with delayed scaling it is a few tensors in the module's `fp8_meta`, which
-are cloned on the device and copied back; all else in there follows from the flags. With other recipes there
-is nothing to keep.
+Its modules offer this state as `get_extra_state`, which waits for the GPU and pickles, and restore it by
+unpickling. This file uses neither. With delayed scaling the state is a few tensors in the module's
+`fp8_meta`, which are cloned on the device and copied back; everything else there follows from the flags.
+Other recipes have no such state.
 
-A module whose extra state is anything else is refused: to keep it would mean to unpickle what a file holds.
+A module with any other extra state is refused, because keeping it would require unpickling files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _TENSORS = ("scale", "scale_inv", "amax_history")
 
 Tensors = Mapping[str, torch.Tensor]  # by "scaling_fwd.scale" and the like
 
-# What was recovered for modules that make their tensors in their first forward pass.
+# Recovered state of modules that create their tensors in their first forward pass.
 _waiting: WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
 
 
@@ -32,7 +32,7 @@ def modules_with_extra_state(model: Sequence[torch.nn.Module]) -> dict[str, torc
         f"chunk{index}.{name}": module
         for index, chunk in enumerate(model)
         for name, module in chunk.named_modules()
-        # Megatron's own define it and answer None.
+        # Megatron's own modules define it and return None.
         if _is_fp8(module)
         or type(module).get_extra_state is not default
         and not type(module).get_extra_state.__module__.startswith("megatron.core.")
@@ -40,7 +40,7 @@ def modules_with_extra_state(model: Sequence[torch.nn.Module]) -> dict[str, torc
 
 
 def check_at_start(modules: Mapping[str, torch.nn.Module]) -> None:
-    """Raise ConfigError if a module has state already that cannot be kept.
+    """Raise ConfigError if a module already has state that cannot be kept.
 
     Args:
         modules: result of `modules_with_extra_state`.
@@ -51,7 +51,7 @@ def check_at_start(modules: Mapping[str, torch.nn.Module]) -> None:
 
 
 def clone_state(name: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of a module's FP8 tensors, on their device; waits for nothing.
+    """Return copies of a module's FP8 tensors, on their device, without waiting.
 
     Args:
         name: for the message.
@@ -67,11 +67,11 @@ def clone_state(name: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def put_back(module: torch.nn.Module, tensors: Tensors) -> None:
-    """Copy tensors into a module, or have it take them as soon as it has made its own.
+    """Copy tensors into a module, or keep them until it has created its own.
 
     Args:
-        module: of which `clone_state` made them.
-        tensors: what it returned, on any device.
+        module: of the same name as the one that `clone_state` was called with.
+        tensors: result of `clone_state`, on any device.
     """
     live = _tensors(module)
     if live or not tensors:
@@ -84,7 +84,7 @@ def put_back(module: torch.nn.Module, tensors: Tensors) -> None:
 
 
 def _wait_for_tensors(module: Any) -> None:
-    """Copy what waits whenever the module makes its tensors, until the end of the forward pass that does."""
+    """Copy the waiting state each time the module creates tensors, up to the end of that forward pass."""
     make = module.init_fp8_meta_tensors
 
     def made(*args: Any, **kwargs: Any) -> None:
@@ -122,14 +122,14 @@ def _copy(live: Tensors, tensors: Tensors) -> None:
     for key, tensor in live.items():
         if key not in tensors:
             continue
-        # The history may have another length in this start: as many rows are kept as Transformer Engine keeps
-        # when it changes the length itself.
+        # The length of the history may differ in this start. Keep the rows that Transformer Engine keeps when
+        # it changes the length itself.
         num_rows = min(len(tensor), len(tensors[key]))
         tensor[:num_rows].copy_(tensors[key][:num_rows])
 
 
 def _problem(name: str, module: torch.nn.Module) -> str:
-    """Return why a module's extra state cannot be kept, empty if it has none of a kind that is not known."""
+    """Return why a module's extra state cannot be kept; empty if it can."""
     if _is_fp8(module):
         return ""
     state: Any = module.get_extra_state()

@@ -1,7 +1,7 @@
-"""Freezing units while an iteration is replayed: they compute, but are not trained.
+"""Freezing of units while an iteration is replayed: they compute, but are not trained.
 
-Freezing must change no collective and no graph (DESIGN: "Recovery"): parameters whose gradients are reduced
-together with those of others keep their gradients, which are then dropped.
+Freezing must not change collectives or graphs. Parameters whose gradients are reduced together with others
+therefore keep their gradients, which are dropped afterwards.
 """
 
 import re
@@ -14,7 +14,7 @@ import torch
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId, UnitKind
 
-# Transformer Engine's grouped linear layers ask the first of their weights for all of them.
+# Transformer Engine's grouped linear layers read requires_grad from the first of their weights only.
 _GROUPED = re.compile(r"(?P<module>.*\.experts\.linear_fc[12])\.(?:weight|bias)\d+$")
 _COUPLING_MARKS = (
     "sequence_parallel",  # summed over tensor-parallel ranks, all in one buffer
@@ -26,7 +26,7 @@ _COUPLING_MARKS = (
 
 
 def grouped_layers(parameters: Iterable[LocalParameter]) -> frozenset[str]:
-    """Return the layers whose experts on a rank can be frozen only together."""
+    """Return the layers whose experts on a rank can only be frozen together."""
     return frozenset(each.unit.layer_name for each in parameters if _grouped_module(each.name))
 
 
@@ -36,13 +36,13 @@ class Freezing:
     def __init__(
         self, parameters: Sequence[LocalParameter], *, tp_size: int, is_possible: bool
     ) -> None:
-        """Find out which parameters can be frozen.
+        """Determine which parameters can be frozen.
 
         Args:
             parameters: of the rank.
-            tp_size: tensor-parallel ranks.
-            is_possible: whether weight gradients are computed where autograd expects it. If not, all are
-                computed and dropped.
+            tp_size: number of tensor-parallel ranks.
+            is_possible: whether autograd computes the weight gradients. If not, all gradients are computed
+                and dropped.
         """
         self._parameters = tuple(parameters)
         trained = [each for each in parameters if each.parameter.requires_grad]
@@ -52,9 +52,9 @@ class Freezing:
 
     @contextmanager
     def frozen(self, units: Collection[UnitId]) -> Iterator[None]:
-        """Compute no weight gradients of these units, as far as that is possible.
+        """Skip the weight gradients of these units where possible.
 
-        Called with the same units by all ranks that hold a unit.
+        All ranks that hold one of the units call this with the same units.
         """
         chosen = self._to_freeze(units)
         for parameter in chosen:
@@ -80,7 +80,7 @@ class Freezing:
         ]
 
     def drop_gradients(self, units: Collection[UnitId]) -> None:
-        """Make the optimizer pass over these units. Before the step, behind clipping."""
+        """Make the optimizer skip these units. Call this between clipping and the step."""
         for local in self._parameters:
             master: Any = local.master
             if master is not None and local.unit in units:
@@ -90,10 +90,10 @@ class Freezing:
 
 
 def _is_coupled(local: LocalParameter, tp_size: int) -> bool:
-    """Return whether the gradient of a parameter takes part in a reduction of several.
+    """Return whether the gradient of a parameter is reduced together with others.
 
-    The embedding is, besides, what the graph of the first stage begins with: with full recomputation a block
-    whose input needs no gradient has none for its weights either.
+    The embedding is also the start of the first stage's graph: with full recomputation, a block whose input
+    needs no gradient computes none for its weights either.
     """
     if local.unit.kind in (UnitKind.EMBEDDING, UnitKind.OTHER):
         return True

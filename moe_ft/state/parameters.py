@@ -1,7 +1,7 @@
-"""Which unit every parameter of a rank belongs to, its global name, and the slice this rank saves.
+"""Parameters of a rank: the unit, the global name and the saved slice of each.
 
-Reads the live model chunks and the (chained, distributed) optimizer; no collectives. The tensors behind a
-slice are state/slices.py.
+Reads the live model chunks and the (chained, distributed) optimizer; no collectives. state/slices.py has the
+tensors of a slice.
 """
 
 import re
@@ -30,7 +30,7 @@ _OUTSIDE_LAYERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlace:
-    """A rank's place among those that hold the same parameters."""
+    """Place of a rank in a group."""
 
     rank: int
     size: int
@@ -41,9 +41,9 @@ class StatePlaces:
     """A rank's places in the groups that matter for state, from ProcessGroupCollection.
 
     Attributes:
-        dp: dp_cp, the data-parallel group of what is not an expert.
-        expt_dp: that of expert parameters.
-        tp, expt_tp: tensor-parallel groups of both.
+        dp: in dp_cp, the data-parallel group of parameters outside of experts.
+        expt_dp: in the data-parallel group of expert parameters.
+        tp, expt_tp: in the tensor-parallel groups of both.
     """
 
     dp: GroupPlace
@@ -58,13 +58,12 @@ class LocalParameter:
 
     Attributes:
         name: global name, the same in every layout.
-        parameter: the live parameter.
         start, end: flat range in the parameter that this rank saves and restores; may be empty.
         optimizer: Megatron's inner optimizer that updates it, None for a frozen parameter.
-        master: what the inner optimizer holds for it: the fp32 master weights (this rank's slice of
-            them where `is_sharded`), or the parameter itself; None where another rank's slice is all.
-        is_sharded: whether the distributed optimizer gave this rank the slice.
-        is_expert: whether the ranks that hold the same parameter are the expt_dp group, else dp.
+        master: tensor that the inner optimizer holds for it: the fp32 master weights (this rank's slice of
+            them if `is_sharded`) or the parameter itself; None if the slices of other ranks cover it.
+        is_sharded: whether the distributed optimizer assigned the slice.
+        is_expert: whether the expt_dp group, instead of dp, holds the same parameter.
     """
 
     unit: UnitId
@@ -85,20 +84,20 @@ def local_parameters(
     places: StatePlaces,
     assign_slices: AssignSlices,
 ) -> list[LocalParameter]:
-    """Return every parameter of this rank, once, in the order of the model chunks.
+    """Return every parameter of this rank once, in the order of the model chunks.
 
-    Slices of parameters that all data-parallel ranks hold alike are assigned by a plan, so that
-    nothing is saved twice over data parallelism.
+    A plan assigns slices of parameters that are replicated over data-parallel ranks, so that no two of these
+    ranks save the same part.
 
     Args:
         model: model chunks of this rank.
         optimizer: Megatron's outermost optimizer.
         places: this rank's places in its groups.
-        assign_slices: planning/sharding.py's, called with the elements of each such parameter and
-            the number of ranks.
+        assign_slices: a function of planning/sharding.py, called with the number of elements of each such
+            parameter and the number of ranks.
 
     Raises:
-        ConfigError: if a parameter is an expert's for Megatron and has not the name of one.
+        ConfigError: if Megatron marks a parameter as an expert's, but its name is not an expert's.
     """
     owners = _owners(optimizer)
     found = []
@@ -144,7 +143,7 @@ def global_name(local_name: str, modules: Mapping[str, torch.nn.Module]) -> tupl
         return UnitId(kind=kinds[0] if kinds else UnitKind.OTHER), name
     path = local_name[: len(local_name) - len(name) + match.end() - 1]
     is_mtp = match["stack"] == "mtp"
-    # A decoder layer knows its global number, from 1; all multi-token prediction layers are on one stage.
+    # Decoder layers know their global number, from 1. All multi-token prediction layers are on one stage.
     layer = int(match["layer"]) if is_mtp else int(modules[path].layer_number) - 1  # type: ignore[arg-type]
     name = f"{match['stack']}.layers.{layer}.{name[match.end() :]}"
     expert_match = _LOCAL_EXPERT.search(name) or _GROUPED_EXPERT.search(name)
@@ -169,7 +168,7 @@ def modules_config(model: Sequence[torch.nn.Module]) -> Any:
 
 
 def _check_kind(unit: UnitId, name: str, parameter: torch.nn.Parameter) -> None:
-    """Raise ConfigError if the name does not say of which expert a parameter is."""
+    """Raise ConfigError if an expert's parameter has a name that does not include the expert."""
     if _is_expert(parameter) and unit.kind is not UnitKind.EXPERT:
         raise ConfigError(
             f"parameter {name} is an expert's (Megatron marks it with allreduce=False), and must have the "
@@ -180,12 +179,12 @@ def _check_kind(unit: UnitId, name: str, parameter: torch.nn.Parameter) -> None:
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:
-    """Megatron's mark of parameters that are not reduced over the dense data-parallel group."""
+    """Return whether Megatron marks a parameter as not reduced over the dense data-parallel group."""
     return not getattr(parameter, "allreduce", True)
 
 
 def _owners(optimizer: Any) -> dict[torch.nn.Parameter, tuple[Any, Any, tuple[int, int] | None]]:
-    """Return per parameter (inner optimizer, master, slice or None where every rank holds all)."""
+    """Return (inner optimizer, master, slice) per parameter; the slice is None if every rank holds all."""
     owners: dict[torch.nn.Parameter, tuple[Any, Any, tuple[int, int] | None]] = {}
     for inner in inner_optimizers(optimizer) if optimizer is not None else []:
         torch_optimizer = inner.optimizer
@@ -207,7 +206,7 @@ def _owners(optimizer: Any) -> dict[torch.nn.Parameter, tuple[Any, Any, tuple[in
 def _replicated_slices(
     found: Sequence[tuple[Any, ...]], places: StatePlaces, assign_slices: AssignSlices
 ) -> dict[str, tuple[int, int]]:
-    """Assign the slices of parameters that the ranks of a data-parallel group hold alike."""
+    """Assign slices of parameters that are replicated over the ranks of a data-parallel group."""
     slices: dict[str, tuple[int, int]] = {}
     for is_expert, place in ((False, places.dp), (True, places.expt_dp)):
         shared = [

@@ -1,9 +1,8 @@
-"""The iteration record: everything but weights and moments that the state of an iteration consists of.
+"""The iteration record: the state of an iteration apart from weights and moments.
 
-`RecordTaker.capture` is called on the training thread at the end of train_step: buffers, random numbers,
-counters and the loss scale move before the weights do, so they must never be read later. It only copies;
-`encode` turns the copies into the form that is written and may run on any thread. `apply` and `apply_rng` put
-it back.
+The training thread calls `RecordTaker.capture` at the end of train_step, because buffers, random numbers,
+counters and the loss scale change before the weights do. `capture` only copies. `encode` converts the copies
+to the form in files and may run on any thread. `apply` and `apply_rng` restore a record.
 """
 
 import math
@@ -17,6 +16,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moe_ft.errors import ConfigError, SnapshotError
+from moe_ft.format.json_values import convert_leaves, finite_or_name
 from moe_ft.format.records import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.state import fp8_state
 from moe_ft.state.parameters import LocalParameter
@@ -29,17 +29,17 @@ from moe_ft.state.tensors import (
     state_scales,
 )
 
-# Of a parameter group: from the command line, where they may change from start to start.
+# Values of a parameter group that come from the command line, where each start may change them.
 _SETTINGS = ("max_lr", "min_lr")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationFacts:
-    """What the training loop knows about the iteration that has just ended.
+    """Facts that the training loop knows about the iteration that has just ended.
 
     Attributes:
         iteration: of the state now.
-        grad_norm: what train_step returned; None after a skipped step.
+        grad_norm: as train_step returned it; None after a skipped step.
         num_tokens: with --calculate-per-token-loss, on the device; else None.
         tokens_per_expert: local counts ``[expert]`` by MoE layer.
     """
@@ -57,14 +57,17 @@ class IterationFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapturedRecord:
-    """Copies of live values; nothing in it shares memory with the training state."""
+    """Copies of live values. It shares no memory with the training state."""
 
     facts: IterationFacts
     values: dict[str, Any]
 
 
 class RecordTaker:
-    """Takes the records of one rank. What it has to look for in the model is looked up once."""
+    """Takes the records of one rank. Finds the parts of the model once, at construction.
+
+    The training thread captures; the copy thread completes.
+    """
 
     def __init__(
         self,
@@ -84,9 +87,9 @@ class RecordTaker:
         ]
 
     def capture(self, facts: IterationFacts) -> CapturedRecord:
-        """Copy what moves before the next optimizer step. Training thread; waits for no GPU.
+        """Copy the values that change before the next optimizer step. Training thread; waits for no GPU.
 
-        FP8 scales and histories move in the next forward pass: they are cloned here, as buffers are.
+        The next forward pass changes FP8 scales and histories, so they are cloned here, like buffers.
 
         Args:
             facts: of the iteration that has just ended.
@@ -117,9 +120,9 @@ class RecordTaker:
         return CapturedRecord(facts=facts, values=values)
 
     def complete(self, captured: CapturedRecord) -> None:
-        """Add what moves with the weights, steps and scales, and bring all tensors to the CPU.
+        """Add the values that change with the weights (steps, scales) and copy all tensors to the CPU.
 
-        Any thread, on the stream that copies the weights, before the next optimizer step: on the
+        Any thread may call this before the next optimizer step, on the stream that copies the weights. On the
         compute stream the transfer would wait for everything that is queued there.
         """
         for inner, owned, values in zip(
@@ -194,13 +197,14 @@ def _capture_rng() -> dict[str, Any]:
 
 
 def encode(captured: CapturedRecord) -> IterationRecord:
-    """Return the record in the form in which it is written. Any thread."""
+    """Return the record in the form that files have. Any thread."""
     facts, values = captured.facts, captured.values
     return IterationRecord(
         iteration=facts.iteration,
-        grad_norm=None if facts.grad_norm is None else _number(facts.grad_norm),
+        grad_norm=None if facts.grad_norm is None else finite_or_name(float(facts.grad_norm)),
         grad_norms_by_group={
-            name: _number(value) for name, value in values["grad_norms_by_group"].items()
+            name: finite_or_name(float(value))
+            for name, value in values["grad_norms_by_group"].items()
         },
         num_tokens=None if values["num_tokens"] is None else int(values["num_tokens"]),
         optimizers=tuple(_encode_optimizer(each) for each in values["optimizers"]),
@@ -240,14 +244,14 @@ def _encode_rng(values: Mapping[str, Any]) -> dict[str, Any]:
         "python": {
             "version": version,
             "words": _to_json(torch.tensor(words, dtype=torch.int64)),
-            "gauss": None if gauss is None else _number(gauss),
+            "gauss": None if gauss is None else finite_or_name(float(gauss)),
         },
         "numpy": {
             "name": name,
             "keys": _to_json(torch.from_numpy(keys.astype(np.int64))),
             "position": position,
             "has_gauss": has_gauss,
-            "cached": _number(cached),
+            "cached": finite_or_name(float(cached)),
         },
         "torch": _to_json(values["torch"]),
         "device": _to_json(values["device"]),
@@ -255,29 +259,21 @@ def _encode_rng(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _number(value: Any) -> Any:
-    """JSON has no infinities and no NaN."""
-    value = float(value)
-    return value if math.isfinite(value) else str(value)
-
-
 def _to_json(value: Any) -> Any:
-    """Turn scalars, tensors, lists and dicts into JSON values without losing a bit."""
+    """Return scalars, tensors, lists and dicts as JSON values without losing a bit."""
+    return convert_leaves(value, _leaf_to_json)
+
+
+def _leaf_to_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         packed = pack(value)
         data = packed.data.hex()
         return {"tensor": {"dtype": packed.dtype, "shape": list(packed.shape), "data": data}}
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return {
-        "other": repr(value)
-    }  # a setting, such as an enum: it comes from the command line again
+    return {"other": repr(value)}  # a setting such as an enum, which the command line gives again
 
 
 def _from_json(value: Any) -> Any:
@@ -317,13 +313,13 @@ def apply(
     scheduler: Any,
     parameters: Sequence[LocalParameter],
 ) -> None:
-    """Put back buffers, scheduler, loss scales and optimizer scalars.
+    """Restore buffers, scheduler, loss scales and optimizer scalars.
 
-    Not the random number states: setting up data and models draws from them, see `apply_rng`. Not
-    the counters of the training loop, which its caller knows.
+    `apply_rng` restores the random number states later, because setting up data and models draws numbers. The
+    caller restores the counters of the training loop.
 
     Raises:
-        ConfigError: if the model lacks a buffer, or extra state, that the record holds.
+        ConfigError: if the model lacks a buffer or extra state that the record holds.
     """
     places = all_buffers(model)
     for name, packed in record.buffers.items():
@@ -334,16 +330,16 @@ def apply(
                 "--moe-ft-recover-from load."
             )
         module, key = places[name]
-        if is_derived(module):  # earlier versions noted these too
+        if is_derived(module):  # earlier versions recorded these too
             continue
         value, buffer = unpack(packed), module._buffers[key]
         assert buffer is not None
         if value.dtype == buffer.dtype and value.shape == buffer.shape:
             buffer.copy_(value)
-        else:  # the router turns its expert bias into fp32 in the first forward pass
+        else:  # the router converts its expert bias to fp32 in the first forward pass
             buffer.data = value.to(buffer.device)
     _apply_extra_state(record, model)
-    # Not load_state_dict: it adds the steps to those of a checkpoint loaded before.
+    # load_state_dict would add the steps to those of a checkpoint that was loaded before.
     scheduler.num_steps = record.scheduler["num_steps"]
     for inner, saved in zip(inner_optimizers(optimizer), record.optimizers, strict=True):
         _apply_optimizer(inner, saved, parameters)
@@ -402,12 +398,12 @@ def _apply_scales(
         if live is not None:
             live.copy_(unpack(packed))
         elif key.partition(".")[0] in torch_optimizer.state.get(master, {}):
-            # Not of a unit that only a later snapshot has at FULL: that has no state yet.
+            # A unit that only a later snapshot holds at FULL has no state yet, and needs no place.
             raise SnapshotError(f"the optimizer has no place for the scale of {name}")
 
 
 def apply_rng(record: IterationRecord) -> None:
-    """Put back the random number states; call when nothing draws any more before the next iteration."""
+    """Restore the random number states. Call this when nothing else draws before the next iteration."""
     rng = record.rng
     python, numpy_state = rng["python"], rng["numpy"]
     gauss = python["gauss"]
@@ -431,7 +427,7 @@ def apply_rng(record: IterationRecord) -> None:
 
 
 def _like(current: Any, state: torch.Tensor) -> Any:
-    """Return a tracker state in the form that the tracker uses: a tensor, or a CUDA generator."""
+    """Return a tracker state in the form that the tracker uses: a tensor or a CUDA generator."""
     if isinstance(current, torch.Generator):
         current.set_state(state)
         return current

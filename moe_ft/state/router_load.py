@@ -1,11 +1,11 @@
-"""Counts the tokens that each expert got, on this rank, by hooks on the routers.
+"""Counts of the tokens that each expert receives on this rank, taken by hooks on the routers.
 
-If asked for, also sums up what the gate gave each expert: its probability for every token, before the top-k
-are chosen and before capacity drops any (MoEvement, Appendix B, soft-count). Scores of a sigmoid gate are
-divided by their sum over the experts, as Megatron's balancing losses do, which compute them here as well.
+On request the hooks also sum the gate's probabilities of each expert over all tokens, before the top-k are
+chosen and before capacity drops any (MoEvement, Appendix B, soft-count). Scores of a sigmoid gate are divided
+by their sum over the experts, as in Megatron's balancing losses, whose function computes them here too.
 
-A router that is called several times for a token counts it as often: that of --mtp-use-repeated-layer is,
-once per depth. Adding the counts up over ranks is the engine's business.
+A router that is called several times for a token counts it each time; with --mtp-use-repeated-layer this is
+once per depth. The engine adds the counts of all ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ class RouterLoad:
         self._remove: list[Callable[[], None]] = []
 
     def start(self, model: Sequence[torch.nn.Module], *, sums_probabilities: bool = False) -> None:
-        """Hook all routers of the model chunks; if asked for, sum up the gate's probabilities as well."""
+        """Hook all routers of the model chunks; on request also sum the gate's probabilities."""
         for chunk in model:
             modules = dict(chunk.named_modules())
             for path, module in modules.items():
@@ -47,7 +47,7 @@ class RouterLoad:
         self._remove.clear()
 
     def begin(self) -> None:
-        """Forget all counts: an iteration begins, or is run again."""
+        """Reset all counts, because an iteration begins or is repeated."""
         self._counts, self._probabilities = {}, {}
 
     def counts(self) -> dict[str, torch.Tensor]:
@@ -55,9 +55,9 @@ class RouterLoad:
         return dict(self._counts)
 
     def probabilities(self) -> dict[str, torch.Tensor]:
-        """Return ``[expert]`` the sums of the gate's probabilities by layer name, in units of 2^-20.
+        """Return ``[expert]`` sums of the gate's probabilities by layer name, in units of 2^-20.
 
-        Whole numbers, so that sums over ranks do not depend on their order.
+        They are integers, so that sums over ranks do not depend on the order.
         """
         return {
             name: (sums * _PROBABILITY_UNITS).round().to(torch.int64)
@@ -65,7 +65,7 @@ class RouterLoad:
         }
 
     def _watch_gate(self, router: Any) -> None:
-        """See what the router's gate says of each token; hooks see only what is chosen from it."""
+        """Wrap the router's gate to see its probabilities; hooks see only the chosen experts."""
         routing = router.routing
 
         def watched(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -91,13 +91,13 @@ class RouterLoad:
         self._probabilities[name] = self._probabilities.get(name, 0) + sums
 
     def _count(self, router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        # Full recomputation runs the forward pass twice, the first time without gradients; evaluation
-        # never has them.
+        # Full recomputation runs the forward pass twice, the first time without gradients. Evaluation has no
+        # gradients at all.
         if not torch.is_grad_enabled():
             return
         probabilities, routing_map = output
         if router.config.moe_pad_expert_input_to_capacity:
-            # What fills an expert up to its capacity is in the map too, with probability 0.
+            # The map includes the padding up to an expert's capacity, with probability 0.
             routing_map = routing_map & (probabilities.detach() != 0)
         name = self._names[router]
         tokens = routing_map.detach().sum(dim=0, dtype=torch.int64)
@@ -110,7 +110,7 @@ class RouterLoad:
 def table(
     counts: Mapping[str, torch.Tensor], layers: Sequence[str], num_experts: int
 ) -> torch.Tensor:
-    """Return ``[layer, expert]`` the counts of some layers, on the device; 0 where nothing was counted."""
+    """Return ``[layer, expert]`` counts of some layers, on the device; 0 for layers without counts."""
     if not layers:
         return torch.zeros((0, num_experts), dtype=torch.int64)
     counted = next(iter(counts.values()), torch.zeros(num_experts, dtype=torch.int64))

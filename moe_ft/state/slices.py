@@ -1,8 +1,8 @@
-"""The tensors behind a rank's slice of each parameter: what a snapshot copies and a restore writes.
+"""Tensors of a rank's slice of each parameter, which a snapshot copies and a restore writes.
 
-Layouts of optimizer state: torch's, Transformer Engine's and Apex's Adam keep ``exp_avg`` and ``exp_avg_sq``
-per parameter. Where ``step`` lives differs, so steps are part of the record (state/record.py). Moments that
-do not exist yet are never made by reading: that would change a fresh run.
+torch's, Transformer Engine's and Apex's Adam keep ``exp_avg`` and ``exp_avg_sq`` per parameter. The place of
+``step`` differs, so steps are part of the record (state/record.py). Reading never creates missing moments,
+because that would change a fresh run.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_precision_aware(optimizer: Any) -> bool:
-    """Return whether master weights live inside of Transformer Engine's FusedAdam."""
+    """Return whether Transformer Engine's FusedAdam holds the master weights."""
     config = getattr(optimizer, "config", None)
     return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
@@ -49,12 +49,12 @@ def is_precision_aware(optimizer: Any) -> bool:
 def describe(local: LocalParameter, level: Level, part: Part = Part.WHOLE) -> list[TensorEntry]:
     """Return the tensors of a parameter's slice at a level, without offsets, from shapes alone.
 
-    Moments are described whether they exist yet or not.
+    The result includes moments that do not exist yet.
 
     Args:
         local: the parameter.
         level: of the snapshot.
-        part: of the unit, where its weights and moments are saved apart.
+        part: of the unit, if its weights and moments are saved separately.
     """
     if local.start == local.end:
         return []
@@ -72,7 +72,7 @@ def _keys(local: LocalParameter, level: Level) -> Iterator[tuple[str, torch.dtyp
         return
     config = local.optimizer.config
     if is_precision_aware(local.optimizer):
-        # Raw states: the master may be a 16-bit remainder that needs the weight beside it.
+        # The state is kept raw: the master may be a 16-bit remainder, which is useless without the weight.
         yield "weight", model_dtype
         if model_dtype is not torch.float32:
             remainders = getattr(local.optimizer.optimizer, "store_param_remainders", False)
@@ -85,7 +85,7 @@ def _keys(local: LocalParameter, level: Level) -> Iterator[tuple[str, torch.dtyp
     if config.optimizer == "sgd" and not config.sgd_momentum:
         return
     for key in _STATE_KEYS[config.optimizer]:
-        # With some FP8 recipes masters are Megatron's own, and moments in few bits all the same.
+        # With some FP8 recipes Megatron keeps the masters itself, while moments are still in few bits.
         is_native = getattr(config, "use_precision_aware_optimizer", False)
         yield key, getattr(config, f"{key}_dtype") if is_native else torch.float32
 
@@ -93,15 +93,15 @@ def _keys(local: LocalParameter, level: Level) -> Iterator[tuple[str, torch.dtyp
 def live_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
     """Return the live tensor of a slice, flat; None if it does not exist yet.
 
-    It shares memory with the model or the optimizer: whoever copies it must be done before the next
-    optimizer step.
+    It shares memory with the model or the optimizer, so copies of it must finish before the next optimizer
+    step.
     """
     whole = whole_tensor(local, key)
     return None if whole is None else own_slice(local, key, whole)
 
 
 def whole_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
-    """Return the tensor that a slice is cut from, as the model or the optimizer has it now."""
+    """Return the tensor of the model or the optimizer that a slice is cut from, as it is now."""
     if key == "weight":
         return local.parameter
     if key == "param":
@@ -118,14 +118,14 @@ def own_slice(local: LocalParameter, key: str, whole: torch.Tensor) -> torch.Ten
 
 
 def make_state(local: LocalParameter, key: str, dtype: torch.dtype) -> None:
-    """Make an optimizer tensor that a restore is about to fill; only ever called by a restore."""
+    """Create an optimizer tensor that a restore is about to fill. Only restores call this."""
     master = local.master
     assert master is not None
     torch_optimizer = local.optimizer.optimizer
     state = torch_optimizer.state[master]
     keeps_few_bits = getattr(local.optimizer.config, "use_precision_aware_optimizer", False)
     if key not in state and keeps_few_bits and hasattr(torch_optimizer, "initialize_state"):
-        # With all of its scales. Remainders belong to BF16 weights; other masters are whole.
+        # This also creates the scales. Only BF16 weights have remainders; other masters are whole.
         has_remainders = getattr(torch_optimizer, "store_param_remainders", False)
         torch_optimizer.initialize_state(master, has_remainders and master.dtype is torch.bfloat16)
     elif key not in state:
@@ -133,6 +133,6 @@ def make_state(local: LocalParameter, key: str, dtype: torch.dtype) -> None:
 
 
 def drop_state(local: LocalParameter) -> None:
-    """Remove a parameter's optimizer tensors: they did not exist when the snapshot was taken."""
+    """Remove a parameter's optimizer tensors, because the snapshot was taken before they existed."""
     if local.optimizer is not None and local.master is not None:
         local.optimizer.optimizer.state.pop(local.master, None)

@@ -1,4 +1,4 @@
-"""Names every parameter, buffer and optimizer tensor that a rank holds.
+"""Names of every parameter, buffer and optimizer tensor that a rank holds.
 
 Reads the live model chunks and the (chained, distributed) optimizer; changes nothing.
 """
@@ -31,7 +31,7 @@ def buffer_places(
 ) -> dict[str, tuple[torch.nn.Module, str]]:
     """Return the module and the key of every buffer that is state, persistent or not, by name.
 
-    Those of rotary embeddings are not: the tables of sines, megabytes in each layer of multi-latent
+    Buffers of rotary embeddings are not state: the tables of sines, megabytes in each layer of multi-latent
     attention, follow from the flags.
     """
     places = all_buffers(model)
@@ -56,24 +56,24 @@ def is_derived(module: torch.nn.Module) -> bool:
 
 
 def raw_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a tensor as they lie in memory.
+    """Return the numbers of a tensor as they are in memory.
 
-    Transformer Engine's FP8 tensors pretend to be fp32; their bytes and their scale are attributes.
+    Transformer Engine's FP8 tensors appear as fp32; their bytes and their scale are attributes.
     """
     raw: torch.Tensor = getattr(tensor, "_data", tensor)
     return raw
 
 
 def inverse_scale(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what the numbers of one of Transformer Engine's FP8 tensors are multiplied by, ``[1]``."""
+    """Return the ``[1]`` factor for the numbers of one of Transformer Engine's FP8 tensors."""
     found: torch.Tensor | None = getattr(tensor, "_scale_inv", None)
     return found
 
 
 def state_scales(torch_optimizer: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the live scales of a parameter's optimizer tensors that are kept in few bits, by name.
+    """Return the live scales of a parameter's optimizer tensors in few bits, by name.
 
-    Transformer Engine's FusedAdam has one by key of the state, and those of FP8 tensors have another one.
+    Transformer Engine's FusedAdam has one per key of the state; FP8 tensors have another one.
     """
     found = dict(getattr(torch_optimizer, "_scales", {}).get(master, {}))
     for key, value in torch_optimizer.state.get(master, {}).items():
@@ -83,7 +83,7 @@ def state_scales(torch_optimizer: Any, master: torch.Tensor) -> dict[str, torch.
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers chained in Megatron's outermost one that hold parameters."""
+    """Return the optimizers with parameters that Megatron's outermost one chains."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
 
@@ -122,7 +122,7 @@ def _states(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[s
 
 
 def model_of_masters(optimizer: Any) -> dict[torch.Tensor, torch.nn.Parameter]:
-    """Return the model parameter behind each fp32 copy of Float16OptimizerWithFloat16Params."""
+    """Return the model parameter of each fp32 copy in Float16OptimizerWithFloat16Params."""
     half_groups = getattr(optimizer, "float16_groups", [])
     master_groups = getattr(optimizer, "fp32_from_float16_groups", [])
     return {

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from moe_ft.planning.model_size import ByteModel, ModelShape
+from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.strategies.partial.size import SavedModel
-from moe_ft.strategies.sparse.size import stage_units
 from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import RERUNS, layout_flags, model_flags
 from tests.harness import run_with_restarts

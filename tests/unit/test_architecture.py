@@ -9,6 +9,7 @@ from functools import cache
 from tests.unit.source import ROOT, check_rule, module_name, product_files, tree_of
 
 BASE = (
+    "arithmetic",
     "errors",
     "config",
     "units",
@@ -50,7 +51,8 @@ MAY_COMMUNICATE = (
     "moe_ft.elastic",
     "pretrain_gpt_moe",
 )
-INTERFACE = "moe_ft.strategies.interface"
+STRATEGIES = "moe_ft.strategies"
+INTERFACE, REGISTRY = f"{STRATEGIES}.interface", f"{STRATEGIES}.registry"
 
 
 def is_in(module: str, *packages: str) -> bool:
@@ -60,6 +62,11 @@ def is_in(module: str, *packages: str) -> bool:
 def layer_of(module: str) -> str | None:
     """Return the most specific layer that a module belongs to."""
     return max((name for name in LAYERS if is_in(module, name)), key=len, default=None)
+
+
+def parent(name: str, num_parts: int) -> str:
+    """Return the first parts of a dotted name, such as the folder of a strategy or a module in it."""
+    return ".".join(name.split(".")[:num_parts])
 
 
 @cache
@@ -110,8 +117,19 @@ def test_imports_go_down_the_layers() -> None:
 
 
 def test_interface_of_strategies_imports_no_implementation() -> None:
-    wrong = importers(iter([INTERFACE]), "moe_ft.strategies")
+    wrong = importers(iter([INTERFACE]), STRATEGIES)
     check_rule("interface", wrong, "the interface of strategies knows none of them")
+
+
+def test_only_the_registry_imports_strategies() -> None:
+    wrong = [
+        f"{module} imports {parent(imported, 4)}"
+        for module, names in imports().items()
+        for imported in names
+        if is_in(imported, STRATEGIES) and not is_in(imported, INTERFACE, REGISTRY)
+        if module != REGISTRY and not is_in(module, parent(imported, 3))
+    ]
+    check_rule("strategies", wrong, f"ask {REGISTRY} instead of one strategy")
 
 
 def test_moe_ft_does_not_import_the_training_loop() -> None:

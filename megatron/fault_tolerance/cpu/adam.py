@@ -1,6 +1,6 @@
-"""Lets Megatron's distributed optimizer load checkpoints where Adam is torch's own.
+"""Fixes for loading checkpoints into Megatron's distributed optimizer with torch's own Adam.
 
-Only without Apex and Transformer Engine; megatron-core 0.19.2 then cannot `--load` a torch_dist checkpoint.
+Without Apex and Transformer Engine, megatron-core 0.19.2 cannot `--load` a torch_dist checkpoint.
 """
 
 import functools
@@ -13,7 +13,7 @@ _installed = False
 
 
 def install() -> None:
-    """Wrap the two methods of DistributedOptimizer that loading calls, for good."""
+    """Wrap the two methods of DistributedOptimizer that loading calls, permanently."""
     global _installed
     if _installed or distrib_optimizer.HAVE_APEX_OR_TE:
         return
@@ -24,7 +24,7 @@ def install() -> None:
 
 
 def _with_moments(original: Any) -> Any:
-    """Make the moments before they are asked for their step count, which they are loaded into."""
+    """Create the moments before Megatron looks for their step count, into which it loads."""
 
     @functools.wraps(original)
     def sharded_state_dict(
@@ -38,10 +38,10 @@ def _with_moments(original: Any) -> Any:
 
 
 def _with_own_steps(original: Any) -> Any:
-    """Give every parameter the loaded step count, in a tensor of its own.
+    """Give every parameter the loaded step count, in a separate tensor.
 
-    Megatron loads the count into the parameter groups, where its own Adam keeps it, and leaves torch's
-    Adam with one tensor for all parameters, which each of them would advance, or with an old count.
+    Megatron loads the count into the parameter groups, where its own Adam keeps it. It leaves torch's Adam
+    with an old count, or with one tensor for all parameters, which each of them would advance.
     """
 
     @functools.wraps(original)

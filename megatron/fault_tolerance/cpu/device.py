@@ -1,9 +1,9 @@
-"""Lets stock Megatron run on CPU and gloo where there is no GPU.
+"""CPU in the place of a GPU, so that stock Megatron runs on CPU and gloo.
 
 Megatron asks for CUDA by name: ``device="cuda"``, ``tensor.cuda()``, streams, events, RNG states.
-`install` answers those calls with the CPU. It replaces functions for the whole process, not for one
-thread, and costs nothing on operations that name no device. Where a GPU is present nothing here is
-used. Collectives that gloo lacks are in gloo_collectives.py.
+`install` answers these calls with the CPU. It replaces functions for the whole process, not for one
+thread, and costs nothing on operations that name no device. Nothing here is used where there is a GPU.
+gloo_collectives.py adds the collectives that gloo lacks.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ def is_active() -> bool:
 
 
 def install() -> None:
-    """Answer this process's CUDA calls with the CPU, for good.
+    """Answer the CUDA calls of this process with the CPU, permanently.
 
-    Call it before Megatron's initialization; again does nothing. torch.compile looks for a GPU
+    Call it before Megatron's initialization; a second call does nothing. torch.compile looks for a GPU
     driver, so it is switched off in this process (on every thread) and its children.
     """
     global _installed
@@ -39,7 +39,7 @@ def install() -> None:
         return
     _installed = True
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for processes started from here
-    torch.compiler.set_stance("force_eager")  # for functions that Megatron has compiled by now
+    torch.compiler.set_stance("force_eager")  # for functions that Megatron has already compiled
     _answer_device_names()
     _answer_cuda_module()
     _answer_rng()
@@ -48,12 +48,12 @@ def install() -> None:
 
 
 def memory_bytes() -> int:
-    """Return the largest resident memory of this process so far, in bytes."""
+    """Return the peak resident memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _names_cuda(device: Any) -> bool:
-    """Return whether a ``device`` argument means a GPU; a bare index does."""
+    """Return whether a ``device`` argument means a GPU, as an index alone does."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -67,7 +67,7 @@ def _replace(owner: Any, **functions: Any) -> None:
 
 
 def _with_cpu_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that a ``device=`` that names a GPU becomes the CPU, and nothing is pinned."""
+    """Wrap a function: ``device=`` that names a GPU becomes the CPU, and nothing is pinned."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _names_cuda(kwargs.get("device")):
@@ -107,7 +107,7 @@ def _answer_device_names() -> None:
 
 
 class _Stream:
-    """A stream on which everything has already happened."""
+    """A stream whose work is always done."""
 
     cuda_stream = 0
 
@@ -133,7 +133,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has always been reached."""
+    """An event that has always happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, *args: Any) -> None: ...
@@ -197,10 +197,10 @@ def _answer_cuda_module() -> None:
 
 
 def _keep_data_loaders_from_drawing() -> None:
-    """Iterating over a DataLoader draws a seed from the CPU's generator, which here is the device's too.
+    """Keep a DataLoader from advancing the CPU's generator, which here is also the device's.
 
-    On a GPU dropout would not notice; a checkpoint's RNG state, loaded before the loaders are built,
-    would be what training goes on with.
+    A loader draws a seed when it is iterated. On a GPU, dropout would not notice. Here training would not
+    continue with the RNG state of a checkpoint, which is loaded before the loaders are built.
     """
     original = torch.utils.data.DataLoader.__iter__
 
@@ -214,7 +214,7 @@ def _keep_data_loaders_from_drawing() -> None:
 
 
 def _answer_rng() -> None:
-    """One generator serves as CPU and as CUDA generator; Megatron's tracker switches its state."""
+    """Use one generator for CPU and CUDA; Megatron's tracker switches its state."""
 
     def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.get_rng_state()
@@ -229,7 +229,7 @@ def _answer_rng() -> None:
         _replace(module, get_rng_state=get_state, set_rng_state=set_state, manual_seed=manual_seed)
     _replace(megatron_random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
     _keep_data_loaders_from_drawing()
-    # The tracker warns, at each use, if the CPU's generator moves while it switches the device's.
+    # The tracker would warn at each use that the CPU's generator moves while it switches the device's.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: not record.getMessage().startswith("CPU RNG state changed")
     )

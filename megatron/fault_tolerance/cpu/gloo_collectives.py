@@ -1,9 +1,9 @@
-"""Collectives that Megatron uses and gloo lacks, built from those that it has.
+"""Collectives that Megatron needs and gloo lacks, built from the ones that gloo has.
 
-gloo wants split sizes as Python integers, and refuses gathers and reduce-scatters of pieces of
-unequal size, which the token dispatcher needs with expert tensor parallelism. The unequal pieces are
-padded to the largest, exchanged, and cut. Its point-to-point operations keep the timeout that the group
-was made with; here they follow --distributed-timeout-seconds-after-init, as its collectives do.
+gloo accepts split sizes only as Python integers, and refuses gathers and reduce-scatters of pieces of unequal
+size, which the token dispatcher needs with expert tensor parallelism. Here, unequal pieces are padded to the
+largest, exchanged, and cut. gloo's point-to-point operations keep the first timeout of their group; here they
+follow --distributed-timeout-seconds-after-init, as its collectives do.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 
 def install() -> None:
-    """Replace the functions in torch.distributed, for good."""
+    """Replace the functions in torch.distributed, permanently."""
     dist.all_to_all_single = _integer_splits(dist.all_to_all_single)
     dist.all_gather = _uneven_all_gather(dist.all_gather)
     dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)
     for name in ("isend", "irecv"):
         timed = _with_group_timeout(getattr(dist, name))
-        # P2POp compares the operation with the one in the module where both are defined.
+        # P2POp compares an operation with the one in the module that defines both.
         setattr(dist, name, timed)
         setattr(dist.distributed_c10d, name, timed)
 
@@ -44,7 +44,7 @@ def _integer_splits(all_to_all_single: Any) -> Any:
 
 
 def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a copy of a tensor with zeros added along its first dimension, up to ``length`` rows."""
+    """Return a copy of a tensor with rows of zeros added, up to ``length`` rows."""
     padded = tensor.new_zeros((length, *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     return padded
@@ -93,7 +93,7 @@ def _uneven_reduce_scatter(reduce_scatter: Any) -> Any:
 
 
 class _TimedWork:
-    """A point-to-point operation under way whose `wait` gives up after the group's timeout."""
+    """A running point-to-point operation whose `wait` gives up after the timeout of its group."""
 
     def __init__(self, work: Any, group: Any) -> None:
         self._work, self._group = work, group

@@ -1,6 +1,6 @@
 """Command line: stock Megatron's flags, the --moe-ft-* flags of moe_ft/config/flags.py, --text-dir.
 
-Checks of what the flags mean together are in validation.py.
+validation.py checks how the flags fit together.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from moe_ft.recovery.site import say
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
 
-# What stock Megatron offers for GPUs only, turned off where there is none.
+# Features of stock Megatron that need a GPU, turned off without one.
 _CPU_DEFAULTS = {
     "distributed_backend": "gloo",
     "attention_backend": AttnBackend.unfused,
@@ -47,7 +47,7 @@ _CPU_DEFAULTS = {
     "apply_rope_fusion": False,
     "num_workers": 0,
 }
-# What needs the kernels of Transformer Engine or Apex.
+# Features that need the kernels of Transformer Engine or Apex.
 _UNFUSED_DEFAULTS = {
     "transformer_impl": "local",
     "gradient_accumulation_fusion": False,
@@ -60,7 +60,7 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     """Parse, check and complete the command line, and set Megatron's global arguments.
 
     Nothing is built and no process group exists yet. Every rank calls this with the same command
-    line. With --text-dir the text is prepared here (once per node) and becomes --data-path.
+    line. With --text-dir this prepares the text (once per node) and passes it on as --data-path.
 
     Args:
         command_line: the arguments without the program's name.
@@ -69,8 +69,8 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
         Megatron's arguments after its own validation, and the settings of moe_ft.
 
     Raises:
-        ConfigError: with one line that names flag, value, rule and remedy; also for what Megatron's
-            own validation refuses.
+        ConfigError: with one line that names flag, value, rule and remedy, also if Megatron's own
+            validation refuses the command line.
     """
     check_yaml(command_line)
     # Megatron parses sys.argv and nothing else.
@@ -104,7 +104,7 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
 
 
 def _parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
-    """Return what Megatron parses, and the parser."""
+    """Return Megatron's parsed arguments and its parser."""
     parsers = []
 
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -115,13 +115,13 @@ def _parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
 
 
 def _untested(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Return one line on the flags that no test of moe_ft runs with, or none."""
-    found = untested_flags(args, parser)
-    return [f"no test of moe_ft runs with {', '.join(found)}"] if found else []
+    """Return a line that names the untested flags of the command line, or no line."""
+    flags = untested_flags(args, parser)
+    return [f"no test of moe_ft runs with {', '.join(flags)}"] if flags else []
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add this project's flags to Megatron's parser and fit its defaults to a machine without GPU."""
+    """Add our flags to Megatron's parser, and adapt its defaults to a machine without a GPU."""
     data = parser.add_argument_group("text data")
     data.add_argument(
         "--text-dir",
@@ -131,7 +131,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     parts = flags.part_types(registry.option_types()).values()
     flags.add_flags(parser, parts, {"strategy": registry.names()})
-    # Megatron divides by it, also without evaluation, and has no default of its own.
+    # Megatron has no default, and divides by the value even without evaluation.
     parser.set_defaults(eval_interval=1000)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         parser.set_defaults(**_UNFUSED_DEFAULTS)
@@ -159,7 +159,7 @@ def _tokenizer_flags(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def refusals_of_megatron() -> Iterator[None]:
-    """Turn what Megatron's own validation raises into a ConfigError of one line."""
+    """Turn an error of Megatron's own validation into a ConfigError of one line."""
     try:
         yield
     except ConfigError:

@@ -1,7 +1,7 @@
-"""Provides the train, validation and test datasets to Megatron's loop.
+"""Training, validation and test datasets for Megatron's loop.
 
-Indexed data (--data-path and its relatives, also what --text-dir was turned into) or mock data.
-Preparing text is text_dataset.py.
+The data are indexed (--data-path and its relatives, and the dataset made from --text-dir) or mock data.
+text_dataset.py turns text into indexed data.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def provide_datasets(num_samples: Any, vp_stage: int | None = None) -> Any:
     """Build the three datasets; Megatron calls this on all ranks.
 
     Args:
-        num_samples: minimal number of samples of the train, validation and test dataset.
+        num_samples: minimum for the training, validation and test dataset.
         vp_stage: virtual pipeline stage that will read them.
 
     Returns:
@@ -72,10 +72,10 @@ provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron
 
 
 def check_splits(args: argparse.Namespace) -> None:
-    """Raise ConfigError if a part of --split would get no document: Megatron then never returns.
+    """Raise ConfigError if a part of --split would get no document: Megatron would never return.
 
     Args:
-        args: Megatron's arguments after its own validation, which sets --split's default.
+        args: Megatron's arguments; its validation has set the default of --split.
     """
     blend, _ = get_blend_and_blend_per_split(args)
     if args.mock_data or blend is None:

@@ -1,4 +1,4 @@
-"""Prepares the process for Megatron: what the wheel and the machine need before anything is parsed."""
+"""Preparation of the process for Megatron: workarounds that must be in place before flags are parsed."""
 
 import importlib.util
 import os
@@ -19,16 +19,18 @@ _RANK_PID = "MOE_FT_RANK_PID"
 
 
 def prepare_environment() -> None:
-    """Make a machine without GPU do, and set what Megatron expects; call before parsing.
+    """Adapt the process to a machine without a GPU, and set the variables that Megatron expects.
+
+    Call it before parsing.
 
     Raises:
-        ConfigError: if torchrun would restart this job in vain.
+        ConfigError: if restarts by torchrun could not work.
     """
     _complete_variables()
     _check_restarts()
     if not torch.cuda.is_available():
         cpu_device.install()
-        # Megatron asserts it for some layouts; it orders work on a GPU, which there is none of.
+        # Megatron asserts it for some layouts. It orders work on a GPU, and there is none.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if os.environ["LOCAL_RANK"] == "0":
             print("moe_ft: no GPU found, training on the CPU with gloo", flush=True)
@@ -37,10 +39,10 @@ def prepare_environment() -> None:
 
 
 def end_with_rank() -> None:
-    """End this process soon after the rank that it works for has ended, however that ended.
+    """End this process soon after its rank has ended, for whatever reason.
 
-    Megatron's checkpoint writers wait for work for ever. Those of a rank that was killed would keep
-    its memory and its output pipe, and a launcher waits for the pipe to close.
+    Megatron's checkpoint writers wait for work forever. The writers of a killed rank would keep its memory
+    and its output pipe, and a launcher waits for the pipe to close.
     """
     rank_pid = int(os.environ[_RANK_PID])
 
@@ -61,7 +63,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _complete_variables() -> None:
-    """Fill in what torchrun sets, for a process that is started without it."""
+    """Set the variables that torchrun sets, for a process that is started without it."""
     os.environ[_RANK_PID] = str(os.getpid())
     os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
     if os.environ.get("WORLD_SIZE", "1") == "1" and "MASTER_PORT" not in os.environ:
@@ -72,10 +74,10 @@ def _complete_variables() -> None:
 
 
 def _check_restarts() -> None:
-    """Refuse torchrun's shared store where there may be restarts.
+    """Refuse torchrun's shared store if torchrun may restart the job.
 
-    torchrun shares its own TCP store with the ranks and keeps it over a restart (torch 2.13). The
-    restarted ranks then read the addresses of dead processes from it and fail to connect.
+    torchrun shares its own TCP store with the ranks and keeps it across a restart (torch 2.13). The restarted
+    ranks then read the addresses of dead processes from it and fail to connect.
     """
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -89,9 +91,9 @@ def _check_restarts() -> None:
 
 
 def _use_prebuilt_dataset_helper() -> None:
-    """Keep Megatron from running make where the wheel ships the compiled helper without a Makefile.
+    """Keep Megatron from running make if the wheel contains the compiled helper and no Makefile.
 
-    Its compile_helpers ends the process if make fails.
+    Megatron's compile_helpers ends the process if make fails.
     """
     has_makefile = (Path(dataset_utils.__file__).parent / "Makefile").is_file()
     if not has_makefile and importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):

@@ -1,22 +1,23 @@
-"""Classes of Megatron's flags, and what follows from them; the table itself is flag_table.py.
+"""Classes of Megatron's flags. The table itself is flag_table.py.
 
-Every flag is in one class, for any value but its default:
+Every flag is in one class, which holds for any value except its default:
 
-- neutral: changes neither the state nor what an iteration computes (logging, paths, timeouts, recomputation),
-  is read only by other programs or along with a flag that is refused, or is one spelling of a setting that is
-  captured in another (virtual stages, the padded vocabulary).
-- captured, so that a recovery is exact. Where it is captured:
-    - fingerprint: decides which function the state is the state of, how it is divided among the ranks, or
+- neutral: changes neither the state nor the result of an iteration (logging, paths, timeouts, recomputation),
+  is read only by other programs or together with a refused flag, or is another spelling of a captured setting
+  (virtual stages, the padded vocabulary).
+- captured, so that a recovery is exact. It is captured in one of these places:
+    - fingerprint: decides which function the state belongs to, how the state is divided among the ranks, or
       which data it has seen. State of a run with another value is refused.
-    - replay: also decides what an iteration computes. Iterations of a sparse window are run again with the
-      same value only. A strategy that runs none again lets it change from start to start.
-    - record: decides values that move during training, which every record of an iteration holds (learning
-      rates, loss scales, positions). May be changed at any start.
+    - replay: decides what an iteration computes. An iteration can be run again only with the same value. With
+      a strategy that replays nothing, the value may change from start to start.
+    - record: decides values that change during training and are in the record of every iteration (learning
+      rates, loss scales, positions). The flag may change at any start.
     - beginning: decides the weights that a run begins with. Afterwards they are state.
 - refused, always or with some strategies: refusals.py has one rule with a remedy for each.
 
-A class with the mark ``untested`` is accepted although no test of ours runs with the flag; a start names
-those that it uses. Refusals of single values of a flag that is otherwise accepted are in refusals.py too.
+A flag whose class has the mark ``untested`` is accepted although no test of ours uses it; a start names the
+untested flags of its command line. refusals.py also refuses single values of flags that are accepted
+otherwise.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from moe_ft.config.flag_table import DERIVED, FLAGS
 
 
 class Kind(Enum):
-    """Meaning of a flag for checkpoints; see the file's docstring."""
+    """Meaning of a flag for checkpoints; see the docstring of the file."""
 
     NEUTRAL = "neutral"
     FINGERPRINT = "fingerprint"
@@ -44,9 +45,9 @@ class FlagClass:
     """Class of one flag.
 
     Attributes:
-        subject: what the flag is about.
+        subject: its heading in the table.
         kind: its meaning for checkpoints.
-        is_tested: whether tests of ours run with it, where that matters.
+        is_tested: False with the mark ``untested``.
     """
 
     subject: str
@@ -76,13 +77,13 @@ def flag_classes() -> Mapping[str, FlagClass]:
 
 
 def names_of(kind: Kind) -> list[str]:
-    """Return the flags of a kind, and with them what Megatron derives for it, sorted."""
+    """Return the flags of a kind and the settings that Megatron derives from them, sorted."""
     flags = [name for name, each in flag_classes().items() if each.kind is kind]
     return sorted([*flags, *DERIVED.get(kind.value, "").split()])
 
 
 def megatron_flags(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Return how a parser writes its flags, by ``dest``: the first of several ways."""
+    """Return the first spelling of each flag of a parser, by ``dest``."""
     written: dict[str, str] = {}
     for action in parser._actions:
         if action.option_strings:
@@ -91,13 +92,10 @@ def megatron_flags(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def untested_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Return the flags that a command line uses and no test of ours runs with, as they are written.
+    """Return the untested flags that a command line uses, as they are written.
 
-    Among them are those of a Megatron version that the table does not know.
-
-    Args:
-        args: as parsed, before Megatron's validation fills in what was not given, and not refused.
-        parser: of these arguments.
+    They include the flags of a Megatron version that the table does not know. The arguments are as parsed and
+    not refused: Megatron's validation has not filled in defaults yet.
     """
     defaults = parser.parse_args([])
     return sorted(
@@ -111,5 +109,5 @@ def _is_tested(name: str) -> bool:
     if name.startswith("moe_ft_") or name == "text_dir":  # ours
         return True
     each = flag_classes().get(name)
-    # A refused flag that came this far is refused with other strategies only.
+    # A refused flag gets this far only if other strategies refuse it.
     return each is not None and each.is_tested and each.kind is not Kind.REFUSED

@@ -1,6 +1,6 @@
-"""The forward step and the loss of GPT pretraining, as Megatron's schedules call them.
+"""Forward step and loss of GPT pretraining, as Megatron's schedules call them.
 
-Which ranks read data is decided here (`needs_batch`); where the data comes from is data.py.
+`needs_batch` decides which ranks read data; data.py provides the data.
 """
 
 import functools
@@ -42,14 +42,14 @@ def forward_step(
 
     Args:
         data_iterator: yields tokens, labels, position_ids [micro_batch, seq] int64, loss_mask
-            [micro_batch, seq] float32 and attention_mask [micro_batch, 1, seq, seq] bool; read on
-            tensor-parallel rank 0 of the stages that need a batch.
+            [micro_batch, seq] float32 and attention_mask [micro_batch, 1, seq, seq] bool. Only
+            tensor-parallel rank 0 of the stages that need a batch reads it.
         model: one model chunk.
         return_schedule_plan: return the plan of the combined 1F1B schedule instead of the output.
 
     Returns:
-        The model's output (on the last stage the loss per token, [micro_batch, seq]) and the loss
-        function that Megatron applies to it there.
+        The output of the model (on the last stage the loss per token, [micro_batch, seq]) and the loss
+        function that Megatron applies to it on the last stage.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -74,7 +74,7 @@ def loss_function(
         output: loss per token, [micro_batch, seq].
 
     Returns:
-        The summed loss (Megatron divides it), the number of tokens (int32), and what is logged: the
+        The summed loss (Megatron divides it), the number of tokens (int32), and the values to log: the
         summed loss and the number of tokens, which Megatron reduces over the job.
     """
     mask = loss_mask.reshape(-1).float()
@@ -90,7 +90,7 @@ def loss_function(
 
 @functools.cache
 def _has_mtp(vp_stage: int | None) -> bool:
-    """Return whether this stage holds layers that predict further tokens (--mtp-num-layers)."""
+    """Return whether this stage has layers for multi-token prediction (--mtp-num-layers)."""
     args = get_args()
     if not args.mtp_num_layers:
         return False
@@ -105,9 +105,9 @@ def _has_mtp(vp_stage: int | None) -> bool:
 
 
 def _read_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -> dict[str, Any]:
-    """Return this rank's part of the next batch; collective over the tensor-parallel group.
+    """Return this rank's part of the next batch; tensors that the stage does not read are None.
 
-    What the stage does not read is None.
+    Called by all ranks of the tensor-parallel group.
     """
     if not needs_batch(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
@@ -115,7 +115,7 @@ def _read_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = dict.fromkeys(_BATCH_KEYS)
     if tp_rank == 0:
-        sample = next(data_iterator)  # a blend's also say which dataset they are of
+        sample = next(data_iterator)  # may hold other keys: a blend adds the dataset of the sample
         given = [key for key in _BATCH_KEYS if key in sample]
         batch |= {key: sample[key].cuda(non_blocking=True) for key in given}
     batch = get_batch_on_this_tp_rank(

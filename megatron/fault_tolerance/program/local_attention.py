@@ -1,8 +1,8 @@
-"""Attention of the local implementation for the models that Megatron's own refuses, or trains wrongly.
+"""Local attention for the models that Megatron's own refuses, or trains incorrectly.
 
-Megatron's DotProductAttention takes neither heads whose keys and values differ in size (multi-latent
-attention) nor a part of the sequence (context parallelism); Transformer Engine's does, on GPUs. The one
-here prepares both for Megatron's computation, which it inherits. Where it is put in is model.py.
+Megatron's DotProductAttention supports neither heads whose keys and values differ in size (multi-latent
+attention) nor a part of the sequence (context parallelism). Transformer Engine supports both, on GPUs. The
+attention here prepares both for Megatron's computation, which it inherits. model.py puts it into the model.
 """
 
 import argparse
@@ -29,7 +29,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
     """Softmax attention with heads of any size, over a sequence that the ranks of a group may share.
 
     Every rank of the context-parallel group gathers the keys and values of the whole sequence and computes
-    the rows of its own queries. Backward adds up the gradients of keys and values over the group.
+    the rows of its own queries. The backward pass sums the gradients of keys and values over the group.
     """
 
     def __init__(
@@ -44,25 +44,25 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         pg_collection: ProcessGroupCollection | None = None,
         **options: Any,
     ) -> None:
-        """Prepare attention; Megatron calls it with these names.
+        """Prepare attention; Megatron calls it with these argument names.
 
         Args:
             config: the TransformerConfig.
             layer_number: from 1.
-            attn_mask_type: which keys a query sees when `forward` gets no mask.
+            attn_mask_type: says which keys a query sees when `forward` gets no mask.
             attention_type: "self" or "cross".
-            k_channels: size of a head's queries and keys; None for that of the configuration.
-            v_channels: size of a head's values; None for that of the configuration.
+            k_channels: size of a head's queries and keys; None for the configured size.
+            v_channels: size of a head's values; None for the configured size.
             pg_collection: groups tp and cp; None for Megatron's global ones.
-            options: what else Megatron's own takes. `cp_comm_type` changes nothing here: keys and values
-                are always gathered.
+            options: further arguments of Megatron's attention. `cp_comm_type` changes nothing here: keys and
+                values are always gathered.
         """
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         has_parts = config.context_parallel_size > 1
-        # The parent refuses these, and does not otherwise use them.
+        # The parent class only checks the size, to refuse it.
         whole = copy.copy(config)
         whole.context_parallel_size = 1
-        # With parts of the sequence there are more keys than queries: causal rows come as a mask.
+        # A part of the sequence has fewer queries than keys: a mask selects the causal rows.
         mask_type = AttnMaskType.padding if has_parts else attn_mask_type
         if k_channels is not None and options.get("softmax_scale") is None:
             options["softmax_scale"] = k_channels**-0.5
@@ -94,8 +94,8 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
             key: [seq, micro_batch, key heads, k_channels].
             value: [seq, micro_batch, key heads, v_channels].
             attention_mask: True where a key is not seen, [micro_batch or 1, 1, seq, whole sequence] in the
-                order of the sequence; None for what `attn_mask_type` says.
-            options: what else Megatron's own takes.
+                order of the sequence; None for the mask that `attn_mask_type` names.
+            options: further arguments of Megatron's attention.
 
         Returns:
             [seq, micro_batch, heads * v_channels].
@@ -107,7 +107,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         return result
 
     def _rows(self, given: torch.Tensor | None, length: int, group: Any) -> torch.Tensor | None:
-        """Return which of all ``length`` keys this rank's queries do not see, [1, 1, seq, length]."""
+        """Return a mask of the keys that this rank's queries do not see, [1, 1, seq, length]."""
         if self._window_size is not None:
             whole = get_sliding_window_causal_mask(length, length, self._window_size)
         elif given is not None or self.attn_mask_type is not AttnMaskType.causal:
@@ -121,9 +121,9 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
 class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
     """Multi-latent attention whose rotary keys get the gradients of all heads under tensor parallelism.
 
-    All heads share the rotary part of the keys. The local implementation divides the projection that makes it
-    over the tensor-parallel ranks and gathers it; the backward pass of Megatron's gather gives each rank
-    what its own heads contribute, and nothing adds up the others' (Megatron 0.19.2).
+    All heads share the rotary part of the keys. The local implementation divides the projection that computes
+    it over the tensor-parallel ranks, and gathers the result. In the backward pass of Megatron's gather, each
+    rank gets only the contribution of its own heads: nothing adds the others (Megatron 0.19.2).
     """
 
     def _qkv_down_projection(
@@ -131,8 +131,9 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return latent queries, and latent keys and values with the rotary keys.
 
-        Both are whole, [seq / tensor-parallel size, micro_batch, rank], as Megatron has them where the
-        projection is not divided. It gathers the sequence of the rotary keys then, and its backward adds up.
+        Both are whole, [seq / tensor-parallel size, micro_batch, rank], as if the projection were not
+        divided. Megatron then gathers the sequence of the rotary keys, and the backward pass sums their
+        gradients.
         """
         queries, keys_and_values = super()._qkv_down_projection(hidden_states)
         width = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
@@ -145,8 +146,8 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
 def check_latent_attention(args: argparse.Namespace) -> None:
     """Raise ConfigError where the local multi-latent attention of Megatron gets wrong gradients.
 
-    Without sequence parallelism the ranks add up gradients of `q_layernorm` that are whole, and not those of
-    the rotary keys, which are not (Megatron 0.19.2).
+    Without sequence parallelism the ranks sum the gradients of `q_layernorm`, which are already complete, and
+    do not sum the gradients of the rotary keys, which are partial (Megatron 0.19.2).
     """
     tp = args.tensor_model_parallel_size
     is_local = args.multi_latent_attention and args.transformer_impl == "local"
@@ -159,10 +160,10 @@ def check_latent_attention(args: argparse.Namespace) -> None:
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
-    """Return which of the ``2 * size`` chunks of a sequence a context-parallel rank has.
+    """Return the two of the ``2 * size`` chunks of a sequence that a context-parallel rank has.
 
-    The first and the last to rank 0, the next from both ends to rank 1 and so on: with a causal mask all have
-    equally much to compute. It is what Megatron's `get_batch_on_this_cp_rank` cuts.
+    Rank 0 has the first and the last chunk, rank 1 the next from both ends, and so on: with a causal mask all
+    ranks compute equally much. Megatron's `get_batch_on_this_cp_rank` divides a sequence in the same way.
     """
     return rank, 2 * size - 1 - rank
 

@@ -1,9 +1,9 @@
-"""The GPT model: Megatron's own configuration of it, with parts where its local implementation refuses.
+"""GPT model in Megatron's own configuration, with replacements for parts that refuse some layouts.
 
-Megatron's torch norm, which the local implementation uses, refuses sequence parallelism because nobody
-would reduce its gradients over the tensor-parallel group. The norm here is the same torch module; its
-parameters are marked so that Megatron reduces them. The attention for multi-latent attention and context
-parallelism is local_attention.py.
+Megatron's local implementation uses a torch norm that refuses sequence parallelism, because nothing would
+reduce its gradients over the tensor-parallel group. The norm here is the same torch module, with parameters
+marked so that Megatron reduces them. local_attention.py replaces the attention for multi-latent attention and
+context parallelism.
 """
 
 import argparse
@@ -32,17 +32,17 @@ _megatrons_mtp_spec = gpt.mtp_block_spec
 
 
 def build_config(args: argparse.Namespace) -> Any:
-    """Return what `megatron.training.pretrain` builds model, optimizer and loop from.
+    """Return the configuration from which `megatron.training.pretrain` builds model, optimizer and loop.
 
     Raises:
-        ConfigError: if Megatron refuses the combination, or would train it wrongly.
+        ConfigError: if Megatron refuses the combination, or would train it incorrectly.
     """
     check_latent_attention(args)
     with refusals_of_megatron():
         model_config = gpt_config_from_args(args)
-        # A spec given with --spec stays.
+        # Keep a spec that --spec gives.
         model_config.transformer_layer_spec = model_config.transformer_layer_spec or layer_spec
-        # Megatron makes the layers of multi-token prediction from a spec of its own, whatever the model's is.
+        # Megatron builds the layers of multi-token prediction from a separate spec.
         gpt.mtp_block_spec = mtp_spec
         config = pretrain_cfg_container_from_args(args, model_config)
     check_mtp_place(model_config)
@@ -52,8 +52,8 @@ def build_config(args: argparse.Namespace) -> Any:
 def check_mtp_place(config: gpt.GPTModelConfig) -> None:
     """Raise ConfigError if MTP layers are on the first rank of a pipeline, in a later virtual stage.
 
-    That stage would have a copy of the embedding that nothing keeps equal to the first virtual stage's:
-    Megatron does so between ranks only, and leaves the copy filled with zeros at the start.
+    That stage would have its own copy of the embedding. Megatron keeps copies equal only between ranks, and
+    would start with a copy full of zeros.
     """
     layout = config.transformer.pipeline_model_parallel_layout
     if layout is None or layout.virtual_pipeline_model_parallel_size == 1:
@@ -61,19 +61,20 @@ def check_mtp_place(config: gpt.GPTModelConfig) -> None:
     if LayerType.mtp in layout.layout[0][-1]:
         raise ConfigError(
             f"--pipeline-model-parallel-layout={layout} puts MTP layers on the first pipeline rank, in "
-            "another virtual stage than the embedding: Megatron would train them with an embedding of their "
-            "own. Put m into a stage of another pipeline rank."
+            "another virtual stage than the embedding: Megatron would train them with a separate "
+            "embedding. Put m into a stage of another pipeline rank."
         )
 
 
 def embedding_ranks(config: gpt.GPTModelConfig, pipeline_ranks: list[int]) -> list[int]:
-    """Return which ranks of a pipeline hold the input embedding's weight, in their order.
+    """Return the ranks of a pipeline that hold the weight of the input embedding, in ascending order.
 
-    Megatron keeps their copies equal: the first stage's, those of the stages with MTP layers, and the
-    last stage's if the output layer shares the weight. Its default is the first and the last stage.
+    Megatron keeps their copies equal. They are the ranks of the first stage, of the stages with MTP layers,
+    and of the last stage if the output layer shares the weight. Megatron's default is the first and the last
+    stage.
 
     Args:
-        config: the model.
+        config: of the model.
         pipeline_ranks: global ranks of one pipeline, first stage first.
     """
     ranks = {pipeline_ranks[0], *get_mtp_ranks(pipeline_ranks, config.transformer)}
@@ -87,7 +88,7 @@ def sequence_parallel_norm(
 ) -> torch.nn.Module:
     """Build torch's LayerNorm or RMSNorm with parameters marked ``sequence_parallel``.
 
-    Megatron calls it where it would build its own norm, with these names.
+    Megatron calls it in place of its own norm, with these argument names.
 
     Args:
         config: the TransformerConfig; `normalization` names the kind.
@@ -102,29 +103,18 @@ def sequence_parallel_norm(
 
 
 def layer_spec(config: gpt.GPTModelConfig, vp_stage: int | None = None) -> Any:
-    """Return Megatron's default spec, with parts replaced where the local ones would refuse.
-
-    Args:
-        config: the model.
-        vp_stage: virtual pipeline stage.
-    """
+    """Return Megatron's default spec for a virtual stage, without the parts that would refuse the layout."""
     return _replaced(gpt.default_layer_spec(config, vp_stage), _replacements(config.transformer))
 
 
 def mtp_spec(config: gpt.GPTModelConfig, layer: Any, vp_stage: int | None = None) -> Any:
-    """Return Megatron's spec of multi-token prediction, with the same parts replaced; None without.
-
-    Args:
-        config: the model.
-        layer: spec of the decoder's layers.
-        vp_stage: virtual pipeline stage.
-    """
+    """Return Megatron's spec of multi-token prediction for decoder layers, with the same parts replaced."""
     spec = _megatrons_mtp_spec(config, layer, vp_stage)
     return _replaced(spec, _replacements(config.transformer))
 
 
 def _replacements(config: Any) -> dict[Any, Any]:
-    """Return what stands in for which part of Megatron's local implementation."""
+    """Return the replacement of each part of Megatron's local implementation that has one."""
     replacements: dict[Any, Any] = {}
     if config.sequence_parallel:
         replacements[WrappedTorchNorm] = sequence_parallel_norm

@@ -1,6 +1,6 @@
 """Number of samples that the planned run reads, by Megatron's own schedule of batch sizes.
 
-What follows from it, the proportion of lost tokens, is moe_ft/planning/lost_tokens.py.
+The proportion of lost tokens, which follows from it, is moe_ft/planning/lost_tokens.py.
 """
 
 import argparse
@@ -15,29 +15,25 @@ Schedule = Sequence[tuple[int, int]]  # (samples consumed so far, global batch s
 
 
 def planned_samples(args: argparse.Namespace) -> int:
-    """Return the samples of all iterations of the run that the flags of this start plan.
+    """Return the number of samples in all iterations of the run that the flags of this start plan.
 
-    Those are Megatron's: --rampup-batch-size is ignored, --decrease-batch-size-if-needed leaves samples
-    out, and --train-samples is a number of whole batches. Skipped iterations count.
+    The number is Megatron's: it ignores --rampup-batch-size, leaves samples out with
+    --decrease-batch-size-if-needed, and rounds --train-samples down to whole batches. Skipped iterations
+    count.
 
     Args:
-        args: Megatron's arguments, after the optimizer was built, which sets `train_iters`.
+        args: Megatron's arguments; building the optimizer has set `train_iters`.
     """
     return samples_of(_schedule(args), args.train_iters or 0)
 
 
 def samples_of(schedule: Schedule, num_iterations: int) -> int:
-    """Return the samples of a run's iterations.
-
-    Args:
-        schedule: ascending, the first from 0 on.
-        num_iterations: of the run.
-    """
+    """Return the number of samples in the first iterations of a schedule, which ascends from 0."""
     consumed = 0
     ends = [start for start, _ in schedule[1:]]
     for (_, batch_size), end in zip(schedule, [*ends, None], strict=True):
         num_here = num_iterations
-        if end is not None:  # the batch that passes the end still has this size
+        if end is not None:  # the batch that crosses the end still has this size
             num_here = min(num_iterations, max(0, -(-(end - consumed) // batch_size)))
         consumed += num_here * batch_size
         num_iterations -= num_here

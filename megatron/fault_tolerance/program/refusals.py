@@ -1,7 +1,7 @@
-"""Refusals: the flags of Megatron that are not supported, each with the reason and the remedy.
+"""Flags of Megatron that are not supported, each with the reason and the remedy.
 
-Flags that are refused as such are in the class `refused` of flag_table.py, and each has one rule here. Other
-rules refuse single values. Rules on how flags fit together and to this machine are in validation.py.
+Each flag of the class `refused` in flag_table.py has one rule here. Other rules refuse single values.
+validation.py checks how flags fit together and whether they fit this machine.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from moe_ft.strategies.registry import kind_of, kinds
 
 Strategies = Callable[[StrategyKind], bool]
 
-_NO_UNITS = "the state it makes cannot be taken apart into units"
+_NO_UNITS = "its state cannot be divided into units"
 _IGNORED = "pretrain_gpt_moe.py would ignore it"
-_UNREAD = "nothing in Megatron reads it, so the run would not be what it says"
+_UNREAD = "nothing in Megatron reads it, so it would have no effect"
 _NOT_GPT = "pretrain_gpt_moe.py trains GPTs only, and would ignore it"
 _LEAVE = "Leave it out"
 _OWN_PARAMETERS = "Leave it out, so that every expert has parameters of its own"
@@ -25,16 +25,15 @@ _OWN_PARAMETERS = "Leave it out, so that every expert has parameters of its own"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """One rule.
+    """Rule that refuses a flag, or some values of it.
 
     Attributes:
         dest: the flag, as argparse calls it.
         flag: as messages name it.
-        reason: why it is refused.
         remedy: what to do instead; {others} stands for the strategies that it is not refused with.
-        is_used: whether parsed arguments use it.
-        strategies: those that it is refused with; None for always, also without a strategy.
-        covers_flag: whether any use of the flag is refused, and not only some values or combinations.
+        is_used: says whether parsed arguments use it.
+        strategies: says with which it is refused; None for always, also without a strategy.
+        covers_flag: whether any use of the flag is refused, not only some values or combinations.
     """
 
     dest: str
@@ -109,10 +108,10 @@ def _has_graphs(args: Any) -> bool:
 
 
 _LAYER_WISE = ("muon", "dist_muon", "adaptive_muon", "soap")
-_SHARDED_WEIGHTS = "the groups that its shards of weights are in are not known to snapshots"
+_SHARDED_WEIGHTS = "snapshots do not know the process groups of its weight shards"
 
 REFUSALS: tuple[Refusal, ...] = (
-    # State that snapshots cannot take.
+    # State that snapshots cannot hold.
     _values(
         "cuda_graph_impl",
         "--cuda-graph-impl full_iteration",
@@ -151,13 +150,13 @@ REFUSALS: tuple[Refusal, ...] = (
     _flag(
         "fp8_param_gather",
         "parameters kept in FP8 cannot be restored bit for bit yet",
-        "Leave it out; FP8 compute with bf16 parameters needs none of it",
+        "Leave it out; FP8 compute with bf16 parameters does not need it",
         _any,
     ),
     _flag(
         "fp4_param_gather",
         "parameters kept in FP4 cannot be restored bit for bit yet",
-        "Leave it out; FP4 compute with bf16 parameters needs none of it",
+        "Leave it out; FP4 compute with bf16 parameters does not need it",
         _any,
     ),
     _flag("moe_single_grouped_weight", _NO_UNITS, _OWN_PARAMETERS),
@@ -186,7 +185,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "its ranks exchange nothing, so they cannot agree on a checkpoint",
         strategies=_any,
     ),
-    # What a strategy cannot do with.
+    # Features that some strategies cannot support.
     _values(
         "cuda_graph_impl",
         "--cuda-graph-impl",
@@ -221,7 +220,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --moe-ft-strategy {others}",
         strategies=_replays,
     ),
-    # What the program would have to do, and this one does not.
+    # Features that a training program must implement, and this one does not.
     _flag("sft", _IGNORED),
     _flag("fim_data", _IGNORED),
     _flag("dataloader_inter_document_masking", _IGNORED),
@@ -260,9 +259,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "Give the settings as flags",
     ),
     _flag(
-        "lazy_mpu_init", "Megatron then leaves the process groups to its caller, who builds none"
+        "lazy_mpu_init", "Megatron then leaves the process groups to its caller, which builds none"
     ),
-    # What nothing reads, and would be another training if something did.
+    # Flags that nothing reads, although a user would expect an effect.
     _flag("apply_residual_connection_post_layernorm", _UNREAD),
     _flag("openai_gelu", _UNREAD),
     _values(
@@ -272,10 +271,10 @@ REFUSALS: tuple[Refusal, ...] = (
         _UNREAD,
         covers_flag=True,
     ),
-    # What Megatron itself fails on, later and with a traceback.
+    # Flags on which Megatron itself fails, later and with a traceback.
     _flag(
         "init_method_xavier_uniform",
-        "Megatron 0.19.2 gives it to a configuration that does not know it, and fails",
+        "Megatron 0.19.2 passes it to a configuration that does not know it, and fails",
         "Use --init-method-std",
     ),
     _values(
@@ -289,11 +288,10 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def check_refusals(args: argparse.Namespace) -> None:
-    """Raise ConfigError on the first flag, or value of one, that is not supported.
+    """Raise ConfigError on the first flag, or value of a flag, that is not supported.
 
     Args:
-        args: Megatron's arguments; its validation may add to what was given (older flags, arguments of a
-            checkpoint).
+        args: Megatron's arguments. Its validation may add to them (older flags, arguments of a checkpoint).
     """
     strategy = args.moe_ft_strategy
     kind = kind_of(strategy)
@@ -316,14 +314,14 @@ def _others(rule: Refusal) -> str:
 
 
 def _as_given(rule: Refusal, value: Any) -> str:
-    """Return a flag with its value, where the rule's name for it does not say which."""
+    """Return a flag with its value, unless the rule's name for the flag says the value."""
     if " " in rule.flag or isinstance(value, bool):
         return rule.flag
     return f"{rule.flag}={' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def check_yaml(command_line: Sequence[str]) -> None:
-    """Raise ConfigError for --yaml-cfg, with which nothing else of a command line would be parsed."""
+    """Raise ConfigError for --yaml-cfg, which keeps all other flags from being parsed."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--yaml-cfg", nargs="?", const="")
     args, _ = parser.parse_known_args(command_line)

@@ -1,9 +1,8 @@
-"""Turns text files into Megatron's indexed dataset (.bin, .idx).
+"""Conversion of text files into Megatron's indexed dataset (.bin, .idx).
 
-The default tokens are bytes: nothing is downloaded, and the vocabulary is 256. The document separator
-is the byte 0xFF, which never occurs in UTF-8, and which Megatron's NullTokenizer with a vocabulary of
-256 takes for the end of a document. Feeding the dataset to training is data.py; the command line is
-tools/prepare_text.py.
+The default tokens are bytes: nothing is downloaded, and the vocabulary is 256. The document separator is the
+byte 0xFF, which never occurs in UTF-8. Megatron's NullTokenizer with a vocabulary of 256 takes it for the end
+of a document. data.py feeds the dataset to training; tools/prepare_text.py is the command line.
 """
 
 import hashlib
@@ -26,17 +25,17 @@ BYTE_VOCABULARY = 256
 END_OF_DOCUMENT_BYTE = 0xFF
 _PREPARE_DEADLINE_S = 3600
 _MAX_DOCUMENT_CHARACTERS = 16384
-_FORMAT = 1  # part of the cache key: raise it when the tokens of the same text change
+_FORMAT = 1  # part of the cache key; increase it when the tokens of the same text change
 
 Encode = Callable[[str], np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSource:
-    """Which text, and how it becomes tokens.
+    """Text and its tokenizer.
 
     Attributes:
-        paths: files, and directories that are searched for text files.
+        paths: files, and directories to search for text files.
         tokenizer: directory or name of a Hugging Face tokenizer; None for bytes.
     """
 
@@ -46,7 +45,7 @@ class TextSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetSummary:
-    """What was written."""
+    """Size of a dataset that was written."""
 
     num_documents: int
     num_tokens: int
@@ -55,7 +54,7 @@ class DatasetSummary:
 
 
 def find_files(paths: Iterable[str]) -> list[Path]:
-    """Return the files at or below some paths, in sorted order; hidden ones only if named.
+    """Return the files at or below some paths in sorted order; hidden files only if named.
 
     Raises:
         ConfigError: if a path does not exist or there is no file.
@@ -93,8 +92,8 @@ def read_text(path: Path) -> str | None:
 def split_documents(text: str) -> Iterator[str]:
     """Yield the documents that a text is cut into: at line ends, at most 16384 characters each.
 
-    Megatron shares documents, not tokens, between training and validation (--split): a book in one
-    file would belong to one of them as a whole.
+    Megatron divides documents, not tokens, between training and validation (--split): a book in one file
+    would belong entirely to one of them.
     """
     start = 0
     while len(text) - start > _MAX_DOCUMENT_CHARACTERS:
@@ -112,7 +111,7 @@ def write_dataset(
     """Write ``prefix``.bin and ``prefix``.idx; both appear only when they are complete.
 
     Args:
-        source: the text; each file is one document, a long one several (see `split_documents`).
+        source: each file is one document; a long file is several (see `split_documents`).
         prefix: output path without suffix; its directory is created.
         progress: wraps the iteration over files, for a progress bar.
 
@@ -161,14 +160,11 @@ def write_dataset(
 
 
 def prepare_cached(source: TextSource, cache_dir: str | None) -> Path:
-    """Return the prefix of a dataset made from the text, preparing it if the cache has none.
+    """Return the prefix of the dataset made from a text; prepare it if the cache does not have it.
 
-    The cache key covers every file's path, size and modification time and the tokenizer. Several
-    processes may call this at once: one prepares, the others wait for it.
-
-    Args:
-        source: the text.
-        cache_dir: where to keep the dataset; None for the user's cache directory.
+    The cache key covers the tokenizer and the path, size and modification time of every file. Several
+    processes may call this at once: one prepares the dataset, the others wait for it. Without a directory for
+    the cache, the dataset is in the user's cache directory.
     """
     root = Path(cache_dir) if cache_dir else _user_cache()
     prefix = root / "text" / _cache_key(source) / "text"
@@ -207,7 +203,7 @@ def _encode_bytes(text: str) -> np.ndarray[Any, Any]:
 def _encoder(tokenizer: str | None) -> tuple[Encode, int]:
     """Return a function from text to tokens, document end included, and the vocabulary's size."""
     if tokenizer is None:
-        # numpy arrays over immutable bytes make torch warn; the copy is of the right type besides.
+        # torch warns about numpy arrays over immutable bytes: copy, to the right type at the same time.
         return lambda text: _encode_bytes(text).astype(np.uint16), BYTE_VOCABULARY
     try:
         transformers = importlib.import_module("transformers")

@@ -1,7 +1,8 @@
 """Rules on Megatron's arguments, checked before any process group or model is built.
 
-Each rule names the flag, its value, the rule and the remedy. Flags that are not supported are in refusals.py,
-rules on --moe-ft-* values alone in config/config.py; rules that only Megatron knows are left to Megatron.
+Each message names the flag, its value, the rule and the remedy. Flags that are not supported are in
+refusals.py; rules on --moe-ft-* values alone are in moe_ft/config. Megatron checks the other rules on its own
+flags.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> None:
-    """Raise ConfigError if a part of the state cannot be kept in the format that was named for it."""
+    """Raise ConfigError if a part of the state cannot be kept in the format that a flag names for it."""
     kept = {
         "master": args.main_params_dtype,
         "exp_avg": args.exp_avg_dtype,
@@ -68,11 +69,11 @@ def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> N
 
 
 def settings_without_effect(args: argparse.Namespace, command_line: Sequence[str]) -> list[str]:
-    """Describe flags of moe_ft that Megatron's arguments leave nothing to do.
+    """Return one line for each flag of moe_ft that has no effect with Megatron's arguments.
 
     Args:
         args: parsed and validated.
-        command_line: as given: a flag may be given with its default.
+        command_line: as given: shows a flag that is given with its default value.
     """
     is_given = any(word.partition("=")[0] == "--moe-ft-sharding" for word in command_line)
     if not is_given or not args.use_distributed_optimizer or args.moe_ft_strategy == "none":
@@ -84,7 +85,7 @@ def settings_without_effect(args: argparse.Namespace, command_line: Sequence[str
 
 
 def _check_megatron_version(allow_untested: bool) -> None:
-    # Not megatron.core.__version__: it carries the revision of whatever git tree surrounds it.
+    # Not megatron.core.__version__, which contains the revision of any git tree around it.
     installed = importlib.metadata.version("megatron-core")
     if installed not in TESTED_MEGATRON_VERSIONS and not allow_untested:
         raise ConfigError(
@@ -239,7 +240,7 @@ def _check_event_log(directory: str | None) -> None:
 
 
 def _check_prefixes(flag: str, words: list[str]) -> None:
-    """Check every dataset prefix of a blend: prefixes, or weights and prefixes in turn."""
+    """Check every dataset prefix of a blend, which may have weights between the prefixes."""
     for word in words:
         if _is_number(word) or "://" in word:
             continue

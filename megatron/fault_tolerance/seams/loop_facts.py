@@ -30,7 +30,7 @@ def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
     """Return the facts of the job that checkpointing needs; the model is built.
 
     Args:
-        args: Megatron's arguments.
+        args: of Megatron.
         began: result of `began_with` before the model was built.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -98,8 +98,8 @@ def iteration_facts(
     """Return the counters of the state that an iteration has just made.
 
     Args:
-        args: Megatron's arguments.
-        iteration: the state's now.
+        args: of Megatron.
+        iteration: of the state now.
         grad_norm: as clipping used it.
         num_tokens: of the batch, with --calculate-per-token-loss.
         num_samples: of the iteration, if the loop has not counted them yet; then it has not counted the ones

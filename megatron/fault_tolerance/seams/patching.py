@@ -1,10 +1,10 @@
-"""Replaces attributes and restores them, in the opposite order."""
+"""Temporary replacement of attributes."""
 
 from typing import Any
 
 
 class Patches:
-    """A list of replaced attributes. Owned by the training thread."""
+    """Replaced attributes, restored in the opposite order. Owned by the training thread."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, bool, Any]] = []
@@ -15,7 +15,7 @@ class Patches:
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name``.
 
-        An attribute that the owner only inherits, or lacks, is removed again by `restore`.
+        `restore` removes an attribute that the owner only inherited, or lacked.
         """
         self._originals.append((owner, name, name in vars(owner), vars(owner).get(name)))
         setattr(owner, name, value)

@@ -1,7 +1,7 @@
-"""Runs logged iterations again, with what only their records know; see moe_ft/recovery/conversion.py.
+"""Replay of logged iterations, with values that only their records hold.
 
-Everything that train_step does beside forward, backward and the optimizer step is left out: counters,
-learning rates and scales come from the records.
+It runs forward, backward and the optimizer step, and nothing else of train_step: counters, learning rates and
+scales come from the records. Turning the snapshots of a window into a state is moe_ft/recovery/conversion.py.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from moe_ft.units import UnitId
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopParts:
-    """What the training loop calls an iteration with."""
+    """Arguments with which the training loop runs an iteration."""
 
     forward_step: Callable[..., Any]
     data_iterator: Any
@@ -41,7 +41,7 @@ class LoopParts:
 def can_freeze(args: argparse.Namespace) -> bool:
     """Return whether weight gradients are computed where autograd expects it.
 
-    Otherwise frozen units get gradients too, which are dropped.
+    Otherwise frozen units also get gradients, and the replay drops them.
     """
     computes_them_later = any(
         getattr(args, name, False)
@@ -69,9 +69,9 @@ class Replay:
         """Prepare a replay.
 
         Args:
-            conversion: the window, whose first snapshot was put back.
-            parameters: of this rank.
-            args: Megatron's arguments.
+            conversion: the window, whose first snapshot is restored.
+            parameters: all of this rank.
+            args: of Megatron.
             note: called with the iteration before each optimizer step.
         """
         self._conversion, self._args, self._note = conversion, args, note
@@ -83,23 +83,23 @@ class Replay:
 
     @property
     def first_record(self) -> IterationRecord:
-        """The record of the state that the replay begins with."""
+        """Record of the state that the replay begins with."""
         return self._conversion.records[0]
 
     @property
     def last_record(self) -> IterationRecord:
-        """The record of the state that it ends with."""
+        """Record of the state that the replay ends with."""
         return self._conversion.records[-1]
 
     @property
     def num_iterations(self) -> int:
-        """Iterations to run again."""
+        """Number of iterations to run again."""
         return self._conversion.num_replays
 
     def run(self, loop: LoopParts) -> None:
-        """Run the iterations of the window again; the state is then that of its last one.
+        """Run the iterations of the window again, which makes the state of its last one.
 
-        The random numbers of that state are left to the caller.
+        The caller restores the random numbers of that state.
         """
         records = self._conversion.records
         with _quiet(loop, self._args):
@@ -126,8 +126,8 @@ class Replay:
         if get_num_microbatches() != after.num_microbatches:
             raise ConfigError(
                 f"iteration {before.iteration} had {after.num_microbatches} micro-batches and would have "
-                f"{get_num_microbatches()} with the batch sizes of this start: a window of several snapshots "
-                "can be recovered with the settings of its run only. Start with those, or ignore it with "
+                f"{get_num_microbatches()} with the batch sizes of this start: a window can be recovered "
+                "only with the settings of its run. Start with these settings, or ignore the window with "
                 "--moe-ft-recover-from load."
             )
         args.curr_iteration = before.iteration
@@ -154,16 +154,18 @@ class Replay:
     def _logged(
         self, optimizer: ChainedOptimizer, record: IterationRecord, frozen: frozenset[UnitId]
     ) -> Iterator[None]:
-        """Have the optimizer use the logged values: frozen units have no gradients to compute them from."""
+        """Make the optimizer use the logged values: frozen units have no gradients to compute them from."""
         patches = Patches()
         prepare, step = optimizer.prepare_grads, optimizer.step_with_ready_grads
 
         def prepare_grads() -> bool:
-            prepare()  # what it finds out of values that are not finite lacks the frozen units
+            prepare()  # its own answer, whether gradients are finite, lacks the frozen units
             return record.grad_norm is None
 
         def step_with_ready_grads() -> bool:
-            self._freezing.drop_gradients(frozen)  # not before: clipping wants a gradient at least
+            self._freezing.drop_gradients(
+                frozen
+            )  # not earlier: clipping needs at least one gradient
             return bool(step())
 
         def compute_grad_norms_by_group() -> dict[str, float]:
@@ -183,7 +185,7 @@ class Replay:
 
 @contextmanager
 def _quiet(loop: LoopParts, args: argparse.Namespace) -> Iterator[None]:
-    """Turn off overlap, which frozen units would confuse, checks that need the loop, and timers."""
+    """Turn off timers, checks that need the loop, and overlap, which frozen units would break."""
     patches = Patches()
     configs = {id(each): each for each in _ddp_configs(loop)}.values()
     for config in configs:

@@ -1,6 +1,6 @@
-"""Rest of a recovery, which the loop can do only later: replay, data position, random numbers.
+"""Last steps of a recovery, which need the running loop: replay, data position, random numbers.
 
-Before it, weights, moments and counters are already in place: that is watch/checkpoints.py.
+watch/checkpoints.py has restored weights and moments before.
 """
 
 import argparse
@@ -23,7 +23,7 @@ class Resumption:
         """Set the counters of the loop, from which the data iterators are built next.
 
         Args:
-            args: Megatron's arguments.
+            args: of Megatron.
             record: of the state that the loop continues from.
             replay: of the iterations that lead to it; None if the state is in place.
         """
@@ -38,7 +38,7 @@ class Resumption:
 
     @property
     def is_replay_due(self) -> bool:
-        """Whether iterations have to be run again."""
+        """True if iterations have to be run again."""
         return self._replay is not None
 
     def begin_training(self, parts: LoopParts) -> None:

@@ -6,7 +6,7 @@ seams/resumption.py; when the engine acts on a state is state_seam.py.
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -98,7 +98,8 @@ class Checkpoints(LoopListener):
     def after_recovery(self) -> None:
         """Write the event "recovery", unless a replay is still to come."""
         if self._resumption is not None and not self._resumption.is_replay_due:
-            self._write_recovery(0)
+            assert self._running is not None
+            self._write_recovery(self._running.outcome, 0)
 
     def begin_training(self, parts: LoopParts) -> None:
         """Set the position in the data."""
@@ -120,15 +121,13 @@ class Checkpoints(LoopListener):
         num_replayed = self._resumption.replay(forward_backward)
         loop.is_replaying, loop.phase = False, Phase.SETUP
         loop.iteration = get_args().iteration
-        self._write_recovery(num_replayed, {"replay": time.perf_counter() - start_s})
-
-    def _write_recovery(
-        self, num_replayed: int, phases_s: Mapping[str, float] | None = None
-    ) -> None:
         assert self._running is not None
         outcome = self._running.outcome
+        phases_s = {**outcome.phases_s, "replay": time.perf_counter() - start_s}
+        self._write_recovery(replace(outcome, phases_s=phases_s), num_replayed)
+
+    def _write_recovery(self, outcome: Outcome, num_replayed: int) -> None:
         iteration, loss = outcome.iteration, outcome.loss
-        outcome = replace(outcome, phases_s={**outcome.phases_s, **(phases_s or {})})
         self._log.write("recovery", iteration, **_recovery_fields(outcome, num_replayed))
         if loss is not None:
             numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}

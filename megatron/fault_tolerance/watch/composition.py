@@ -19,12 +19,8 @@ def listeners_for(config: MoeFtConfig, rank: int, *, on_sigterm: bool) -> Listen
     """Return everything that acts at the seams of a run on one rank.
 
     The order matters: the log is opened before anything is recovered, and closed last; the events of an
-    iteration come before the reports of the engine.
-
-    Args:
-        config: of the run.
-        rank: whose events are written and whose faults are inflicted.
-        on_sigterm: whether SIGTERM is reported; False for --exit-signal-handler.
+    iteration come before the reports of the engine. Without `on_sigterm`, SIGTERM is left alone, for
+    --exit-signal-handler.
     """
     loop = LoopState()
     # Without a directory the log is never started, and drops what is written to it.

@@ -1,4 +1,4 @@
-"""Injected faults: inflicts those of --moe-ft-inject-fault on this rank, each once per event log.
+"""Faults of --moe-ft-inject-fault, which a rank inflicts on itself, each once per event log.
 
 Names and parsing are moe_ft/faults.py. The seams in hooks.py say which phase the rank is in.
 """
@@ -21,7 +21,7 @@ from moe_ft.faults import FaultKind, FaultSpec, Phase
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """Everything of this node that is lost with its power.
+    """Parts of this node that are lost with its power.
 
     Attributes:
         pids: of its ranks.

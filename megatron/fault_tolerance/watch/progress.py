@@ -60,7 +60,7 @@ class Progress(LoopListener):
         }
 
     def enter_phase(self, iteration: int, phase: Phase) -> None:
-        """Overwrite the progress record, which a killed process leaves behind."""
+        """Overwrite the progress record, which survives the process."""
         self._log.progress(iteration, phase)
 
     def after_iteration(self, ended: EndedIteration) -> None:

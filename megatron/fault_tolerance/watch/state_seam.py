@@ -48,15 +48,15 @@ class StateSeam:
             self._pass(ended, ended.num_samples)
 
     def pass_postponed(self) -> None:
-        """Pass the state that has been evaluated since it was made, if there is one."""
+        """Pass the state that was evaluated first, if there is one."""
         ended, self._postponed = self._postponed, None
         if ended is not None:
             self._pass(ended, 0)
 
     def last_facts(self) -> IterationFacts:
-        """Return the facts of the last state that was passed; those of now if none was.
+        """Return the facts of the last state that was passed, or the current ones if none was.
 
-        The loop may have skipped a batch since.
+        They may differ: the loop may have skipped a batch in the meantime.
         """
         return self._last_facts or self._facts(0)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.block_scaling import ScaleKind, round_to_blocks
-from kernels.number_formats import BF16, E4M3, FORMAT_OF, FORMATS, FP16, NumberFormat
+from kernels.number_formats import E4M3, FORMAT_OF, FORMATS, FP16, NumberFormat
 from kernels.pack_table import PackTable
 from kernels.packing import Segment
 from kernels.rounding import convert, round_to, widen
@@ -83,27 +83,6 @@ def test_weights_that_are_not_of_their_masters_are_counted() -> None:
         [Segment(tensor=torch.ones(4)), Segment(tensor=masters, weights=weights)]
     )
     assert PackTable(segments).pack(empty_buffer(num_bytes)).tolist() == [0, 3]
-
-
-@pytest.mark.parametrize(
-    ("segment", "rule"),
-    [
-        (Segment(tensor=torch.ones(4, 4).T), "flat"),
-        (Segment(tensor=torch.ones(8)[::2]), "contiguous"),
-        (Segment(tensor=torch.ones(4), offset=4), "multiples of 64"),
-        (Segment(tensor=torch.ones(4), to=BF16, scales=ScaleKind.FP32), "8-bit"),
-        (Segment(tensor=torch.ones(4, dtype=torch.int64), to=BF16), "int64 cannot be converted"),
-        (Segment(tensor=torch.ones(4), weights=torch.ones(4)), "BF16 weights"),
-        (Segment(tensor=torch.ones(4), weights=torch.ones(3).bfloat16()), "one shape"),
-    ],
-)
-def test_segment_that_cannot_be_packed_is_refused(segment: Segment, rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        PackTable([segment])
-
-
-def test_nothing_is_packed_without_segments() -> None:
-    assert PackTable([]).pack(torch.empty(0, dtype=torch.uint8)).shape == (0,)
 
 
 @pytest.mark.parametrize("of", FORMATS.values(), ids=FORMATS)

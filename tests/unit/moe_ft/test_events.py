@@ -2,7 +2,9 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,30 @@ def started(directory: Path, rank: int = 0, incarnation: int = 0) -> EventLog:
     log.start()
     log.incarnation = incarnation
     return log
+
+
+def test_lines_of_several_threads_are_whole_and_closing_drops_the_rest(tmp_path: Path) -> None:
+    log, num_threads, num_events = started(tmp_path), 4, 300
+    begin = threading.Barrier(num_threads + 1)
+
+    def write(thread: int) -> None:
+        begin.wait()
+        for number in range(num_events):
+            log.write("note", number, thread=thread, text="x" * (number % 50) * 100)
+            log.progress(number, Phase.FORWARD)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        done = [pool.submit(write, thread) for thread in range(num_threads)]
+        begin.wait()
+        wait(done, return_when=FIRST_COMPLETED)
+        log.close()
+    assert [each.exception() for each in done] == [None] * num_threads
+    lines = list(read_lines(event_path(tmp_path, 0)))
+    assert None not in lines
+    for thread in range(num_threads):
+        found = [line["iteration"] for line in lines if line and line["thread"] == thread]
+        assert found == list(range(len(found)))
+    assert len(lines) >= num_events
 
 
 def test_events_are_appended_over_incarnations(tmp_path: Path) -> None:

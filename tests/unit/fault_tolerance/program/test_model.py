@@ -1,4 +1,4 @@
-"""Which ranks hold the embedding, and which layouts of MTP layers are refused."""
+"""Ranks that hold the embedding, and layouts of MTP layers that are refused."""
 
 import pytest
 import torch

@@ -1,66 +1,249 @@
-"""Seams are taken out again."""
+"""Seams call the listeners as Megatron's loop runs, and are removed at the end."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
+from megatron.core import parallel_state
 from megatron.training import training
 
 from megatron.fault_tolerance.seams import hooks
-from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.watch.run import TrainingRun
-from moe_ft.config.config import MoeFtConfig
+from megatron.fault_tolerance.seams.listeners import Built, Listeners, LoopListener, LoopState
+from megatron.fault_tolerance.seams.replay import LoopParts
+from moe_ft.faults import Phase
 
-SEAMS = ("setup_model_and_optimizer", "train_step", "train")
-
-
-def test_originals_are_back_after_an_error() -> None:
-    originals = [getattr(training, name) for name in SEAMS]
-    with pytest.raises(ZeroDivisionError), hooks.installed(TrainingRun(MoeFtConfig(), rank=0)):
-        assert all(
-            getattr(training, name) is not original
-            for name, original in zip(SEAMS, originals, strict=True)
-        )
-        raise ZeroDivisionError
-    assert [getattr(training, name) for name in SEAMS] == originals
+SEAMS = ("setup_model_and_optimizer", "train_step", "dummy_train_step", "train")
 
 
-def test_restoring_removes_what_an_object_only_inherited() -> None:
-    patches = Patches()
-    owner = type("Owner", (), {"method": lambda self: "inherited"})()
-    patches.set(owner, "method", lambda: "replaced")
-    assert owner.method() == "replaced"
-    patches.restore()
-    assert owner.method() == "inherited"
-    assert "method" not in vars(owner)
-    assert not patches
+class Recorder(LoopListener):
+    """A listener that notes the seams it passes."""
+
+    def __init__(self, loop: LoopState) -> None:
+        self.loop, self.seams = loop, list[str]()
+        self.waits_in: Phase | None = None
+
+    def after_setup(self, built: Built) -> None:
+        """Note it."""
+        self.seams.append(f"setup {self.loop.iteration}")
+
+    def begin_training(self, parts: LoopParts) -> None:
+        """Note it."""
+        self.seams.append(f"train {parts.data_iterator}")
+
+    def before_batch(self) -> None:
+        """Note it."""
+        self.seams.append("batch")
+
+    def begin_iteration(self) -> None:
+        """Note it."""
+        self.seams.append(f"iteration {self.loop.iteration}")
+
+    def begin_attempt(self) -> None:
+        """Note it."""
+        self.seams.append("attempt")
+
+    def waits_for(self, iteration: int, phase: Phase) -> bool:
+        """Wait for the phase that the test names."""
+        return phase is self.waits_in
+
+    def enter_phase(self, iteration: int, phase: Phase) -> None:
+        """Note it, and whether the state is torn."""
+        self.seams.append(f"{phase}{' torn' * self.loop.is_torn}")
+
+    def end_training(self) -> None:
+        """Note it."""
+        self.seams.append("end of training")
+
+    def end(self, reason: str, exit_code: int) -> None:
+        """Note it."""
+        self.seams.append(f"{reason}, {exit_code}")
+
+    def failed(self, error: Exception) -> None:
+        """Note it."""
+        self.seams.append(type(error).__name__)
 
 
-def test_every_attempt_at_an_iteration_begins_with_no_tokens_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run, optimizer = TrainingRun(MoeFtConfig(), rank=0), _Optimizer()
-    begun: list[str] = []
-    monkeypatch.setattr(run, "before_setup", lambda: None)
-    monkeypatch.setattr(run, "after_setup", lambda *built: None)
-    monkeypatch.setattr(run, "end", lambda *reason: None)
-    monkeypatch.setattr(run._router_load, "begin", lambda: begun.append("counts"))
-    monkeypatch.setattr(training, "setup_model_and_optimizer", lambda: ([], optimizer, None))
-    with hooks.installed(run):
+class Program:
+    """A model of one weight that Megatron's wrapped functions train, as its loop calls them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loop = LoopState()
+        self.recorder = Recorder(self.loop)
+        self.listeners = Listeners(self.loop, [self.recorder])
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.optimizer = Optimizer(self.weight)
+        self.config = Namespace(calculate_per_token_loss=True, finalize_model_grads_func=_finalize)
+        self.num_attempts, self.should_exit = 1, False
+        built: Built = ([], self.optimizer, None)
+        monkeypatch.setattr(training, "setup_model_and_optimizer", lambda: built)
+        monkeypatch.setattr(training, "train_step", self._train_step)
+        monkeypatch.setattr(training, "dummy_train_step", lambda *args: None)
+        monkeypatch.setattr(training, "train", self._train)
+
+    def forward_step(self, *_: Any) -> tuple[torch.Tensor, None]:
+        """Return an output that needs gradients."""
+        return self.weight * 2, None
+
+    def _train_step(self, forward_step: Any, *args: Any, iteration: int) -> tuple[Any, ...]:
+        for _ in range(self.num_attempts):
+            self.optimizer.zero_grad()
+            output, _ = forward_step(None, None)
+            output.sum().backward()
+        args[4].finalize_model_grads_func([], torch.tensor(11))
+        if not self.should_exit:
+            self.optimizer.get_grad_norm()
+            self.optimizer.step_with_ready_grads()
+        return {"lm loss": torch.zeros(1)}, 0, False, self.should_exit
+
+    def _train(self, *args: Any) -> str:
+        training.dummy_train_step(None)
+        self.run_iteration(3)
+        return "trained"
+
+    def run_iteration(self, iteration: int) -> None:
+        """Call the wrapped train_step as Megatron's loop does."""
+        parts = (None, [], self.optimizer, None, self.config, None)
+        training.train_step(self.forward_step, *parts, iteration=iteration)
+
+    def train(self) -> Any:
+        """Call the wrapped train."""
+        parts = (self.forward_step, [], self.optimizer, None, "data", None, None, self.config)
+        return training.train(*parts)
+
+    def setup(self) -> None:
+        """Call the wrapped function that builds the optimizer."""
         training.setup_model_and_optimizer()
-        optimizer.zero_grad()  # train_step
-        optimizer.zero_grad()  # train_step again, or the paged stash
-        assert begun == ["counts"] * 2
-    assert optimizer.num_calls == 2
 
 
-class _Optimizer:
-    """As much of Megatron's as the seams look at."""
+def _finalize(model: Any, num_tokens: torch.Tensor) -> None:
+    num_tokens += 100  # of the other ranks, in place
 
-    chained_optimizers = ()
 
-    def __init__(self) -> None:
-        self.num_calls = 0
+class Optimizer:
+    """As much of Megatron's outermost optimizer as the seams use, around one of torch's."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        self.optimizer = torch.optim.SGD([weight], lr=0.5)
+        self.chained_optimizers = [self]
 
     def zero_grad(self) -> None:
-        self.num_calls += 1
+        """Forget gradients."""
+        self.optimizer.zero_grad()
+
+    def get_grad_norm(self) -> float:
+        """Return a norm."""
+        return 1.25
 
     def step_with_ready_grads(self) -> bool:
+        """Step, then copy the masters."""
+        self.optimizer.step()
+        self._copy_main_params_to_model_params()
         return True
+
+    def _copy_main_params_to_model_params(self) -> None: ...
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, loop_args: Namespace) -> Iterator[Program]:
+    loop_args.iteration = 2
+    monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 1)
+    yield Program(monkeypatch)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_originals_are_back_after_an_error(error: type[BaseException], program: Program) -> None:
+    originals = [getattr(training, name) for name in SEAMS]
+    with pytest.raises(error), hooks.installed(program.listeners):
+        wrapped = [getattr(training, name) for name in SEAMS]
+        program.setup()
+        raise error
+    assert not {*wrapped} & {*originals}
+    assert [getattr(training, name) for name in SEAMS] == originals
+    assert (
+        not {"zero_grad", "get_grad_norm", "step_with_ready_grads"} & vars(program.optimizer).keys()
+    )
+
+
+def test_seams_of_a_run_are_passed_in_their_order(program: Program) -> None:
+    with hooks.installed(program.listeners):
+        program.setup()
+        assert program.train() == "trained"
+    assert program.recorder.seams == [
+        *("setup 2", "train data"),
+        *("batch", "batch", "iteration 3"),
+        *("attempt", "forward", "backward", "before-step", "after-step", "between"),
+        *("end of training", "finished, 0"),
+    ]
+
+
+def test_every_attempt_at_an_iteration_is_told_and_its_phases_only_once(program: Program) -> None:
+    program.num_attempts = 2
+    with hooks.installed(program.listeners):
+        program.setup()
+        program.run_iteration(0)
+    assert program.recorder.seams.count("attempt") == 2
+    assert program.recorder.seams.count("forward") == 1
+    assert program.recorder.seams.count("backward") == 1
+
+
+def test_inner_step_is_noticed_only_where_something_waits_there(program: Program) -> None:
+    with hooks.installed(program.listeners):
+        program.setup()
+        program.recorder.waits_in = Phase.IN_STEP
+        program.run_iteration(0)
+        program.recorder.waits_in = None
+        program.run_iteration(1)
+    noticed = [each for each in program.recorder.seams if each.startswith("in-step")]
+    assert noticed == ["in-step torn"]
+    assert not program.loop.is_torn
+
+
+def test_tokens_and_norm_of_the_iteration_are_noted_as_megatron_uses_them(program: Program) -> None:
+    with hooks.installed(program.listeners):
+        program.setup()
+        program.run_iteration(0)
+    assert program.loop.num_tokens == torch.tensor(111)
+    assert program.loop.grad_norm == 1.25
+    assert program.config.finalize_model_grads_func is _finalize
+
+
+def test_replayed_step_enters_no_phase(program: Program) -> None:
+    with hooks.installed(program.listeners):
+        program.setup()
+        program.loop.is_replaying = True
+        program.recorder.seams.clear()
+        program.optimizer.step_with_ready_grads()
+        assert program.recorder.seams == []
+        assert not program.loop.is_torn
+
+
+def test_exit_in_the_middle_of_an_iteration_does_not_end_it(program: Program) -> None:
+    program.should_exit = True
+    with hooks.installed(program.listeners):
+        program.setup()
+        program.run_iteration(0)
+    assert program.loop.is_in_iteration
+    assert "between" not in program.recorder.seams
+
+
+@pytest.mark.parametrize(
+    ("code", "end"), [(None, "exit flag, 0"), (0, "exit flag, 0"), (3, "exit code 3, 3")]
+)
+def test_exit_ends_training_and_the_run_with_its_code(
+    code: int | None, end: str, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(*args: Any) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(training, "dummy_train_step", leave)
+    with pytest.raises(SystemExit), hooks.installed(program.listeners):
+        program.train()
+    assert program.recorder.seams[-2:] == ["end of training", end]
+
+
+def test_failure_is_told_and_ends_nothing(program: Program) -> None:
+    with pytest.raises(ZeroDivisionError), hooks.installed(program.listeners):
+        raise ZeroDivisionError
+    assert program.recorder.seams == ["ZeroDivisionError"]

@@ -1,4 +1,4 @@
-"""Failures that may be the fault of a state, and those of the machine, the network or another rank."""
+"""Failures that the state may cause, and failures of the machine, the network or another rank."""
 
 import pytest
 import torch

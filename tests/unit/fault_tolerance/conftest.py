@@ -1,0 +1,61 @@
+"""Fixtures of the training loop: its arguments, as Megatron keeps them, and an event log."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from megatron.core import num_microbatches_calculator as calculators
+from megatron.training import global_vars
+
+from moe_ft.events import EventLog
+
+
+@pytest.fixture
+def loop_args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+    """Yield Megatron's global arguments of a small GPT, of which 8 samples are an iteration."""
+    args = Namespace(
+        iteration=0,
+        train_iters=10,
+        world_size=1,
+        seq_length=32,
+        num_experts=4,
+        micro_batch_size=2,
+        global_batch_size=8,
+        data_parallel_size=2,
+        gtp_weight_remat_size=1,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+        num_floating_point_operations_so_far=0,
+        do_valid=False,
+        eval_interval=2,
+        start_eval_at_iter=None,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
+        finetune=False,
+        ckpt_step=None,
+        load=None,
+        pretrained_checkpoint=None,
+    )
+    calculators.init_num_microbatches_calculator(
+        rank=1,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        decrease_batch_size_if_needed=False,
+    )
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    yield args
+    calculators.destroy_num_microbatches_calculator()
+
+
+@pytest.fixture
+def event_log(tmp_path: Path) -> Iterator[EventLog]:
+    """Yield the open event log of rank 3."""
+    log = EventLog(tmp_path / "events", 3)
+    log.start()
+    yield log
+    log.close()

@@ -1,0 +1,72 @@
+"""Every refused flag has one rule, which names the reason and the remedy."""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron.fault_tolerance.program.flag_classes import (
+    Kind,
+    flag_classes,
+    megatron_flags,
+    names_of,
+    untested_flags,
+)
+from megatron.fault_tolerance.program.refusals import REFUSALS, Refusal, check_refusals
+from moe_ft.errors import ConfigError
+from moe_ft.strategies import registry
+
+ROOT = Path(__file__).parents[4]
+RULES = {rule.flag: rule for rule in REFUSALS if rule.covers_flag}
+
+
+def test_every_refused_flag_has_one_rule_and_every_rule_its_row() -> None:
+    rules = Counter(rule.dest for rule in REFUSALS if rule.covers_flag)
+    assert rules == Counter(names_of(Kind.REFUSED))
+    for rule in REFUSALS:
+        if not rule.covers_flag:
+            assert flag_classes()[rule.dest].kind is not Kind.REFUSED, rule.flag
+
+
+def test_every_refused_flag_is_in_the_documentation(parser: argparse.ArgumentParser) -> None:
+    text = (ROOT / "docs/flags.md").read_text()
+    written = megatron_flags(parser)
+    assert [rule.flag for rule in REFUSALS if f"`{written[rule.dest]}" not in text] == []
+
+
+def used(rule: Refusal, parser: argparse.ArgumentParser) -> object:
+    """Return a value of a flag that is not its default."""
+    (action,) = [each for each in parser._actions if each.dest == rule.dest]
+    if action.nargs == 0:
+        return True
+    return {int: 2, float: 0.5}.get(action.type, "given")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_refused_flag_is_refused_with_its_reason_and_remedy(
+    name: str, args: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    rule = RULES[name]
+    setattr(args, rule.dest, used(rule, parser))
+    refused_with = ["none", *(kind.name for kind in registry.kinds())]
+    if rule.strategies is not None:
+        check_refusals(args)
+        assert megatron_flags(parser)[rule.dest] in untested_flags(args, parser)
+        refused_with = [kind.name for kind in registry.kinds() if rule.strategies(kind)]
+    assert refused_with
+    for strategy in refused_with:
+        args.moe_ft_strategy = strategy
+        with pytest.raises(ConfigError, match="is not supported") as refusal:
+            check_refusals(args)
+        assert str(refusal.value).startswith(rule.flag)
+        remedy = rule.remedy.format(others="dense, partial or sparse")
+        assert str(refusal.value).endswith(f"{rule.reason}. {remedy}.")
+
+
+@pytest.mark.parametrize("name", sorted({rule.dest for rule in REFUSALS}))
+def test_flag_that_a_megatron_does_not_have_is_not_refused(
+    name: str, args: argparse.Namespace
+) -> None:
+    delattr(args, name)
+    check_refusals(args)

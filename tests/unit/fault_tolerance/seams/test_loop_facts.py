@@ -1,0 +1,83 @@
+"""Facts of the loop come from Megatron's arguments and counters."""
+
+from argparse import Namespace
+
+import msgspec
+import pytest
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+from megatron.fault_tolerance.seams import loop_facts
+from tests.unit.moe_ft.builders import make_record
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, ""),
+        ({"load": "/a"}, ""),  # continues a run
+        ({"finetune": True, "load": "/a"}, "--finetune --load /a"),
+        ({"ckpt_step": 7, "load": "/a"}, "--ckpt-step 7 --load /a"),
+        ({"finetune": True}, "--finetune"),
+        ({"pretrained_checkpoint": "/b"}, "--pretrained-checkpoint /b"),
+    ],
+)
+def test_run_that_begins_with_the_weights_of_another_says_which(
+    flags: dict[str, object], expected: str, loop_args: Namespace
+) -> None:
+    vars(loop_args).update(flags)
+    assert loop_facts.began_with(loop_args) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "iterations"),
+    [
+        ({"do_valid": False}, []),
+        ({"eval_interval": 0}, []),
+        ({}, [2, 4, 6]),
+        ({"start_eval_at_iter": 4}, [4, 6]),
+    ],
+)
+def test_evaluated_iterations_are_those_that_the_loop_evaluates(
+    flags: dict[str, object], iterations: list[int], loop_args: Namespace
+) -> None:
+    vars(loop_args).update({"do_valid": True, **flags})
+    assert [i for i in range(1, 7) if loop_facts.is_evaluated(loop_args, i)] == iterations
+
+
+def test_samples_of_an_iteration_are_those_of_all_readers(loop_args: Namespace) -> None:
+    assert loop_facts.samples_of_iteration(loop_args) == 8
+    loop_args.gtp_weight_remat_size = 2
+    assert loop_facts.samples_of_iteration(loop_args) == 16
+
+
+def test_loop_continues_with_the_counters_and_the_batch_size_of_a_record(
+    loop_args: Namespace,
+) -> None:
+    record = msgspec.structs.replace(
+        make_record(5), consumed_valid_samples=4, skipped_train_samples=3
+    )
+    loop_facts.resume(loop_args, record)
+    assert loop_args.iteration == 5
+    assert loop_args.consumed_train_samples == 40
+    assert loop_args.consumed_valid_samples == 4
+    assert loop_args.skipped_train_samples == 3
+    assert loop_args.num_floating_point_operations_so_far == 1e15
+    assert get_num_microbatches() == 2
+
+
+@pytest.mark.parametrize(("num_samples", "consumed"), [(8, 48), (0, 40)])
+def test_samples_that_the_loop_has_not_counted_are_added(
+    num_samples: int, consumed: int, loop_args: Namespace
+) -> None:
+    loop_args.consumed_train_samples = 40
+    facts = loop_facts.iteration_facts(
+        loop_args,
+        6,
+        grad_norm=None,
+        num_tokens=None,
+        num_samples=num_samples,
+        num_floating_point_operations=3.0,
+        tokens_per_expert={},
+    )
+    assert (facts.iteration, facts.consumed_train_samples) == (6, consumed)
+    assert facts.grad_norm is None

@@ -1,0 +1,209 @@
+"""Replayed iterations use what their records say, and leave the loop's settings as they were."""
+
+from argparse import Namespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+from megatron.fault_tolerance.seams import replay as replay_module
+from megatron.fault_tolerance.seams.replay import LoopParts, Replay, can_freeze
+from moe_ft.errors import ConfigError
+from moe_ft.format.records import IterationRecord
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.units import UnitId, UnitKind
+from tests.unit.moe_ft.builders import make_parameter, make_record
+
+NORM, OUTPUT = UnitId(kind=UnitKind.FINAL_NORM), UnitId(kind=UnitKind.OUTPUT)
+
+
+class Window:
+    """A conversion whose snapshots are in place: unit OUTPUT is in the second one."""
+
+    def __init__(self, *records: IterationRecord) -> None:
+        self.records, self.num_replays = records, len(records) - 1
+        self.loaded: list[int] = []
+
+    def frozen_units(self, position: int) -> frozenset[UnitId]:
+        """Return the units of later snapshots."""
+        return frozenset({OUTPUT} if position == 0 else ())
+
+    def load(self, position: int) -> None:
+        """Note it."""
+        self.loaded.append(position)
+
+
+class Optimizer:
+    """As much of Megatron's chained optimizer as a replay uses, around one of torch's."""
+
+    def __init__(self, parameters: list[LocalParameter]) -> None:
+        self.parameters = parameters
+        self.optimizer = torch.optim.SGD([each.parameter for each in parameters], lr=1.0)
+        self.chained_optimizers = [self]
+        self.config = Namespace(timers="timers", log_num_zeros_in_grad=True)
+        self.grad_norms_by_group: dict[str, float] = {}
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        self.optimizer.zero_grad()
+
+    def prepare_grads(self) -> bool:
+        """Return whether gradients are not finite."""
+        return False
+
+    def get_grad_norm(self) -> float:
+        """Return the norm of the gradients that are there."""
+        raise AssertionError("the norm must be the logged one")
+
+    def _compute_grad_norms_by_group(self) -> dict[str, float]:
+        raise AssertionError("the norms must be the logged ones")
+
+    def step_with_ready_grads(self) -> bool:
+        """Step."""
+        self.optimizer.step()
+        return True
+
+    def step(self) -> bool:
+        """Clip to a norm of 1 and step, unless gradients are not finite."""
+        if self.prepare_grads():
+            return False
+        self._compute_grad_norms_by_group()
+        for each in self.parameters:
+            if each.parameter.grad is not None:
+                each.parameter.grad /= self.get_grad_norm()
+        return self.step_with_ready_grads()
+
+
+class Loop:
+    """A model of two units, each of four weights, in a loop that a replay interrupts."""
+
+    def __init__(self, args: Namespace) -> None:
+        for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+            setattr(args, name, 1)
+        args.check_for_nan_in_loss_and_grad = True
+        self.args = args
+        self.parameters = [self._parameter(unit) for unit in (NORM, OUTPUT)]
+        self.ddp_config = Namespace(
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            check_for_nan_in_grad=True,
+            check_for_large_grads=True,
+        )
+        self.config = Namespace(no_sync_func=1, grad_sync_func=2, param_sync_func=3, timers=4)
+        self.optimizer = Optimizer(self.parameters)
+        self.noted: list[int] = []
+        self.computed: list[tuple[int, bool]] = []
+
+    def _parameter(self, unit: UnitId) -> LocalParameter:
+        weight = torch.nn.Parameter(torch.ones(4))
+        return make_parameter(unit, parameter=weight, master=weight)
+
+    def forward_backward(self, *, num_microbatches: int, **options: Any) -> None:
+        """Make gradients of one for every weight that is trained."""
+        self.computed.append((self.args.curr_iteration, self.ddp_config.overlap_grad_reduce))
+        for each in self.parameters:
+            if each.parameter.requires_grad:
+                each.parameter.grad = torch.ones(4)
+
+    def parts(self) -> LoopParts:
+        """Return the parts that `train` would pass."""
+        chunk = Namespace(
+            zero_grad_buffer=lambda: None,
+            ddp_config=self.ddp_config,
+            bucket_groups=[],
+            expert_parallel_bucket_groups=[],
+        )
+        return LoopParts(
+            forward_step=print,
+            data_iterator=None,
+            model=[chunk],
+            optimizer=self.optimizer,
+            config=self.config,
+            forward_backward=self.forward_backward,
+        )
+
+    def replay(self, window: Any) -> None:
+        """Run a window again."""
+        Replay(window, self.parameters, self.args, self.noted.append).run(self.parts())
+
+    def weights(self) -> list[float]:
+        """Return one weight of each unit."""
+        return [float(each.parameter.detach()[0]) for each in self.parameters]
+
+
+@pytest.fixture
+def loop(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Loop:
+    loop_args.decoder_seq_length = None
+    # Records with random numbers of this process are in test_resumption.py.
+    monkeypatch.setattr(replay_module, "apply_rng", lambda record: None)
+    return Loop(loop_args)
+
+
+def record_of(iteration: int, **changes: Any) -> IterationRecord:
+    return msgspec.structs.replace(make_record(iteration), **changes)
+
+
+def test_frozen_unit_stays_and_the_others_use_the_logged_norm(loop: Loop) -> None:
+    window = Window(record_of(3), record_of(4, grad_norm=4.0))
+    loop.replay(window)
+    assert loop.weights() == [0.75, 1.0]
+    assert window.loaded == [1]
+    assert loop.noted == [3]
+    assert loop.optimizer.grad_norms_by_group == {"mtp": float("inf")}
+
+
+def test_window_is_run_to_its_last_record(loop: Loop) -> None:
+    window = Window(record_of(3), record_of(4, grad_norm=4.0), record_of(5, grad_norm=2.0))
+    loop.replay(window)
+    assert loop.weights() == [0.25, 0.5]
+    assert window.loaded == [1, 2]
+    assert loop.noted == [3, 4]
+
+
+def test_step_that_was_skipped_is_skipped_again(loop: Loop) -> None:
+    loop.replay(Window(record_of(3), record_of(4, grad_norm=None)))
+    assert loop.weights() == [1.0, 1.0]
+
+
+def test_overlap_and_checks_are_off_during_the_replay_only(loop: Loop) -> None:
+    before = [dict(vars(each)) for each in (loop.ddp_config, loop.config, loop.optimizer.config)]
+    loop.replay(Window(record_of(3), record_of(4)))
+    after = [dict(vars(each)) for each in (loop.ddp_config, loop.config, loop.optimizer.config)]
+    assert loop.computed == [(3, False)]
+    assert after == before
+    assert loop.args.check_for_nan_in_loss_and_grad
+    assert not {"get_grad_norm", "prepare_grads"} & vars(loop.optimizer).keys()
+
+
+def test_iteration_with_another_number_of_micro_batches_is_refused(loop: Loop) -> None:
+    assert get_num_microbatches() == 2
+    with pytest.raises(
+        ConfigError, match="iteration 3 had 4 micro-batches .* 2 with .*recover-from"
+    ):
+        loop.replay(Window(record_of(3), record_of(4, num_microbatches=4)))
+    assert loop.weights() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "delay_wgrad_compute",
+        "overlap_moe_expert_parallel_comm",
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "defer_embedding_wgrad_compute",
+    ],
+)
+def test_gradients_that_are_computed_later_cannot_be_left_out(name: str) -> None:
+    args = Namespace(gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1, **{name: False})
+    assert can_freeze(args)
+    setattr(args, name, True)
+    assert not can_freeze(args)
+
+
+@pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
+def test_gradients_of_sharded_weights_cannot_be_left_out(name: str) -> None:
+    args = Namespace(gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1)
+    setattr(args, name, 2)
+    assert not can_freeze(args)

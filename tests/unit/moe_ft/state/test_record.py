@@ -1,0 +1,192 @@
+"""Records: buffers, scalars and random numbers come back as they were taken."""
+
+import math
+import random
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from moe_ft.errors import ConfigError
+from moe_ft.format.records import IterationRecord
+from moe_ft.state.record import (
+    CapturedRecord,
+    IterationFacts,
+    RecordTaker,
+    apply,
+    apply_rng,
+    encode,
+    pack,
+    unpack,
+)
+from moe_ft.state.tensors import buffer_places
+from moe_ft.units import UnitId, UnitKind
+from tests.unit.moe_ft.builders import make_parameter, make_record
+
+
+class Tables(RotaryEmbedding):  # type: ignore[misc]
+    """The tables of sines that multi-latent attention has in each layer."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.register_buffer("cos_cached", torch.zeros(4), persistent=False)
+
+
+def model() -> torch.nn.Module:
+    """Return a layer with a router's bias and tables."""
+    layer = torch.nn.Module()
+    layer.router = torch.nn.Module()
+    layer.router.register_buffer("expert_bias", torch.zeros(2))
+    layer.router.register_buffer("local_tokens", torch.zeros(2), persistent=False)
+    layer.rotary_pos_emb = Tables()
+    return layer
+
+
+def test_record_holds_what_training_changes_and_no_tables_of_sines() -> None:
+    names = ["chunk0.router.expert_bias", "chunk0.router.local_tokens"]
+    assert list(buffer_places([model()])) == names
+
+
+def test_tables_of_sines_that_an_earlier_version_has_noted_are_passed_over() -> None:
+    packed = make_record(3).buffers["layer.0.expert_bias"]
+    buffers = {"chunk0.rotary_pos_emb.cos_cached": packed, "chunk0.router.expert_bias": packed}
+    record = msgspec.structs.replace(make_record(3), buffers=buffers, optimizers=())
+    live, scheduler, optimizer = model(), SimpleNamespace(), SimpleNamespace(chained_optimizers=[])
+    apply(record, [live], optimizer, scheduler, [])
+    assert torch.equal(live.rotary_pos_emb.cos_cached, torch.zeros(4))
+    assert torch.equal(live.router.expert_bias, unpack(packed))
+
+
+def test_record_of_a_model_with_other_buffers_is_refused() -> None:
+    packed = make_record(3).buffers["layer.0.expert_bias"]
+    record = msgspec.structs.replace(make_record(3), buffers={"chunk0.other": packed})
+    with pytest.raises(
+        ConfigError, match=r"iteration 3 holds chunk0\.other, which this model lacks"
+    ):
+        apply(record, [model()], None, None, [])
+
+
+class Rank:
+    """A layer, its optimizer after one step, and what a record of them is taken and put back with."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.layer = model()
+        self.master = torch.nn.Parameter(torch.randn(3))
+        self.adam = torch.optim.Adam([self.master], lr=seed / 8, betas=(0.5, 0.75))
+        self.scale = {"scale": torch.tensor([1024.0 * seed]), "growth": seed}
+        scaler = SimpleNamespace(
+            state_dict=lambda: self.scale, load_state_dict=lambda found: self.scale.update(found)
+        )
+        self.inner = SimpleNamespace(
+            optimizer=self.adam, grad_scaler=scaler, found_inf=torch.zeros(1)
+        )
+        self.scheduler = SimpleNamespace(num_steps=8 * seed)
+        self.scheduler.state_dict = lambda: {"num_steps": self.scheduler.num_steps}
+        unit = UnitId(kind=UnitKind.FINAL_NORM)
+        self.parameters = [
+            make_parameter(
+                unit, "norm", parameter=self.master, optimizer=self.inner, master=self.master
+            )
+        ]
+        for _ in range(seed):
+            self.master.grad = torch.randn(3)
+            self.adam.step()
+        self.layer.router.expert_bias.fill_(seed)
+
+    def capture(self) -> tuple[RecordTaker, CapturedRecord]:
+        """Return a taker and what it has captured."""
+        taker = RecordTaker([self.layer], self.inner, self.scheduler, self.parameters)
+        return taker, taker.capture(facts(grad_norm=math.inf))
+
+    def put_back(self, record: IterationRecord) -> None:
+        """Apply a record to this state."""
+        apply(record, [self.layer], self.inner, self.scheduler, self.parameters)
+
+
+def facts(grad_norm: float | None) -> IterationFacts:
+    return IterationFacts(
+        iteration=3,
+        grad_norm=grad_norm,
+        num_tokens=torch.tensor(640),
+        consumed_train_samples=24,
+        consumed_valid_samples=8,
+        skipped_train_samples=1,
+        num_floating_point_operations=1e15,
+        num_microbatches=2,
+        tokens_per_expert={"layer.0": torch.tensor([5, 3])},
+    )
+
+
+def written(record: IterationRecord) -> IterationRecord:
+    """Return a record as a start reads it from its file."""
+    return msgspec.json.decode(msgspec.json.encode(record), type=IterationRecord)
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+
+
+def test_record_of_one_rank_makes_another_one_the_same(cpu: None) -> None:
+    saved, live = Rank(2), Rank(5)
+    taker, captured = saved.capture()
+    taker.complete(captured)
+    record = written(encode(captured))
+    live.put_back(record)
+    assert torch.equal(live.layer.router.expert_bias, torch.full((2,), 2.0))
+    assert live.scheduler.num_steps == 16
+    assert live.adam.state[live.master]["step"] == 2
+    assert live.adam.param_groups[0]["lr"] == 0.25
+    assert live.adam.param_groups[0]["betas"] == (0.5, 0.75)
+    assert live.scale == {"scale": torch.tensor([2048.0]), "growth": 2}
+    assert (record.grad_norm, record.num_tokens) == ("inf", 640)
+    assert record.tokens_per_expert == {"layer.0": (5, 3)}
+    again = live.capture()
+    again[0].complete(again[1])
+    taken_again = msgspec.structs.replace(encode(again[1]), rng=record.rng)
+    assert taken_again == record
+
+
+def test_captured_record_does_not_follow_the_state(cpu: None) -> None:
+    rank = Rank(2)
+    taker, captured = rank.capture()
+    rank.layer.router.expert_bias.fill_(9)
+    rank.scale["scale"].fill_(1)
+    rank.scheduler.num_steps = 99
+    taker.complete(captured)
+    record = encode(captured)
+    assert unpack(record.buffers["chunk0.router.expert_bias"]).tolist() == [2.0, 2.0]
+    assert record.scheduler == {"num_steps": 16}
+    assert Rank(2).capture()[1].values["optimizers"][0]["scaler"]["scale"] == 2048
+    live = Rank(5)
+    live.put_back(record)
+    assert live.scale["scale"] == 2048
+
+
+def test_random_numbers_continue_where_the_record_was_taken(cpu: None) -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.gauss(), float(np.random.normal()), float(torch.rand(1))
+
+    random.gauss()
+    np.random.normal()  # both keep a second number for the next call
+    taker, captured = Rank(1).capture()
+    taker.complete(captured)
+    record = written(encode(captured))
+    expected = draw()
+    assert draw() != expected
+    apply_rng(record)
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_small_tensor_is_unpacked_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    found = unpack(pack(tensor))
+    assert (found.dtype, found.shape) == (dtype, tensor.shape)
+    assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
