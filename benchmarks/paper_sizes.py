@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from benchmarks.paper_models import non_expert_modules
 from moe_ft.planning.experts import ExpertLayout
-from moe_ft.planning.model_size import ByteModel, ModelShape, non_expert_modules
+from moe_ft.planning.model_size import ByteModel, ModelShape
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.sharding import adaptive_shares, assign_greedy
 from moe_ft.strategies.partial.selection import advance, check_k, rank_counts, select_sequential

@@ -19,13 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.output import markdown_table, show
+from benchmarks.paper_models import PRESETS
 from benchmarks.paper_sizes import (
     NonExpertUnit,
     PaperLayout,
     checkpoint_bytes,
     paper_workload,
 )
-from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape, stage_units
+from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.report import reduction
 from moe_ft.strategies.partial.size import SavedModel

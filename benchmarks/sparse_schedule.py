@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.output import markdown_table, show
+from benchmarks.paper_models import PRESETS
 from benchmarks.routing_trace import load_routing, spread
 from benchmarks.sparse_figures import paper_parts
 from benchmarks.sparse_modules import module_rows
@@ -35,7 +36,7 @@ from benchmarks.sparse_orders import (
     tokens_of,
     trace_rows,
 )
-from moe_ft.planning.model_size import PRESETS, ByteModel, stage_units
+from moe_ft.planning.model_size import ByteModel, stage_units
 from moe_ft.planning.ownership import SavingLayout
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits

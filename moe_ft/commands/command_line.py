@@ -21,7 +21,7 @@ class Launch:
 
     Attributes:
         world_size: None if its words do not say it.
-        ranks_per_node: likewise.
+        ranks_per_node: None if they do not say that.
         reason: why the world size is not known.
     """
 

@@ -16,7 +16,7 @@ from moe_ft.strategies.interface import ModelFacts
 _USAGE = "python -m moe_ft plan [OPTIONS] -- COMMAND LINE OF TRAINING"
 _EXAMPLE = (
     "python -m moe_ft plan --bandwidth 25GB --iteration-s 2 -- torchrun --nproc-per-node 8 "
-    "pretrain_gpt_moe.py --num-layers 24 ... --moe-ft-strategy sparse"
+    "pretrain_gpt_moe.py --num-layers 24 ... --moe-ft-strategy NAME"
 )
 _DEFAULT_RANKS_PER_NODE = 8
 
@@ -37,7 +37,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         "--ranks-per-node",
         type=int,
         metavar="N",
-        help="likewise (default 8, or all ranks if fewer)",
+        help="ranks of a full node, where the launcher does not say it (default 8)",
     )
     parser.add_argument("--iteration-s", type=float, metavar="S", help="seconds of an iteration")
     parser.add_argument(

@@ -69,7 +69,7 @@ def _recovery_table(recoveries: Sequence[RecoverySummary]) -> str:
     headers = (
         *(
             "start",
-            "went on from",
+            "continued from",
             "replayed",
             "units from",
             "kept",

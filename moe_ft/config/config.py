@@ -129,13 +129,13 @@ class StorageConfig(Part):
 
     @property
     def persists(self) -> bool:
-        """Whether anything goes to storage."""
+        """True if anything goes to storage."""
         return self.persist_dir is not None and self.persist_interval > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryConfig(Part):
-    """What a start recovers from."""
+    """Recovery: the state that a start begins with."""
 
     recover_from: str = setting(
         "auto",
@@ -171,7 +171,7 @@ class RecoveryConfig(Part):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObservabilityConfig(Part):
-    """What a run writes about itself."""
+    """Records that a run writes about itself."""
 
     event_log: str | None = setting(
         None, "directory for one JSON-lines file of events per rank", metavar="DIR"

@@ -1,4 +1,4 @@
-"""Settings of the precision in which state is kept: the format of each part, and the way there."""
+"""Settings of the precision in which state is kept: the format of each part, and how it is packed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _DEFAULT_STAGING = "64MiB"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig(Part):
-    """In which precision state is kept, and how it is packed on its way."""
+    """Precision in which state is kept, and its packing."""
 
     state_dtype: str | None = setting(
         None,
@@ -59,10 +59,10 @@ class PrecisionConfig(Part):
 
     @property
     def is_ruinous(self) -> bool:
-        """Whether second moments are kept in a format that takes most of them for 0.
+        """True if second moments are kept in a format that rounds most of them to 0.
 
         They are squares of gradients. Where one is 0 and the first moment is not, a weight is moved by their
-        quotient: training diverged behind every such recovery (docs/benchmarks/lossy_state.md).
+        quotient: training diverged after every such recovery (docs/benchmarks/lossy_state.md).
         """
         return self.packings["exp_avg_sq"] in (Packing.FP16, Packing.E4M3, Packing.E5M2)
 

@@ -12,7 +12,7 @@ NO_STRATEGY = "none"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyConfig(Part):
-    """What is checkpointed when, and with which Megatron."""
+    """Strategy: the state that is checkpointed, and when."""
 
     strategy: str = setting(NO_STRATEGY, "which state is checkpointed when")
     interval: str = setting(
@@ -46,7 +46,7 @@ class StrategyConfig(Part):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is checkpointed."""
+        """True if anything is checkpointed."""
         return self.strategy != NO_STRATEGY
 
     @property

@@ -60,6 +60,7 @@ class RankMemory:
         self._node_dir, self._rank, self._topology = node_dir, rank, topology
         own = topology.ranks[rank]
         self._node = own.node
+        self._pinned: list[MappedFile] = []
         self.regions = _regions(own_directory(node_dir, rank), num_regions(persists=persists), own)
         self.pool = _pool(own_directory(node_dir, rank), own)
         self.replicas = {
@@ -115,11 +116,12 @@ class RankMemory:
         """Let the GPU copy into this rank's own memory directly; raises SnapshotError if it cannot."""
         for file in self._own_files():
             _pin(file)
+            self._pinned.append(file)
 
     def unpin(self) -> None:
         """Undo `pin`, before the memory is unmapped."""
-        for file in self._own_files():
-            _unpin(file)
+        while self._pinned:  # fewer than all after a start that failed
+            _unpin(self._pinned.pop())
 
     def close(self) -> None:
         """Unmap everything; the files stay."""

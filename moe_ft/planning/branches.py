@@ -1,11 +1,11 @@
-"""The branches of a run: which of several states belongs to it, and which of several starts is the later.
+"""Branches of a run: the states that belong to it, and the order of its starts.
 
-A start names itself in the history of all that it writes. Two starts may continue the same state without
-knowing of each other: a node is cut off with what the first has left, and comes back after the second. Clocks
-do not order them. What does is what a start has found when it began: it comes after every start that it has
-found something of. Of starts that did not know of each other, the one whose work got further comes first.
+A start names itself in the history of everything that it writes. Two starts may continue the same state
+without knowing of each other: a node is cut off with what the first has left, and comes back after the
+second. Clocks do not order them. A start comes after every start of which it found something when it began.
+Of two starts that did not know of each other, the one whose work got further comes first.
 
-Pure. What is recovered from is planning/recovery.py; what storage keeps is engine/retention.py.
+Pure. planning/recovery.py chooses the state to recover, engine/retention.py what storage keeps.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ MOST_STARTS = 256  # in a history, and in the names that a start remembers
 
 
 def is_alive(iteration: int, history: History, run: History) -> bool:
-    """Return whether a state belongs to a run as that was continued.
+    """Return whether a state belongs to a run as it was continued.
 
     Args:
         iteration: of the state.
@@ -24,7 +24,7 @@ def is_alive(iteration: int, history: History, run: History) -> bool:
         run: history of the run.
 
     Returns:
-        False for what another branch wrote, and for what lies after the point from which a later start of the
+        False for a state of another branch, and for one after the iteration from which a later start of the
         run continued.
     """
     if history[-1] not in run:
@@ -36,9 +36,9 @@ def is_alive(iteration: int, history: History, run: History) -> bool:
 def continue_history(history: History, start: Start) -> History:
     """Return the history of a start that continues a run.
 
-    Earlier starts of which nothing is alive any more are left out, and of very many starts the oldest: what
-    those wrote then counts as another branch, which comes after this one. Starts that a user has chosen stay,
-    since restarts follow them.
+    It leaves out earlier starts of which nothing is alive, and the oldest of very many starts: their states
+    then count as another branch, which comes after this one. Starts that a user has chosen stay, since
+    restarts follow them.
     """
     alive = tuple(each for each in history if each.resumed_at <= start.resumed_at)
     chosen = tuple(each for each in alive[: -MOST_STARTS + 1] if each.is_chosen)
@@ -46,23 +46,23 @@ def continue_history(history: History, start: Start) -> History:
 
 
 def number_of_next(starts: Iterable[Start]) -> int:
-    """Return a number that is greater than those of all starts that were found."""
+    """Return a number greater than that of any start that was found."""
     return 1 + max((start.number for start in starts), default=-1)
 
 
 def names_to_supersede(found: Iterable[str], history: History) -> tuple[str, ...]:
-    """Return the names that a start remembers of what it has found and does not continue.
+    """Return the names of the starts that a start has found and does not continue.
 
     Args:
-        found: names of starts in the order of their numbers, also those that these remember.
-        history: of the new start.
+        found: names of starts in the order of their numbers, and the names that these remember.
+        history: history of the new start.
     """
     own = {start.name for start in history}
     return tuple(name for name in found if name and name not in own)[-MOST_STARTS:]
 
 
 def known_names(history: History, superseded: Sequence[str]) -> frozenset[str]:
-    """Return the names of the starts that come before the last one of a history."""
+    """Return the names of the starts that the last start of a history comes after."""
     return frozenset(superseded).union(start.name for start in history[:-1]) - {""}
 
 
@@ -77,8 +77,8 @@ def order_starts(
     """Order starts by the worth of their work, best first.
 
     Args:
-        progress: by start, the newest iteration of its own that is usable.
-        known: by start, the names of those that it comes after.
+        progress: by start, the newest usable iteration that it wrote.
+        known: by start, the names of the starts that it comes after.
     """
     rest, ordered = set(progress), []
     while rest:

@@ -1,4 +1,4 @@
-"""The experts of a pipeline stage: on which ranks they are, and the type of counts of their tokens."""
+"""Experts of a job and of its pipeline stages: their ranks, and counts of their tokens."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class ExpertFacts:
         num_experts: per MoE layer, over all ranks; 0 for a model without experts.
         ep_rank, ep_size: this rank's place among the expert-parallel ranks.
         tokens_per_sample: sequence length times top-k.
-        planned_samples: of the whole planned run.
-        samples_per_iteration: of that run, on average.
+        planned_samples: samples of the whole planned run.
+        samples_per_iteration: average over the planned run.
     """
 
     num_experts: int
@@ -39,7 +39,7 @@ class ExpertFacts:
 
     @property
     def tokens_per_iteration(self) -> int:
-        """Tokens times top-k of an iteration, on average over the planned run."""
+        """Tokens times top-k of an iteration, averaged over the planned run."""
         return self.samples_per_iteration * self.tokens_per_sample
 
 
@@ -49,7 +49,7 @@ class ExpertLayout:
 
     Attributes:
         num_layers: MoE layers of the stage.
-        num_experts: in each of them.
+        num_experts: experts per layer.
         ep_size: expert-parallel ranks; rank r holds the r-th equal part of every layer's experts.
     """
 
@@ -95,11 +95,11 @@ class ExpertLayout:
 def experts_of_stage(
     units_of_ranks: Sequence[Iterable[UnitId]], num_experts: int
 ) -> tuple[list[str], set[Expert]]:
-    """Return the layers of a stage in which experts are trained, and the experts in them that are not.
+    """Return the layers of a stage in which experts are trained, and the untrained experts in them.
 
     Args:
         units_of_ranks: trained units of each rank of the stage.
-        num_experts: per layer.
+        num_experts: experts per layer.
     """
     trained = {unit for units in units_of_ranks for unit in units if unit.kind is UnitKind.EXPERT}
     ordered = sorted(trained, key=lambda each: (each.block, each.layer))

@@ -1,7 +1,7 @@
-"""Host memory that checkpoints take: the one place that says how many regions and slots there are.
+"""Host memory of checkpoints: the one place that decides the numbers of regions and slots.
 
-Training reserves them (recovery/assembly.py, engine/memory.py), checks them (recovery/preflight.py), and
-``python -m moe_ft plan`` prints them. Headers of files are left out: some KiB of each.
+Training reserves them (recovery/assembly.py, engine/memory.py) and checks them (recovery/preflight.py), and
+``python -m moe_ft plan`` prints them. The headers of files, some KiB each, are left out.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ NUM_REPLICA_REGIONS = 2
 
 
 def num_regions(*, persists: bool) -> int:
-    """Return how many regions a rank needs, each for a window of snapshots.
+    """Return the regions that a rank needs, each for a window of snapshots.
 
     One is the newest that is complete, one is being filled, one is being written to storage.
     """
@@ -20,17 +20,16 @@ def num_regions(*, persists: bool) -> int:
 
 
 def num_slots(num_units: int, most_in_snapshot: int) -> int:
-    """Return how many slots a pool needs.
+    """Return the slots that a pool needs.
 
-    They are for the newest version of each unit, those of the snapshot under way and, of the units that are
-    being written to storage, the versions that are written; after a recovery for what the index that
-    it rests on names in addition to the newest versions.
+    They hold the newest version of each unit, the versions of the snapshot in progress, and the versions that
+    are being written to storage; after a recovery also those that only the recovered index names.
     """
     return num_units + 2 * most_in_snapshot if num_units else 0
 
 
 def slot_bytes(num_elements: int, num_tensors: int) -> int:
-    """Return what a slot has for a unit, whose version another start may have kept in any format.
+    """Return the bytes of a slot, whose unit another start may have kept in any format.
 
     Args:
         num_elements: that the rank saves of the unit.
@@ -56,7 +55,7 @@ class MemoryShare:
     pool_bytes: int = 0
 
     def own_bytes(self, *, persists: bool) -> int:
-        """Return what the rank itself keeps."""
+        """Return the bytes that the rank keeps of its own state."""
         return num_regions(persists=persists) * self.region_bytes + self.pool_bytes
 
     @property
@@ -65,5 +64,5 @@ class MemoryShare:
         return NUM_REPLICA_REGIONS * self.region_bytes + self.pool_bytes
 
     def total_bytes(self, *, persists: bool, replication_factor: int) -> int:
-        """Return what a rank has on its node if every rank keeps as many replicas as it has peers."""
+        """Return the bytes of a rank on its node if every rank keeps as many replicas as it has peers."""
         return self.own_bytes(persists=persists) + replication_factor * self.replica_bytes

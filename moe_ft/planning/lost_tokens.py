@@ -1,10 +1,10 @@
-"""What a lossy recovery loses: tokens per expert, PLT, and the rule that raises k (MoC-System, eq. 7, 5.3).
+"""Losses of a lossy recovery: tokens per expert, PLT, and the rule that raises k (MoC-System, eq. 7, 5.3).
 
 The tokens that are routed to an expert are numbered in the order of the iterations that training has kept.
-With every expert, in the live state and in each saved version, go the number of tokens so far and its gaps:
-the ranges of them whose updates recoveries have dropped. A recovery that gives an expert a version from
-before the iteration that training goes back to makes a gap. Tokens behind that iteration are numbered anew:
-they are trained again and not lost, also where an earlier recovery had lost them.
+Every expert, in the live state and in each saved version, carries the number of its tokens so far and its
+gaps: the ranges of tokens whose updates recoveries have dropped. A recovery that gives an expert a version
+from before the iteration that training goes back to makes a gap. Tokens after that iteration get new numbers:
+they are trained again and not lost, even if an earlier recovery had lost them.
 """
 
 from collections.abc import Callable

@@ -4,25 +4,10 @@ Computed from hyper-parameters, for planning before there is a model. The parame
 found by state/parameters.py. The share of them that a rank saves is ownership.py.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 
 from moe_ft.errors import PlanError
 from moe_ft.units import UnitId, UnitKind
-
-
-def evenly_spaced_layers(num_layers: int, num_moe_layers: int) -> tuple[int, ...]:
-    """Return which layers have experts; with half of them it is every second, layer 1 being the first.
-
-    Raises:
-        PlanError: if there are more MoE layers than layers.
-    """
-    if not 0 <= num_moe_layers <= num_layers:
-        raise PlanError(
-            f"num_moe_layers={num_moe_layers} must be between 0 and {num_layers} layers"
-        )
-    return tuple((index + 1) * num_layers // num_moe_layers - 1 for index in range(num_moe_layers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +120,7 @@ class ModelShape:
 
     @property
     def shared_expert_parameters(self) -> int:
-        """Parameters of one MoE layer's experts that see every token."""
+        """Parameters of one MoE layer's experts that see every token, and of their gate."""
         width = self.shared_expert_hidden_size
         gate = self.has_shared_expert_gate * self.hidden_size
         return self._ffn_parameters(width) + gate if width else 0
@@ -153,7 +138,8 @@ class ModelShape:
     @property
     def num_non_expert_parameters(self) -> int:
         """P_ne: all other parameters."""
-        return sum(non_expert_modules(self).values())
+        units = unit_parameters(self).items()
+        return sum(count for unit, count in units if unit.kind is not UnitKind.EXPERT)
 
     @property
     def num_parameters(self) -> int:
@@ -213,43 +199,19 @@ def stage_units(shape: ModelShape, num_stages: int) -> list[dict[UnitId, int]]:
     return stages
 
 
-def non_expert_modules(shape: ModelShape) -> dict[str, int]:
-    """Return the parameters of the modules that are not experts.
-
-    These are the smallest parts that MoC-System's coarse sharding assigns (section 4.2): attention and
-    FFN of each layer, each with its norm; tables, router and final norm by themselves.
-    """
-    norm = shape.norm_parameters
-    modules = {
-        "word embeddings": shape.vocab_size * shape.hidden_size,
-        "position embeddings": shape.num_positions * shape.hidden_size,
-    }
-    for layer in range(shape.num_layers):
-        is_moe = layer in shape.moe_layers
-        modules[f"layer {layer} attention"] = shape.attention_parameters + norm
-        if is_moe:
-            modules[f"layer {layer} router"] = shape.router_parameters + norm
-            modules[f"layer {layer} shared experts"] = shape.shared_expert_parameters
-        else:
-            modules[f"layer {layer} ffn"] = shape.dense_ffn_parameters + norm
-    modules["final norm"] = norm
-    modules["output"] = shape.has_output_layer * shape.vocab_size * shape.hidden_size
-    return {name: count for name, count in modules.items() if count}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteModel:
     """Bytes per parameter that a checkpoint holds, by class, and which classes leave experts out.
 
     The default is MoC-System's equation 6: experts that are not selected are left out altogether. Its
     measurements (Fig. 10a, Table 3) follow only if the master weights of all experts are saved. Snapshots of
-    training hold no weights of the forward pass where they hold masters, so 12 bytes in place of 14.
+    training hold masters instead of the weights of the forward pass, so 12 bytes instead of 14.
 
     Attributes:
         weights: of the weights that the forward pass uses.
         master: of the optimizer's own weights.
         moments: of its first and second moments.
-        weights_always_full: whether experts that are not selected save their weights all the same.
+        weights_always_full: whether experts that are not selected save their weights too.
         master_always_full: the same for master weights.
         moments_always_full: the same for moments.
     """
@@ -292,24 +254,3 @@ class ByteModel:
 def _by_rule(*classes: tuple[int, bool]) -> tuple[int, int]:
     always = sum(num_bytes for num_bytes, is_always_full in classes if is_always_full)
     return sum(num_bytes for num_bytes, _ in classes) - always, always
-
-
-PRESETS: Mapping[str, ModelShape] = MappingProxyType(
-    {
-        # MoC-System, Table 1; vocabulary and positions of GPT-3 like models in Megatron-DeepSpeed.
-        "gpt-125m-8e": ModelShape(
-            num_layers=12,
-            hidden_size=768,
-            num_attention_heads=12,
-            num_experts=8,
-            moe_layers=evenly_spaced_layers(12, 6),
-        ),
-        "gpt-350m-16e": ModelShape(
-            num_layers=24,
-            hidden_size=1024,
-            num_attention_heads=16,
-            num_experts=16,
-            moe_layers=evenly_spaced_layers(24, 12),
-        ),
-    }
-)

@@ -130,7 +130,7 @@ class PlannedJob:
 
     @property
     def persists(self) -> bool:
-        """Whether checkpoints go to storage."""
+        """True if checkpoints go to storage."""
         return self.config.storage.persists
 
     @property

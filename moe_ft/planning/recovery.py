@@ -1,7 +1,7 @@
 """Plans of a recovery: the newest state that every rank can read, and where each reads it.
 
-Pure: the same inventory gives the same plans on all ranks. Which start's work is the newest is
-planning/branches.py, finding what exists recovery/inventory.py, reading it recovery/restore.py.
+Pure: the same inventory gives the same plans on all ranks. planning/branches.py orders the starts,
+recovery/inventory.py finds the versions, recovery/fetch.py reads them.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from moe_ft.planning.branches import is_alive, known_names, order_starts
 
 
 class Tier(StrEnum):
-    """Where state lies, seen from the rank that reads it, in the order of preference."""
+    """Place of state as seen from the rank that reads it, in order of preference."""
 
     MEMORY = "memory"  # host memory of its own node
     PEER = "peer"  # host memory of another node
@@ -27,18 +27,18 @@ class Version:
     """One rank's state at one iteration, in one place.
 
     Attributes:
-        rank: global rank whose state it is.
-        iteration: Megatron's counter; of a window its last one.
-        lineage: the training run it belongs to.
+        rank: global rank of the state's owner.
+        iteration: Megatron's counter; that of the last snapshot for a window.
+        lineage: the training run that it belongs to.
         history: the starts of that run up to the one that wrote it.
-        node: the node whose memory holds it, None for storage.
+        node: the node whose memory holds it; None for storage.
         path: its index, relative to the node's memory directory or the persist directory.
         is_replica: whether it lies in memory that a peer keeps for the rank.
         window: number of snapshots.
-        replay_settings: with more than one, those that the replay needs, as JSON.
+        replay_settings: settings that the replay of a window must have, as JSON.
         superseded: names of starts that the writer knew of and did not continue.
-        began_with: what the run's first weights were loaded from, as flags.
-        file: on storage, what the manifest says of it.
+        began_with: flags that loaded the run's first weights; empty without.
+        file: its entry in the manifest; None in memory.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class Version:
 
     @property
     def family(self) -> "Family":
-        """What versions of several ranks must have in common to be used together."""
+        """Family of the version: versions of several ranks can be used together if theirs are equal."""
         return family_of(self.iteration, self.window, self.history)
 
 
@@ -70,14 +70,14 @@ Family = tuple[int, int, Start]
 
 
 def family_of(iteration: int, window: int, history: History) -> Family:
-    """Return what versions of several ranks must have in common to be used together, the best last.
+    """Return the family of a version; the greater, the better.
 
-    Two starts may have gone different ways from one state, and group the units of a window differently.
+    Two starts may have gone different ways from one state, and may group the units of a window differently.
 
     Args:
         iteration: of the state.
         window: number of snapshots.
-        history: of the run up to the start that wrote it.
+        history: history of the run up to the start that wrote it.
     """
     return iteration, -window, history[-1]
 
@@ -121,8 +121,8 @@ class Plan:
         history: starts of that run up to its newest, the base of the next one's.
         start: the start that wrote the state.
         stages: the way of each pipeline stage. All have the same target for now.
-        elsewhere: for every rank all that the run has left, of any iteration, in the same order: units that
-            the snapshots of this iteration do not hold may be there.
+        elsewhere: for every rank everything that the run has left, of any iteration, in the same order. Units
+            that the snapshots of this iteration lack may be there.
     """
 
     iteration: int
@@ -143,12 +143,12 @@ class Plan:
 
     @property
     def began_with(self) -> str:
-        """Flags that loaded the run's first weights, empty without."""
+        """Flags that loaded the run's first weights; empty without."""
         return self.version.began_with
 
     @property
     def num_replays(self) -> int:
-        """The most iterations that a stage runs again."""
+        """Most iterations that a stage runs again."""
         return max(stage.num_replays for stage in self.stages.values())
 
 
@@ -157,7 +157,7 @@ class Rejection:
     """State that no plan, or a later plan, uses.
 
     Attributes:
-        start: that wrote it.
+        start: the start that wrote it.
         reason: for people; names the iteration.
     """
 
@@ -171,15 +171,15 @@ def plan_recovery(
     node_of: Sequence[str],
     stage_of: Sequence[int] | None = None,
 ) -> tuple[list[Plan], list[Rejection]]:
-    """Return the ways to recover, best first, and what is incomplete.
+    """Return the ways to recover, best first, and the states that are incomplete.
 
-    The work of each start is a candidate of its own: the latest start whose work is complete comes first, and
-    of its states the newest.
+    The work of each start is a candidate of its own. The latest start with a complete state comes first, with
+    its newest state.
 
     Args:
         versions: everything that was found, in any order.
-        node_of: ``[rank]`` its node now.
-        stage_of: ``[rank]`` its pipeline stage; None if there is one stage only.
+        node_of: ``[rank]`` the node of each rank now.
+        stage_of: ``[rank]`` the pipeline stage of each rank; None if there is only one.
     """
     stages = [0] * len(node_of) if stage_of is None else stage_of
     families: dict[Start, dict[Family, dict[int, list[Version]]]] = defaultdict(dict)
@@ -205,7 +205,7 @@ def plan_recovery(
         for family in complete[start]:
             by_rank = families[start][family]
             own = by_rank[0][0]
-            # Of later starts nothing may be complete but single units.
+            # Later starts may have nothing complete except for single units.
             run = next(each for each in histories if is_alive(own.iteration, own.history, each))
             if run not in left:
                 left[run] = _all_of(run, versions, node_of)
@@ -246,7 +246,7 @@ def _plan_stages(
 def _order_histories(
     versions: Sequence[Version], known: Mapping[Start, frozenset[str]]
 ) -> list[History]:
-    """Return the histories of all that was found, complete or not, the latest first."""
+    """Return the histories of everything that was found, complete or not, the latest first."""
     progress: dict[Start, int] = {}
     for version in versions:
         progress[version.start] = max(version.iteration, progress.get(version.start, 0))
@@ -257,7 +257,7 @@ def _order_histories(
 def _all_of(
     run: History, versions: Sequence[Version], node_of: Sequence[str]
 ) -> dict[int, tuple[Source, ...]]:
-    """Return for every rank all that a run has left, best first."""
+    """Return for every rank everything that a run has left, best first."""
     alive: dict[int, list[Version]] = defaultdict(list)
     is_left: dict[tuple[int, Start], bool] = {}
     for version in versions:
@@ -270,11 +270,11 @@ def _all_of(
 
 
 def passed_over(plan: Plan, plans: Sequence[Plan]) -> list[Rejection]:
-    """Return the newest state of each start that could have been used in place of a plan, and why it was not.
+    """Return the newest state of each start that could have been used instead of a plan, with the reasons.
 
     Args:
-        plan: the one that was used.
-        plans: all, best first.
+        plan: the plan that was used.
+        plans: all plans, best first.
     """
     version = plan.version
     known = known_names(version.history, version.superseded)
@@ -297,13 +297,13 @@ def passed_over(plan: Plan, plans: Sequence[Plan]) -> list[Rejection]:
 
 
 def newer_than(plan: Plan, others: Sequence[Rejection]) -> list[Rejection]:
-    """Return what was rejected and may be newer than a plan.
+    """Return the rejected states that may be newer than a plan.
 
-    It is of a later iteration, or of a start that the plan's knew nothing of.
+    They are of a later iteration, or of a start that the writer of the plan's state did not know of.
 
     Args:
-        plan: the one that was used.
-        others: what was rejected.
+        plan: the plan that was used.
+        others: all rejected states.
     """
     version = plan.version
     known = known_names(version.history, version.superseded) | {plan.start.name}

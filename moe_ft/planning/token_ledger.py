@@ -13,7 +13,7 @@ NEVER = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitVersion:
-    """Which version of a unit there is somewhere: its iteration, its routed tokens and its gaps."""
+    """Version of a unit, in memory or on storage: its iteration, its routed tokens and its gaps."""
 
     iteration: int
     routed_tokens: int
@@ -25,7 +25,7 @@ _FIRST = UnitVersion(iteration=NEVER, routed_tokens=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """What a recovery costs the experts of a stage, by layer name.
+    """Cost of a recovery for the experts of a stage, by layer name.
 
     Attributes:
         lost: ``[expert]`` tokens whose updates were dropped and had not been before.
@@ -82,7 +82,7 @@ class TokenLedger:
         restored: Mapping[Expert, UnitVersion],
         gaps_before: Mapping[str, Sequence[Gaps]],
     ) -> Loss:
-        """Go on from a recovered state.
+        """Continue from a recovered state.
 
         Args:
             routed: ``[expert]`` tokens of the state by layer name.

@@ -43,6 +43,8 @@ def agree(plan: Plan, fetched: Fetched, met: Met) -> tuple[Agreed | None, list[R
     slices = _exchange_slices(fetched, met)
     missing = [*fetched.missing, *conflicts]
     missing += _find_gaps(fetched, slices, positions, met.live.catalog)
+    if fetched.index is None:
+        missing.append("record")
     everyone = met.ranks.everyone.gather(((plan.start, plan.iteration), missing[:4]))
     assert len({tried for tried, _ in everyone}) == 1, "ranks recover different states"
     rejected = [
@@ -100,7 +102,7 @@ def _find_gaps(
     positions: Mapping[UnitId, int],
     catalog: UnitCatalog,
 ) -> list[str]:
-    """Name what no rank has read of parameters that several ranks hold."""
+    """Return the parts that no rank has read of parameters that several ranks hold."""
     kept = {
         each.name
         for unit in map(parse_unit, fetched.rotation.kept)

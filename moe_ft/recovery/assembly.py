@@ -1,4 +1,4 @@
-"""Makes a rank's strategy, and the sizes of its memory, from flags, job and model."""
+"""Builds a rank's strategy, and sizes its memory, from flags, job and model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class RankSizes:
 
 
 def slice_assignment(sharding: str) -> AssignSlices:
-    """Return who saves which slice at start; adaptive sharding divides anew in each snapshot."""
+    """Return who saves which slice at start; adaptive sharding divides again in each snapshot."""
     return assign_baseline_slices if sharding == "none" else assign_equal_slices
 
 
@@ -55,7 +55,7 @@ def build_strategy(
 
 
 def _replicated_bytes(catalog: UnitCatalog) -> int:
-    """Return the bytes of non-expert parameters that data-parallel ranks hold alike, undivided."""
+    """Return the bytes of non-expert parameters that all data-parallel ranks hold, undivided."""
     shared = [each for each in catalog.parameters if not each.is_sharded and not each.is_expert]
     whole = {local.name: (0, local.parameter.numel()) for local in shared}
     return sum(

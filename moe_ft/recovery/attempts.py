@@ -1,8 +1,8 @@
 """Failures of starts that continued from a state: after two that are the same the state is passed over.
 
 Only failures that speak against the state are noted: a recovery that fails while it puts back or replays, and
-training that computes something that is not finite. A machine that breaks twice says nothing of a state. Each
-rank writes to its node's memory directory; what a node has noted is lost with its memory.
+training that computes something that is not finite. A machine that breaks twice says nothing about a state.
+Each rank writes to its node's memory directory; what a node has noted is lost with its memory.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def note_attempt(node_dir: Path, rank: int, attempt: Attempt) -> None:
-    """Add a failure to those of a rank; raises OSError if the directory cannot be written."""
+    """Add a failure to the notes of a rank; raises OSError if the directory cannot be written."""
     attempts = [*_read(_path(node_dir, rank)), attempt]
     write_atomically(_path(node_dir, rank), msgspec.json.encode(attempts[-_MOST_NOTES:]))
 
@@ -48,7 +48,7 @@ def read_attempts(node_dir: Path) -> list[Attempt]:
 
 
 def failed_too_often(attempts: Iterable[Attempt]) -> dict[tuple[str, int], str]:
-    """Return how states failed that did so twice in the same way, by their writer's name and iteration."""
+    """Return repeated failures by the name of the state's writer and its iteration."""
     starts: dict[tuple[str, int, str], set[str]] = defaultdict(set)
     for each in attempts:
         starts[each.start, each.iteration, each.failure].add(each.by)

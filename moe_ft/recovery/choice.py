@@ -1,6 +1,6 @@
-"""Choosing among the plans of a recovery what the flags of a start ask for. Pure.
+"""Choice among the plans of a recovery, as the flags of a start ask for. Pure.
 
-Which plans there are is planning/recovery.py; whether this start repeats an earlier one recovery/restarts.py.
+planning/recovery.py makes the plans; recovery/restarts.py tells whether this start repeats an earlier one.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,16 @@ from moe_ft.planning.recovery import Plan, Rejection
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """Wish of the user: what the flags say that a start is to continue from.
+    """Wish of the user: the state that a start is to continue from, according to the flags.
 
     Attributes:
         recover_from: --moe-ft-recover-from.
-        only_iteration: that it names, None for none.
+        only_iteration: the iteration that it names; None if it names none.
         is_restart: whether a launcher has started the job with these flags before.
-        known_before: names of the starts that were there before its first start.
-        loaded_iteration: of the checkpoint that --load has put in place, 0 for none.
-        began_with: --finetune and what else begins a run from another's weights, with values; empty without.
+        known_before: names of the starts that had left something before its first start.
+        loaded_iteration: iteration of the checkpoint that --load has put in place; 0 for none.
+        began_with: flags with values that begin a run from another's weights, such as --finetune; empty
+            without.
     """
 
     recover_from: str
@@ -35,12 +36,12 @@ class Wish:
 
     @property
     def ignores_all(self) -> bool:
-        """Whether nothing of moe_ft is to be used."""
+        """True if no state of moe_ft is to be used."""
         return self.recover_from == "load" and not self.is_restart
 
     @property
     def is_choice(self) -> bool:
-        """Whether the user has chosen where to continue."""
+        """True if the user has chosen where to continue."""
         return self.recover_from != "auto"
 
 
@@ -51,8 +52,8 @@ class Choice:
     Attributes:
         plans: best first.
         follows: whether they continue what an earlier start with these flags has chosen.
-        prefers_load: whether --load comes before all further state of moe_ft, because it is newer.
-        ignores_others: whether to begin without these plans, and to ignore what else there is.
+        prefers_load: whether --load comes before all other state of moe_ft, because it is newer.
+        ignores_others: whether to ignore everything else that was found.
     """
 
     plans: Sequence[Plan]
@@ -62,11 +63,11 @@ class Choice:
 
 
 def without_left(plans: Sequence[Plan], wish: Wish) -> tuple[list[Plan], list[Rejection]]:
-    """Leave out what the user has left by naming where to continue, unless it is named now.
+    """Leave out states that the user has left by naming where to continue, unless one is named now.
 
     Args:
-        plans: all, best first.
-        wish: what the flags say.
+        plans: all plans, best first.
+        wish: of this start.
     """
     names_one = wish.only_iteration is not None and not wish.is_restart
     chosen = [start for start in plans[0].history if start.is_chosen] if plans else []
@@ -97,10 +98,10 @@ def choose(
     --moe-ft-recover-from holds for the first start only: later ones continue what it began.
 
     Args:
-        plans: all, best first.
-        wish: what the flags say.
-        has_begun: whether what an earlier start by this launcher has chosen has had a state.
-        newest_iteration: of all that was found, usable or not; None if that is not known.
+        plans: all plans, best first.
+        wish: of this start.
+        has_begun: whether the run that an earlier start by this launcher has chosen has had a state.
+        newest_iteration: the newest that was found, usable or not; None if that is not known.
 
     Raises:
         ConfigError: if the flags begin a run from other weights than the run that was found.
@@ -113,13 +114,13 @@ def choose(
     if wish.only_iteration is not None:
         return Choice(plans=[plan for plan in plans if plan.iteration == wish.only_iteration])
     if plans and wish.began_with and plans[0].began_with != wish.began_with:
-        began = f"with {plans[0].began_with}" if plans[0].began_with else "otherwise"
+        began = f"with {plans[0].began_with}" if plans[0].began_with else "without it"
         raise ConfigError(
-            f"{wish.began_with} begins a run, and there is the state of one that began {began}, at iteration "
-            f"{plans[0].iteration}. To continue that one leave the flag out; to begin with it add "
+            f"{wish.began_with} begins a run, and there is already the state of one that began {began}, at "
+            f"iteration {plans[0].iteration}. To continue that run leave the flag out; to begin with it add "
             "--moe-ft-recover-from load, or name another --moe-ft-job-id and --moe-ft-persist-dir."
         )
-    # Not those after an older one: they are of branches that the run has left.
+    # Plans after an older one are left out: they belong to branches that the run has left.
     newer = list(takewhile(lambda plan: plan.iteration >= wish.loaded_iteration, plans))
     is_newest = newest_iteration is not None and 0 < newest_iteration <= wish.loaded_iteration
     return Choice(plans=newer, prefers_load=len(newer) < len(plans) or (is_newest and not newer))

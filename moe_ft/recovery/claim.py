@@ -1,7 +1,7 @@
-"""Second phase of a start: a rank claims its place: memory directory, locks, persist directory, room.
+"""Second phase of a start: a rank claims its directories, locks and room in memory.
 
 Every check raises a ConfigError with the flag, the value, the rule and the remedy; all ranks raise what one
-of them raises. The persist directory and its lock are recovery/persist_directory.py.
+of them raises. recovery/persist_directory.py opens the persist directory and takes its lock.
 """
 
 import shutil
@@ -54,7 +54,7 @@ def claim(met: Met, opened: ExitStack) -> Claimed:
     """Check this machine's directories, claim them, and open what the flags name. Called by all ranks.
 
     Args:
-        met: result of the phase before.
+        met: this rank and its job.
         opened: releases the claims.
 
     Raises:
@@ -85,7 +85,7 @@ def claim(met: Met, opened: ExitStack) -> Claimed:
 def take_over_lock(met: Met, claimed: Claimed, opened: ExitStack) -> StorageLock | None:
     """Take the persist directory's lock from an earlier start of this job; return it on rank 0.
 
-    Called by all ranks, when nothing can refuse this start any more.
+    Called by all ranks, once nothing that was found can refuse this start.
     """
 
     def take() -> StorageLock | None:
@@ -121,7 +121,7 @@ class _Unlocking:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let other jobs have the persist directory at once after a refusal, and later otherwise."""
+        """Remove the lock after a refusal; otherwise it becomes stale, unless it was released before."""
         if isinstance(error, ConfigError | UnrecoverableError):
             release_lock(self._lock)
         else:
@@ -155,7 +155,7 @@ def warn_of_inexactness(site: Site, *, is_deterministic: bool) -> None:
 
 
 def claim_memory(site: Site) -> filelock.BaseFileLock:
-    """Make this rank's directories and take the lock that says it is alive; warn of what is odd there.
+    """Make this rank's directories and take the lock that says it is alive; warn of anything unusual.
 
     Raises:
         ConfigError: if the directory cannot be used, or another process is this rank of this job.
@@ -182,7 +182,7 @@ def claim_memory(site: Site) -> filelock.BaseFileLock:
     if kind not in ("tmpfs", "ramfs", "hugetlbfs"):
         say(
             f"warning: --moe-ft-memory-dir={memory.memory_dir} is on {kind or 'an unknown file system'}"
-            f" on node {site.node}, not on tmpfs: snapshots go at the speed of that"
+            f" on node {site.node}, not on tmpfs: snapshots are no faster than that"
         )
     for other in other_jobs(memory.memory_dir, site.job_id):
         say(f"{memory.memory_dir} on node {site.node} also holds memory of {other}; not touched")
@@ -200,7 +200,7 @@ def _take_place(site: Site) -> filelock.BaseFileLock:
     lock = alive_lock(site.node_dir, site.rank)
     while True:
         try:
-            # Meanwhile nobody can find the job dead and remove it.
+            # Until the lock is taken, nobody may take the job for dead and remove it.
             with entered_job(site.node_dir.parent, timeout_s=_OLD_START_S):
                 make_private(site.node_dir)
                 lock.acquire(blocking=False)

@@ -7,20 +7,20 @@ import torch.distributed as dist
 
 from moe_ft.errors import ConfigError, UnrecoverableError
 
-# Messages of Megatron's rerun state machine, which checks losses and gradients, and of its optimizer.
+# Of Megatron's checks of losses and gradients (rerun state machine), and of its optimizer.
 _NOT_FINITE = ("found nan", "found inf", "unexpected result nan", "unexpected result inf")
-# Words in plain RuntimeErrors of a rank whose partner has died, or whose device is broken.
+# Plain RuntimeErrors of a rank whose partner has died, and of a broken device.
 _ELSEWHERE = re.compile(r"gloo|nccl|connection|timed out|socket|\bstore\b|cuda error")
 
 
 def is_not_finite(error: BaseException) -> bool:
-    """Return whether training has computed NaN or infinity."""
+    """Return whether training has computed something that is NaN or infinite."""
     text = str(error).lower()
     return any(each in text for each in _NOT_FINITE)
 
 
 def speaks_against_state(error: BaseException) -> bool:
-    """Return whether the state may be the cause, rather than the machine, the network or another rank."""
+    """Return whether a failure may be the state's fault: not of the machine, the network or another rank."""
     is_elsewhere = isinstance(
         error,
         OSError

@@ -1,7 +1,7 @@
 """Fifth phase of a start: a rank reads and verifies its part of the state that a plan names.
 
 Reading changes nothing, so that all ranks can agree on what they have before any live state is overwritten.
-Units that only some snapshots hold are recovery/rotating.py, one unit is recovery/units.py.
+recovery/rotating.py reads the units that only some snapshots hold, recovery/units.py a single unit.
 """
 
 from collections import Counter
@@ -89,7 +89,7 @@ def _slices_of(units: Iterable[FetchedUnit], shared: Collection[str]) -> Slices:
 
 
 def open_readers(met: Met, claimed: Claimed) -> Readers:
-    """Return the sources of this rank, none of which is open yet."""
+    """Return readers of this rank's sources; each source is opened when it is first read."""
 
     def open_memory(source: Source) -> StateReader:
         pool = [claimed.memory.pool] if claimed.memory.pool is not None else []
@@ -129,9 +129,7 @@ def fetch(
     rank, catalog, strategy = met.site.rank, met.live.catalog, met.strategy
     fetched = read_window(plan.sources_of(rank), strategy.always, catalog, readers)
     missing = list(fetched.missing)
-    if fetched.index is None:
-        missing.append("record")
-    elif fetched.index.origins.get(FROZEN) != origins.get(FROZEN):
+    if fetched.index is not None and fetched.index.origins.get(FROZEN) != origins.get(FROZEN):
         missing.append("copy of the frozen parameters: this start has begun with others (--load?)")
     if strategy.saves_all:
         return replace(fetched, missing=tuple(missing))
@@ -161,7 +159,7 @@ def read_window(
 
     Args:
         sources: places of this rank's window, best first.
-        units: the ones that every window holds.
+        units: units that every window holds.
         catalog: parameters and units of this rank.
         readers: open the sources.
     """

@@ -18,7 +18,7 @@ from moe_ft.format.identity import Identity, Start
 from moe_ft.format.index import IndexHead
 from moe_ft.planning.recovery import Version
 
-_PAUSES_S = (2.0, 8.0)  # before storage that could not be read is looked at again
+_PAUSES_S = (2.0, 8.0)  # before another look at storage that could not be read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +26,9 @@ class Problem:
     """Something that was found and cannot be used.
 
     Attributes:
-        text: where it is and why.
+        text: the place and the reason.
         is_state: whether all ranks may once have had this state, so that something is lost with it.
-        iteration: of the state; None if that is not known.
+        iteration: iteration of the state; None if that is not known.
         is_unread: whether it could not be read, so that it may be in order.
     """
 
@@ -40,15 +40,15 @@ class Problem:
 
 @dataclass(kw_only=True, slots=True)
 class Inventory:
-    """What one look has found.
+    """Findings of one look.
 
     Attributes:
-        versions: usable as far as the look went; their data has not been read yet.
-        problems: what cannot be used.
-        lineages: runs of which something says that all ranks had a state once.
-        identities: one for each (lineage, fingerprint) that was found, and where.
-        starts: all that are named by something.
-        superseded: names of further starts, which those knew of.
+        versions: versions that look usable; their data has not been read yet.
+        problems: everything that cannot be used.
+        lineages: runs of which all ranks had a state once, according to something that was found.
+        identities: one for each (lineage, fingerprint) that was found, with its place.
+        starts: all starts in the histories that were found.
+        superseded: names of further starts, which these knew of.
     """
 
     versions: list[Version] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Inventory:
     superseded: dict[str, None] = field(default_factory=dict)
 
     def add_identity(self, where: str, identity: Identity) -> Identity:
-        """Remember a run that was seen; return the first that is the same, to be kept once."""
+        """Remember an identity; return the first one that is equal, so that it is kept once."""
         self.starts.update(identity.history)
         self.superseded.update(dict.fromkeys(identity.superseded))
         for _, known in self.identities:
@@ -76,13 +76,13 @@ class Inventory:
         iteration: int | None = None,
         is_unread: bool = False,
     ) -> None:
-        """Remember what cannot be used; see `Problem`."""
+        """Remember a problem; see `Problem` for the arguments."""
         self.problems.append(
             Problem(text=text, is_state=is_state, iteration=iteration, is_unread=is_unread)
         )
 
     def merge(self, other: "Inventory") -> None:
-        """Add what another look has found."""
+        """Add the findings of another look."""
         self.versions += other.versions
         self.problems += other.problems
         self.lineages |= other.lineages
@@ -92,7 +92,7 @@ class Inventory:
 
     @property
     def is_unreadable(self) -> bool:
-        """Whether a place could not be looked at, so that nobody knows what is there."""
+        """True if a place could not be looked at, so that nobody knows what is there."""
         return any(problem.is_unread for problem in self.problems)
 
     @property
@@ -106,23 +106,23 @@ class Inventory:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is, or may be, a state that all ranks had once."""
+        """True if there is, or may be, a state that all ranks had once."""
         return bool(self.lineages) or any(problem.is_state for problem in self.problems)
 
     @property
     def names(self) -> list[str]:
-        """Names of all starts that something was found of, the later ones last."""
+        """Names of all starts that have left something, the later ones last."""
         own = [start.name for start in sorted(self.starts)]
         return list(dict.fromkeys([*self.superseded, *own]))
 
 
 def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
-    """Return what lies in a node's memory directory, for whichever ranks.
+    """Return the state of any ranks in a node's memory directory.
 
     Args:
         node_dir: the directory of this job on this node.
-        node: its node id.
-        job_id: of this job; what another job left there is not used.
+        node: id of the node.
+        job_id: of this job; state that another job left there is not used.
     """
     inventory = Inventory()
     paths, refused = index_paths(node_dir)
@@ -132,7 +132,7 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
         where = f"memory of node {node}: {path.parent.name}/{path.name}"
         try:
             index = decode(read_private(path), IndexHead, where)
-            open_private(path.parent / index.file).close()  # raises for what is not ours
+            open_private(path.parent / index.file).close()  # raises for a file that is not ours
             check_region(index, path)
         except OSError as error:
             inventory.add_problem(_describe(error, where), is_state=True)
@@ -161,19 +161,19 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
 
 
 def look_at_storage(storage: Storage) -> Inventory:
-    """Return the checkpoints of a persist directory, of whichever job: the user named the directory."""
+    """Return the checkpoints of a persist directory, of any job: the user named the directory."""
     inventory = Inventory()
     try:
         for iteration in storage.iterations():
             _look_at_iteration(storage, iteration, inventory)
-    except Exception as error:  # back ends raise what they like
+    except Exception as error:  # back ends raise anything
         reason = f"{storage.url} cannot be read: {type(error).__name__}: {error}"
         inventory.add_problem(reason, is_state=True, is_unread=True)
     return inventory
 
 
 def look_patiently(storage: Storage) -> Inventory:
-    """Look at storage, again after a while if something cannot be read: it may be away for a moment only."""
+    """Look at storage; look again after a while if something cannot be read, since that may pass."""
     inventory = look_at_storage(storage)
     for pause_s in _PAUSES_S:
         if not inventory.is_unreadable:
@@ -195,7 +195,7 @@ def _look_at_iteration(storage: Storage, iteration: int, inventory: Inventory) -
         except CorruptStateError as error:
             inventory.add_problem(str(error), is_state=True, iteration=iteration)
             continue
-        except Exception as error:  # back ends raise what they like
+        except Exception as error:  # back ends raise anything
             reason = f"{storage.url}/{path} cannot be read: {type(error).__name__}: {error}"
             inventory.add_problem(reason, is_state=True, iteration=iteration, is_unread=True)
             continue
@@ -223,7 +223,7 @@ def _version(identity: Identity, rank: int, iteration: int, window: int, path: s
 
 
 def _replay_settings(identity: Identity) -> str:
-    # Long, and the same for all ranks: sent once where they are one object.
+    # They are long and the same for all ranks; one object is sent only once.
     return sys.intern(msgspec.json.encode(identity.replay_settings, order="sorted").decode())
 
 

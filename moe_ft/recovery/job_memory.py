@@ -1,6 +1,6 @@
-"""The jobs that have memory on this machine: which there are, how much it is, and whether they live.
+"""Jobs that have memory on this machine: their directories, sizes, and signs of life.
 
-What state is in it is recovery/inventory.py; removing it is recovery/cleaning.py.
+recovery/inventory.py finds the state in it, recovery/inspect/cleaning.py removes it.
 """
 
 import os
@@ -25,7 +25,7 @@ def alive_lock(node_dir: Path, rank: int) -> filelock.FileLock:
 
 
 def is_alive(directory: Path) -> bool:
-    """Return whether a process of a job lives: whether any lock below its directory is held.
+    """Return whether a process of a job is alive: whether any lock below its directory is held.
 
     Raises:
         OSError: if a directory in it cannot be read.
@@ -45,14 +45,16 @@ def _is_held(path: Path) -> bool:
     lock = filelock.FileLock(path)
     try:
         lock.acquire(blocking=False)
-    except (filelock.Timeout, OSError):  # what cannot be tried may be held
+    except (filelock.Timeout, OSError):  # a lock that cannot be tried may be held
         return True
     lock.release()
     return False
 
 
 def find_directories(memory_dir: Path) -> Iterator[tuple[Path, str]]:
-    """Yield what is in a memory directory, and why it is not a job of ours: empty if it is one.
+    """Yield the entries of a memory directory, each with the reason why it is not a job of ours.
+
+    The reason is empty for a job of ours.
 
     Raises:
         OSError: if the directory cannot be read.
@@ -79,8 +81,8 @@ def _refusal(directory: Path) -> str:
 def describe(directory: Path) -> tuple[str, float]:
     """Describe a job's memory; also return how long ago it last changed, in seconds.
 
-    That is for people, and to spare jobs that are between two starts. File times are those of this machine's
-    clock: by as much as that was set forward since the job began, the memory may be younger.
+    The age is for people, and spares jobs that are between two starts. File times are from this machine's
+    clock: if it was set forward since the job began, the memory may be younger by as much.
     """
     num_bytes, newest_s = measure(directory)
     marker = read_marker(directory)
@@ -90,7 +92,7 @@ def describe(directory: Path) -> tuple[str, float]:
 
 
 def other_jobs(memory_dir: str, job_id: str) -> list[str]:
-    """Describe other jobs of ours under --moe-ft-memory-dir, a few of them: they are never read."""
+    """Describe a few of our other jobs under --moe-ft-memory-dir, which are never read."""
     root, own = Path(memory_dir), job_directory(memory_dir, job_id)
     if not root.is_dir():
         return []
@@ -104,7 +106,7 @@ def other_jobs(memory_dir: str, job_id: str) -> list[str]:
 def measure(directory: Path) -> tuple[int, float]:
     """Return the bytes of the files in a directory, and when it last changed (seconds since 1970).
 
-    Links are not followed; what vanishes meanwhile or cannot be read counts nothing.
+    Links are not followed. Files that vanish meanwhile or cannot be read do not count.
     """
     num_bytes, newest_s = 0, 0.0
     for parent, _, names in os.walk(directory):

@@ -15,7 +15,7 @@ from moe_ft.recovery.restarts import is_counted_restart, note_launcher, recall_l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a start has found, the same on all ranks.
+    """Findings of a start, the same on all ranks.
 
     Attributes:
         inventory: state that exists, usable or not.
@@ -50,7 +50,7 @@ def look(met: Met, claimed: Claimed) -> Found:
     if site.rank == 0 and claimed.storage is not None:
         stored = look_patiently(claimed.storage)
     inventory = Inventory()
-    # Apart from the gather, which pads what every rank sends to the longest.
+    # Storage is broadcast: the gather pads what every rank sends to the longest.
     for found in (*everyone.gather(own), everyone.broadcast(stored)):
         inventory.merge(found)
     if site.is_lowest_on_node and not wish.is_restart:

@@ -37,7 +37,7 @@ from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.registry import chosen
 from moe_ft.topology import RankInfo, Topology
 
-# What else decides which slice of which parameter a rank has, such as the sizes of gradient buckets.
+# Everything else that decides which slices a rank has, such as the sizes of gradient buckets.
 _CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
 
 # Model chunks, Megatron's outermost optimizer and its scheduler.
@@ -77,7 +77,7 @@ class StartNames:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Met:
-    """What a rank knows after the ranks have met.
+    """Knowledge of a rank after the ranks have met.
 
     Attributes:
         fingerprint: settings that the state depends on, the cuts of the state included.
@@ -118,7 +118,7 @@ def meet(
     Raises:
         ConfigError: if a strategy, an address or the number of replicas does not fit the job.
     """
-    # Each rank raises its limit by itself: the groups that all could speak through need it already.
+    # Each rank alone, since already the groups need the descriptors.
     allow_descriptors(facts.world_size, facts.world_size // facts.groups.pp.size())
     ranks = join_ranks(facts, opened)
     live = _read_live_state(config, facts, built, phase_hook)
@@ -218,7 +218,7 @@ def _exchange_places(
 
 
 def _draw_names() -> tuple[str, StartNames]:
-    """Return a token and names, of which those of rank 0 are used."""
+    """Draw a token and names; those of rank 0 are used."""
     name = secrets.token_hex(4)
     # The time is for people: nothing is decided by it.
     names = StartNames(name=name, lineage=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{name}")
@@ -228,7 +228,7 @@ def _draw_names() -> tuple[str, StartNames]:
 def _checksum_of_cuts(live: LiveState, ranks: Ranks) -> str:
     """Return a checksum over the slices that the optimizers of all ranks own.
 
-    Slices that the ranks divide among themselves may be divided in another way: see recovery/gather.py.
+    Other parameters are left out: several ranks hold them, and may divide them differently in each start.
     """
     sharded = (each for each in live.parameters if each.is_sharded)
     own = checksum(repr([(each.name, each.start, each.end) for each in sharded]).encode())

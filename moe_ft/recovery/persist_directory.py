@@ -1,6 +1,6 @@
-"""Opening the persist directory at a start: whether it can be used, and whose lock may be taken over.
+"""Persist directory at a start: checks that it can be used, and takes its lock or takes it over.
 
-The lock itself is engine/storage_lock.py; other directories and memory are recovery/preflight.py.
+engine/storage_lock.py has the lock itself, recovery/claim.py the other directories and memory.
 """
 
 import secrets
@@ -18,9 +18,10 @@ _LONGEST_LOOK_S = 2.0
 
 
 def open_storage(site: Site) -> tuple[Storage | None, StorageLock | None]:
-    """Return the persist directory after trying to write there, None without one; and its lock, on rank 0.
+    """Return the persist directory after a trial write, and its lock on rank 0; None without one.
 
-    A lock of the same job is left until `take_lock`: an earlier start may be alive, and this one be refused.
+    A lock of the same job is left until `take_lock`: an earlier start may be alive, and this start may still
+    be refused.
 
     Raises:
         ConfigError: if it cannot be used, does not answer, or another running job uses it.
@@ -41,7 +42,7 @@ def open_storage(site: Site) -> tuple[Storage | None, StorageLock | None]:
         return storage, take_lock(site, storage) if is_free else None
     except ConfigError:
         raise
-    except Exception as error:  # fsspec raises whatever its back ends do
+    except Exception as error:  # fsspec raises whatever its back ends raise
         raise ConfigError(
             f"--moe-ft-persist-dir={hide_password(url)} cannot be used on node {site.node}: "
             f"{type(error).__name__}: {error}. Name a directory that can be written and answers within "
@@ -50,10 +51,10 @@ def open_storage(site: Site) -> tuple[Storage | None, StorageLock | None]:
 
 
 def release_lock(lock: StorageLock) -> None:
-    """Let other jobs have the persist directory, after a clean end; say so if that fails. Rank 0 only."""
+    """Give the persist directory up to other jobs; print a line if that fails. Rank 0 only."""
     try:
         lock.release()
-    except Exception as error:  # fsspec raises whatever its back ends do
+    except Exception as error:  # fsspec raises whatever its back ends raise
         say(
             f"{LOCK_NAME} stays in the persist directory, where another job waits {LOCK_STALE_S:.0f} s for "
             f"it: {type(error).__name__}: {error}"
@@ -67,10 +68,10 @@ def _is_own_jobs(site: Site, seen: SeenLock | None) -> bool:
 def take_lock(site: Site, storage: Storage) -> StorageLock:
     """Return the lock of the persist directory, taken and being renewed. Rank 0 only.
 
-    The same job's is taken over at once: its earlier start, if it still runs, notices that and stops writing.
+    A lock of the same job is taken over at once: an earlier start that still runs notices and stops writing.
 
     Raises:
-        ConfigError: if another job has it and is alive, or what is there is no lock.
+        ConfigError: if another job has it and is alive, or the file there is not a lock.
         OSError: if storage fails.
     """
     lock = StorageLock(storage)
@@ -83,7 +84,7 @@ def take_lock(site: Site, storage: Storage) -> StorageLock:
             return lock
         time.sleep(_LOCK_POLL_S)
     raise ConfigError(
-        f"--moe-ft-persist-dir={storage.url}: {LOCK_NAME} there could not be taken, as it changed each of "
+        f"--moe-ft-persist-dir={storage.url}: {LOCK_NAME} there could not be taken, since it changed each of "
         f"{_LOCK_ATTEMPTS} times: several jobs start in this directory, and only one may write to it. Give "
         "each another one."
     )
@@ -92,7 +93,7 @@ def take_lock(site: Site, storage: Storage) -> StorageLock:
 def _wait_for_stale(
     site: Site, storage: Storage, lock: StorageLock, seen: SeenLock
 ) -> SeenLock | None:
-    """Return the lock that may be taken over, None if it has gone, after watching another job's."""
+    """Return the lock that may be taken over; watch another job's first. None if it has gone."""
     before = _readable(storage, seen)
     if before.job_id == site.job_id:
         return seen
@@ -104,7 +105,7 @@ def _wait_for_stale(
     while watched_s < LOCK_STALE_S:
         time.sleep(_LOCK_POLL_S)
         now = lock.look()
-        # While storage hangs for us, its job cannot renew the lock either: that is no time of watching.
+        # While storage hangs for us, the other job cannot renew its lock either: that time does not count.
         before_s, looked_s = looked_s, time.monotonic()
         watched_s += min(looked_s - before_s, _LONGEST_LOOK_S)
         if now is None:
@@ -116,7 +117,7 @@ def _wait_for_stale(
                 f"which has just renewed {LOCK_NAME}: two jobs cannot write to one directory. Name "
                 "another one, or wait until that job has ended."
             )
-    say(f"taking over {storage.url} from job '{before.job_id}', which does not run any more")
+    say(f"taking over {storage.url} from job '{before.job_id}', which is no longer running")
     return seen
 
 

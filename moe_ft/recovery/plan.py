@@ -1,6 +1,6 @@
 """Fourth phase of a start: plan the ways to recover, choose those that the flags allow, compare settings.
 
-Which plans there are is planning/recovery.py; choosing among them is recovery/choice.py.
+planning/recovery.py makes the plans, recovery/choice.py chooses among them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,6 +44,8 @@ def plan(found: Found, met: Met) -> Candidates:
         ConfigError: if the flags begin a run from other weights than the run that was found.
     """
     ranks, wish, inventory = met.site.topology.ranks, found.wish, found.inventory
+    if wish.ignores_all:  # nothing that was found may refuse this start
+        return Candidates(choice=Choice(plans=()), plans=(), rejected=(), most_iteration=None)
     plans, rejected = plan_recovery(
         inventory.versions, [info.node for info in ranks], [info.stage for info in ranks]
     )
@@ -65,7 +67,7 @@ def plan(found: Found, met: Met) -> Candidates:
 
 
 def check_plan(candidate: Plan, found: Found, met: Met, verdict: Verdict) -> None:
-    """Check that a plan is of this job and that nothing which may be newer is unread.
+    """Check that a plan belongs to this job, and that nothing unread may be newer.
 
     Raises:
         ConfigError: if it is the state of another model, layout or data, or was made with other settings and
@@ -93,7 +95,7 @@ def check_all_is_read(candidate: Plan, found: Found) -> None:
     if unread and found.wish.only_iteration is None:
         raise UnrecoverableError(
             f"{'; '.join(unread[:3])}: may be newer than iteration {candidate.iteration}, which is usable. "
-            "Start again when storage answers. To continue from there all the same, add "
+            "Start again when storage answers. To continue from there anyway, add "
             f"--moe-ft-recover-from iter_{candidate.iteration}."
         )
 
@@ -104,7 +106,7 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, verdict: 
     division = chosen(met.config).division(met.config)
     if division and identity.division and division != identity.division:
         raise ConfigError(
-            f"{where} holds experts that are divided otherwise: '{identity.division}' there, "
+            f"{where} holds experts that are divided differently: '{identity.division}' there, "
             f"'{division}' now. Start with the flags of that run, or ignore it with "
             "--moe-ft-recover-from load."
         )

@@ -51,35 +51,8 @@ def protect(
     Raises:
         ConfigError: if the memory directory has no room for the regions of a rank.
     """
-    config, site = met.config, met.site
-    peers = tuple(site.topology.ranks[peer] for peer in met.peers[site.rank])
-    engine = build_engine(
-        EngineSettings(
-            interval=config.strategy.interval_iterations,
-            overhead_limit=config.strategy.overhead_limit,
-            persist_interval=config.storage.persist_interval if site.writes_to_storage else 0,
-            raises=config.strategy.on_error == "raise",
-            staging_bytes=config.precision.staging,
-        ),
-        EngineContext(
-            rank=site.rank,
-            topology=site.topology,
-            identity=identity,
-            parameters=met.live.parameters,
-            memory=claimed.memory,
-            origins=origins,
-            stage_load=met.ranks.stage if met.strategy.counted_layers else None,
-            peers=peers,
-            server=met.server,
-            token=met.token,
-            writer=_writer_settings(site, lock),
-            phase_hook=met.live.phase_hook,
-        ),
-        met.strategy,
-        met.ranks.everyone,
-        met.live.layouts,
-        met.live.records.complete,
-    )
+    site, peers = met.site, _peers_of(met)
+    engine = _build(met, claimed, identity, lock, origins)
     iteration = met.facts.iteration if restored is None else restored.plan.iteration
 
     def start() -> None:
@@ -90,7 +63,7 @@ def protect(
             engine.start(iteration, given)
         except (OSError, SnapshotError) as error:
             raise ConfigError(
-                f"--moe-ft-memory-dir={config.memory.memory_dir} cannot hold the regions of rank "
+                f"--moe-ft-memory-dir={site.config.memory.memory_dir} cannot hold the regions of rank "
                 f"{site.rank} on node {site.node}: {error}. Enlarge its file system (mount -o "
                 "remount,size=...): what other ranks have left there is needed until a new "
                 "snapshot is complete."
@@ -102,6 +75,52 @@ def protect(
         engine.protect()
         opened.pop_all()
     return engine
+
+
+def _build(
+    met: Met,
+    claimed: Claimed,
+    identity: Identity,
+    lock: StorageLock | None,
+    origins: Mapping[str, str],
+) -> CheckpointEngine:
+    return build_engine(
+        _settings(met),
+        EngineContext(
+            rank=met.site.rank,
+            topology=met.site.topology,
+            identity=identity,
+            parameters=met.live.parameters,
+            memory=claimed.memory,
+            origins=origins,
+            stage_load=met.ranks.stage if met.strategy.counted_layers else None,
+            peers=_peers_of(met),
+            server=met.server,
+            token=met.token,
+            writer=_writer_settings(met.site, lock),
+            phase_hook=met.live.phase_hook,
+        ),
+        met.strategy,
+        met.ranks.everyone,
+        met.live.layouts,
+        met.live.records.complete,
+    )
+
+
+def _peers_of(met: Met) -> tuple[RankInfo, ...]:
+    """Return the ranks that keep this rank's replicas."""
+    return tuple(met.site.topology.ranks[peer] for peer in met.peers[met.site.rank])
+
+
+def _settings(met: Met) -> EngineSettings:
+    config = met.config
+    return EngineSettings(
+        interval=config.strategy.interval_iterations,
+        overhead_limit=config.strategy.overhead_limit,
+        persist_interval=config.storage.persist_interval if met.site.writes_to_storage else 0,
+        raises=config.strategy.on_error == "raise",
+        staging_bytes=config.precision.staging,
+    )
 
 
 def _writer_settings(site: Site, lock: StorageLock | None) -> WriterSettings | None:
@@ -164,7 +183,7 @@ def hand_over(
 
 
 def _is_in_place(fetched: Fetched) -> bool:
-    """Return whether all that was read lies in one region of this rank itself."""
+    """Return whether everything that was read lies in one of this rank's own regions."""
     sources = {each.source for each in _units_of(fetched)}
     return len(sources) <= 1 and all(
         source.tier is Tier.MEMORY and not source.version.is_replica for source in sources

@@ -91,7 +91,7 @@ def put_back(
 ) -> None:
     """Copy fetched slices into the live state: master weights and moments, or weights.
 
-    What other ranks own, the weights that follow from masters and the record are not put back here.
+    This leaves out what other ranks own, the weights that follow from masters, and the record.
     """
     for count, unit in enumerate(units):
         if count == len(units) // 2 and phase_hook is not None:
@@ -117,7 +117,7 @@ def _write(local: LocalParameter, tensor: TensorEntry, content: memoryview) -> N
 def _exchange(
     shared: Sequence[LocalParameter], slices: Sequence[Slices], level: Level, group: Any
 ) -> None:
-    """Have every rank of a data-parallel group send its slices of parameters that all hold alike."""
+    """Have every rank of a data-parallel group send its slices of parameters that all of them hold."""
     rank = dist.get_rank(group)
     tensors = _existing(shared, slices[rank], level, group)
     for owner, owned in enumerate(slices):

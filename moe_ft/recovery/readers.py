@@ -1,4 +1,4 @@
-"""Reading state back from any tier: one interface for memory, a peer's memory and storage."""
+"""Readers of state from any tier: one interface for memory, a peer's memory and storage."""
 
 import mmap
 from collections.abc import Callable, Iterable
@@ -37,7 +37,7 @@ class StateReader(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Release files and connections."""
         ...
 
 
@@ -47,9 +47,9 @@ def read_unit(
     """Return a unit version and its bytes.
 
     Args:
-        reader: of the place.
-        name: of the unit.
-        position: of the snapshot that has it at COMPUTE; None for FULL.
+        reader: reader of the place.
+        name: name of the unit.
+        position: number of the snapshot that has it at COMPUTE; None for FULL.
 
     Raises:
         CorruptStateError: if the unit is not there, or its bytes do not match its checksum.
@@ -68,15 +68,15 @@ def read_unit(
 
 
 class MemoryReader:
-    """Reads a region or replica in this node's memory, and the pool beside it."""
+    """Reads a region or replica in this node's memory, and the pool in the same directory."""
 
     def __init__(self, path: Path, reusable: Iterable[MappedFile] = ()) -> None:
         """Open an index.
 
         Args:
             path: of the index.
-            reusable: files that this rank will use again: those beside the index are read through their
-                own mappings, which stay open.
+            reusable: files that this rank will use again. If they are in the directory of the index, they
+                are read through their own mappings, which stay open.
         """
         self.index = decode(read_private(path), Index, str(path))
         self._directory = path.parent
@@ -102,7 +102,7 @@ class MemoryReader:
         return self._views[name]
 
     def stays(self, unit: UnitEntry) -> bool:
-        """Return whether a unit version is in a file that this rank will use again, beside its index."""
+        """Return whether a unit version is in a file, other than the region, that this rank uses again."""
         return bool(unit.file) and unit.file in self._reused
 
     def read(self, unit: UnitEntry) -> memoryview:
@@ -115,7 +115,7 @@ class MemoryReader:
         return self._mapped(self.index.file)[: self.index.header_bytes]
 
     def close(self) -> None:
-        """Leave the mappings to the garbage collector: callers may still hold parts of them."""
+        """Do nothing: the garbage collector unmaps files, of which callers may still hold parts."""
 
 
 class PeerReader:
@@ -138,7 +138,7 @@ class PeerReader:
         return memoryview(self._connection.get(path, 0, self.index.header_bytes))
 
     def stays(self, unit: UnitEntry) -> bool:
-        """It is on another node."""
+        """Return False: it is on another node."""
         return False
 
     def close(self) -> None:
@@ -172,18 +172,18 @@ class StorageReader:
         return memoryview(self._storage.read(self._own, 0, self.index.header_bytes))
 
     def stays(self, unit: UnitEntry) -> bool:
-        """It is on storage."""
+        """Return False: it is on storage."""
         return False
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 Opener = Callable[[Source], StateReader]
 
 
 class Readers:
-    """Sources of one rank, opened when they are first needed. Used by the training thread only.
+    """Sources of one rank, each opened when it is first needed. Used by the training thread only.
 
     Attributes:
         problems: reasons for which a source could not be opened or read.
@@ -195,13 +195,13 @@ class Readers:
         self.problems: list[str] = []
 
     def open(self, source: Source) -> StateReader | None:
-        """Return the reader of a source, None if it cannot be read or holds something else by now."""
+        """Return the reader of a source; None if it cannot be read, or now holds something else."""
         if source not in self._readers:
             try:
                 reader = self._readers[source] = self._open_source(source)
                 _check_is_planned(reader, source)
                 check_header(reader.index, reader.read_header(), source.version.path)
-            except Exception as error:  # whatever a back end raises, another source may do
+            except Exception as error:  # of any kind: another source may have the state
                 self._readers[source] = None
                 self.say(source, error)
         return self._readers[source]

@@ -1,4 +1,4 @@
-"""Eighth phase of a start: a window that was read becomes the state at its last iteration (sparse to dense).
+"""Replay, after a start: a window that was read becomes the state at its last iteration (sparse-to-dense).
 
 A window's snapshots are put back one after another, with one replayed iteration between two of them; whoever
 owns the training loop runs that iteration. A window of W snapshots takes W-1 replays, a single snapshot none.

@@ -1,4 +1,4 @@
-"""Telling a launcher's restart of a job from a start that a person or a scheduler made.
+"""Restarts of a job by its launcher, as opposed to starts by a person or a scheduler.
 
 Flags that say where to begin hold for the first start of a launcher only. torchrun counts its restarts after
 failures, but not those after nodes have come or gone; so each node remembers which launcher started it last,
@@ -23,7 +23,7 @@ class Launcher(msgspec.Struct, frozen=True):
 
     Attributes:
         process: torchrun's agent; empty for anything else.
-        known: names of the starts that something was left of when it started the job for the first time.
+        known: names of the starts that had left something when it first started the job.
     """
 
     process: str
@@ -31,13 +31,13 @@ class Launcher(msgspec.Struct, frozen=True):
 
 
 def is_counted_restart(environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun or SLURM say that they have started this job before."""
+    """Return whether torchrun or SLURM says that it has started this job before."""
     counts = (environment.get(f"{name}_RESTART_COUNT", "0") for name in ("TORCHELASTIC", "SLURM"))
     return any(count.isdecimal() and int(count) > 0 for count in counts)
 
 
 def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher | None:
-    """Return what a node remembers of its launcher, None if that has not started its ranks before.
+    """Return a node's note of its launcher; None if that has not started its ranks before.
 
     Args:
         node_dir: the memory directory of the job on this node.
@@ -53,15 +53,15 @@ def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher 
 
 
 def note_launcher(node_dir: Path, environment: Mapping[str, str], known: Iterable[str]) -> None:
-    """Have a node remember what has started its ranks for the first time. Called by one rank of a node.
+    """Note the launcher that starts a node's ranks for the first time. Called by one rank of a node.
 
     Args:
         node_dir: the memory directory of the job on this node.
         environment: of this process.
-        known: names of the starts that something was found of.
+        known: names of all starts that have left something.
     """
     launcher = Launcher(process=_process(environment), known=tuple(known))
-    with suppress(OSError):  # only a flag that names where to begin would hold for one start more
+    with suppress(OSError):  # at worst a flag that names where to begin holds for one more start
         write_atomically(node_dir / _NAME, msgspec.json.encode(launcher))
 
 

@@ -87,4 +87,4 @@ def _resume_strategy(
             gaps_before=fetched.rotation.gaps,
         )
     )
-    return None if strategy.saves_all else strategy.settle_losses(ranks.everyone.gather(loss))
+    return strategy.settle_losses(ranks.everyone.gather(loss))

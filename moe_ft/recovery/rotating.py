@@ -33,7 +33,7 @@ class Rotation:
         units: this rank's, read and verified, by unit name.
         versions: versions that the units of the whole stage get, by name; a unit that keeps the weights that
             the run began with is left out.
-        kept: names of those units, of the whole stage.
+        kept: names of the units that keep these weights, of the whole stage.
         missing: this rank's units that cannot be recovered.
         gaps: ``[expert]`` by layer name, the tokens that recoveries before this one have lost: gaps of the
             newest state that anything was found of.
@@ -61,13 +61,13 @@ def fetch_rotating(
     """Agree on a version of each unit and read it. Called by all ranks of a stage.
 
     Args:
-        sources: all that the run has left of this rank, best first.
+        sources: everything that the run has left of this rank, best first.
         units: units that only some snapshots hold, of which this rank saves something.
         catalog: parameters and units of this rank.
         readers: open the sources.
         origins: checksums of the weights that this start has begun with.
         gather: exchanges values within the stage.
-        most_iteration: latest iteration of the snapshots that may be used, None for any.
+        most_iteration: latest iteration of snapshots that may be used; None for any.
     """
     offers = _find_offers(sources, units, readers, origins, most_iteration)
     read: dict[str, FetchedUnit] = {}
@@ -78,7 +78,7 @@ def fetch_rotating(
         has_failed = any(gather(_read_best(units, best, offers, catalog, readers, read)))
     newest = {str(unit): best.get(str(unit)) for unit in units}
     return Rotation(
-        # What was read at first is dropped where another rank lacks it.
+        # A version that was read is dropped if another rank turned out to lack it.
         units={name: found for name, found in read.items() if newest[name] != ORIGIN},
         versions={
             name: next(each[name][version] for each in everyone if name in each)
@@ -99,9 +99,9 @@ def _read_best(
     readers: Readers,
     read: dict[str, FetchedUnit],
 ) -> bool:
-    """Read the best versions that are not read yet; return whether one turned out not to be intact.
+    """Read the best versions that are not read yet; return whether one of them was not intact.
 
-    A version that is not is offered no more.
+    Such a version is no longer offered.
     """
     has_failed = False
     for unit in units:
@@ -155,7 +155,7 @@ def _find_offers(
     origins: Mapping[str, str],
     most_iteration: int | None,
 ) -> _Offers:
-    """Return by unit name the versions that there are, and the sources of each, best first."""
+    """Return the existing versions by unit name, with the sources of each, best first."""
     offers: _Offers = {str(unit): {} for unit in units}
     for source in sources if units else ():
         reader = readers.open(source)

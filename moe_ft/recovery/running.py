@@ -1,7 +1,7 @@
 """Checkpointing of one start while training runs: the engine, what was recovered, and how it ends."""
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from moe_ft.engine.background import Report
@@ -99,6 +99,17 @@ class Checkpointing:
         self.engine.remove_memory()
         if self.lock is not None:
             release_lock(self.lock)
+
+
+@contextmanager
+def noting_failures(met: Met, plan: Plan | None) -> Iterator[None]:
+    """Note an exception as a failure of the recovery from a state; None if nothing is recovered."""
+    try:
+        yield
+    except Exception as error:
+        if plan is not None:
+            note_failure(met, plan, "recovery", error)
+        raise
 
 
 def note_failure(met: Met, plan: Plan, where: str, error: Exception) -> None:

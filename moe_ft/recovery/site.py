@@ -21,12 +21,12 @@ class Site:
 
     @property
     def is_lowest_on_node(self) -> bool:
-        """Whether this rank does what is done once per node."""
+        """True if this rank does what is done once per node."""
         return self.topology.lowest_on_node(self.node).rank == self.rank
 
     @property
     def writes_to_storage(self) -> bool:
-        """Whether this job writes checkpoints to a persist directory."""
+        """True if this job writes checkpoints to a persist directory."""
         return self.config.storage.persists
 
 

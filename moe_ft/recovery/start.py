@@ -34,7 +34,7 @@ from moe_ft.recovery.outcome import make_outcome
 from moe_ft.recovery.plan import Candidates, check_plan, check_settings, plan
 from moe_ft.recovery.protect import protect
 from moe_ft.recovery.restore import Restored, restore
-from moe_ft.recovery.running import Checkpointing, note_failure
+from moe_ft.recovery.running import Checkpointing, noting_failures
 from moe_ft.recovery.site import Site, say
 from moe_ft.recovery.verdict import Verdict
 
@@ -76,20 +76,18 @@ def start(
             candidates = plan(found, met)
         recovery = _recover(met, claimed, found, candidates, origins, phases_s)
         restored = recovery.restored
-        lock = take_over_lock(met, claimed, opened)
-        identity = make_identity(
-            met,
-            found.inventory,
-            None if restored is None else restored.plan,
-            is_chosen=recovery.is_chosen,
-        )
-        engine = protect(met, claimed, identity, lock, origins, restored)
+        continued = None if restored is None else restored.plan
+        with noting_failures(met, continued):
+            lock = take_over_lock(met, claimed, opened)
+            identity = make_identity(met, found.inventory, continued, is_chosen=recovery.is_chosen)
+            outcome = make_outcome(met, restored, identity, phases_s, recovery.problems)
+            engine = protect(met, claimed, identity, lock, origins, restored)
         return Checkpointing(
             met=met,
             lock=lock,
             engine=engine,
             restored=restored,
-            outcome=make_outcome(met, restored, identity, phases_s, recovery.problems),
+            outcome=outcome,
             opened=opened.pop_all(),
         )
 
@@ -142,11 +140,8 @@ def _recover(
             rejected += passed_over(candidate, candidates.plans)
             verdict.say_rejected(candidate, inventory, rejected)
             verdict.say_others(inventory, candidate.lineage)
-            try:
+            with noting_failures(met, candidate):
                 restored = restore(candidate, agreed, met, readers)
-            except Exception as error:
-                note_failure(met, candidate, "recovery", error)
-                raise
         is_chosen = found.wish.is_choice and not choice.follows
         _warn_of_lossy(met, restored)
         return _Recovery(restored=restored, is_chosen=is_chosen, problems=problems())

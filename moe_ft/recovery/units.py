@@ -30,7 +30,7 @@ class FetchedUnit:
 
     @property
     def tier(self) -> Tier:
-        """Where it came from."""
+        """Tier of its source."""
         return self.source.tier
 
 
@@ -46,13 +46,13 @@ def fetch_unit(
     """Read and verify a unit from one source; return None, and remember why, if it is not intact there.
 
     Args:
-        source: where to look.
-        unit: which one.
-        catalog: of this rank.
+        source: the place to look at.
+        unit: unit to read.
+        catalog: parameters and units of this rank.
         readers: open the source.
-        version: that it must be; None for any.
-        iteration: that it must be of; None for any.
-        position: of the snapshot that has it at COMPUTE; None for FULL.
+        version: the only version to accept; None for any.
+        iteration: the only iteration to accept; None for any.
+        position: number of the snapshot that has the unit at COMPUTE; None for FULL.
     """
     reader = readers.open(source)
     if reader is None:
@@ -74,8 +74,8 @@ def fetch_unit(
 def _check_tensors(parameters: Sequence[LocalParameter], unit: UnitId, entry: UnitEntry) -> None:
     """Raise CorruptStateError unless a unit version has what this rank can put back.
 
-    Of its own slices of parameters everything and nothing else; of parameters that several ranks hold
-    alike any range, because all ranks together are checked later.
+    It must have all of the rank's own slices, and nothing else. Of parameters that several ranks hold it may
+    have any range, because all ranks are checked together later.
     """
     level = Level(entry.level)
     expected = {

@@ -71,23 +71,23 @@ class Verdict:
             shown = ", ".join(names[:_MOST_REASONS])
             more = f" and {len(names) - _MOST_REASONS} more" if len(names) > _MOST_REASONS else ""
             say(
-                f"warning: {where} comes from another version, which noted other settings. Not compared, and "
-                f"to be the same for an exact recovery: {shown}{more}"
+                f"warning: {where} comes from another version, which noted other settings. These are not "
+                f"compared, and must be the same for an exact recovery: {shown}{more}"
             )
         self._incomparable.add(where)
 
     def check_is_empty(
         self, inventory: Inventory, plans: Sequence[Plan], problems: Sequence[str]
     ) -> None:
-        """Raise unless there is nothing to continue from and the user is content with that.
+        """Raise unless there is nothing to continue from, and the flags allow that.
 
         Args:
-            inventory: what was found.
-            plans: all that there were, whatever the flags ask for.
-            problems: what was found and is not used, and why.
+            inventory: everything that was found.
+            plans: all plans, whatever the flags ask for.
+            problems: state that was found and is not used, with the reasons.
 
         Raises:
-            UnrecoverableError: names what was found and why it is not used.
+            UnrecoverableError: with the reasons for which what was found is not used.
         """
         reasons = "; ".join(problems[:_MOST_REASONS]) or "it is empty"
         if self._wish.only_iteration is not None:
@@ -95,8 +95,8 @@ class Verdict:
             found = ", ".join(map(str, there)) if there else "none"
             rejected = f"Rejected: {reasons}. " if problems else ""
             raise UnrecoverableError(
-                f"--moe-ft-recover-from={self._wish.recover_from}: that cannot be used. Complete in "
-                f"{self._looked_at}: {found}. {rejected}Name one of those, or auto. {_IGNORING}"
+                f"--moe-ft-recover-from={self._wish.recover_from} cannot be used. Complete in "
+                f"{self._looked_at}: {found}. {rejected}Name one of them, or auto. {_IGNORING}"
             )
         self._check_strategy(inventory)
         if inventory.is_unreadable or inventory.has_state or plans:
@@ -114,15 +114,15 @@ class Verdict:
             )
 
     def _check_strategy(self, inventory: Inventory) -> None:
-        """Raise UnrecoverableError if what was found may be usable with the strategy that wrote it."""
+        """Raise UnrecoverableError if state that was found may be usable with the strategy that wrote it."""
         ours = self._site.config.strategy.strategy
         for where, identity in inventory.identities:
             if identity.strategy != ours and identity.lineage in inventory.lineages:
                 raise UnrecoverableError(
                     f"--moe-ft-strategy={ours} cannot continue from {where}, which was written with "
-                    f"{identity.strategy}: experts are of several iterations there, or frozen parts are "
-                    "not. Start with that strategy until training ends, which saves everything, or "
-                    "ignore what is there with --moe-ft-recover-from load."
+                    f"{identity.strategy}: experts may be of several iterations there, or frozen parts "
+                    "missing. Start with that strategy until training ends, which saves everything, or "
+                    "ignore this state with --moe-ft-recover-from load."
                 )
 
 

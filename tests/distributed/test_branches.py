@@ -59,7 +59,7 @@ def test_iteration_that_is_not_there_is_refused_and_nothing_is_touched(job: Chec
     job.run("--exit-interval", "3", storage=True).check()
     before = {path: path.read_bytes() for path in job.storage.rglob("*") if path.is_file()}
     line = refusal(job.run("--moe-ft-recover-from", "iter_99999", storage=True))
-    assert "--moe-ft-recover-from=iter_99999: that cannot be used" in line
+    assert "--moe-ft-recover-from=iter_99999 cannot be used" in line
     assert f": {', '.join(map(str, job.stored()))}. " in line
     after = {path: path.read_bytes() for path in job.storage.rglob("*") if path.is_file()}
     assert {path: after.get(path) for path in before} == before
@@ -126,7 +126,7 @@ def test_flag_that_begins_a_run_is_refused_where_there_is_another_run(
     load = megatron_flags("--load", tmp_path)
     line = refusal(job.run(*load, "--finetune", storage=True))
     assert f"--finetune --load {tmp_path / 'megatron'} begins a run" in line
-    assert "that began otherwise, at iteration 2" in line
+    assert "that began without it, at iteration 2" in line
 
 
 def test_newer_load_is_used_as_a_new_run_and_older_state_stays(

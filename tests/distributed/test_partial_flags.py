@@ -113,7 +113,7 @@ def test_copies_that_training_waits_for_are_counted_as_stalls(job: CheckpointJob
         ),
         (
             (*PARTIAL, "--moe-ft-k-snapshot", "1", "--moe-ft-partial-covers", "optimizer"),
-            "holds experts that are divided otherwise: '--moe-ft-partial-covers both' there",
+            "divided differently: '--moe-ft-partial-covers both' there",
         ),
     ],
 )

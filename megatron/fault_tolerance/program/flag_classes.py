@@ -1,4 +1,4 @@
-"""Classes of Megatron's flags. The table itself is flag_table.py.
+"""Classes of Megatron's flags. The table itself is moe_ft/config/flag_table.py.
 
 Every flag is in one class, which holds for any value except its default:
 

@@ -147,7 +147,7 @@ def check_latent_attention(args: argparse.Namespace) -> None:
     """Raise ConfigError where the local multi-latent attention of Megatron gets wrong gradients.
 
     Without sequence parallelism the ranks sum the gradients of `q_layernorm`, which are already complete, and
-    do not sum the gradients of the rotary keys, which are partial (Megatron 0.19.2).
+    do not sum the gradients of the rotary keys, which are incomplete (Megatron 0.19.2).
     """
     tp = args.tensor_model_parallel_size
     is_local = args.multi_latent_attention and args.transformer_impl == "local"

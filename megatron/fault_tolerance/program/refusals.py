@@ -308,7 +308,7 @@ def check_refusals(args: argparse.Namespace) -> None:
 
 
 def _others(rule: Refusal) -> str:
-    """Return the strategies that a flag is not refused with, in words."""
+    """Return the strategies with which a rule accepts a flag, in words."""
     names = [kind.name for kind in kinds() if rule.strategies is None or not rule.strategies(kind)]
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 

@@ -1,7 +1,7 @@
 """Checkpoints of a run: recovers at the start, then lets the engine act at the seams.
 
-The only file that calls moe_ft.recovery. What the rest of a recovery needs of the loop is
-seams/resumption.py; when the engine acts on a state is state_seam.py.
+The only file that calls moe_ft.recovery. seams/resumption.py ends a recovery in the running loop;
+state_seam.py decides when the engine acts on a state.
 """
 
 import os
@@ -116,6 +116,7 @@ class Checkpoints(LoopListener):
         """
         if self._resumption is None or not self._resumption.is_replay_due:
             return
+        assert self._running is not None
         loop, start_s = self._loop, time.perf_counter()
         loop.is_replaying, loop.phase = True, Phase.REPLAY
         num_replayed = self._resumption.replay(forward_backward)
@@ -209,7 +210,10 @@ class Checkpoints(LoopListener):
     def failed(self, error: Exception) -> None:
         """Remember a failure that speaks against the state that this start has recovered."""
         loop = self._loop
-        if self._running is not None and (loop.is_replaying or is_not_finite(error)):
+        if self._running is None:
+            return
+        is_recovering = self._seam is None or loop.is_replaying
+        if is_recovering or is_not_finite(error):
             is_setup = loop.phase is Phase.SETUP
             where = "recovery" if is_setup else f"iteration {loop.iteration}"
             self._running.note_failure(where, error)
@@ -226,19 +230,19 @@ def _node_of(site: Site) -> Node:
     return Node(pids=pids, directory=site.node_dir)
 
 
-def _recovery_fields(recovery: Outcome, num_replayed: int) -> dict[str, Any]:
+def _recovery_fields(outcome: Outcome, num_replayed: int) -> dict[str, Any]:
     """Return the fields of the event "recovery", after the given number of replayed iterations."""
     return {
         "scope": "global",
-        "target_iteration": recovery.iteration,
-        "restored_iteration": recovery.iteration - num_replayed,
+        "target_iteration": outcome.iteration,
+        "restored_iteration": outcome.iteration - num_replayed,
         "replayed_iterations": num_replayed,
-        "start": recovery.start,
-        "writer": recovery.writer,
-        **(recovery.loss or JobLoss()).fields(),
-        "sources": {tier.value: count for tier, count in recovery.sources.items()},
-        "phases_s": dict(recovery.phases_s),
-        "deterministic": recovery.is_deterministic,
-        "lossy": dict(recovery.lossy),
-        "problems": list(recovery.problems),
+        "start": outcome.start,
+        "writer": outcome.writer,
+        **(outcome.loss or JobLoss()).fields(),
+        "sources": {tier.value: count for tier, count in outcome.sources.items()},
+        "phases_s": dict(outcome.phases_s),
+        "deterministic": outcome.is_deterministic,
+        "lossy": dict(outcome.lossy),
+        "problems": list(outcome.problems),
     }

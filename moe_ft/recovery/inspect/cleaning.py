@@ -1,8 +1,8 @@
-"""Removes the memory that dead jobs have left on this machine: `python -m moe_ft clean`.
+"""Removal of the memory that dead jobs have left on this machine: `python -m moe_ft clean`.
 
-A rank holds a file lock while it lives, which the kernel releases however it ends. A job whose locks are all
-free may still be between two starts, so without its name only memory that is old enough is removed. Which
-directories are jobs is recovery/job_memory.py.
+A rank holds a file lock while it lives, which the kernel releases however the rank ends. A job whose locks
+are all free may still be between two starts, so without its name only memory that is old enough is removed.
+recovery/job_memory.py finds the directories of jobs.
 """
 
 import math
@@ -20,20 +20,20 @@ _MAX_NAMED = 3
 def clean(
     memory_dir: str, job_id: str | None, least_age_s: float, *, removes: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Remove the memory of dead jobs, or say what would be removed.
+    """Remove the memory of dead jobs, or only report it.
 
     Args:
         memory_dir: --moe-ft-memory-dir of the jobs.
-        job_id: remove this job's, whatever its age; None for all jobs that are old enough.
+        job_id: the only job to remove, whatever its age; None for all jobs that are old enough.
         least_age_s: leave memory that changed more recently.
         removes: whether to remove anything.
 
     Returns:
-        What was or would be removed, and what is left and why, a line each.
+        Lines about what was or would be removed, and lines about what is left, with the reasons.
 
     Raises:
-        ConfigError: if the directory cannot be read or holds other things but no job of ours, the age is no
-            number of minutes, or the named job has no memory here.
+        ConfigError: if the directory cannot be read, or holds only things that are not jobs of ours, if the
+            age is not a number of minutes, or if the named job has no memory here.
     """
     found = _find(memory_dir, job_id, least_age_s)
     removed, left = [], []
@@ -98,7 +98,7 @@ def _find(memory_dir: str, job_id: str | None, least_age_s: float) -> list[tuple
 
 
 def _reason_to_leave(directory: Path) -> str:
-    """Return why a job's memory must stay, empty if it need not; the caller holds the job's lock."""
+    """Return why a job's memory must stay; empty if it may go. The caller holds the job's lock."""
     if read_marker(directory) is None:
         return "it has just ended"
     if is_alive(directory):

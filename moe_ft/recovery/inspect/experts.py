@@ -1,4 +1,4 @@
-"""What a state says about its experts: what recoveries have cost them, and what one from here would."""
+"""Losses of the experts of a state: by recoveries so far, and by one from here."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class ExpertSummary:
 
 
 def summarize_experts(indexes: Iterable[Index]) -> ExpertSummary | None:
-    """Return the summary of one state, None if every snapshot of its run holds every unit.
+    """Return the summary of one state; None if every snapshot of its run holds every unit.
 
     Args:
         indexes: of the ranks' parts of the state.
@@ -86,7 +86,7 @@ def _note(
 
 
 def render_experts(summary: ExpertSummary) -> str:
-    """Return a table, one line per layer, and what was and would be lost."""
+    """Return a table with a line per layer, and the sums of what was and would be lost."""
     rows = [
         (
             layer,

@@ -1,6 +1,6 @@
-"""Contents of a directory of checkpoints: `inspect`, and what `verify` looks at (recovery/verification.py).
+"""Contents of a directory of checkpoints, for `inspect` and for `verify` (verification.py).
 
-Reads persist directories, one checkpoint of them, and memory directories (of all jobs, a job or a node).
+It reads persist directories, one checkpoint of them, and memory directories (of all jobs, a job or a node).
 """
 
 import re
@@ -35,11 +35,12 @@ class Holding:
 
     Attributes:
         tier: "memory", "replica" or "storage".
-        place: where, for people.
-        ranks: whose state it is.
-        problem: why it cannot be used, empty if nothing is known to be wrong.
-        window, num_snapshots: how many snapshots together hold everything, and how many there are.
-        storage, manifest: of a checkpoint, where it is and what makes it one.
+        place: for people.
+        ranks: owners of the state.
+        problem: reason why it cannot be used; empty if nothing is known to be wrong.
+        window: number of snapshots that together hold everything.
+        num_snapshots: number of snapshots that are there.
+        storage, manifest: of a checkpoint.
     """
 
     tier: str
@@ -93,7 +94,7 @@ def _in_storage(directory: str) -> Iterator[Holding]:
 
 
 def _at_iteration(storage: Storage, iteration: int) -> Iterator[Holding]:
-    """Yield the checkpoints that there are of an iteration."""
+    """Yield the checkpoints of an iteration."""
     paths = find_manifests(storage, iteration)
     if not paths:
         place = f"{storage.url}/{iteration_directory(iteration)}"
@@ -176,7 +177,7 @@ def _broken(tier: str, place: str, iteration: int, problem: str) -> Holding:
 
 
 def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
-    """Return tables: what there is, the newest state's contents, and the settings it was made with."""
+    """Return tables: what there is, the contents of the newest state, and the settings of its run."""
     rows = [
         (
             each.iteration if not each.problem else "-",
@@ -212,7 +213,7 @@ def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
 
 
 def _newest(holdings: list[Holding]) -> Holding:
-    """Return what a recovery would rather use than the others."""
+    """Return the holding that a recovery would prefer."""
     whole = [each for each in holdings if each.num_snapshots == each.window] or holdings
     found = [(each, each.identity) for each in whole if each.identity is not None]
     progress: dict[Start, int] = {}
@@ -284,7 +285,7 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
 
 
 def _describe_packings(parts: list[Holding]) -> list[str]:
-    """Say which state is kept otherwise than it is; nothing where all of it is exact."""
+    """Return a line on state that is not kept exactly as it is, none if all of it is."""
     entries = [entry for part in parts for index in part.indexes for _, entry in index.entries()]
     lossy = lossy_packings(entries)
     if lossy:
@@ -299,7 +300,7 @@ def _describe_window(holding: Holding) -> str:
     first = holding.iteration - holding.num_snapshots + 1
     text = f"a window with {holding.num_snapshots} of {holding.window} snapshots, from iteration {first} on"
     if holding.num_snapshots < holding.window:
-        return f"{text}; of no use until it is complete"
+        return f"{text}; it cannot be used until it is complete"
     return (
         f"{text}: a recovery puts them back one after the other, runs {holding.window - 1} iterations "
         f"again, and has all units at iteration {holding.iteration}"

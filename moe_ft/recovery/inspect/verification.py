@@ -1,7 +1,7 @@
 """Checks of everything below a directory, down to the last byte that a checksum covers: `verify`.
 
-Whether a checkpoint is sound is decided by engine/soundness.py, as for a recovery; here all data is read too.
-What there is to check is recovery/inspection.py's.
+engine/soundness.py decides whether a checkpoint is sound, as it does for a recovery; here all data is read
+too. holdings.py finds what there is to check.
 """
 
 import mmap
@@ -26,7 +26,7 @@ def verify(directory: str) -> tuple[list[str], list[str]]:
     """Read everything below a directory and check everything.
 
     Returns:
-        What is right and what is wrong, a line each. It is wrong too if nothing complete is there.
+        Lines about what is right, and lines about what is wrong. Having nothing complete is also wrong.
 
     Raises:
         ConfigError: if there is nothing.
@@ -48,7 +48,7 @@ def verify(directory: str) -> tuple[list[str], list[str]]:
 
 
 def _damage_of(holding: Holding) -> Iterator[str]:
-    """Yield all that is wrong with one checkpoint or region."""
+    """Yield everything that is wrong with one checkpoint or region."""
     if holding.manifest is not None and holding.storage is not None:
         damage = list(_damage_of_checkpoint(holding.storage, holding.manifest))
         yield from damage or filter(None, [holding.problem])

@@ -58,7 +58,7 @@ class PartialConfig(Part):
 
     @property
     def is_load_aware(self) -> bool:
-        """Whether experts are selected by their unsaved tokens, and not in turn."""
+        """True if experts are selected by their unsaved tokens, and not in turn."""
         return self.selection == "load-aware"
 
     def check(self, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The plan of partial experts (MoC-System): bytes by rank, what hides behind training, what a fault loses."""
+"""The plan of partial experts (MoC-System): bytes of each rank, hidden copies, losses of a failure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

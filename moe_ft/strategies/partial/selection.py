@@ -1,4 +1,4 @@
-"""Which experts a partial snapshot holds: sequential and load-aware selection (MoC-System, section 3.2).
+"""Selection of the experts in a partial snapshot: sequential and load-aware (MoC-System, section 3.2).
 
 Everything is about the experts of one pipeline stage, whose ranks all choose the same.
 """
@@ -24,7 +24,7 @@ def select_sequential(experts: ExpertLayout, cursors: Sequence[int], k: int) -> 
 
     Args:
         experts: of the stage.
-        cursors: ``[layer]`` positions where the layers go on; see `advance`.
+        cursors: ``[layer]`` positions where the layers continue; see `advance`.
         k: experts per layer.
     """
     check_k(experts, k)
@@ -34,7 +34,7 @@ def select_sequential(experts: ExpertLayout, cursors: Sequence[int], k: int) -> 
 
 
 def advance(experts: ExpertLayout, cursors: Sequence[int], k: int) -> tuple[int, ...]:
-    """Return where the layers go on after k experts of each."""
+    """Return the positions where the layers continue after k experts of each."""
     return tuple((cursor + k) % experts.num_experts for cursor in cursors)
 
 
@@ -89,7 +89,7 @@ def fill_up(experts: ExpertLayout, cursors: Sequence[int], selection: Selection)
 
     Args:
         experts: of the stage.
-        cursors: ``[layer]`` positions behind the selection.
+        cursors: ``[layer]`` positions after the selection.
         selection: what was chosen.
     """
     counts = rank_counts(experts, selection)

@@ -34,7 +34,7 @@ Units = Mapping[UnitId, int]  # parameters of each
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every rank saves in each of the snapshots after which the ranks' turns repeat.
+    """Bytes that every rank saves in each of the snapshots after which the ranks' turns repeat.
 
     Attributes:
         rotation: ``[snapshot][rank]`` bytes.
@@ -236,12 +236,12 @@ def largest_hidden_k(
     """Return a k whose snapshots end while the next iteration runs forward and backward.
 
     Args:
-        workload_of: what ranks save with k experts.
+        workload_of: returns what ranks save with k experts.
         num_experts: of a layer.
         budget_bytes: that each rank can copy in that time.
 
     Returns:
-        k of which the next does not fit, 0 if not even one expert per layer is hidden. The bottleneck
+        k such that k + 1 does not fit, 0 if not even one expert per layer is hidden. The bottleneck
         grows with k, except for a few bytes that depend on where snapshots begin.
 
     Source: MoC-System, section 5.3.

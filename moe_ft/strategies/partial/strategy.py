@@ -44,7 +44,7 @@ from moe_ft.units import Level, UnitId, parse_unit
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Turn:
-    """What one snapshot changes once it is complete.
+    """Changes that one snapshot makes once it is complete.
 
     Attributes:
         selection: experts in it.
@@ -268,7 +268,7 @@ class PartialStrategy(Strategy):
         return [0 if self._copied_bytes is None else self.largest_k(self._copied_bytes)]
 
     def largest_k(self, budget_bytes: float) -> int:
-        """Return the largest k whose snapshot takes no more than some bytes on this rank, at least 1."""
+        """Return the largest k whose snapshot fits into some bytes on this rank, at least 1."""
         if not self._experts.num_layers:
             return self._experts.num_experts
         room = budget_bytes - self._share.always_bytes

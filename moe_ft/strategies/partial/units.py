@@ -17,8 +17,7 @@ def divide_units(
         master_always_full: whether fp32 master weights are in every snapshot nevertheless.
 
     Returns:
-        Both, experts in two parts where only one of them rotates. Both are empty for experts where
-        nothing of them rotates any more.
+        Both. An expert of which only a part rotates is in both, in two parts.
     """
     always, rotating = [], []
     weights_rotate = covers in ("weights", "both") and not master_always_full

@@ -1,6 +1,6 @@
 """Time that sparse windows cost: stalls of training, recoveries, and the training time that is left.
 
-Calculated for a machine that need not exist; bytes of windows are sparse_size.py.
+The machine need not exist. size.py has the bytes of windows.
 """
 
 import math
@@ -23,7 +23,7 @@ class Machine:
         iteration_s: of a whole iteration.
         hidden_s: its forward and backward pass, during which state can be copied.
         bandwidth: from device to host, bytes per second.
-        network_bandwidth: to other nodes, bytes per second; of no matter without replicas.
+        network_bandwidth: to other nodes, bytes per second; not used without replicas.
         replication_factor: replicas of every rank's state.
     """
 
@@ -49,15 +49,15 @@ class Machine:
         return self.network_bandwidth / self.replication_factor
 
     def stalls_s(self, snapshots: Sequence[int]) -> list[float]:
-        """Return ``[snapshot]`` for how long the optimizer step waits for its copy."""
+        """Return ``[snapshot]`` the time that the optimizer step waits for its copy."""
         return [max(0.0, size / self.bandwidth - self.hidden_s) for size in snapshots]
 
     def lag_iterations(self, snapshots: Sequence[int]) -> int:
-        """Return how many iterations after a window's last snapshot pass until its peers have all of it.
+        """Return the iterations from a window's last snapshot until its peers have all of it.
 
         The copy of the last snapshot does not count: it is done by the next optimizer step. Snapshots are
-        sent one after the other, each while the next is copied. What a commit takes is left out. No window
-        begins before the one before it is complete.
+        sent one after the other, each while the next is copied. The time of a commit is left out. No window
+        begins before the previous one is complete.
         """
         start = sent = fence = 0.0
         for size, stall_s in zip(snapshots, self.stalls_s(snapshots), strict=True):
@@ -95,8 +95,8 @@ class Recovery:
         restart_s: until the processes run again, detection included.
         restore_s: reading the window.
         conversion_s: replays until every unit is at FULL, as if no unit were frozen.
-        redo_s: iterations that are run again after that.
-        frozen_s: what frozen units take off the conversion at best.
+        redo_s: iterations that run again after that.
+        frozen_s: time that frozen units save in the conversion at best.
     """
 
     restart_s: float
@@ -107,14 +107,14 @@ class Recovery:
 
     @property
     def expected_s(self) -> float:
-        """E[R], without what frozen units take off."""
+        """E[R], without what frozen units save."""
         return self.restart_s + self.restore_s + self.conversion_s + self.redo_s
 
 
 def expect_recovery(
     window: WindowSize, machine: Machine, works: Sequence[npt.NDArray[np.float64]], restart_s: float
 ) -> Recovery:
-    """Return what a failure costs.
+    """Return the cost of a failure.
 
     A window of W snapshots is converted by W - 1 replays (recovery/conversion.py; MoEvement, section 3.3,
     has one more). The window is read over the slower of the two ways: from own memory to the device, or from

@@ -41,7 +41,7 @@ class WindowLength:
         return (1, self.longest) if self.is_auto else (self.now, self.now)
 
     def measure(self, budget_bytes: int, order: int, largest: Callable[[int], int]) -> None:
-        """Choose the shortest window whose snapshots of this rank have no more bytes than that.
+        """Choose the shortest window whose snapshots of this rank fit into a budget.
 
         Args:
             budget_bytes: measured now.

@@ -1,4 +1,4 @@
-"""How popular each expert is, when that has changed enough to reorder, and the order that follows.
+"""Popularity of the experts, the rule by which it has changed enough to reorder, and the order that follows.
 
 Popular experts are saved last in a sparse window: in a recovery they stay frozen the longest, which saves
 the most work (MoEvement, section 3.5; other measures are in its Appendix B). Its capacity-aware measure is
@@ -68,7 +68,7 @@ class Popularity:
 
     @property
     def has_counts(self) -> bool:
-        """Whether some expert has been used since counting began; without, all are equally popular."""
+        """True if some expert has been used since counting began; until then all are equally popular."""
         return self._total is not None and bool(self._total.any())
 
     def scores(self) -> Scores:
@@ -90,7 +90,7 @@ class Popularity:
         return fractions_of_layers(self.scores())
 
     def restart(self) -> None:
-        """Begin to count anew, because the order was changed; "decayed" goes on."""
+        """Begin to count again, because the order was changed; "decayed" continues."""
         if self._decay is None and self._total is not None:
             self._total = np.zeros_like(self._total)
 

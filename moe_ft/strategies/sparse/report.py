@@ -1,6 +1,6 @@
-"""The plan of sparse windows (MoEvement): the window, what its snapshots take, what a fault costs.
+"""The plan of sparse windows (MoEvement): the window, its snapshots, the cost of a failure.
 
-size.py and cost.py calculate it.
+size.py and cost.py calculate them.
 """
 
 import math
@@ -56,8 +56,8 @@ class SparsePlan:
     @property
     def num_orders(self) -> int:
         """Orders of the experts that are tried: with one owner of each it makes no difference."""
-        is_alike = self.job.layout.num_groups == 1 or not self.job.shape.num_moe_layers
-        return 1 if is_alike else _NUM_ORDERS
+        is_equal = self.job.layout.num_groups == 1 or not self.job.shape.num_moe_layers
+        return 1 if is_equal else _NUM_ORDERS
 
     def stages(self, seed: int = 0) -> list[PositionSizes]:
         """Return ``[stage]`` what ranks save in an order of popularity; training begins with that of 0."""

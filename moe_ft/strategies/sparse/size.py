@@ -94,7 +94,7 @@ def position_work(
         layout: of its ranks.
         active_share: of the experts of a layer, those that a token goes to.
         popularity: as of `position_sizes`.
-        is_grouped: likewise.
+        is_grouped: as of `position_sizes`.
     """
     columns = _columns(units, layout, popularity, is_grouped=is_grouped)
     experts = np.zeros(len(columns[0].units))
@@ -175,7 +175,7 @@ def _draw_scores(
 
 
 def _places(experts: Sequence[UnitId]) -> list[tuple[int, int]]:
-    """Return of each expert the index of its layer, counted among those with experts, and its number."""
+    """Return for each expert the index of its layer among the MoE layers, and its number."""
     index = {layer: number for number, layer in enumerate(sorted({u.layer for u in experts}))}
     return [(index[unit.layer], unit.expert) for unit in experts]
 
@@ -189,14 +189,14 @@ def _order_by_popularity(experts: Sequence[UnitId], scores: Scores | None) -> li
 
 
 def _place(unit: UnitId) -> tuple[int, int, str]:
-    """Sort units that are no experts as the strategy does: later layers first (MoEvement, Appendix E)."""
+    """Return the place of a unit that is no expert: later layers first (MoEvement, Appendix E)."""
     kind = UnitKind.NON_EXPERT if unit.layer >= 0 else unit.kind
     return _BACK_TO_FRONT.index(kind), -unit.layer, str(unit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSize:
-    """What windows of one length take, of the ranks that need the most.
+    """Sizes of windows of one length, on the ranks that need the most.
 
     Attributes:
         cuts: ``[stage]``.

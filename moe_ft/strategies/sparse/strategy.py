@@ -71,7 +71,7 @@ class _Ordering:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Turn:
-    """What one window changes.
+    """Changes that one window makes.
 
     Attributes:
         ordering: of its units, from its beginning.

@@ -1,9 +1,8 @@
-"""How the units of a stage are divided among the snapshots of a sparse window: bytes in, cuts out.
+"""Division of the units of a stage among the snapshots of a sparse window: bytes in, cuts out.
 
 A window is a run of consecutive snapshots. Each holds one group of units at FULL, the groups still to come
 at COMPUTE and those before it not at all (MoEvement, sections 3.2 and 3.5). The order of the units is a
-sequence of positions, and a group is a run of them; which experts come first is popularity.py. The
-algorithm as the paper prints it is paper_windows.py.
+sequence of positions, and a group is a run of them. popularity.py decides which experts come first.
 """
 
 import math
@@ -20,13 +19,13 @@ Bytes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PositionSizes:
-    """What each rank of a stage saves at each position of the order.
+    """Bytes that each rank of a stage saves at each position of the order.
 
     Attributes:
         full: ``[rank, position]`` bytes at FULL; 0 where another rank saves the state. At least one rank.
-        compute: likewise at COMPUTE, no more than at FULL.
-        splits: ``[border]`` how many modules that can be frozen only as a whole have units on both sides of
-            the border before each position, and last of the one after all; None if there are no such modules.
+        compute: likewise at COMPUTE, at most as many as at FULL.
+        splits: ``[border]`` number of modules that can be frozen only as a whole and have units on both sides
+            of the border before each position, and last of the one after all; None without such modules.
     """
 
     full: Bytes
@@ -61,10 +60,10 @@ class PositionSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowCuts:
-    """Which positions each snapshot of a window holds at FULL.
+    """Positions that each snapshot of a window holds at FULL.
 
     Attributes:
-        ends: ``[snapshot]`` one behind the last position of its group, ascending; the last one is the
+        ends: ``[snapshot]`` one after the last position of its group, ascending; the last one is the
             number of positions.
         largest_bytes: of any snapshot of any rank.
     """
@@ -87,8 +86,6 @@ class WindowFit:
     """The window that a budget leads to.
 
     Attributes:
-        length: snapshots of the window.
-        cuts: of that many.
         fits: whether no snapshot exceeds the budget.
     """
 
@@ -149,7 +146,7 @@ def most_window_bytes(sizes: PositionSizes, shortest: int, longest: int) -> Byte
 
 
 def count_splits(columns: Iterable[Sequence[Hashable | None]], num_positions: int) -> Bytes:
-    """Return ``[border]`` how many modules have units on both sides, as of `PositionSizes`.
+    """Return ``[border]`` the number of modules with units on both sides, as in `PositionSizes`.
 
     Args:
         columns: of each expert-parallel rank, ``[position]`` the module of its unit, None if it has none.
@@ -174,7 +171,7 @@ def shortest_window(sizes: PositionSizes, budget_bytes: float, longest: int) -> 
 
     Args:
         sizes: of the stage, in the order in which units are to be saved.
-        budget_bytes: what any rank can copy in one snapshot.
+        budget_bytes: that every rank can copy in one snapshot.
         longest: snapshots that the window may have, at least 1.
 
     Raises:
@@ -221,7 +218,7 @@ class _Packing:
         self.most_bytes = int(full[:, -1].max())
         self.most_single_bytes = int(single.max(initial=0))
         self.full, self.compute, self.splits = full, compute, sizes.splits
-        # The ranks' left sides one behind the other, moved apart, are one ascending sequence: one call
+        # The ranks' left sides one after the other, moved apart, are one ascending sequence: one call
         # searches for all. 64 bits are enough for 9000 different ranks of a petabyte each.
         self._offsets = np.arange(len(ranks)) * self.most_bytes
         self._firsts = np.arange(len(ranks)) * (self.num_positions + 1)
@@ -229,7 +226,7 @@ class _Packing:
         self._right_sides = np.ascontiguousarray((full - compute[:, -1:]).T)  # less the budget
 
     def reach(self, start: int, budget: int) -> int:
-        """Return where a snapshot that begins at a position ends at the latest, < 0 if nothing fits."""
+        """Return the latest end of a snapshot that begins at a position, < 0 if nothing fits."""
         limits = self._right_sides[start] + budget
         # A limit below or above all of a rank's left sides may be found among those of another rank. The
         # result is still negative, or no less than all positions; for the last rank it is never more.
@@ -237,7 +234,7 @@ class _Packing:
         return int((found - self._firsts).min()) - 1
 
     def earliest_ends(self, budget: int, length: int) -> list[int]:
-        """Return ``[snapshot]`` where each group may end at the earliest, so that the rest still fits.
+        """Return ``[snapshot]`` the earliest end of each group with which the rest still fits.
 
         A group that ends earlier may begin no later, so this is the packing from the back.
         """

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.paper_models import PRESETS
 from benchmarks.paper_sizes import (
     ExpertUnit,
     NonExpertUnit,
@@ -18,7 +19,7 @@ from benchmarks.paper_sizes import (
 )
 from moe_ft.errors import PlanError
 from moe_ft.planning.experts import ExpertLayout
-from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape
+from moe_ft.planning.model_size import ByteModel, ModelShape
 from moe_ft.planning.ownership import Sharding
 from moe_ft.planning.report import reduction
 from moe_ft.strategies.partial.selection import advance, rank_counts, select_sequential

@@ -20,7 +20,7 @@ Act = Callable[[Path], object]
 
 
 class Answer(NamedTuple):
-    """How a command ended and what it printed."""
+    """Exit code of a command, and what it printed."""
 
     code: object
     out: str

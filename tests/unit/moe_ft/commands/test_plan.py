@@ -1,4 +1,4 @@
-"""`plan` reads the command line of training, says what it said before it did, and answers bad input."""
+"""`plan` reads the command line of training, keeps its numbers, and answers bad input."""
 
 import re
 import shlex
@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from moe_ft.cli import main
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.errors import ConfigError
+from moe_ft.strategies.interface import RankFacts, Strategy, StrategyKind
 from tests.unit.moe_ft.commands.bad_input import Case, cases_of, check_answer
-from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, SMALL
+from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, SMALL, planned_job
 
 ROOT = Path(__file__).parents[4]
 PLANS = Path(__file__).parent / "plans"
@@ -176,6 +179,21 @@ def test_option_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--model", "x", "--", *LARGE])
     assert "unrecognized arguments: --model x" in capsys.readouterr().err
+
+
+def test_strategy_without_a_plan_says_so() -> None:
+    class Unplanned(StrategyKind):
+        """A strategy that only trains."""
+
+        def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
+            """Return nothing: no rank is built here."""
+            raise NotImplementedError
+
+    kind = Unplanned(name="unplanned")
+    with pytest.raises(
+        ConfigError, match="--moe-ft-strategy=unplanned cannot be planned: it has no"
+    ):
+        kind.plan(planned_job(*LARGE))
 
 
 GOOD = f"--world-size 16 {' '.join(SPEEDS)} --network-bandwidth 2GB --mtbf-s 1800"

@@ -15,7 +15,7 @@ from moe_ft.config.config import (
     StorageConfig,
     StrategyConfig,
 )
-from moe_ft.config.fields import flag_of, parse_size, size_text
+from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.sparse.config import SparseConfig
@@ -115,51 +115,6 @@ def test_defaults_are_valid() -> None:
 def test_wrong_value_is_named_with_its_rule(config: MoeFtConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("+", r"\+")):
         config.validate(world_size=4)
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("0", 0),
-        ("4096", 4096),
-        ("4096B", 4096),
-        ("200GB", 200 * 10**9),
-        ("512GiB", 512 * 2**30),
-        ("1.5 GiB", 3 * 2**29),
-        (" 2KiB ", 2048),
-        ("1TB", 10**12),
-    ],
-)
-def test_size_is_read_in_powers_of_ten_or_two(text: str, num_bytes: int) -> None:
-    assert parse_size("staging_bytes", text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.GiB", "1e9", "1 2", "0x10", "1PiB", "1iB"])
-def test_text_that_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--moe-ft-staging-bytes=.* must be a size in bytes"):
-        parse_size("staging_bytes", text)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.00 KiB"),
-        (300_000, "292.97 KiB"),
-        (3 << 20, "3.00 MiB"),
-        ((1 << 30) - 1, "1024.00 MiB"),
-        (3 << 29, "1.50 GiB"),
-        (1 << 40, "1.00 TiB"),
-        (1 << 52, "4096.00 TiB"),
-    ],
-)
-def test_size_for_people_is_in_a_unit_that_fits(num_bytes: int, text: str) -> None:
-    assert size_text(num_bytes) == text
-
-
-def test_flag_of_a_field_has_dashes() -> None:
-    assert flag_of("event_log") == "--moe-ft-event-log"
 
 
 @pytest.mark.parametrize(

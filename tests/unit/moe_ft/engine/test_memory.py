@@ -200,3 +200,11 @@ def test_other_rank_removes_only_its_own_memory_at_a_clean_end(tmp_path: Path) -
     neighbour.open(None)
     memory.remove()
     assert files(tmp_path / "a") == {"rank_00000", "replica_00002_at_00000"}
+
+
+def test_memory_that_was_never_pinned_is_unpinned_without_a_driver(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path)
+    memory.unpin()  # a start that has found no room has not even opened it
+    memory.open(None)
+    memory.unpin()
+    memory.close()

@@ -4,19 +4,11 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.model_size import (
-    PRESETS,
-    ByteModel,
-    ModelShape,
-    evenly_spaced_layers,
-    non_expert_modules,
-    stage_units,
-    unit_parameters,
-)
+from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units, unit_parameters
 from moe_ft.units import UnitId, UnitKind
+from tests.unit.moe_ft.planning.shapes import any_shapes
 
 # One layer, width 2, 3 experts of width 5 with biases, vocabulary 7, 4 positions.
 TINY = ModelShape(
@@ -28,51 +20,6 @@ TINY = ModelShape(
     vocab_size=7,
     num_positions=4,
 )
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> ModelShape:
-    num_layers = draw(st.integers(1, 5))
-    groups = draw(st.integers(1, 3))
-    return ModelShape(
-        num_layers=num_layers,
-        hidden_size=draw(st.integers(1, 9)),
-        num_experts=draw(st.integers(1, 6)),
-        moe_layers=evenly_spaced_layers(num_layers, draw(st.integers(0, num_layers))),
-        ffn_hidden_size=draw(st.integers(0, 9)),
-        moe_ffn_hidden_size=draw(st.integers(0, 9)),
-        shared_expert_hidden_size=draw(st.integers(0, 3)),
-        num_attention_heads=groups * draw(st.integers(1, 3)),
-        kv_channels=draw(st.integers(1, 4)),
-        num_query_groups=groups,
-        vocab_size=draw(st.integers(0, 20)),
-        num_positions=draw(st.integers(0, 20)),
-        has_output_layer=draw(st.booleans()),
-        is_gated=draw(st.booleans()),
-        has_bias=draw(st.booleans()),
-        has_qkv_bias=draw(st.booleans()),
-        has_norm_bias=draw(st.booleans()),
-        has_qk_norm=draw(st.booleans()),
-        has_shared_expert_gate=draw(st.booleans()),
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "num_parameters"), [("gpt-125m-8e", 323_605_248), ("gpt-350m-16e", 1_866_939_392)]
-)
-def test_presets_have_the_parameters_of_the_paper(name: str, num_parameters: int) -> None:
-    assert PRESETS[name].num_parameters == num_parameters
-
-
-def test_composition_of_gpt_350m_16e_is_that_of_figure_2() -> None:
-    shape, model = PRESETS["gpt-350m-16e"], ByteModel()
-    total = shape.num_parameters * model.total
-    shares = [
-        round(100 * count * num_bytes / total)
-        for num_bytes in (model.weights, model.optimizer)
-        for count in (shape.num_expert_parameters, shape.num_non_expert_parameters)
-    ]
-    assert shares == [12, 2, 74, 12]
 
 
 def test_units_of_a_tiny_model_have_the_parameters_counted_by_hand() -> None:
@@ -101,20 +48,12 @@ def test_output_layer_of_its_own_is_as_large_as_the_word_embeddings() -> None:
     assert units[UnitId(kind=UnitKind.OUTPUT)] == 7 * 2
 
 
-@given(shapes())
+@given(any_shapes())
 def test_units_add_up_to_the_model(shape: ModelShape) -> None:
     assert sum(unit_parameters(shape).values()) == shape.num_parameters
 
 
-@given(shapes())
-def test_modules_add_up_to_what_is_not_an_expert(shape: ModelShape) -> None:
-    units = unit_parameters(shape).items()
-    others = sum(count for unit, count in units if unit.kind is not UnitKind.EXPERT)
-    assert sum(non_expert_modules(shape).values()) == others
-    assert all(non_expert_modules(shape).values())
-
-
-@given(shapes())
+@given(any_shapes())
 def test_stages_together_have_the_units_of_the_model(shape: ModelShape) -> None:
     for num_stages in (n for n in range(2, 6) if shape.num_layers % n == 0):
         stages = stage_units(shape, num_stages)
@@ -136,21 +75,6 @@ def test_embedding_is_on_the_first_stage_and_its_tied_copy_on_the_last() -> None
 def test_stages_that_do_not_divide_the_layers_are_refused(num_stages: int) -> None:
     with pytest.raises(PlanError, match=f"{num_stages} stages must divide 3 layers, at least 1"):
         stage_units(replace(TINY, num_layers=3), num_stages)
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_moe_layers", "expected"),
-    [(12, 6, (1, 3, 5, 7, 9, 11)), (4, 4, (0, 1, 2, 3)), (4, 0, ()), (5, 2, (1, 4))],
-)
-def test_moe_layers_are_spaced_evenly(
-    num_layers: int, num_moe_layers: int, expected: tuple[int, ...]
-) -> None:
-    assert evenly_spaced_layers(num_layers, num_moe_layers) == expected
-
-
-def test_more_moe_layers_than_layers_are_refused() -> None:
-    with pytest.raises(PlanError, match="num_moe_layers=5 must be between 0 and 4 layers"):
-        evenly_spaced_layers(4, 5)
 
 
 @pytest.mark.parametrize(

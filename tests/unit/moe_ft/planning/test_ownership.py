@@ -1,4 +1,4 @@
-"""Who has how much of which expert is what Megatron's buffers and our slices say."""
+"""Ranks own as much of each expert as Megatron's buffers and our slices say."""
 
 from collections.abc import Iterator
 from itertools import product

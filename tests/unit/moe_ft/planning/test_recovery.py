@@ -128,7 +128,7 @@ Group = tuple[Start, int, int]
 
 
 def group_of(version: Version) -> Group:
-    """Say what versions that go together have in common."""
+    """Return what versions that are used together have in common."""
     return version.history[-1], version.iteration, version.window
 
 
@@ -317,16 +317,11 @@ def test_what_may_be_newer_than_the_plan_is_named_and_what_is_older_is_not() -> 
 # By hand
 
 
-def test_newest_iteration_that_all_ranks_have_comes_first() -> None:
+def test_newest_iteration_that_all_ranks_have_comes_first_and_a_newer_one_is_rejected() -> None:
     versions = [*everywhere(3), *everywhere(4), make_version(0, 5, node="a")]
-    assert iterations(plan_recovery(versions, NODES)[0]) == [4, 3]
-
-
-def test_newer_iteration_that_a_rank_lacks_is_rejected_with_its_name() -> None:
-    versions = [*everywhere(3), make_version(0, 5, node="a")]
-    assert reasons(plan_recovery(versions, NODES)[1]) == [
-        "iteration 5: no state of rank 1 in any tier"
-    ]
+    plans, rejected = plan_recovery(versions, NODES)
+    assert iterations(plans) == [4, 3]
+    assert reasons(rejected) == ["iteration 5: no state of rank 1 in any tier"]
 
 
 def test_many_missing_ranks_are_named_up_to_a_limit() -> None:

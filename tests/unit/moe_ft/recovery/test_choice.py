@@ -124,7 +124,9 @@ def test_restart_does_not_follow_what_was_chosen_before_its_launcher_came() -> N
 # Weights of another run, and --load
 
 
-@pytest.mark.parametrize(("began", "described"), [("", "otherwise"), ("--finetune", "--finetune")])
+@pytest.mark.parametrize(
+    ("began", "described"), [("", "without it"), ("--finetune", "with --finetune")]
+)
 def test_run_that_began_otherwise_is_refused_with_the_flags_and_both_remedies(
     began: str, described: str
 ) -> None:
@@ -133,7 +135,7 @@ def test_run_that_began_otherwise_is_refused_with_the_flags_and_both_remedies(
         chosen(versions_of(FIRST, 12, began_with=began), asked)
     message = str(refusal.value)
     assert re.match("--finetune --load=/base begins a run", message)
-    assert f"began {'with ' if began else ''}{described}, at iteration 12" in message
+    assert f"began {described}, at iteration 12" in message
     assert "leave the flag out" in message
     assert "--moe-ft-recover-from load" in message
 

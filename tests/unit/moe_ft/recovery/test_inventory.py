@@ -1,4 +1,4 @@
-"""What a start finds in memory and on storage, and what it says of the rest."""
+"""State that a start finds in memory and on storage, and its problems with the rest."""
 
 import json
 import os

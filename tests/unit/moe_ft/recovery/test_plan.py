@@ -54,4 +54,4 @@ def test_window_of_a_version_that_noted_fewer_settings_is_recovered_and_the_gap_
         check_replay(plan(3, MADE_WITH), settings, speaker)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("moe_ft: warning: the window of iteration 7 comes from another version")
-    assert line.endswith("to be the same for an exact recovery: --moe-z-loss-coeff")
+    assert line.endswith("must be the same for an exact recovery: --moe-z-loss-coeff")

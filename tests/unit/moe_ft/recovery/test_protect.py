@@ -1,4 +1,4 @@
-"""What the engine is told of a recovery: what only peers have, and which of them do not."""
+"""Handover of a recovered state to the engine: windows that only peers have, and peers without it."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a start reserves and checks is what `plan` says, but for headers."""
+"""Memory that a start reserves and checks: as much as `plan` says, except for headers."""
 
 from collections.abc import Mapping
 from dataclasses import replace

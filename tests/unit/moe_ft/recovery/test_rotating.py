@@ -53,7 +53,7 @@ def catalog() -> UnitCatalog:
 
 
 class Rank:
-    """What one rank has left, and what it has read."""
+    """A rank with the versions that it has left, and those that it has read."""
 
     def __init__(self, tmp_path: Path, number: int = 0) -> None:
         self.node_dir, self.number = tmp_path, number

@@ -1,4 +1,4 @@
-"""What a start says of state that it does not use, and when it refuses to begin without it."""
+"""Messages of a start on state that it does not use, and its refusals to begin without it."""
 
 import msgspec
 import pytest
@@ -92,8 +92,8 @@ def test_refusal_names_a_few_of_very_many_reasons() -> None:
 def test_iteration_that_is_not_there_is_refused_with_those_that_are() -> None:
     there = plans(*versions_of(FIRST, 12, 8))
     message = refusal(verdict(wish("iter_9")), inventory(), there, ["iteration 9: rank 1 has none"])
-    assert message.startswith("--moe-ft-recover-from=iter_9: that cannot be used.")
-    assert ": 8, 12. Rejected: iteration 9: rank 1 has none. Name one of those, or auto." in message
+    assert message.startswith("--moe-ft-recover-from=iter_9 cannot be used.")
+    assert ": 8, 12. Rejected: iteration 9: rank 1 has none. Name one of them, or auto." in message
     assert "add --moe-ft-recover-from load: what is on storage stays" in message
 
 

@@ -1,5 +1,12 @@
 """The registry: the list of strategies, and what each of them asks of settings and model."""
 
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from moe_ft.config.config import MoeFtConfig, StrategyConfig
@@ -7,7 +14,7 @@ from moe_ft.config.fields import Part
 from moe_ft.config.precision import PrecisionConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
-from moe_ft.strategies.interface import ModelFacts
+from moe_ft.strategies.interface import ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.sparse.config import SparseConfig
 
@@ -130,3 +137,69 @@ def test_strategies_that_promise_nothing_take_lossy_formats(name: str) -> None:
 def test_no_strategy_refuses_formats_that_lose_nothing(state_dtype: str) -> None:
     for name in registry.names():
         registry.check(precise(name, state_dtype), MODEL)
+
+
+def test_strategy_without_a_report_says_so() -> None:
+    class Silent(StrategyKind):
+        def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
+            raise NotImplementedError
+
+    with pytest.raises(
+        ConfigError, match="--moe-ft-strategy=silent cannot be planned.*Name another"
+    ):
+        Silent(name="silent").plan(None)  # type: ignore[arg-type]
+
+
+# Nothing else knows a strategy by name
+
+ROOT = Path(__file__).resolve().parents[4]
+# The names are words, too.
+ORDINARY = re.compile(r"dense[ _](FFN|MLP|data-parallel)|sparse-to-dense", re.I)
+
+
+def product_files() -> list[Path]:
+    found = [
+        path for top in ("moe_ft", "megatron", "kernels") for path in (ROOT / top).rglob("*.py")
+    ]
+    apart = (
+        "moe_ft/strategies",
+        "moe_ft/config/flag_table.py",  # flags of Megatron
+        "moe_ft/config/megatron_flags.py",
+    )
+    return [
+        *(path for path in found if not any(path.is_relative_to(ROOT / each) for each in apart)),
+        ROOT / "pretrain_gpt_moe.py",
+    ]
+
+
+def words_in(path: Path) -> Iterator[str]:
+    """Yield all that a file names or says: identifiers, imported modules, strings, docstrings, comments."""
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        for field in ("name", "id", "attr", "arg", "asname", "module"):
+            name = getattr(node, field, None)
+            if isinstance(name, str) and name != "partial":  # functools.partial
+                yield re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def test_no_file_outside_of_the_strategies_knows_one_by_name() -> None:
+    names = "|".join(kind.name for kind in registry.kinds())
+    named = re.compile(rf"(?<![a-z])({names})(?![a-z])", re.I)
+    found = [
+        f"{path.relative_to(ROOT)}: {words}"
+        for path in product_files()
+        for words in words_in(path)
+        if named.search(ORDINARY.sub("", words))
+    ]
+    assert found == []
+
+
+def test_interface_imports_no_strategy() -> None:
+    path = ROOT / "moe_ft" / "strategies" / "interface.py"
+    imported = [each for each in words_in(path) if each.startswith("moe_ft.strategies.")]
+    assert not imported

@@ -1,4 +1,4 @@
-"""What the plan of dense checkpoints says."""
+"""The plan of dense checkpoints."""
 
 import pytest
 

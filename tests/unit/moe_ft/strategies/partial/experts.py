@@ -32,7 +32,7 @@ class Settings:
 
     @property
     def options(self) -> PartialConfig:
-        """What flags would say."""
+        """The same as flags would say it."""
         return PartialConfig(
             k_snapshot="auto" if self.k_snapshot is None else str(self.k_snapshot),
             k_persist=self.k_persist,

@@ -184,7 +184,7 @@ def test_filling_up_gives_every_rank_as_many_experts_as_the_bottleneck_had(
 def test_filling_up_figure_4_takes_the_next_experts_of_the_light_ranks() -> None:
     cursors = FIGURE_4.first_cursors(1)
     selection = select_sequential(FIGURE_4, cursors, 1)
-    # Behind it the layers go on with 1, 2, 0, 1: the first two are on the ranks that have room.
+    # After it the layers continue with 1, 2, 0, 1: the first two are on the ranks that have room.
     filled = fill_up(FIGURE_4, advance(FIGURE_4, cursors, 1), selection)
     assert filled == ((0, 1), (1, 2), (2,), (0,))
 

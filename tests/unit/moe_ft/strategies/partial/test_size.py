@@ -1,4 +1,4 @@
-"""What ranks save with partial experts: sums, cases worked out by hand, and the limits that follow."""
+"""Bytes of ranks with partial experts: sums, cases worked out by hand, and the limits that follow."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,9 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_models import PRESETS
 from benchmarks.paper_sizes import checkpoint_bytes
 from moe_ft.errors import PlanError
-from moe_ft.planning.model_size import PRESETS, ByteModel, ModelShape, stage_units
+from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.strategies.partial.size import (
     SavedModel,

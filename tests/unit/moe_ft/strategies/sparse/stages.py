@@ -131,7 +131,7 @@ def _divide(
     holders: list[dict[UnitId, tuple[int, int]]],
     seed: random.Random,
 ) -> None:
-    """Give each of those that hold a unit a slice of it, perhaps an empty one."""
+    """Give each holder of a unit a slice of it, perhaps an empty one."""
     borders = sorted(seed.choices(range(elements + 1), k=len(holders) - 1))
     for holder, start, end in zip(holders, [0, *borders], [*borders, elements], strict=True):
         holder[unit] = (12 * (end - start), 2 * (end - start))

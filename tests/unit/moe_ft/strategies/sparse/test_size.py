@@ -1,4 +1,4 @@
-"""What sparse windows take: slices, windows and budgets by hand, and against the strategy that runs."""
+"""Bytes of sparse windows: slices, windows and budgets by hand, and against the strategy that runs."""
 
 from dataclasses import replace
 
@@ -7,13 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_models import evenly_spaced_layers
 from moe_ft.errors import PlanError
-from moe_ft.planning.model_size import (
-    ByteModel,
-    ModelShape,
-    evenly_spaced_layers,
-    stage_units,
-)
+from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.strategies.sparse.config import SparseConfig

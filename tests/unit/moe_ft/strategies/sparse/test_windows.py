@@ -105,7 +105,7 @@ def test_equal_units_in_a_window_of_three_are_cut_into_pairs() -> None:
 
 
 def test_ranks_with_different_large_units_get_cuts_that_serve_both() -> None:
-    # Rank 0 alone would be cut behind its first unit, rank 1 before its last one.
+    # Rank 0 alone would be cut after its first unit, rank 1 before its last one.
     sizes = sizes_of([[9, 1, 1, 1], [1, 1, 1, 9]], [[0] * 4, [0] * 4])
     assert cut_window(sizes, 3) == WindowCuts(ends=(1, 3, 4), largest_bytes=9)
 

@@ -1,0 +1,51 @@
+"""Models of the papers have the sizes that the papers print."""
+
+import pytest
+from hypothesis import given
+
+from benchmarks.paper_models import PRESETS, evenly_spaced_layers, non_expert_modules
+from moe_ft.errors import PlanError
+from moe_ft.planning.model_size import ByteModel, ModelShape, unit_parameters
+from moe_ft.units import UnitKind
+from tests.unit.moe_ft.planning.shapes import any_shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"), [("gpt-125m-8e", 323_605_248), ("gpt-350m-16e", 1_866_939_392)]
+)
+def test_presets_have_the_parameters_of_the_paper(name: str, num_parameters: int) -> None:
+    assert PRESETS[name].num_parameters == num_parameters
+
+
+def test_composition_of_gpt_350m_16e_is_that_of_figure_2() -> None:
+    shape, model = PRESETS["gpt-350m-16e"], ByteModel()
+    total = shape.num_parameters * model.total
+    shares = [
+        round(100 * count * num_bytes / total)
+        for num_bytes in (model.weights, model.optimizer)
+        for count in (shape.num_expert_parameters, shape.num_non_expert_parameters)
+    ]
+    assert shares == [12, 2, 74, 12]
+
+
+@given(any_shapes())
+def test_modules_add_up_to_what_is_not_an_expert(shape: ModelShape) -> None:
+    units = unit_parameters(shape).items()
+    others = sum(count for unit, count in units if unit.kind is not UnitKind.EXPERT)
+    assert sum(non_expert_modules(shape).values()) == others
+    assert all(non_expert_modules(shape).values())
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_moe_layers", "expected"),
+    [(12, 6, (1, 3, 5, 7, 9, 11)), (4, 4, (0, 1, 2, 3)), (4, 0, ()), (5, 2, (1, 4))],
+)
+def test_moe_layers_are_spaced_evenly(
+    num_layers: int, num_moe_layers: int, expected: tuple[int, ...]
+) -> None:
+    assert evenly_spaced_layers(num_layers, num_moe_layers) == expected
+
+
+def test_more_moe_layers_than_layers_are_refused() -> None:
+    with pytest.raises(PlanError, match="num_moe_layers=5 must be between 0 and 4 layers"):
+        evenly_spaced_layers(4, 5)

@@ -1,0 +1,74 @@
+"""Lines and tables that the plans of several strategies have."""
+
+import pytest
+
+from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.report import (
+    describe_ranks,
+    describe_shape,
+    memory_table,
+    persist_line,
+    reduction,
+    smallest_interval,
+)
+from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, planned_job, row
+
+STORED = ("--moe-ft-persist-dir", "/x")
+
+
+def test_llama_like_model_has_the_parameters_of_its_shape() -> None:
+    # Mixtral 8x7B: 46.70e9 parameters.
+    shape = planned_job(
+        *("--num-layers", "32", "--hidden-size", "4096", "--num-experts", "8", "--swiglu"),
+        *("--ffn-hidden-size", "14336", "--num-attention-heads", "32", "--group-query-attention"),
+        *("--num-query-groups", "8", "--vocab-size", "32000", "--position-embedding-type", "rope"),
+        *("--normalization", "RMSNorm", "--disable-bias-linear"),
+        "--untie-embeddings-and-output-weights",
+    ).shape
+    assert describe_shape(shape).startswith("46.703e9 parameters, of which 45.097e9 in 8 experts")
+
+
+def test_experts_of_some_layers_are_counted() -> None:
+    shape = planned_job(*LARGE, "--num-layers", "12", "--moe-layer-freq", "[0,1]*6").shape
+    assert "16 experts of each of 6 MoE layers" in describe_shape(shape)
+
+
+def test_holders_of_an_expert_are_named() -> None:
+    text = describe_ranks(planned_job(*LARGE_OF_8, world_size=16))
+    assert "pp 1, dp 16, ep 8: 2 ranks hold each expert; each rank saves its slices" in text
+    replicated = [word for word in LARGE if word != "--use-distributed-optimizer"]
+    text = describe_ranks(planned_job(*replicated, "--moe-ft-sharding", "none"))
+    assert "8 ranks hold each expert; optimizer on every rank, sharding none; 12 bytes" in text
+
+
+def test_memory_grows_with_storage_and_replicas() -> None:
+    share = {"column": MemoryShare(region_bytes=10**7, pool_bytes=10**6)}
+    alone = memory_table(planned_job(*LARGE, world_size=4), share, 10**6)
+    assert row(alone, "a rank's own, MB")[1] == "21.0"
+    assert row(alone, "a node of 4, at most, MB")[1] == "84.0"
+    job = planned_job(*LARGE, *STORED, world_size=16, ranks_per_node=2)
+    kept = memory_table(job, share, 10**6)
+    assert row(kept, "a rank's own, MB")[1] == "31.0"
+    assert row(kept, "replicas that it keeps (2), MB")[1] == "42.0"
+    assert row(kept, "bytes per parameter, all")[1] == "73.0"
+
+
+@pytest.mark.parametrize(("planned", "verdict"), [(3, "is enough"), (2, "is too short")])
+def test_line_on_storage_says_whether_writes_keep_up(planned: int, verdict: str) -> None:
+    job = planned_job(*LARGE, *STORED, iteration_s=1.0, storage_bandwidth=1e9)
+    (line,) = persist_line(job, 3 * 10**9, period_s=1.0, planned=planned)
+    assert "persist: 3.000 s; smallest interval 3 iterations" in line
+    assert f"{planned}, {verdict}" in line
+
+
+def test_line_on_storage_needs_a_bandwidth() -> None:
+    assert persist_line(planned_job(*LARGE, *STORED), 10**9, period_s=1.0, planned=1) == []
+
+
+@pytest.mark.parametrize(("num_bytes", "interval"), [(0, 1), (100, 1), (101, 2), (1000, 10)])
+def test_smallest_interval_covers_the_persist(num_bytes: int, interval: int) -> None:
+    assert smallest_interval(num_bytes, bandwidth_bytes_per_s=50.0, iteration_s=2.0) == interval
+
+
+def test_reduction_is_negative_where_something_is_larger() -> None:
+    assert (reduction(1, 4), reduction(5, 4)) == (0.75, -0.25)

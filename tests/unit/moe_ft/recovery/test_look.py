@@ -1,0 +1,140 @@
+"""Look for state: what the flags ask for, what exists, and what has failed before."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.storage import Storage
+from moe_ft.planning.recovery import Plan
+from moe_ft.recovery.attempts import Attempt, note_attempt
+from moe_ft.recovery.choice import Wish
+from moe_ft.recovery.claim import Claimed, claim
+from moe_ft.recovery.inventory import Inventory
+from moe_ft.recovery.look import Found, look
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.restarts import recall_launcher
+from tests.unit.moe_ft.builders import make_identity, persist_checkpoint
+from tests.unit.moe_ft.recovery.meetings import config_of, facts_of, leave_window, met_alone
+from tests.unit.moe_ft.recovery.starts import plans_of, start, versions_of, wish
+
+FAILURE = "recovery: ValueError: bad"
+WRITER = start(0, 0, "writer")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Rank:
+    """The only rank of a job, which looks after it has claimed its place."""
+
+    def __init__(self) -> None:
+        self._opened = ExitStack()
+
+    def claim(self, config: MoeFtConfig) -> tuple[Met, Claimed]:
+        """Claim the place that the flags name."""
+        met = met_alone(config, facts_of(iteration=2, began_with="--finetune"), self._opened)
+        return met, claim(met, self._opened)
+
+    def look(self, config: MoeFtConfig) -> Found:
+        """Claim and look."""
+        return look(*self.claim(config))
+
+    def close(self) -> None:
+        """Release everything."""
+        self._opened.close()
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    rank = Rank()
+    yield rank
+    rank.close()
+
+
+def test_state_in_memory_and_on_storage_is_found(rank: Rank, tmp_path: Path) -> None:
+    config = config_of(tmp_path, persists=True)
+    leave_window(config, length=3)
+    storage = Storage(str(tmp_path / "storage"), 5.0)
+    storage.make_root()
+    persist_checkpoint(storage, 4, make_identity("run-b"))
+    inventory = rank.look(config).inventory
+    found = {(each.node, each.iteration, each.lineage) for each in inventory.versions}
+    assert found == {("node", 7, "run-a"), (None, 4, "run-b")}
+
+
+def test_flags_and_facts_are_the_wish_of_a_first_start(rank: Rank, tmp_path: Path) -> None:
+    assert rank.look(config_of(tmp_path, "iter_7")).wish == Wish(
+        recover_from="iter_7",
+        only_iteration=7,
+        is_restart=False,
+        loaded_iteration=2,
+        began_with="--finetune",
+    )
+
+
+def test_restart_by_a_launcher_knows_what_there_was_before_its_first_start(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    leave_window(config)
+    met, claimed = rank.claim(config)
+    assert not look(met, claimed).wish.is_restart
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    asked = look(met, claimed).wish
+    assert (asked.is_restart, asked.known_before) == (True, frozenset({"run-a-0-0"}))
+
+
+def test_restart_does_not_overwrite_what_its_node_knows_of_the_launcher(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    config = config_of(tmp_path)
+    leave_window(config)
+    met, claimed = rank.claim(config)
+    look(met, claimed)
+    assert recall_launcher(met.site.node_dir, {"SLURM_RESTART_COUNT": "1"}) is None
+
+
+def test_failures_that_two_starts_had_in_the_same_way_are_found(rank: Rank, tmp_path: Path) -> None:
+    met, claimed = rank.claim(config_of(tmp_path))
+    for by in ("first", "second"):
+        attempt = Attempt(start="writer", iteration=7, failure=FAILURE, by=by)
+        note_attempt(met.site.node_dir, 0, attempt)
+    assert look(met, claimed).failed == {("writer", 7): FAILURE}
+
+
+# Plans that are passed over
+
+
+@pytest.fixture
+def plan() -> Plan:
+    (found,), _ = plans_of(versions_of((WRITER,), 7))
+    return found
+
+
+def found_with(asked: Wish, failed: dict[tuple[str, int], str]) -> Found:
+    return Found(inventory=Inventory(), wish=asked, failed=failed)
+
+
+@pytest.mark.parametrize("asked", [wish(), wish("iter_7", is_restart=True)])
+def test_state_from_which_two_starts_have_failed_is_passed_over(plan: Plan, asked: Wish) -> None:
+    rejection = found_with(asked, {("writer", 7): FAILURE}).failure_of(plan)
+    assert rejection is not None
+    assert (rejection.iteration, rejection.start) == (7, WRITER)
+    assert "two starts failed" in rejection.reason
+    assert FAILURE in rejection.reason
+
+
+def test_state_that_the_user_names_is_used_whatever_has_failed(plan: Plan) -> None:
+    assert found_with(wish("iter_7"), {("writer", 7): FAILURE}).failure_of(plan) is None
+
+
+@pytest.mark.parametrize("failed", [("writer", 6), ("other", 7)])
+def test_failures_from_other_states_count_nothing(plan: Plan, failed: tuple[str, int]) -> None:
+    assert found_with(wish(), {failed: FAILURE}).failure_of(plan) is None

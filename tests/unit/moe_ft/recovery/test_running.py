@@ -1,0 +1,166 @@
+"""Checkpointing while training runs: the failures that it notes, and how it ends."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ft.engine.agreement import Agreement
+from moe_ft.engine.storage_lock import LOCK_NAME
+from moe_ft.errors import ConfigError
+from moe_ft.planning.recovery import Plan
+from moe_ft.recovery import start as phases
+from moe_ft.recovery.attempts import Attempt, read_attempts
+from moe_ft.recovery.job_memory import is_alive
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.ranks import Ranks
+from moe_ft.recovery.running import Checkpointing, note_failure, noting_failures
+from tests.unit.moe_ft.recovery.meetings import (
+    config_of,
+    facts_of,
+    initialized,
+    leave_window,
+    met_alone,
+)
+from tests.unit.moe_ft.recovery.starts import plans_of, start, versions_of
+
+
+@pytest.fixture
+def met(tmp_path: Path) -> Iterator[Met]:
+    with ExitStack() as opened:
+        met = met_alone(config_of(tmp_path), facts_of(), opened)
+        met.site.node_dir.mkdir(parents=True, mode=0o700)
+        yield met
+
+
+@pytest.fixture
+def plan() -> Plan:
+    (found,), _ = plans_of(versions_of((start(0, 0, "writer"),), 7))
+    return found
+
+
+# Failures
+
+
+def test_failure_that_speaks_against_a_state_is_noted_with_its_place_and_its_start(
+    met: Met, plan: Plan
+) -> None:
+    note_failure(met, plan, "iteration 8", ValueError("bad\nmore of it"))
+    expected = Attempt(
+        start="writer", iteration=7, failure="iteration 8: ValueError: bad", by=met.names.name
+    )
+    assert read_attempts(met.site.node_dir) == [expected]
+
+
+def test_results_that_are_not_finite_are_one_failure_whatever_the_words(
+    met: Met, plan: Plan
+) -> None:
+    for rank in (3, 5):
+        note_failure(met, plan, "iteration 8", RuntimeError(f"Rank {rank}: found NaN in loss"))
+    noted = {each.failure for each in read_attempts(met.site.node_dir)}
+    assert noted == {"iteration 8: a result that is not finite"}
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("disk"), ConfigError("--flag"), RuntimeError("gloo: Connection reset")]
+)
+def test_failure_of_the_machine_or_of_a_flag_is_not_noted(
+    met: Met, plan: Plan, error: Exception
+) -> None:
+    note_failure(met, plan, "recovery", error)
+    assert read_attempts(met.site.node_dir) == []
+
+
+def test_failure_that_cannot_be_noted_does_not_hide_itself(met: Met, plan: Plan) -> None:
+    met.site.node_dir.rmdir()
+    met.site.node_dir.touch()
+    with pytest.raises(ValueError, match="bad"), noting_failures(met, plan):
+        raise ValueError("bad")
+
+
+@pytest.mark.parametrize("is_recovering", [True, False])
+def test_failures_within_a_block_are_noted_if_a_state_is_recovered(
+    met: Met, plan: Plan, is_recovering: bool
+) -> None:
+    with (
+        pytest.raises(ValueError, match="bad"),
+        noting_failures(met, plan if is_recovering else None),
+    ):
+        raise ValueError("bad")
+    noted = [each.failure for each in read_attempts(met.site.node_dir)]
+    assert noted == (["recovery: ValueError: bad"] if is_recovering else [])
+
+
+# The end
+
+
+class Job:
+    """A job of one rank that has recovered a state and persists."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def meet(config: Any, facts: Any, built: Any, hook: Any, opened: ExitStack) -> Met:
+            return met_alone(config, facts, opened, hook)
+
+        monkeypatch.setattr(phases, "meet", meet)
+        config = config_of(folder, persists=True)
+        leave_window(config)
+        built: Any = None
+        self.running: Checkpointing = phases.start(
+            config, facts_of(), built, lambda phase, iteration: None
+        )
+        self.node_dir = self.running.met.site.node_dir
+        self.lock_path = folder / "storage" / LOCK_NAME
+
+    @property
+    def has_state(self) -> bool:
+        """True if there is a committed region."""
+        return any(self.node_dir.rglob("region_*.json"))
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    with initialized():
+        yield Job(tmp_path, monkeypatch)
+
+
+def test_end_without_removal_leaves_memory_and_the_lock_of_storage(job: Job) -> None:
+    assert is_alive(job.node_dir)
+    job.running.close()
+    assert not is_alive(job.node_dir)
+    assert job.has_state
+    assert job.lock_path.exists()
+
+
+def test_end_with_removal_leaves_neither_memory_nor_the_lock_of_storage(job: Job) -> None:
+    job.running.close(removes_memory=True)
+    assert not job.node_dir.exists()
+    assert not job.lock_path.exists()
+
+
+class _Absent(Agreement):
+    """Agreement in which another rank does not come to the barrier."""
+
+    def barrier(self) -> None:
+        raise RuntimeError("rank 1 did not come")
+
+
+def test_memory_stays_where_another_rank_does_not_end_cleanly(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    met = job.running.met
+    ranks = Ranks(everyone=_Absent(1.0), stage=met.ranks.stage)
+    replace(job.running, met=replace(met, ranks=ranks)).close(removes_memory=True)
+    assert job.has_state
+    assert job.lock_path.exists()
+    said = capsys.readouterr().err
+    assert "rank 0 keeps its memory: another rank did not end cleanly: rank 1 did not come" in said
+
+
+def test_failure_of_training_is_noted_against_the_state_that_was_recovered(job: Job) -> None:
+    job.running.note_failure("iteration 6", RuntimeError("found NaN in gradients"))
+    job.running.close()
+    (noted,) = read_attempts(job.node_dir)
+    assert (noted.iteration, noted.failure) == (5, "iteration 6: a result that is not finite")

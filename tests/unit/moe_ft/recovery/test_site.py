@@ -1,0 +1,51 @@
+"""Place of a rank: the one rank that acts for its node, and lines for people."""
+
+from dataclasses import replace
+
+import pytest
+
+from moe_ft.config.config import MoeFtConfig, StorageConfig
+from moe_ft.recovery.site import Site, say
+from moe_ft.topology import RankInfo, Topology
+from tests.unit.moe_ft.recovery import starts
+
+NODES = ("b", "a", "b", "a", "c")
+
+
+def sites() -> list[Site]:
+    ranks = tuple(
+        RankInfo(rank=rank, node=node, stage=0, pid=1, address=None, region_bytes=1)
+        for rank, node in enumerate(NODES)
+    )
+    topology = Topology(ranks=ranks)
+    return [
+        replace(starts.site(), node=node, rank=rank, topology=topology)
+        for rank, node in enumerate(NODES)
+    ]
+
+
+def test_lowest_rank_of_each_node_acts_for_it() -> None:
+    assert [each.rank for each in sites() if each.is_lowest_on_node] == [0, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("storage", "expected"),
+    [
+        (StorageConfig(), False),
+        (StorageConfig(persist_dir="/persist"), True),
+        (StorageConfig(persist_dir="/persist", persist_interval=0), False),
+    ],
+)
+def test_job_writes_to_a_persist_directory_unless_its_interval_is_0(
+    storage: StorageConfig, expected: bool
+) -> None:
+    site = replace(starts.site(), config=MoeFtConfig(storage=storage))
+    assert site.writes_to_storage == expected
+
+
+def test_lines_go_to_stderr_with_the_name_of_the_program(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    say("a line")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "moe_ft: a line\n")

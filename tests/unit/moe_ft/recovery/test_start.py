@@ -1,0 +1,235 @@
+"""A whole start on the only rank of a job, in one process; only the model and its optimizer are stand-ins."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.regions import node_directory
+from moe_ft.engine.storage_lock import LOCK_NAME
+from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.faults import Phase
+from moe_ft.planning.recovery import Tier
+from moe_ft.recovery import start as phases
+from moe_ft.recovery.attempts import read_attempts
+from moe_ft.recovery.facts import JobFacts
+from moe_ft.recovery.job_memory import is_alive
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.running import Checkpointing
+from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
+from tests.unit.moe_ft.recovery.meetings import (
+    config_of,
+    facts_of,
+    initialized,
+    leave_window,
+    met_alone,
+)
+
+SETTLING_S = 5.0  # threads may take a moment to end
+
+
+class Rank:
+    """The only rank of a job, which starts in a folder.
+
+    Attributes:
+        closed: names of what was closed, in order.
+        fault: raised while state is put back; None for no fault.
+        met: of the last start.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.closed = folder, list[str]()
+        self.fault: Exception | None = None
+        self.met: Met | None = None
+
+    @property
+    def node_dir(self) -> Path:
+        """The node's memory directory."""
+        return node_directory(str(self.folder / "memory"), "job", "node")
+
+    @property
+    def has_storage_lock(self) -> bool:
+        """True if the persist directory is locked."""
+        return (self.folder / "storage" / LOCK_NAME).exists()
+
+    def meet(
+        self, config: MoeFtConfig, facts: JobFacts, built: Any, hook: Any, opened: ExitStack
+    ) -> Met:
+        """Meet as the phase of this name does; note the order in which the rest is closed."""
+        opened.callback(self._note_closed, "groups")
+        self.met = met_alone(config, facts, opened, hook)
+        opened.callback(self._note_closed, "server")
+        return self.met
+
+    def _note_closed(self, name: str) -> None:
+        state = "alive" if is_alive(self.node_dir) else "dead"
+        self.closed.append(f"{name} while {state}")
+
+    def start(self, config: MoeFtConfig, facts: JobFacts | None = None) -> Checkpointing:
+        """Start checkpointing."""
+        built: Any = None
+        return phases.start(config, facts or facts_of(), built, self._inflict)
+
+    def _inflict(self, phase: Phase, iteration: int) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+    def masters(self) -> list[torch.Tensor]:
+        """Return the live master weights."""
+        assert self.met is not None
+        return [local.master for local in self.met.live.parameters if local.master is not None]
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    rank = Rank(tmp_path)
+    monkeypatch.setattr(phases, "meet", rank.meet)
+    with initialized():
+        yield rank
+
+
+def test_start_that_finds_nothing_begins_a_run(rank: Rank) -> None:
+    running = rank.start(config_of(rank.folder), facts_of(iteration=3))
+    assert (running.restored, running.replay) == (None, None)
+    assert (running.outcome.iteration, running.outcome.start, running.outcome.record) == (
+        3,
+        0,
+        None,
+    )
+    assert set(running.outcome.phases_s) == {"inventory", "plan"}
+    assert is_alive(rank.node_dir)
+    running.close()
+    assert not is_alive(rank.node_dir)
+
+
+def test_start_recovers_what_is_in_memory(rank: Rank) -> None:
+    leave_window(config_of(rank.folder))
+    running = rank.start(config_of(rank.folder))
+    outcome = running.outcome
+    running.close()
+    assert (outcome.iteration, outcome.start, outcome.writer) == (5, 1, 0)
+    assert outcome.sources == {Tier.MEMORY: len(WINDOW_UNITS)}
+    assert (outcome.problems, outcome.loss, running.replay) == ((), None, None)
+    assert set(outcome.phases_s) == {"inventory", "plan", "restore"}
+    assert all(master.count_nonzero() for master in rank.masters())
+
+
+def test_window_of_several_snapshots_is_left_to_a_replay(rank: Rank) -> None:
+    leave_window(config_of(rank.folder), length=3)
+    running = rank.start(config_of(rank.folder))
+    running.close()
+    assert running.outcome.iteration == 7
+    assert running.replay is not None
+    assert [each.iteration for each in running.replay.records] == [5, 6, 7]
+
+
+def test_state_that_is_damaged_is_named_among_the_problems_of_a_refusal(rank: Rank) -> None:
+    index = leave_window(config_of(rank.folder))
+    (data,) = rank.node_dir.rglob("region_*.safetensors")
+    with data.open("r+b") as file:
+        file.seek(index.header_bytes)
+        file.write(bytes(index.file_bytes - index.header_bytes))
+    with pytest.raises(UnrecoverableError, match="iteration 5: rank 0 has no intact"):
+        rank.start(config_of(rank.folder))
+
+
+# Failures
+
+
+def test_refused_start_closes_everything_in_reverse_order_and_gives_storage_up(rank: Rank) -> None:
+    with pytest.raises(UnrecoverableError, match="--moe-ft-recover-from=iter_7"):
+        rank.start(config_of(rank.folder, "iter_7", persists=True))
+    assert rank.closed == ["server while dead", "groups while dead"]
+    assert not rank.has_storage_lock
+    assert not threads_left()
+
+
+def test_start_that_fails_otherwise_leaves_the_lock_of_storage_to_become_stale(rank: Rank) -> None:
+    config = config_of(rank.folder, persists=True)
+    leave_window(config)
+    rank.fault = ValueError("this cannot be put back")
+    with pytest.raises(ValueError, match="this cannot be put back"):
+        rank.start(config)
+    assert rank.closed == ["server while dead", "groups while dead"]
+    assert rank.has_storage_lock
+    assert not threads_left()
+
+
+def threads_left() -> list[str]:
+    """Return the names of our threads that do not end within some seconds."""
+    own = [each for each in threading.enumerate() if each.name.startswith("moe_ft")]
+    for thread in own:
+        thread.join(SETTLING_S)
+    return [each.name for each in own if each.is_alive()]
+
+
+def attempts_after(rank: Rank, start: Callable[[], Any], error: type[Exception]) -> list[str]:
+    """Return the failures that are noted when a start fails."""
+    with pytest.raises(error):
+        start()
+    return [each.failure for each in read_attempts(rank.node_dir)]
+
+
+def test_failure_to_put_back_is_noted_and_the_second_one_excludes_the_state(rank: Rank) -> None:
+    config = config_of(rank.folder)
+    leave_window(config)
+    rank.fault = ValueError("this cannot be put back")
+    noted = attempts_after(rank, lambda: rank.start(config), ValueError)
+    assert noted == ["recovery: ValueError: this cannot be put back"]
+
+
+def test_failure_after_a_state_was_put_back_is_noted_too(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise ValueError("the engine rejects the state")
+
+    config = config_of(rank.folder)
+    leave_window(config)
+    monkeypatch.setattr(phases, "protect", fail)
+    noted = attempts_after(rank, lambda: rank.start(config), ValueError)
+    assert noted == ["recovery: ValueError: the engine rejects the state"]
+
+
+def test_failure_of_a_start_that_recovers_nothing_is_not_noted(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise ValueError("no engine")
+
+    monkeypatch.setattr(phases, "protect", fail)
+    assert attempts_after(rank, lambda: rank.start(config_of(rank.folder)), ValueError) == []
+
+
+# State that the flags leave out
+
+
+def test_state_of_a_run_that_began_with_other_weights_is_refused_unless_it_is_ignored(
+    rank: Rank,
+) -> None:
+    facts = facts_of(began_with="--finetune")
+    leave_window(config_of(rank.folder))
+    with pytest.raises(ConfigError, match="--moe-ft-recover-from load"):
+        rank.start(config_of(rank.folder), facts)
+    running = rank.start(config_of(rank.folder, "load"), facts)
+    running.close()
+    assert (running.restored, running.outcome.iteration) == (None, 0)
+    assert running.outcome.problems == ()
+
+
+def test_state_of_another_model_is_refused_unless_it_is_ignored(rank: Rank) -> None:
+    identity = msgspec.structs.replace(make_identity(), fingerprint={"--hidden-size": 128})
+    leave_window(config_of(rank.folder), identity=identity)
+    with pytest.raises(ConfigError, match="--hidden-size: 128 there, 64 now"):
+        rank.start(config_of(rank.folder))
+    running = rank.start(config_of(rank.folder, "load"))
+    running.close()
+    assert running.restored is None
