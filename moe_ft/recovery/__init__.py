@@ -1,1 +1,1 @@
-"""Inventory, plan, restore, resume."""
+"""Recovery: the phases of a start of checkpointing, composed in start.py."""

@@ -93,7 +93,7 @@ def without_left(plans: Sequence[Plan], wish: Wish) -> tuple[list[Plan], list[Re
 def choose(
     plans: Sequence[Plan], wish: Wish, *, has_begun: bool, newest_iteration: int | None = 0
 ) -> Choice:
-    """Return which plans a start may use.
+    """Return the plans that a start may use.
 
     --moe-ft-recover-from holds for the first start only: later ones continue what it began.
 

@@ -107,7 +107,7 @@ def take_over_lock(met: Met, claimed: Claimed, opened: ExitStack) -> StorageLock
 
 
 class _Unlocking:
-    """Ends the renewals of a lock; a start that is refused also removes the lock: it has written nothing."""
+    """Ends the renewals of a lock; after a refusal, when nothing was written, also removes the lock."""
 
     def __init__(self, lock: StorageLock) -> None:
         self._lock = lock
@@ -129,7 +129,7 @@ class _Unlocking:
 
 
 def warn_of_inexactness(site: Site, *, is_deterministic: bool) -> None:
-    """Say which settings make recoveries less than bit for bit exact.
+    """Warn of settings that make recoveries less than bit for bit exact.
 
     Args:
         site: this rank's place.
@@ -190,7 +190,7 @@ def claim_memory(site: Site) -> filelock.BaseFileLock:
 
 
 def _take_place(site: Site) -> filelock.BaseFileLock:
-    """Return the lock of this rank, taken, in directories that are made and ours.
+    """Make the directories of this rank, and return its lock, taken.
 
     Raises:
         filelock.Timeout: if another process keeps it.

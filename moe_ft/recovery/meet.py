@@ -116,15 +116,14 @@ def meet(
         opened: closes the groups and the server.
 
     Raises:
-        ConfigError: if a strategy, an address or the number of replicas does not fit the job.
+        ConfigError: if a name, the model, a strategy, an address or the number of replicas does not fit.
     """
     # Each rank alone, since already the groups need the descriptors.
     allow_descriptors(facts.world_size, facts.world_size // facts.groups.pp.size())
     ranks = join_ranks(facts, opened)
-    live = _read_live_state(config, facts, built, phase_hook)
+    job_id, node = ranks.check_together(lambda: _resolve_names(config))
+    live = ranks.check_together(lambda: _read_live_state(config, facts, built, phase_hook))
     strategy = ranks.check_together(lambda: _build_strategy(config, facts, live, ranks))
-    job_id = config.memory.resolve_job_id(os.environ)
-    node = config.memory.resolve_node_id(os.environ, socket.gethostname())
     node_dir = node_directory(config.memory.memory_dir, job_id, node)
     server = PeerServer(node_dir, own_host(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     opened.callback(server.close)
@@ -151,6 +150,15 @@ def meet(
         server=server,
         token=token,
         names=names,
+    )
+
+
+def _resolve_names(config: MoeFtConfig) -> tuple[str, str]:
+    """Return the names of the job and of this node."""
+    memory = config.memory
+    return (
+        memory.resolve_job_id(os.environ),
+        memory.resolve_node_id(os.environ, socket.gethostname()),
     )
 
 

@@ -142,7 +142,7 @@ def hand_over(
     rank: int,
     peers: Sequence[RankInfo],
 ) -> RestoredState | None:
-    """Return what the engine of a rank must know about the recovered state, None if nothing was recovered.
+    """Return what the engine of a rank must know about the recovered state; None if nothing was recovered.
 
     Args:
         restored: state of this rank.
@@ -197,7 +197,7 @@ def _units_of(fetched: Fetched) -> Iterator[FetchedUnit]:
 
 
 def _window_of(fetched: Fetched) -> RestoredWindow | None:
-    """Return all that was read, None if it is not all in one region."""
+    """Return everything that was read; None if it is not all in one region."""
     index = fetched.index
     if index is None or any(unit.file for unit in index.units.values()):
         return None

@@ -224,7 +224,7 @@ class Readers:
 
 
 def _check_is_planned(reader: StateReader, source: Source) -> None:
-    """Raise CorruptStateError if a place holds something else than when the recovery was planned."""
+    """Raise CorruptStateError if a place no longer holds what the recovery was planned with."""
     index, version = reader.index, source.version
     found = (index.rank, index.iteration, index.identity.lineage, index.identity.history)
     is_same = found == (version.rank, version.iteration, version.lineage, version.history)

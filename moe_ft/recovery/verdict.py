@@ -17,7 +17,7 @@ _IGNORING = (
 
 
 class Verdict:
-    """Speaks for one start; prints on rank 0 only."""
+    """Messages and refusals of one start; prints on rank 0 only."""
 
     def __init__(self, site: Site, wish: Wish, url: str | None) -> None:
         self._site, self._wish = site, wish
@@ -29,7 +29,7 @@ class Verdict:
             self._looked_at += f" and {url}"
 
     def say_rejected(self, plan: Plan, inventory: Inventory, rejected: Sequence[Rejection]) -> None:
-        """Say which state may be newer than what was recovered, and why it is not used."""
+        """Print the states that may be newer than the recovered one, and why they are not used."""
         reasons = [each.reason for each in newer_than(plan, rejected)]
         reasons += [each.text for each in inventory.problems if each.is_state]
         if reasons and self._site.rank == 0:
@@ -37,7 +37,7 @@ class Verdict:
             _say_all(reasons)
 
     def say_load(self, plans: Sequence[Plan], problems: Sequence[str]) -> None:
-        """Say that --load comes before the state of moe_ft."""
+        """Print that --load comes before the state of moe_ft."""
         if self._site.rank == 0:
             loaded = self._wish.loaded_iteration
             older = [plan.iteration for plan in plans if plan.iteration < loaded]
@@ -48,7 +48,7 @@ class Verdict:
             _say_all(problems)
 
     def say_others(self, inventory: Inventory, lineage: str) -> None:
-        """Say which checkpoints on storage are of other runs, which nobody deletes."""
+        """Print the checkpoints of other runs on storage, which nobody deletes."""
         others = sorted(
             {
                 version.iteration
@@ -66,7 +66,7 @@ class Verdict:
             )
 
     def say_incomparable(self, where: str, names: Sequence[str]) -> None:
-        """Say, once, that some settings could not be compared with those that state was made with."""
+        """Print, once for each place, the settings that could not be compared with those of its state."""
         if names and self._site.rank == 0 and where not in self._incomparable:
             shown = ", ".join(names[:_MOST_REASONS])
             more = f" and {len(names) - _MOST_REASONS} more" if len(names) > _MOST_REASONS else ""

@@ -14,7 +14,7 @@ from moe_ft.units import UnitKind, parse_unit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSummary:
-    """The experts of the layers that were looked at.
+    """Experts of some layers: their saved versions and lost tokens.
 
     Attributes:
         lost: by layer, ``[expert]`` tokens whose updates recoveries have dropped.

@@ -140,7 +140,7 @@ def groups_of(versions: Sequence[Version]) -> dict[Group, list[Version]]:
 
 
 def belongs_to(version: Version, run: History) -> bool:
-    """Say the rule in other words: all starts of the run after the writer continued from there or later."""
+    """Return whether all starts of the run after the writer continued from there or later."""
     if version.history[-1] not in run:
         return False
     return min((each.resumed_at for each in run[len(version.history) :]), default=99) >= (

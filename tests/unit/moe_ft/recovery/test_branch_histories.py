@@ -151,7 +151,7 @@ class World:
         self._check_deleted({*before, state} - self._on_storage(), {*before, state}, state)
 
     def _check_winner(self, winner: State | None, usable: set[State]) -> None:
-        """Say which state must win: of starts that nobody knew of, the one that got furthest."""
+        """Check that the winner is the state that got furthest of starts that nobody knew of."""
         lives = {state.life for state in usable}
         latest = {life for life in lives if not any(life in other.knew for other in lives)}
         best = max((each.iteration for each in usable if each.life in latest), default=None)
@@ -164,7 +164,7 @@ class World:
         assert winner.iteration == best
 
     def _check_deleted(self, gone: set[State], before: set[State], newest: State) -> None:
-        """Say what may be deleted: what is old, and what a later start knew of and left."""
+        """Check that only old states are deleted, or ones that a later start knew of and left."""
         usable = {
             each
             for each in before

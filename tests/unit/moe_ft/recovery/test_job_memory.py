@@ -1,4 +1,4 @@
-"""Jobs are told from what is next to them, measured, and found alive by their locks."""
+"""Jobs are told apart from other directories, measured, and found alive by their locks."""
 
 import os
 import time

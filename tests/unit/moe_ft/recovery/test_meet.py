@@ -51,6 +51,17 @@ def test_job_and_node_that_no_flag_names_are_those_of_the_environment(
     assert (site.job_id, site.node) == ("123", "node7")
 
 
+@pytest.mark.parametrize("name", ["a/b", ".."])
+def test_node_whose_name_cannot_be_a_directory_is_refused(
+    tmp_path: Path, opened: ExitStack, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = config_of(tmp_path)
+    config = replace(config, memory=replace(config.memory, node_id=None))
+    monkeypatch.setenv("MOE_FT_NODE_ID", name)
+    with pytest.raises(ConfigError, match="MOE_FT_NODE_ID"):
+        meet_alone(config, opened)
+
+
 def test_cuts_of_the_state_are_a_setting_that_it_depends_on(
     tmp_path: Path, opened: ExitStack
 ) -> None:

@@ -218,7 +218,7 @@ def test_version_that_is_said_to_be_of_the_other_level_is_refused(
 
 
 def pooled(tmp_path: Path) -> tuple[Region, Pool, str]:
-    """Return a region whose index names a version in a pool beside it."""
+    """Return a region whose index names a version in the pool of its directory."""
     directory = own_directory(tmp_path / "node", 0)
     pool = Pool(directory, 4 * 33, 2)
     pool.open()
