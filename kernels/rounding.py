@@ -15,7 +15,6 @@ def convert(values: torch.Tensor, to: NumberFormat) -> torch.Tensor:
 
     Args:
         values: of the dtype of a format, of any shape.
-        to: the other format.
     """
     of = FORMAT_OF[values.dtype]
     if of is to:

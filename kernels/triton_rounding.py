@@ -60,7 +60,6 @@ def scales_of(bits, largest, is_power_of_two):
     """Return ``[block]`` fp32 scales of ``[block, 128]`` int32 bits of fp32 numbers.
 
     Args:
-        bits: of the numbers.
         largest: number of the format, fp32.
         is_power_of_two: whether scales must be powers of two.
     """

@@ -13,7 +13,6 @@ def check_directories(memory_dir: str, persist_dir: str | None) -> None:
     """Check what --moe-ft-memory-dir and --moe-ft-persist-dir name.
 
     Args:
-        memory_dir: a path.
         persist_dir: a path or fsspec URL, None for no storage.
 
     Raises:

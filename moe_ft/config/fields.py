@@ -89,9 +89,7 @@ def setting(
 
     Args:
         default: a text, a number, False for a switch, a tuple for a flag that may be repeated.
-        help_text: for --help.
         metavar: what --help calls the value.
-        choices: the only values.
         bounds: of the number; a text with bounds is a number or `auto`.
         reason: why these are the bounds, for the error message.
         remedy: what to do about a value outside them, as a sentence without its period.
@@ -169,7 +167,6 @@ def checked_name(field_name: str, source: str, name: str) -> str:
     Args:
         field_name: of the setting that is named.
         source: the flag or environment variable that gave the name.
-        name: to check.
 
     Raises:
         ConfigError: if it cannot be a directory's.

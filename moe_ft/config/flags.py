@@ -37,7 +37,6 @@ def add_flags(
 
     Args:
         parser: to add them to.
-        parts: of the settings.
         choices: by field name, where a field does not know its own.
     """
     for part in parts:

@@ -36,6 +36,16 @@ class Reduction[Given, Found](Protocol):
         """Return the value of all of them."""
         ...
 
+    def close(self) -> None:
+        """Close the connections at the end of a start, if nothing is under way. Not collective.
+
+        Closing waits for an all-reduce that is under way, so such a group is left to the end of the process.
+        """
+        group, self._group = self._group, None
+        self._has_left = True
+        if group is not None and self._work is None:
+            dist.destroy_process_group(group)
+
     def leave(self) -> None:
         """Take no further part."""
         ...
@@ -85,6 +95,16 @@ class _Reduction:
         values: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def close(self) -> None:
+        """Close the connections at the end of a start, if nothing is under way. Not collective.
+
+        Closing waits for an all-reduce that is under way, so such a group is left to the end of the process.
+        """
+        group, self._group = self._group, None
+        self._has_left = True
+        if group is not None and self._work is None:
+            dist.destroy_process_group(group)
 
     def leave(self) -> None:
         """Take no further part: close the connections, so that the others need not wait for this rank.
@@ -153,7 +173,6 @@ class StageSum(_Reduction):
 
         Args:
             stages: ``[rank]`` the stage of each rank.
-            rank: this one.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return

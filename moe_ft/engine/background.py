@@ -65,7 +65,6 @@ class Reports:
 
         Args:
             iteration: the one concerned, 0 if none.
-            reason: one line.
             error: if an exception is the reason: the event gets its traceback.
         """
         fields = {} if error is None else {"traceback": "".join(traceback.format_exception(error))}

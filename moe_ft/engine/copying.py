@@ -35,7 +35,6 @@ class StateCopier:
         """Prepare for a rank's state.
 
         Args:
-            parameters: of the rank.
             pool: the file of slots.
             staging_bytes: device memory for packing snapshots; 0 if nothing is packed.
         """
@@ -73,7 +72,6 @@ class StateCopier:
         """Copy everything that a snapshot holds; return the tensors that do not exist yet.
 
         Args:
-            request: the snapshot.
             ready: returned by `mark_ready`.
             at_half: called when half of the copies are complete or queued.
             at_end: called when all copies are complete or queued, in the stream that copies.

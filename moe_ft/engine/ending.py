@@ -130,7 +130,6 @@ def bring_to_storage(
     Args:
         advance: tells all ranks what this one wants and returns their progress, None if they cannot agree.
         begin_step: begins the next step: a snapshot, or writing it.
-        tell: hands over reports.
         deadline_s: for all tries together.
 
     Returns:

@@ -165,7 +165,6 @@ class CheckpointEngine:
         """Read what was agreed, then start what is due. Called when the optimizer has stepped.
 
         Args:
-            iteration: the state's now.
             iteration_s: the duration of the iteration.
             capture: takes the record of the state; called at once if a snapshot starts.
 
@@ -281,7 +280,6 @@ class CheckpointEngine:
         """Bring the last state to storage, if there is one, within a deadline. Called by all ranks.
 
         Args:
-            iteration: the last state's.
             capture: takes the record of the state.
             log: see `drain`; also called while this waits.
         """

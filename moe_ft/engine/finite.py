@@ -21,8 +21,6 @@ def check_is_finite(unit: str, entry: UnitEntry, content: memoryview) -> None:
     """Raise CorruptStateError if a number of a unit version is NaN or infinite: training could not continue.
 
     Args:
-        unit: which one.
-        entry: describes it.
         content: its bytes.
     """
     for tensor in entry.tensors:

@@ -72,9 +72,7 @@ class Messages:
         """Report a window; warn once for each length if training has to wait for it.
 
         Args:
-            iteration: its last one.
             facts: of `OpenWindow.facts`.
-            profile: measured so far.
             hint: how to make snapshots smaller.
         """
         length, own_most = facts["length"], max(facts["bytes"], default=0)

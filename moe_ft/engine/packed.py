@@ -61,8 +61,6 @@ def unpack_into(target: torch.Tensor, entry: TensorEntry, content: memoryview) -
 
     Args:
         target: ``[n]``, as the entry describes it; on any device.
-        entry: of the tensor.
-        content: of its unit.
     """
     part = content[entry.offset : entry.offset + tensor_bytes(entry)]
     packing = Packing(entry.packing)

@@ -101,7 +101,6 @@ class PeerConnection:
         """Send a replica and wait until it is committed there; raises OSError if that fails.
 
         Args:
-            replica: what to send.
             slots: names of units of the pool, which are sent too.
             phase_hook: called in the middle.
         """

@@ -53,7 +53,6 @@ def persist_deadline_s(num_bytes: int, num_ranks: int = 0) -> float:
     """Return how long writing may take before it counts as failed.
 
     Args:
-        num_bytes: of one rank.
         num_ranks: of the manifest that is written too, 0 for none.
     """
     return _MIN_DEADLINE_S + num_bytes / SLOWEST_BYTES_PER_S + num_ranks * _RANK_DEADLINE_S
@@ -103,10 +102,8 @@ class PersistClient:
         """Have a committed snapshot written; its region must not change until `poll` returns it.
 
         Args:
-            region: holds the snapshot.
             rotating: units in the pool that are written too; their slots must not change either.
             previous: this rank's index of the checkpoint on storage that holds the others.
-            tag: of the files' names.
             rotating_bytes: of the units in the pool.
         """
         assert self.region is None and region.iteration is not None
@@ -216,8 +213,6 @@ class WriterSupervisor:
         """Begin without a process.
 
         Args:
-            directory: of requests and results.
-            command: starts the process.
             settings: the first that the process reads from its standard input; None for nothing.
         """
         self._clock = clock

@@ -128,8 +128,6 @@ class PersistWorker:
         """Begin.
 
         Args:
-            directory: of requests and results.
-            storage: the persist directory.
             keep: how many checkpoints to keep.
             lock: without which nothing may be written there; None if that is not for this writer to see to.
         """
@@ -193,7 +191,6 @@ class PersistWorker:
         """Copy a region to storage, data first, then the index; rank 0 then writes the manifest.
 
         Args:
-            request: what to write.
             is_wanted: returns False when the wait for other ranks is in vain.
 
         Returns:
@@ -381,11 +378,7 @@ def _say(line: str) -> None:
 
 
 def main(directory: str) -> None:
-    """Serve a node's ranks until the parent ends.
-
-    Args:
-        directory: of requests and results.
-    """
+    """Serve a node's ranks until the parent ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers signal everyone; the parent decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = _read_settings()

@@ -143,7 +143,6 @@ class SnapshotProfile:
         """Note what a snapshot took.
 
         Args:
-            num_bytes: that were copied.
             copy_s: until nothing read the training state any more.
             commit_s: until it was committed, the copy included.
             replicate_s: to send it to all peers, in parallel with the commit of the next one.

@@ -25,7 +25,6 @@ def keep_restored(memory: RankMemory, restored: RestoredState) -> list[Region]:
     """Return the regions that the restored state rests on, which must be kept; the state itself comes first.
 
     Args:
-        memory: of this rank, open.
         restored: what a recovery put back.
     """
     regions = memory.regions

@@ -29,7 +29,6 @@ class Retention:
         """Begin.
 
         Args:
-            storage: the persist directory.
             keep: how many checkpoints to keep, at least 1.
             check: raises if nothing may be deleted any more; called before each manifest is removed and
                 each directory cleared, because this process may have been suspended in between.

@@ -40,7 +40,6 @@ class SnapshotIndexer:
         """Describe the window up to a snapshot that was copied.
 
         Args:
-            request: the snapshot.
             absent: what did not exist yet.
             before: the window up to the snapshot before it.
 

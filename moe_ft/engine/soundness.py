@@ -20,7 +20,6 @@ def check_manifest(manifest: Manifest, path: str, where: str) -> None:
     """Raise CorruptStateError unless a manifest is one of a whole checkpoint of its directory's iteration.
 
     Args:
-        manifest: what was read.
         path: from where, relative to the persist directory.
         where: its full path, for messages.
     """
@@ -56,7 +55,6 @@ def read_index(
     """Return an index on storage that is the one which a manifest names.
 
     Args:
-        content: of the index.
         file: what the manifest says of it.
         iteration: of the manifest; None for files of older checkpoints.
         history: of the manifest; None likewise.
@@ -90,11 +88,6 @@ def check_checkpoint(storage: Storage, manifest: Manifest, listings: Listings) -
 
     Holds the indexes of one rank at a time.
 
-    Args:
-        storage: the persist directory.
-        manifest: of the checkpoint.
-        listings: of the directories there.
-
     Raises:
         CorruptStateError: if an index is not what the manifest names, or data is cut short.
         OSError: if something is not there.
@@ -125,8 +118,6 @@ def read_file(
     """Return the index of one of a checkpoint's files, after checking all but the data's bytes.
 
     Args:
-        storage: the persist directory.
-        manifest: of the checkpoint.
         file: one that it names.
         sizes: of the files there; by default storage is asked.
 
@@ -156,7 +147,6 @@ def check_references(manifest: Manifest, indexes: Mapping[str, Index]) -> None:
     """Raise CorruptStateError unless units that a checkpoint has in older files are there.
 
     Args:
-        manifest: of the checkpoint.
         indexes: of all its files, by data file.
     """
     for own in manifest.files:
@@ -181,12 +171,7 @@ def _check_size(sizes: Storage | Listings, file: FileEntry) -> None:
 
 
 def check_region(index: Index | IndexHead, path: Path) -> None:
-    """Raise OSError unless a region in memory is its rank's, and is as long as it says.
-
-    Args:
-        index: of the region.
-        path: of the index.
-    """
+    """Raise OSError unless a region in memory is its rank's, and is as long as it says."""
     owner, _ = rank_and_holder(path.parent.name)
     if owner != index.rank:
         raise CorruptStateError(f"{path} says rank {index.rank}, in the directory of rank {owner}")

@@ -165,12 +165,7 @@ class Staging:
     """Two buffers on the device. Owned by the copy thread."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Allocate the buffers.
-
-        Args:
-            num_bytes: of both buffers together.
-            device: of the state.
-        """
+        """Allocate the buffers."""
         self.chunk_bytes = num_bytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self._buffers = [
             torch.zeros(self.chunk_bytes, dtype=torch.uint8, device=device) for _ in range(2)

@@ -35,7 +35,6 @@ def file_tag(identity: Identity, *, is_last: bool = False) -> str:
     """Return what tells the files of one incarnation of one run from all others.
 
     Args:
-        identity: of the writer.
         is_last: whether training has ended: a last checkpoint may be one of an iteration that has one
             already, and does not overwrite its files.
     """

@@ -96,7 +96,6 @@ class StorageLock:
         """Begin.
 
         Args:
-            storage: the persist directory.
             owner: of the start that has the lock; made up for one that is about to take it.
         """
         self.owner = owner or secrets.token_hex(16)
@@ -128,7 +127,6 @@ class StorageLock:
         """Take the lock; return whether this start has it now, False if another one was quicker.
 
         Args:
-            job_id: of this job.
             seen: what is to be replaced, None if nothing was there.
 
         Raises:

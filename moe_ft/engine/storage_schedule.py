@@ -52,7 +52,6 @@ class StorageSchedule:
 
         Args:
             interval: complete snapshots between those that are written, 0 for never.
-            versions: in the pool.
             strategy: chooses the units of the pool that are written.
         """
         self._interval, self._client = interval, client
@@ -98,7 +97,6 @@ class StorageSchedule:
         """Have the newest complete snapshot written. Called by all ranks when all writers are idle.
 
         Args:
-            region: that holds it.
             is_last: whether training has ended: everything goes to storage.
         """
         assert region.iteration is not None

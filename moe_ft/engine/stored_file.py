@@ -47,7 +47,6 @@ class StoredFile:
         """Yield the file's bytes in order.
 
         Args:
-            index: of the region.
             contents: of the files in memory.
         """
         if self.layout is None:
@@ -70,7 +69,6 @@ def assemble(
     """Decide what a rank's file of a checkpoint holds.
 
     Args:
-        index: of the region.
         rotating: units of the pool that are written too.
         previous: what the rank has in the newest checkpoint; units that are not written are found there.
         file: name of the new data file.

@@ -57,7 +57,6 @@ class UnitLayouts:
 
         Args:
             unit: one that this rank saves at least a part of.
-            offset: of the slot.
         """
         if unit not in self._places:
             layout = lay_out([(unit, Level.FULL, self._catalog.tensors(unit, Level.FULL))])

@@ -17,9 +17,7 @@ def check_units(
     """Raise CorruptStateError if the header or a unit does not have the checksum of the index.
 
     Args:
-        index: describes them.
         contents: of the index's own file, under an empty name, and of others that it names.
-        where: for messages.
         entries: the unit versions to check, with names; by default all that are in the contents.
     """
     check_header(index, contents[""][: index.header_bytes], where)

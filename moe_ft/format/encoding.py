@@ -46,7 +46,6 @@ def decode[B: Body](content: bytes, kind: type[B], where: str) -> B:
     """Check the content of a file that `encode` made, and return its body.
 
     Args:
-        content: of the file.
         kind: Index, IndexHead or Manifest.
         where: path of the file, for messages.
 

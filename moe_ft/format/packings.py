@@ -94,7 +94,6 @@ def pieces(dtype: str, count: int, packing: Packing) -> tuple[Piece, ...]:
     Args:
         dtype: safetensors' name of the type that the live tensor has; all packings but EXACT require F32.
         count: number of its elements.
-        packing: of the tensor.
     """
     if packing is Packing.EXACT:
         return (Piece("", dtype, count, 0),)

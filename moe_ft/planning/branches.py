@@ -19,7 +19,6 @@ def is_alive(iteration: int, history: History, run: History) -> bool:
     """Return whether a state belongs to a run as it was continued.
 
     Args:
-        iteration: of the state.
         history: of the state, up to the start that wrote it.
         run: history of the run.
 

@@ -40,11 +40,7 @@ def describe_job(
     """Return the job that flags describe.
 
     Args:
-        args: flags of Megatron.
-        config: flags of moe_ft.
-        measured: times and bandwidths.
         world_size: ranks of the job.
-        ranks_per_node: of a full node.
 
     Raises:
         ConfigError: if a flag cannot be, two do not fit together, or sizes are not known for one.

@@ -34,7 +34,6 @@ def choose_interval(cost: CheckpointCost, overhead_limit: float) -> int:
     checkpoint must be complete before the next one begins.
 
     Args:
-        cost: of a checkpoint.
         overhead_limit: fraction of the training time that checkpoints may cost, > 0.
 
     Raises:

@@ -103,7 +103,6 @@ def limit_of_k(k: int, num_experts: int, limit: float) -> float:
     Args:
         k: experts of a layer in each snapshot, at least 1.
         num_experts: N, per layer.
-        limit: --moe-ft-plt-limit.
     """
     num_steps, num_left = _num_doublings(1, num_experts), _num_doublings(k, num_experts)
     return limit * ((num_steps - num_left + 1) / max(1, num_steps))  # never above the limit itself
@@ -131,13 +130,11 @@ def next_k(
     because k can only be raised after it.
 
     Args:
-        k: so far.
         num_experts: the most that k can be.
         accumulated_plt: by all recoveries, of the whole planned run.
         last_plt: by the last one. The next is expected to lose as much if that is more than `expected`, as it
             is with skewed routing or where memory was lost with a node.
         expected: returns for a k what one more fault loses, see `expected_plt`.
-        limit: --moe-ft-plt-limit.
     """
     excess = max(1.0, last_plt / expected(k)) if expected(k) > 0 else 1.0
     while k < num_experts:

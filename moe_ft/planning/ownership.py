@@ -100,7 +100,6 @@ def owned_experts(
     Where there are more experts than groups, all of an expert belongs to one rank or to two.
 
     Args:
-        shape: of the model.
         num_layers: MoE layers of the stage.
         layout: of its ranks, whose expert-parallel size divides the experts.
         bucket_parameters: as of `owned_slices`.
@@ -126,9 +125,7 @@ def saved_parameters(
     """Return ``[rank]`` the parameters of a stage that each saves in a snapshot of everything.
 
     Args:
-        shape: of the model.
         units: of the stage, with their parameters.
-        layout: of its ranks.
         bucket_parameters: as of `owned_slices`.
     """
     num_layers = len({unit.layer for unit in units if unit.kind is UnitKind.EXPERT})

@@ -75,7 +75,6 @@ class Measured:
         """Raise ConfigError if a value was given that the plan of a strategy would ignore.
 
         Args:
-            strategy: that is planned.
             reasons: by name of the value.
         """
         for name, reason in reasons.items():

@@ -75,8 +75,6 @@ def family_of(iteration: int, window: int, history: History) -> Family:
     Two starts may have gone different ways from one state, and may group the units of a window differently.
 
     Args:
-        iteration: of the state.
-        window: number of snapshots.
         history: history of the run up to the start that wrote it.
     """
     return iteration, -window, history[-1]
@@ -303,7 +301,6 @@ def newer_than(plan: Plan, others: Sequence[Rejection]) -> list[Rejection]:
 
     Args:
         plan: the plan that was used.
-        others: all rejected states.
     """
     version = plan.version
     known = known_names(version.history, version.superseded) | {plan.start.name}

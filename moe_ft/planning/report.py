@@ -62,9 +62,7 @@ def persist_line(
     Args:
         job: says whether checkpoints go to storage, and how fast.
         num_bytes: that the rank with the most writes.
-        period_s: of one unit.
         planned: interval between writes, in units.
-        unit: of intervals.
     """
     bandwidth = job.measured.storage_bandwidth
     if bandwidth is None:

@@ -85,7 +85,6 @@ def ep_ranks_by_dp(everyone: Sequence[tuple[Any, int, int]], group: Any) -> list
 
     Args:
         everyone: of all ranks (group, rank in it, expert-parallel rank).
-        group: of this rank.
     """
     members = sorted((dp_rank, ep_rank) for other, dp_rank, ep_rank in everyone if other == group)
     return [ep_rank for _, ep_rank in members]

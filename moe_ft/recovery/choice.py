@@ -67,7 +67,6 @@ def without_left(plans: Sequence[Plan], wish: Wish) -> tuple[list[Plan], list[Re
 
     Args:
         plans: all plans, best first.
-        wish: of this start.
     """
     names_one = wish.only_iteration is not None and not wish.is_restart
     chosen = [start for start in plans[0].history if start.is_chosen] if plans else []
@@ -99,7 +98,6 @@ def choose(
 
     Args:
         plans: all plans, best first.
-        wish: of this start.
         has_begun: whether the run that an earlier start by this launcher has chosen has had a state.
         newest_iteration: the newest that was found, usable or not; None if that is not known.
 

@@ -55,7 +55,6 @@ def claim(met: Met, opened: ExitStack) -> Claimed:
 
     Args:
         met: this rank and its job.
-        opened: releases the claims.
 
     Raises:
         ConfigError: if a directory cannot be used, is used by another job, or has too little room.
@@ -132,7 +131,6 @@ def warn_of_inexactness(site: Site, *, is_deterministic: bool) -> None:
     """Warn of settings that make recoveries less than bit for bit exact.
 
     Args:
-        site: this rank's place.
         is_deterministic: whether an iteration that is run again computes the same bits.
     """
     if site.rank != 0:

@@ -120,7 +120,6 @@ def fetch(
     """Read and verify what this rank needs for a plan. Called by all ranks.
 
     Args:
-        plan: the state to read.
         met: this rank and its strategy.
         readers: sources of this rank.
         origins: checksums of the weights that this start has begun with.
@@ -161,7 +160,6 @@ def read_window(
         sources: places of this rank's window, best first.
         units: units that every window holds.
         catalog: parameters and units of this rank.
-        readers: open the sources.
     """
     opened = (readers.open(source) for source in sources)
     # A rank that owns nothing needs an index too: it has a record.

@@ -109,7 +109,6 @@ def meet(
     """Meet the other ranks. Called by all ranks.
 
     Args:
-        config: the flags.
         facts: about the job and this rank.
         built: model chunks, Megatron's outermost optimizer and its scheduler.
         phase_hook: called in the middle of background work and of putting back state.

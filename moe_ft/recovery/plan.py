@@ -126,7 +126,6 @@ def check_replay(candidate: Plan, replay_settings: Mapping[str, Any], verdict: V
     """Raise ConfigError if a plan replays iterations and they would not be the same.
 
     Args:
-        candidate: the plan.
         replay_settings: settings of this start that the result of an iteration depends on, by flag.
         verdict: says which settings cannot be compared.
     """

@@ -42,8 +42,6 @@ def protect(
 
     Args:
         met: this rank and its job.
-        claimed: this rank's memory.
-        identity: of this start.
         lock: of the persist directory, on rank 0 only.
         origins: checksums of the weights that this start has begun with.
         restored: state that was recovered; None after a fresh start.
@@ -148,7 +146,6 @@ def hand_over(
         restored: state of this rank.
         strategy: strategy of this start.
         node_dir: memory directory of the rank's node.
-        rank: global rank.
         peers: ranks that keep its replicas.
     """
     if restored is None:
@@ -227,7 +224,6 @@ def make_room(
     That state stays until a newer snapshot is complete and at its peers.
 
     Args:
-        site: this rank's place.
         peers: ``[rank]`` the ranks that keep its replicas now.
         restored: writer and iteration of the state that was recovered, None after a fresh start.
     """

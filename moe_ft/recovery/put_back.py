@@ -51,7 +51,6 @@ def exchange_state(
         parameters: all parameters of this rank.
         restored: slices that the ranks have put back.
         level: level of the units that the slices belong to.
-        groups: Megatron's ProcessGroupCollection.
     """
     replicated = [local for local in parameters if not local.is_sharded]
     for is_expert, slices, group in (

@@ -34,15 +34,10 @@ class Ranks:
 
 
 def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
-    """Create the groups. Called by all ranks.
-
-    Args:
-        facts: about the job.
-        opened: closes the groups.
-    """
+    """Create the groups. Called by all ranks."""
     ranks = Ranks(everyone=Agreement(facts.timeout_s), stage=StageSum(facts.timeout_s))
-    opened.callback(ranks.everyone.leave)
+    opened.callback(ranks.everyone.close)
     ranks.everyone.start()
-    opened.callback(ranks.stage.leave)
+    opened.callback(ranks.stage.close)
     ranks.stage.start(ranks.everyone.gather(facts.stage), facts.rank)
     return ranks

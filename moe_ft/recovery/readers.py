@@ -74,7 +74,6 @@ class MemoryReader:
         """Open an index.
 
         Args:
-            path: of the index.
             reusable: files that this rank will use again. If they are in the directory of the index, they
                 are read through their own mappings, which stay open.
         """

@@ -41,7 +41,6 @@ def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher 
 
     Args:
         node_dir: the memory directory of the job on this node.
-        environment: of this process.
     """
     with suppress(OSError, msgspec.MsgspecError):
         known = msgspec.json.decode(read_private(node_dir / _NAME), type=Launcher)
@@ -57,7 +56,6 @@ def note_launcher(node_dir: Path, environment: Mapping[str, str], known: Iterabl
 
     Args:
         node_dir: the memory directory of the job on this node.
-        environment: of this process.
         known: names of all starts that have left something.
     """
     launcher = Launcher(process=_process(environment), known=tuple(known))

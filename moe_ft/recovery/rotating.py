@@ -64,7 +64,6 @@ def fetch_rotating(
         sources: everything that the run has left of this rank, best first.
         units: units that only some snapshots hold, of which this rank saves something.
         catalog: parameters and units of this rank.
-        readers: open the sources.
         origins: checksums of the weights that this start has begun with.
         gather: exchanges values within the stage.
         most_iteration: latest iteration of snapshots that may be used; None for any.

@@ -66,8 +66,6 @@ class Checkpointing:
         """Bring the last state to storage; training has ended. Called by all ranks.
 
         Args:
-            iteration: of the last state.
-            facts: of the last state.
             log: gets what is reported meanwhile.
         """
         ending = self.engine.finish(iteration, lambda: self.capture(facts), log)
@@ -119,9 +117,7 @@ def note_failure(met: Met, plan: Plan, where: str, error: Exception) -> None:
 
     Args:
         met: this rank and its job.
-        plan: the state.
         where: the moment of the failure, the same for equal failures.
-        error: its exception.
     """
     if not speaks_against_state(error):
         return

@@ -53,7 +53,6 @@ def start(
     iteration. A process may start again after it has closed what an earlier start has returned.
 
     Args:
-        config: the flags.
         facts: about the job and this rank.
         built: model chunks, Megatron's outermost optimizer and its scheduler.
         phase_hook: called in the middle of background work and of putting back state.

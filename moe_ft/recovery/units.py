@@ -47,9 +47,7 @@ def fetch_unit(
 
     Args:
         source: the place to look at.
-        unit: unit to read.
         catalog: parameters and units of this rank.
-        readers: open the source.
         version: the only version to accept; None for any.
         iteration: the only iteration to accept; None for any.
         position: number of the snapshot that has the unit at COMPUTE; None for FULL.

@@ -34,7 +34,6 @@ class UnitCatalog:
         """Sort parameters into units.
 
         Args:
-            parameters: of the rank.
             leaves_out_frozen: whether units exclude parameters that are not trained. These keep the values
                 that they had when the run began.
             packings: of fp32 tensors, by part of the state ("master", "exp_avg", "exp_avg_sq").
@@ -73,7 +72,6 @@ class UnitCatalog:
 
         Args:
             unit: a whole unit or a part of one.
-            level: of the snapshot.
             slices: ranges of parameters that a plan divides differently than at start.
         """
         found = []

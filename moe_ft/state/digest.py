@@ -45,8 +45,6 @@ def digest_state(
 
     Args:
         model: model chunks of this rank.
-        optimizer: Megatron's outermost optimizer.
-        scheduler: Megatron's OptimizerParamScheduler.
         counters: other integers of the state, such as consumed samples.
     """
     digest = hashlib.sha256()

@@ -54,7 +54,6 @@ def clone_state(name: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of a module's FP8 tensors, on their device, without waiting.
 
     Args:
-        name: for the message.
         module: one of `modules_with_extra_state`.
 
     Raises:

@@ -39,7 +39,6 @@ class Freezing:
         """Determine which parameters can be frozen.
 
         Args:
-            parameters: of the rank.
             tp_size: number of tensor-parallel ranks.
             is_possible: whether autograd computes the weight gradients. If not, all gradients are computed
                 and dropped.

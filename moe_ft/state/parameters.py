@@ -91,7 +91,6 @@ def local_parameters(
 
     Args:
         model: model chunks of this rank.
-        optimizer: Megatron's outermost optimizer.
         places: this rank's places in its groups.
         assign_slices: a function of planning/sharding.py, called with the number of elements of each such
             parameter and the number of ranks.

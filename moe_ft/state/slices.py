@@ -52,8 +52,6 @@ def describe(local: LocalParameter, level: Level, part: Part = Part.WHOLE) -> li
     The result includes moments that do not exist yet.
 
     Args:
-        local: the parameter.
-        level: of the snapshot.
         part: of the unit, if its weights and moments are saved separately.
     """
     if local.start == local.end:

@@ -44,7 +44,6 @@ def forward_step(
         data_iterator: yields tokens, labels, position_ids [micro_batch, seq] int64, loss_mask
             [micro_batch, seq] float32 and attention_mask [micro_batch, 1, seq, seq] bool. Only
             tensor-parallel rank 0 of the stages that need a batch reads it.
-        model: one model chunk.
         return_schedule_plan: return the plan of the combined 1F1B schedule instead of the output.
 
     Returns:

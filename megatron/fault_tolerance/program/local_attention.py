@@ -47,10 +47,8 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         """Prepare attention; Megatron calls it with these argument names.
 
         Args:
-            config: the TransformerConfig.
             layer_number: from 1.
             attn_mask_type: says which keys a query sees when `forward` gets no mask.
-            attention_type: "self" or "cross".
             k_channels: size of a head's queries and keys; None for the configured size.
             v_channels: size of a head's values; None for the configured size.
             pg_collection: groups tp and cp; None for Megatron's global ones.

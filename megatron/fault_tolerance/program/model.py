@@ -74,7 +74,6 @@ def embedding_ranks(config: gpt.GPTModelConfig, pipeline_ranks: list[int]) -> li
     stage.
 
     Args:
-        config: of the model.
         pipeline_ranks: global ranks of one pipeline, first stage first.
     """
     ranks = {pipeline_ranks[0], *get_mtp_ranks(pipeline_ranks, config.transformer)}

@@ -72,7 +72,6 @@ def settings_without_effect(args: argparse.Namespace, command_line: Sequence[str
     """Return one line for each flag of moe_ft that has no effect with Megatron's arguments.
 
     Args:
-        args: parsed and validated.
         command_line: as given: shows a flag that is given with its default value.
     """
     is_given = any(word.partition("=")[0] == "--moe-ft-sharding" for word in command_line)

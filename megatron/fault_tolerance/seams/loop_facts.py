@@ -30,7 +30,6 @@ def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
     """Return the facts of the job that checkpointing needs; the model is built.
 
     Args:
-        args: of Megatron.
         began: result of `began_with` before the model was built.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -98,14 +97,11 @@ def iteration_facts(
     """Return the counters of the state that an iteration has just made.
 
     Args:
-        args: of Megatron.
-        iteration: of the state now.
         grad_norm: as clipping used it.
         num_tokens: of the batch, with --calculate-per-token-loss.
         num_samples: of the iteration, if the loop has not counted them yet; then it has not counted the ones
             that --decrease-batch-size-if-needed leaves out either.
         num_floating_point_operations: so far, this iteration included.
-        tokens_per_expert: of this rank.
     """
     num_left_out = get_current_global_batch_size() - get_current_running_global_batch_size()
     return IterationFacts(

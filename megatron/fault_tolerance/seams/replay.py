@@ -71,7 +71,6 @@ class Replay:
         Args:
             conversion: the window, whose first snapshot is restored.
             parameters: all of this rank.
-            args: of Megatron.
             note: called with the iteration before each optimizer step.
         """
         self._conversion, self._args, self._note = conversion, args, note

@@ -23,7 +23,6 @@ class Resumption:
         """Set the counters of the loop, from which the data iterators are built next.
 
         Args:
-            args: of Megatron.
             record: of the state that the loop continues from.
             replay: of the iterations that lead to it; None if the state is in place.
         """

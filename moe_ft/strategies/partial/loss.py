@@ -55,7 +55,6 @@ def job_loss(loss: Loss, planned_tokens: int, k_snapshot: int, k_persist: int) -
     """Return what a recovery has cost the whole job.
 
     Args:
-        loss: of the job.
         planned_tokens: tokens times top-k that a layer processes in the whole planned run.
         k_snapshot: from now on, as `k_persist`.
         k_persist: see `k_snapshot`.

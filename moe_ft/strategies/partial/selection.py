@@ -23,7 +23,6 @@ def select_sequential(experts: ExpertLayout, cursors: Sequence[int], k: int) -> 
     """Take the next k experts of every layer in the interleaved order.
 
     Args:
-        experts: of the stage.
         cursors: ``[layer]`` positions where the layers continue; see `advance`.
         k: experts per layer.
     """
@@ -44,7 +43,6 @@ def select_load_aware(
     """Take the k experts of every layer with the most unsaved updates.
 
     Args:
-        experts: of the stage.
         cursors: ``[layer]`` positions; among equals the next from there in the interleaved order.
         unsaved: ``[layer, expert]`` tokens that an expert has been trained with since it was last saved.
         k: experts per layer.
@@ -59,7 +57,6 @@ def select_by_keys(
     """Take the k experts of every layer with the least keys.
 
     Args:
-        experts: of the stage.
         cursors: ``[layer]`` positions; among equals the next from there in the interleaved order.
         keys: ``[layer, expert]`` each, the most important first.
         k: experts per layer, no more than there are.
@@ -88,9 +85,7 @@ def fill_up(experts: ExpertLayout, cursors: Sequence[int], selection: Selection)
     Every rank takes as many experts as the rank that has the most, the next ones in the interleaved order.
 
     Args:
-        experts: of the stage.
         cursors: ``[layer]`` positions after the selection.
-        selection: what was chosen.
     """
     counts = rank_counts(experts, selection)
     most = max(counts, default=0)
@@ -133,7 +128,6 @@ def select_to_persist(
     could leave some out forever, where the rotations of snapshots and of persists share a factor.
 
     Args:
-        experts: of the stage.
         cursors: ``[layer]`` positions for what is equal otherwise.
         saved_at: ``[layer, expert]`` iteration of the version in memory, -1 if there is none.
         persisted_at: likewise on storage. An expert whose version is there already is not chosen.

@@ -40,7 +40,6 @@ class RankShare:
         which they begin matters.
 
         Args:
-            experts: of the stage.
             possible_k: experts per layer in a snapshot; empty for automatic k, where ranks with room take as
                 many as the others.
         """

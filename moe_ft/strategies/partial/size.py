@@ -237,7 +237,6 @@ def largest_hidden_k(
 
     Args:
         workload_of: returns what ranks save with k experts.
-        num_experts: of a layer.
         budget_bytes: that each rank can copy in that time.
 
     Returns:

@@ -91,12 +91,8 @@ class PartialStrategy(Strategy):
 
         Args:
             always: this rank's units that every snapshot holds.
-            rotating: the others.
             layers: names of the stage's MoE layers, in the order of the counts.
-            experts: of the stage.
-            options: from the flags.
             run: the plan of the whole run.
-            share: of this rank.
             frozen: experts of the stage that are not trained.
         """
         self._always = dict.fromkeys(always, Level.FULL)

@@ -12,7 +12,6 @@ def divide_units(
     """Divide units into those that every snapshot holds and those that rotate.
 
     Args:
-        units: whole units.
         covers: what of an expert rotates: weights, optimizer or both (the paper's W, O and WO).
         master_always_full: whether fp32 master weights are in every snapshot nevertheless.
 

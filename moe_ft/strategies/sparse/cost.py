@@ -80,7 +80,6 @@ def work_to_redo(window: int, lag: int) -> tuple[int, float, int]:
     of 1.5 W; its least is reached only if recovery were free. The lag delays the next window too.
 
     Args:
-        window: snapshots of it.
         lag: iterations until peers have its last snapshot.
     """
     period = window + lag
@@ -122,8 +121,6 @@ def expect_recovery(
     wait for, does nothing else but matrix products.
 
     Args:
-        window: that is read.
-        machine: that reads it.
         works: ``[stage][position]`` as of `position_work`.
         restart_s: until the processes run again.
     """

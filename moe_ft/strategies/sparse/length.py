@@ -22,8 +22,6 @@ class WindowLength:
         """Begin with the fixed length, or the longest.
 
         Args:
-            options: from the flags.
-            num_positions: that windows divide.
             saves_nothing: whether this rank has nothing to save, and so will never measure anything.
         """
         fixed = options.window_snapshots
@@ -44,7 +42,6 @@ class WindowLength:
         """Choose the shortest window whose snapshots of this rank fit into a budget.
 
         Args:
-            budget_bytes: measured now.
             order: version of the order of the units.
             largest: returns the bytes of this rank's largest snapshot in windows of a length.
         """

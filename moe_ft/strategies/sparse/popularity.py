@@ -111,7 +111,6 @@ def has_moved(before: Scores, now: Scores, *, change: float = 0.10, fraction: fl
 
     Args:
         before: ``[layer, expert]`` frequencies when the order was made.
-        now: likewise at present.
         change: an expert has changed if its frequency differs by more than this, relative to before. One
             that was at 0 has changed if it is not any more.
         fraction: of all experts of the stage that must have changed, at least.

@@ -51,7 +51,6 @@ def position_sizes(
     smaller buffers, and more even slices.
 
     Args:
-        units: of the stage.
         layout: of its ranks; experts are divided among them in equal numbers.
         byte_model: master weights and moments are what FULL is, weights what COMPUTE is.
         popularity: draws how popular experts are; from seed 0 the order that training begins with. None:
@@ -90,8 +89,6 @@ def position_work(
     Experts that are one module are frozen for as long as the first of them is.
 
     Args:
-        units: of the stage.
-        layout: of its ranks.
         active_share: of the experts of a layer, those that a token goes to.
         popularity: as of `position_sizes`.
         is_grouped: as of `position_sizes`.

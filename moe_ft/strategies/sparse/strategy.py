@@ -106,7 +106,6 @@ class SparseStrategy(Strategy):
             rank: position of this rank among those of the stage.
             ranks: ``[rank of the stage]``.
             layers: MoE layers of the stage in which experts are trained.
-            options: from the flags.
         """
         self._rank, self._own, self._options = rank, ranks[rank], options
         self.counted_layers = tuple(layers)

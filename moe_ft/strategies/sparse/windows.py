@@ -98,7 +98,6 @@ def snapshot_bytes(sizes: PositionSizes, ends: Sequence[int]) -> Bytes:
     """Return ``[rank, snapshot]`` the bytes of every snapshot of a window.
 
     Args:
-        sizes: of the stage.
         ends: ``[snapshot]`` as of `WindowCuts`.
 
     Raises:
@@ -287,7 +286,6 @@ def _keep_modules(packing: _Packing, latest: Sequence[int], budget: int) -> tupl
     Args:
         packing: of the positions, more of them than groups.
         latest: ends of a division that fits.
-        budget: that it fits.
     """
     splits = packing.splits
     assert splits is not None, "only where modules freeze as a whole"
