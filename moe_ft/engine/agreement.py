@@ -36,16 +36,6 @@ class Reduction[Given, Found](Protocol):
         """Return the value of all of them."""
         ...
 
-    def close(self) -> None:
-        """Close the connections at the end of a start, if nothing is under way. Not collective.
-
-        Closing waits for an all-reduce that is under way, so such a group is left to the end of the process.
-        """
-        group, self._group = self._group, None
-        self._has_left = True
-        if group is not None and self._work is None:
-            dist.destroy_process_group(group)
-
     def leave(self) -> None:
         """Take no further part."""
         ...
