@@ -23,7 +23,7 @@ from kernels.block_scaling import ScaleKind
 from kernels.number_formats import BF16, E4M3
 from kernels.pack_table import PackTable
 from kernels.packing import ALIGNMENT, Segment
-from moe_ft.engine.staging import PackedPart, Staging, cut_into_chunks
+from moe_ft.engine.snapshots.staging import PackedPart, Staging, cut_into_chunks
 from moe_ft.format.packings import Packing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

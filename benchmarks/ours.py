@@ -20,12 +20,12 @@ import torch
 from benchmarks.candidate import Candidate, Site, State
 from benchmarks.peers import prepare_for_megatron
 from moe_ft.engine.agreement import Agreement
-from moe_ft.engine.memory import RankMemory
-from moe_ft.engine.peer_server import PeerServer
-from moe_ft.engine.peers import PeerConnection
-from moe_ft.engine.persist_worker import WriterSettings
-from moe_ft.engine.regions import node_directory, own_directory, replica_directory
-from moe_ft.engine.storage import Storage
+from moe_ft.engine.links.peers import PeerConnection
+from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.rank_memory import RankMemory
+from moe_ft.engine.memory.regions import node_directory, own_directory, replica_directory
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.planning.placement import place_replicas, sources_of
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.recovery.fetch import read_window

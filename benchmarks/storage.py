@@ -27,9 +27,9 @@ import torch
 
 from benchmarks import stand_ins
 from benchmarks.output import markdown_table, show
-from moe_ft.engine.persist_worker import PersistRequest, PersistWorker
-from moe_ft.engine.regions import Region
-from moe_ft.engine.storage import Storage, file_tag
+from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.persist.storage import Storage, file_tag
+from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
 from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index

@@ -19,9 +19,9 @@ from megatron.training import training
 import pretrain_gpt_moe
 from benchmarks.sparse_jobs import LONGEST_WINDOW
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.engine import copying
 from moe_ft.engine.engine import CheckpointEngine
-from moe_ft.engine.profile import SnapshotProfile
+from moe_ft.engine.snapshots import copying
+from moe_ft.engine.snapshots.profile import SnapshotProfile
 from moe_ft.strategies.interface import WindowPlan
 from moe_ft.strategies.sparse.strategy import SparseStrategy
 

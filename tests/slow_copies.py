@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pretrain_gpt_moe
-from moe_ft.engine.profile import SnapshotProfile
+from moe_ft.engine.snapshots.profile import SnapshotProfile
 from tests.harness import JobResult, run_ranks
 
 Budgets = Sequence[tuple[int, float]]

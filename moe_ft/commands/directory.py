@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moe_ft.engine.storage import hide_password
+from moe_ft.engine.persist.storage import hide_password
 from moe_ft.errors import ConfigError, MoeFtError
 
 

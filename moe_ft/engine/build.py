@@ -9,21 +9,21 @@ from moe_ft.engine.agreement import Minimum
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.context import EngineContext, EngineSettings, Layouts
-from moe_ft.engine.copying import StateCopier
 from moe_ft.engine.decisions import Decisions
 from moe_ft.engine.engine import CheckpointEngine, EngineParts
+from moe_ft.engine.links.peers import PeerReplicator
+from moe_ft.engine.links.replica_sender import ReplicaSender, Replicator
+from moe_ft.engine.memory.pool import PoolVersions
 from moe_ft.engine.messages import Messages
-from moe_ft.engine.peers import PeerReplicator
-from moe_ft.engine.persist import PersistClient, WriterSupervisor, writer_command
-from moe_ft.engine.pool import PoolVersions
-from moe_ft.engine.profile import FixedInterval, IntervalTuner, SnapshotProfile
-from moe_ft.engine.record_log import RecordLog
-from moe_ft.engine.replica_sender import ReplicaSender, Replicator
-from moe_ft.engine.snapshot import SnapshotWriter
-from moe_ft.engine.snapshot_index import SnapshotIndexer
-from moe_ft.engine.stall import Stall
-from moe_ft.engine.storage_schedule import StorageSchedule
-from moe_ft.engine.windows import Windows
+from moe_ft.engine.persist.client import PersistClient, WriterSupervisor, writer_command
+from moe_ft.engine.persist.schedule import StorageSchedule
+from moe_ft.engine.snapshots.copying import StateCopier
+from moe_ft.engine.snapshots.index import SnapshotIndexer
+from moe_ft.engine.snapshots.profile import FixedInterval, IntervalTuner, SnapshotProfile
+from moe_ft.engine.snapshots.record_log import RecordLog
+from moe_ft.engine.snapshots.stall import Stall
+from moe_ft.engine.snapshots.windows import Windows
+from moe_ft.engine.snapshots.writer import SnapshotWriter
 from moe_ft.engine.worker import ThreadWorker, Worker
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy

@@ -7,11 +7,11 @@ from typing import Protocol
 
 from moe_ft.engine.agreement import Sum
 from moe_ft.engine.background import PhaseHook
-from moe_ft.engine.layout import FileLayout, UnitPlace
-from moe_ft.engine.memory import RankMemory
-from moe_ft.engine.peer_server import PeerServer
-from moe_ft.engine.persist_worker import WriterSettings
-from moe_ft.engine.pool import RestoredVersion
+from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.layout import FileLayout, UnitPlace
+from moe_ft.engine.memory.pool import FetchedVersion
+from moe_ft.engine.memory.rank_memory import RankMemory
+from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.format.identity import Identity, Start
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Family
@@ -79,7 +79,7 @@ class EngineContext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RestoredWindow:
+class FetchedWindow:
     """A window as it was read from somewhere else.
 
     Attributes:
@@ -92,8 +92,8 @@ class RestoredWindow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RestoredState:
-    """The state that a recovery put back on this rank.
+class Handover:
+    """Recovered state of this rank, as the engine takes it over: what to keep, and what peers lack.
 
     Attributes:
         indexes: of the regions that it was read from.
@@ -107,11 +107,11 @@ class RestoredState:
     """
 
     indexes: frozenset[Path]
-    rotating: Mapping[str, RestoredVersion]
+    rotating: Mapping[str, FetchedVersion]
     persisted_index: str
     family: Family
     is_on_storage: bool = False
-    window: RestoredWindow | None = None
+    window: FetchedWindow | None = None
     peers_without: frozenset[int] = frozenset()
 
     @property

@@ -26,7 +26,7 @@ import torch
 from moe_ft.engine.agreement import Minimum, Sum
 from moe_ft.engine.background import BackgroundPart, Reports, describe
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.snapshot_job import SnapshotState
+from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.planning.experts import Counts
 
 _REMINDER_S = 300.0

@@ -14,7 +14,7 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # before each further try
 _POLL_S = 0.01
 
 
-class Outcome(Enum):
+class LastState(Enum):
     """Place of the last state when training has ended."""
 
     SAVED = auto()  # on storage: all ranks know that the checkpoint is complete
@@ -36,14 +36,14 @@ class Ending:
     """
 
     iteration: int
-    outcome: Outcome
+    outcome: LastState
     newest_in_memory: int | None
     is_agreed: bool
 
     @property
     def is_saved(self) -> bool:
         """True if the last state is where it should be."""
-        return self.outcome is not Outcome.UNSAVED
+        return self.outcome is not LastState.UNSAVED
 
     def may_lose_memory(self, *, is_complete: bool) -> bool:
         """Return whether nothing in memory is needed any more.
@@ -51,8 +51,8 @@ class Ending:
         Args:
             is_complete: whether training has reached its last iteration, rather than an --exit-* flag.
         """
-        is_finished = self.outcome is Outcome.NO_STORAGE and is_complete
-        return self.is_agreed and (self.outcome is Outcome.SAVED or is_finished)
+        is_finished = self.outcome is LastState.NO_STORAGE and is_complete
+        return self.is_agreed and (self.outcome is LastState.SAVED or is_finished)
 
     def advice(self, persist_dir: str, memory_dir: str, job_id: str) -> str:
         """Return what to tell the user of a state that is not saved."""

@@ -1,8 +1,8 @@
 """The checkpoint engine: begins snapshots, completes them and has them written, at the seams of the loop.
 
 It does not know which strategy it runs. The training thread calls the methods at the seams;
-engine/windows.py decides which memory a snapshot fills, engine/snapshot.py copies, engine/peers.py sends,
-engine/persist.py has it written. engine/build.py makes all parts.
+engine/snapshots/windows.py decides which memory a snapshot fills, engine/snapshots/writer.py copies,
+engine/links/peers.py sends, engine/persist/client.py has it written. engine/build.py makes all parts.
 
 All ranks decide together whether a window of snapshots begins, is complete or goes to storage. A failure
 that can hit one rank alone costs it a snapshot or a checkpoint, which then fails on all ranks. A failure in
@@ -18,20 +18,20 @@ import torch
 
 from moe_ft.engine.background import BackgroundPart, Report
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.context import EngineContext, EngineSettings, RestoredState
+from moe_ft.engine.context import EngineContext, EngineSettings, Handover
 from moe_ft.engine.decisions import Decisions, Turn, Votes
-from moe_ft.engine.ending import Ending, Outcome, Progress, bring_to_storage
+from moe_ft.engine.ending import Ending, LastState, Progress, bring_to_storage
+from moe_ft.engine.links.peers import Replica
+from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.restored import replica_to_send
 from moe_ft.engine.messages import Messages
-from moe_ft.engine.peers import Replica
-from moe_ft.engine.persist import WriterSupervisor, persist_deadline_s
-from moe_ft.engine.profile import Interval, SnapshotProfile
-from moe_ft.engine.regions import Region
-from moe_ft.engine.restored_memory import replica_to_send
-from moe_ft.engine.snapshot import SnapshotWriter
-from moe_ft.engine.snapshot_job import SnapshotState
-from moe_ft.engine.stall import Stall
-from moe_ft.engine.storage_schedule import StorageSchedule
-from moe_ft.engine.windows import Windows
+from moe_ft.engine.persist.client import WriterSupervisor, persist_deadline_s
+from moe_ft.engine.persist.schedule import StorageSchedule
+from moe_ft.engine.snapshots.job import SnapshotState
+from moe_ft.engine.snapshots.profile import Interval, SnapshotProfile
+from moe_ft.engine.snapshots.stall import Stall
+from moe_ft.engine.snapshots.windows import Windows
+from moe_ft.engine.snapshots.writer import SnapshotWriter
 from moe_ft.planning.experts import Counts
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy
@@ -81,9 +81,9 @@ class CheckpointEngine:
         self._restored_replica: Replica | None = None
         self._forward_start_s: float | None = None
         self._start_iteration = self._iteration = 0
-        self._outcome_without_training = Outcome.NOTHING_NEW
+        self._outcome_without_training = LastState.NOTHING_NEW
 
-    def start(self, iteration: int, restored: RestoredState | None) -> None:
+    def start(self, iteration: int, restored: Handover | None) -> None:
         """Open memory, accept replicas, and start the workers and the writer.
 
         Args:
@@ -99,7 +99,7 @@ class CheckpointEngine:
         self._start_iteration = self._iteration = iteration
         if restored is not None:
             self._outcome_without_training = (
-                Outcome.SAVED if restored.is_on_storage else Outcome.UNSAVED
+                LastState.SAVED if restored.is_on_storage else LastState.UNSAVED
             )
         self._windows.start(iteration, restored)
         context.server.keep(self._memory.replicas, self._reports)
@@ -285,10 +285,10 @@ class CheckpointEngine:
         """
         self._iteration = iteration
         is_new = iteration != self._start_iteration
-        outcome = Outcome.UNSAVED if is_new else self._outcome_without_training
+        outcome = LastState.UNSAVED if is_new else self._outcome_without_training
         if not self._settings.persist_interval:
-            outcome = Outcome.NO_STORAGE
-        if outcome is Outcome.UNSAVED:
+            outcome = LastState.NO_STORAGE
+        if outcome is LastState.UNSAVED:
             is_saved = bring_to_storage(
                 partial(self._advance_at_end, iteration),
                 partial(self._bring_last, iteration, capture),
@@ -297,7 +297,7 @@ class CheckpointEngine:
                 self._clock,
             )
             if is_saved:
-                outcome = Outcome.SAVED
+                outcome = LastState.SAVED
             else:
                 reason = "the last state is not on storage"
                 self._reports.degraded(BackgroundPart.PERSIST, iteration, reason)
@@ -314,7 +314,7 @@ class CheckpointEngine:
         if self._windows.complete is not None:
             return self._windows.complete.iteration
         # What was recovered from storage may be nowhere else.
-        is_in_memory = self._outcome_without_training is Outcome.UNSAVED
+        is_in_memory = self._outcome_without_training is LastState.UNSAVED
         return self._start_iteration if is_in_memory else None
 
     def _advance_at_end(self, iteration: int, turn: Turn) -> Progress | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_ft.engine.background import Report, Reports, describe
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.profile import SnapshotProfile
+from moe_ft.engine.snapshots.profile import SnapshotProfile
 from moe_ft.errors import DegradedError
 
 _PRINT_INTERVAL_S = 30.0

@@ -5,7 +5,7 @@ without knowing of each other: a node is cut off with what the first has left, a
 second. Clocks do not order them. A start comes after every start of which it found something when it began.
 Of two starts that did not know of each other, the one whose work got further comes first.
 
-Pure. planning/recovery.py chooses the state to recover, engine/retention.py what storage keeps.
+Pure. planning/recovery.py chooses the state to recover, engine/persist/retention.py what storage keeps.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Interval between checkpoints: CheckFreq's profiled policy, as a pure function of measurements.
 
 CheckFreq (FAST 2021, section 4.4) profiles the first iterations, takes the smallest interval whose cost is
-below a limit, and adapts it later. engine/profile.py measures.
+below a limit, and adapts it later. engine/snapshots/profile.py measures.
 """
 
 import math

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.layout import HEADER_ALIGNMENT_BYTES
-from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.engine.memory.layout import HEADER_ALIGNMENT_BYTES
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.format.entries import tensor_bytes
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.host_memory import num_slots

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.private_files import write_atomically
+from moe_ft.engine.memory.private_files import write_atomically
 
 _MOST_TRIES = 2
 _MOST_NOTES = 32

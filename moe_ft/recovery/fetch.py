@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from moe_ft.engine.peers import PeerConnection
+from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.format.entries import FROZEN, lossy_packings
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Plan, Source, Tier

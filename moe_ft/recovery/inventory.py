@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.manifests import find_manifests, read_manifest
-from moe_ft.engine.private_files import open_private, read_private
-from moe_ft.engine.regions import index_paths
-from moe_ft.engine.soundness import check_region
-from moe_ft.engine.storage import Storage
+from moe_ft.engine.memory.private_files import open_private, read_private
+from moe_ft.engine.memory.regions import index_paths
+from moe_ft.engine.persist.manifests import find_manifests, read_manifest
+from moe_ft.engine.persist.soundness import check_region
+from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import decode
 from moe_ft.format.identity import Identity, Start

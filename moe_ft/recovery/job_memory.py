@@ -12,8 +12,13 @@ from typing import NoReturn
 import filelock
 
 from moe_ft.config.fields import size_text
-from moe_ft.engine.job_directory import ALIVE_SUFFIX, MARKER_NAME, clock_offset_s, read_marker
-from moe_ft.engine.regions import job_directory
+from moe_ft.engine.memory.job_directory import (
+    ALIVE_SUFFIX,
+    MARKER_NAME,
+    clock_offset_s,
+    read_marker,
+)
+from moe_ft.engine.memory.regions import job_directory
 
 _LOCK_SUFFIXES = (ALIVE_SUFFIX, ".lock")
 _MAX_DESCRIBED = 5

@@ -12,12 +12,12 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.addresses import own_host
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.descriptors import allow_descriptors
-from moe_ft.engine.peer_server import PeerServer
-from moe_ft.engine.regions import node_directory
-from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.engine.links.addresses import own_host
+from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.regions import node_directory
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError, PlanError
 from moe_ft.format.encoding import checksum
 from moe_ft.planning.placement import default_replication_factor, place_replicas

@@ -1,14 +1,14 @@
 """Persist directory at a start: checks that it can be used, and takes its lock or takes it over.
 
-engine/storage_lock.py has the lock itself, recovery/claim.py the other directories and memory.
+engine/persist/storage_lock.py has the lock itself, recovery/claim.py the other directories and memory.
 """
 
 import secrets
 import time
 
-from moe_ft.engine.patience import PATIENCE_S
-from moe_ft.engine.storage import Storage, hide_password
-from moe_ft.engine.storage_lock import LOCK_NAME, LOCK_STALE_S, Lock, SeenLock, StorageLock
+from moe_ft.engine.persist.patience import PATIENCE_S
+from moe_ft.engine.persist.storage import Storage, hide_password
+from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, Lock, SeenLock, StorageLock
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.site import Site, say
 

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
 from moe_ft.engine.build import build_engine
-from moe_ft.engine.context import EngineContext, EngineSettings, RestoredState, RestoredWindow
+from moe_ft.engine.context import EngineContext, EngineSettings, FetchedWindow, Handover
 from moe_ft.engine.engine import CheckpointEngine
-from moe_ft.engine.memory import holds
-from moe_ft.engine.persist_worker import WriterSettings
-from moe_ft.engine.pool import RestoredVersion
-from moe_ft.engine.regions import rank_and_holder
-from moe_ft.engine.storage_lock import StorageLock
+from moe_ft.engine.memory.pool import FetchedVersion
+from moe_ft.engine.memory.rank_memory import holds
+from moe_ft.engine.memory.regions import rank_and_holder
+from moe_ft.engine.persist.storage_lock import StorageLock
+from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.errors import ConfigError, SnapshotError
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.placement import sources_of
@@ -139,7 +139,7 @@ def hand_over(
     node_dir: Path,
     rank: int,
     peers: Sequence[RankInfo],
-) -> RestoredState | None:
+) -> Handover | None:
     """Return what the engine of a rank must know about the recovered state; None if nothing was recovered.
 
     Args:
@@ -157,14 +157,14 @@ def hand_over(
     is_at_risk = strategy.saves_all and not is_stored
     is_in_place = is_at_risk and _is_in_place(fetched)
     window = _window_of(fetched) if is_at_risk and not is_in_place else None
-    return RestoredState(
+    return Handover(
         indexes=frozenset(
             node_dir / each.source.version.path
             for name, each in fetched.units.items()
             if name in rotating and each.tier is Tier.MEMORY
         ),
         rotating={
-            name: RestoredVersion(entry=each.entry, content=each.content, is_in_pool=each.stays)
+            name: FetchedVersion(entry=each.entry, content=each.content, is_in_pool=each.stays)
             for name, each in fetched.units.items()
             if name in rotating
         },
@@ -193,7 +193,7 @@ def _units_of(fetched: Fetched) -> Iterator[FetchedUnit]:
         yield from weights.values()
 
 
-def _window_of(fetched: Fetched) -> RestoredWindow | None:
+def _window_of(fetched: Fetched) -> FetchedWindow | None:
     """Return everything that was read; None if it is not all in one region."""
     index = fetched.index
     if index is None or any(unit.file for unit in index.units.values()):
@@ -203,7 +203,7 @@ def _window_of(fetched: Fetched) -> RestoredWindow | None:
     if checksums != {unit.offset: unit.checksum for _, unit in index.entries()}:
         return None  # sources differ
     contents = {offset: each.content for offset, each in read.items()}
-    return RestoredWindow(index=index, contents=contents)
+    return FetchedWindow(index=index, contents=contents)
 
 
 def _peers_without(sources: Sequence[Source], peers: Sequence[RankInfo]) -> frozenset[int]:

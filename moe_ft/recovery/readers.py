@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Protocol, Self
 
-from moe_ft.engine.peers import PeerConnection
-from moe_ft.engine.private_files import open_private, read_private
-from moe_ft.engine.regions import MappedFile
-from moe_ft.engine.soundness import read_index
-from moe_ft.engine.storage import Storage
+from moe_ft.engine.links.peers import PeerConnection
+from moe_ft.engine.memory.private_files import open_private, read_private
+from moe_ft.engine.memory.regions import MappedFile
+from moe_ft.engine.persist.soundness import read_index
+from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.contents import check_header
 from moe_ft.format.encoding import checksum, decode

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.private_files import read_private, write_atomically
+from moe_ft.engine.memory.private_files import read_private, write_atomically
 
 _NAME = "launcher"
 _START_TICKS = 19  # in /proc/PID/stat after the name

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_ft.engine.background import Report
 from moe_ft.engine.ending import Ending
 from moe_ft.engine.engine import CheckpointEngine
-from moe_ft.engine.storage_lock import StorageLock
+from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.planning.recovery import Plan
 from moe_ft.recovery.attempts import Attempt, describe, note_attempt
 from moe_ft.recovery.failure_causes import is_not_finite, speaks_against_state

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moe_ft.engine.storage import hide_password
+from moe_ft.engine.persist.storage import hide_password
 from moe_ft.errors import UnrecoverableError
 from moe_ft.planning.recovery import Plan, Rejection, newer_than
 from moe_ft.recovery.choice import Wish

@@ -11,7 +11,7 @@ from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions, Turn, Votes
-from moe_ft.engine.snapshot_job import SnapshotState
+from moe_ft.engine.snapshots.job import SnapshotState
 from tests.harness import run_ranks
 
 NUM_RANKS = 3

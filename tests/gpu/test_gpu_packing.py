@@ -11,10 +11,10 @@ import torch
 
 from kernels.packing import Segment, pack_by_reference, unpack_by_reference
 from kernels.triton_packing import KernelTable
-from moe_ft.engine.staging import CUT, PackedPart, Staging, cut_into_chunks
+from moe_ft.engine.snapshots.staging import CUT, PackedPart, Staging, cut_into_chunks
 from moe_ft.format.packings import Packing
 from tests.unit.kernels.packs import in_a_row, of_all_kinds, on_host, same_bits
-from tests.unit.moe_ft.engine.test_staging import has_arrived
+from tests.unit.moe_ft.engine.snapshots.test_staging import has_arrived
 
 pytestmark = [
     pytest.mark.gpu,

@@ -86,7 +86,7 @@ def test_no_docstring_opens_with_a_question_word() -> None:
 @pytest.mark.parametrize(
     ("path", "test"),
     [
-        ("moe_ft/engine/pool.py", "tests/unit/moe_ft/engine/test_pool.py"),
+        ("moe_ft/engine/memory/pool.py", "tests/unit/moe_ft/engine/memory/test_pool.py"),
         ("kernels/packing.py", "tests/unit/kernels/test_packing.py"),
         (
             "megatron/fault_tolerance/seams/hooks.py",

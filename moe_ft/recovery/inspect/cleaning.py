@@ -10,7 +10,7 @@ from pathlib import Path
 
 import filelock
 
-from moe_ft.engine.job_directory import foreign_entry, job_lock, read_marker, remove_job
+from moe_ft.engine.memory.job_directory import foreign_entry, job_lock, read_marker, remove_job
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.job_memory import describe, find_directories, is_alive
 

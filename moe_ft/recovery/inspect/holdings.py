@@ -11,10 +11,10 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from moe_ft.engine.manifests import find_manifests, read_manifest
-from moe_ft.engine.patience import PATIENCE_S
-from moe_ft.engine.regions import INDEX_NAME
-from moe_ft.engine.storage import Storage, iteration_directory
+from moe_ft.engine.memory.regions import INDEX_NAME
+from moe_ft.engine.persist.manifests import find_manifests, read_manifest
+from moe_ft.engine.persist.patience import PATIENCE_S
+from moe_ft.engine.persist.storage import Storage, iteration_directory
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import lossy_packings

@@ -1,7 +1,7 @@
 """Checks of everything below a directory, down to the last byte that a checksum covers: `verify`.
 
-engine/soundness.py decides whether a checkpoint is sound, as it does for a recovery; here all data is read
-too. holdings.py finds what there is to check.
+engine/persist/soundness.py decides whether a checkpoint is sound, as it does for a recovery; here all data is
+read too. holdings.py finds what there is to check.
 """
 
 import mmap
@@ -12,8 +12,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from moe_ft.engine.finite import check_is_finite
-from moe_ft.engine.soundness import check_references, check_region, read_file
-from moe_ft.engine.storage import Storage
+from moe_ft.engine.persist.soundness import check_references, check_region, read_file
+from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.contents import check_places, check_units
 from moe_ft.format.encoding import decode

@@ -1,7 +1,7 @@
 """File systems that fail at chosen operations: a local directory and an object store.
 
 `install` makes their protocols known to fsspec and counts every operation, also those that
-engine/storage.py does on local files without fsspec. A kill is an exception that no
+engine/persist/storage.py does on local files without fsspec. A kill is an exception that no
 `except Exception` catches, and after it nothing works any more; a failure is an OSError, after which
 the next operation works again.
 """
@@ -168,7 +168,7 @@ def install() -> Iterator[Injector]:
     with pytest.MonkeyPatch.context() as patch:
         functions = {"replace": os.replace, "fsync": lambda descriptor: None}  # no power fails here
         for name, function in functions.items():
-            patch.setattr(f"moe_ft.engine.storage.os.{name}", _counted(name, function))
+            patch.setattr(f"moe_ft.engine.persist.storage.os.{name}", _counted(name, function))
         yield INJECTOR
     INJECTOR.forget()
 

@@ -10,13 +10,13 @@ from typing import Self
 import msgspec
 
 from moe_ft.engine.background import Reports
-from moe_ft.engine.memory import ReplicaMemory
-from moe_ft.engine.peer_authentication import answer_challenge, challenge_client, receive_challenge
-from moe_ft.engine.peer_messages import Deadline, Reply, receive, receive_header, send
-from moe_ft.engine.peer_server import PeerServer
-from moe_ft.engine.peers import PeerConnection, Replica
-from moe_ft.engine.pool import Pool
-from moe_ft.engine.regions import Region, replica_directory
+from moe_ft.engine.links.authentication import answer_challenge, challenge_client, receive_challenge
+from moe_ft.engine.links.messages import Deadline, Reply, receive, receive_header, send
+from moe_ft.engine.links.peers import PeerConnection, Replica
+from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.rank_memory import ReplicaMemory
+from moe_ft.engine.memory.regions import Region, replica_directory
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index

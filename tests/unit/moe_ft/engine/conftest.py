@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.storage import Storage
+from moe_ft.engine.persist.storage import Storage
 from tests.unit.moe_ft.faulty_storage import Injector, install
 
 

@@ -18,12 +18,12 @@ from moe_ft.engine.build import build_engine
 from moe_ft.engine.context import EngineContext, EngineSettings
 from moe_ft.engine.ending import Ending
 from moe_ft.engine.engine import CheckpointEngine
-from moe_ft.engine.memory import RankMemory
-from moe_ft.engine.peer_server import PeerServer
-from moe_ft.engine.persist_worker import PersistWorker, request_path
-from moe_ft.engine.replica_sender import Replicator
-from moe_ft.engine.storage import Storage
-from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.engine.links.replica_sender import Replicator
+from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.rank_memory import RankMemory
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.writer import PersistWorker, request_path
 from moe_ft.faults import Phase
 from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode

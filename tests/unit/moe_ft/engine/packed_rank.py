@@ -8,11 +8,11 @@ from typing import Any
 import safetensors
 import torch
 
-from moe_ft.engine.layout import LazyLayout
-from moe_ft.engine.pool import Pool
-from moe_ft.engine.regions import MappedFile, Region
-from moe_ft.engine.snapshot_job import SnapshotRequest, SnapshotState
-from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.engine.memory.layout import LazyLayout
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.regions import MappedFile, Region
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
+from moe_ft.engine.snapshots.job import SnapshotRequest, SnapshotState
 from moe_ft.format.entries import TensorEntry, UnitEntry, tensor_pieces
 from moe_ft.format.packings import Packing
 from moe_ft.state.catalog import UnitCatalog
@@ -21,7 +21,7 @@ from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_optimizer, make_parameter
 from tests.unit.moe_ft.engine.snapshots import SnapshotRank
-from tests.unit.moe_ft.engine.test_packed import image_of
+from tests.unit.moe_ft.engine.snapshots.test_packed import image_of
 
 EMBEDDING, ROUTER = UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.ROUTER, layer=0)
 EXPERTS = [UnitId(kind=UnitKind.EXPERT, layer=0, expert=each) for each in range(2)]

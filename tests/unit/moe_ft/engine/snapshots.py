@@ -11,17 +11,17 @@ import torch
 
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.copying import StateCopier
-from moe_ft.engine.layout import FileLayout, LazyLayout
-from moe_ft.engine.peers import Replica
-from moe_ft.engine.pool import Pool
-from moe_ft.engine.record_log import RecordLog
-from moe_ft.engine.regions import Region
-from moe_ft.engine.replica_sender import ReplicaSender
-from moe_ft.engine.snapshot import SnapshotWriter
-from moe_ft.engine.snapshot_index import SnapshotIndexer
-from moe_ft.engine.snapshot_job import SnapshotJob, SnapshotRequest, SnapshotState
-from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.engine.links.peers import Replica
+from moe_ft.engine.links.replica_sender import ReplicaSender
+from moe_ft.engine.memory.layout import FileLayout, LazyLayout
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
+from moe_ft.engine.snapshots.copying import StateCopier
+from moe_ft.engine.snapshots.index import SnapshotIndexer
+from moe_ft.engine.snapshots.job import SnapshotJob, SnapshotRequest, SnapshotState
+from moe_ft.engine.snapshots.record_log import RecordLog
+from moe_ft.engine.snapshots.writer import SnapshotWriter
 from moe_ft.engine.worker import ThreadWorker
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode

@@ -8,8 +8,8 @@ import pytest
 
 from moe_ft.engine import build
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.persist_worker import WriterSettings
-from moe_ft.engine.profile import FixedInterval, IntervalTuner
+from moe_ft.engine.persist.writer import WriterSettings
+from moe_ft.engine.snapshots.profile import FixedInterval, IntervalTuner
 from moe_ft.engine.worker import ThreadWorker
 from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup
 from tests.unit.moe_ft.engine.snapshots import Recorder

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ft.engine.context import EngineContext, RestoredState
+from moe_ft.engine.context import EngineContext, Handover
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_history, make_parameter
 from tests.unit.moe_ft.engine.engine_job import Job, Setup
@@ -14,7 +14,7 @@ from tests.unit.moe_ft.engine.engine_job import Job, Setup
 
 def test_restored_state_is_that_of_the_last_start_of_its_family() -> None:
     history = make_history([(0, 0), (1, 5)])
-    restored = RestoredState(
+    restored = Handover(
         indexes=frozenset(), rotating={}, persisted_index="", family=(7, 1, *history)
     )
     assert restored.start == history[-1]

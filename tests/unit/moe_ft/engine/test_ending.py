@@ -6,7 +6,7 @@ from itertools import chain, repeat
 import pytest
 
 from moe_ft.engine.decisions import Turn
-from moe_ft.engine.ending import Ending, Outcome, Progress, bring_to_storage
+from moe_ft.engine.ending import Ending, LastState, Progress, bring_to_storage
 from tests.unit.moe_ft.engine.clocks import ManualClock
 
 DEADLINE_S = 100.0
@@ -102,26 +102,26 @@ def test_what_was_reported_is_told_at_each_failure(clock: ManualClock) -> None:
     assert rank.num_told >= 2
 
 
-def ended(outcome: Outcome, *, agreed: bool = True, in_memory: int | None = 6) -> Ending:
+def ended(outcome: LastState, *, agreed: bool = True, in_memory: int | None = 6) -> Ending:
     return Ending(iteration=6, outcome=outcome, newest_in_memory=in_memory, is_agreed=agreed)
 
 
 @pytest.mark.parametrize(
     ("outcome", "is_complete", "agreed", "may_lose"),
     [
-        (Outcome.SAVED, False, True, True),
-        (Outcome.SAVED, True, True, True),
-        (Outcome.SAVED, True, False, False),
-        (Outcome.UNSAVED, True, True, False),
-        (Outcome.UNSAVED, False, True, False),
-        (Outcome.NO_STORAGE, True, True, True),
-        (Outcome.NO_STORAGE, True, False, False),
-        (Outcome.NO_STORAGE, False, True, False),  # an exit flag: training continues from memory
-        (Outcome.NOTHING_NEW, True, True, False),
+        (LastState.SAVED, False, True, True),
+        (LastState.SAVED, True, True, True),
+        (LastState.SAVED, True, False, False),
+        (LastState.UNSAVED, True, True, False),
+        (LastState.UNSAVED, False, True, False),
+        (LastState.NO_STORAGE, True, True, True),
+        (LastState.NO_STORAGE, True, False, False),
+        (LastState.NO_STORAGE, False, True, False),  # an exit flag: training continues from memory
+        (LastState.NOTHING_NEW, True, True, False),
     ],
 )
 def test_memory_goes_when_the_last_state_is_on_storage_or_nobody_needs_it(
-    outcome: Outcome, is_complete: bool, agreed: bool, may_lose: bool
+    outcome: LastState, is_complete: bool, agreed: bool, may_lose: bool
 ) -> None:
     assert ended(outcome, agreed=agreed).may_lose_memory(is_complete=is_complete) is may_lose
 
@@ -135,17 +135,17 @@ def test_memory_goes_when_the_last_state_is_on_storage_or_nobody_needs_it(
     ],
 )
 def test_advice_says_where_the_newest_state_is(in_memory: int | None, expected: str) -> None:
-    text = ended(Outcome.UNSAVED, in_memory=in_memory).advice("/storage", "/memory", "job")
+    text = ended(LastState.UNSAVED, in_memory=in_memory).advice("/storage", "/memory", "job")
     assert "the last state (iteration 6) is not on storage (--moe-ft-persist-dir=/storage)" in text
     assert expected in text
 
 
 def test_advice_says_how_the_state_gets_to_storage() -> None:
-    text = ended(Outcome.UNSAVED).advice("/storage", "/memory", "job")
+    text = ended(LastState.UNSAVED).advice("/storage", "/memory", "job")
     assert "Mend the storage and start the job again on these nodes" in text
     assert "--moe-ft-job-id=job" in text
 
 
 def test_advice_blames_the_storage_only_if_the_ranks_could_agree() -> None:
-    text = ended(Outcome.UNSAVED, agreed=False).advice("/storage", "/memory", "job")
+    text = ended(LastState.UNSAVED, agreed=False).advice("/storage", "/memory", "job")
     assert "Start the job again on these nodes" in text

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.ending import Outcome
+from moe_ft.engine.ending import LastState
 from moe_ft.engine.engine import FENCE_DEADLINE_S
-from moe_ft.engine.regions import Role
+from moe_ft.engine.memory.regions import Role
 from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
 from tests.unit.moe_ft.engine.checkpoints import complete_iterations
@@ -328,7 +328,7 @@ def test_last_state_is_on_storage_when_training_has_ended(
     job = make_job(num_ranks=num_ranks, interval=interval, persist_interval=5)
     job.run(range(1, 7))
     endings = job.finish()
-    assert {ending.outcome for ending in endings} == {Outcome.SAVED}
+    assert {ending.outcome for ending in endings} == {LastState.SAVED}
     assert all(ending.may_lose_memory(is_complete=False) for ending in endings)
     assert max(complete_iterations(job.storage)) == 6
 
@@ -336,7 +336,7 @@ def test_last_state_is_on_storage_when_training_has_ended(
 def test_last_state_of_a_window_goes_to_storage_as_one_snapshot(make_job: MakeJob) -> None:
     job = make_job(num_ranks=2, window=3, persist_interval=5)
     job.run(range(1, 6))  # the second window has only begun
-    assert {ending.outcome for ending in job.finish()} == {Outcome.SAVED}
+    assert {ending.outcome for ending in job.finish()} == {LastState.SAVED}
     assert complete_iterations(job.storage) == [5]
 
 
@@ -346,7 +346,7 @@ def test_storage_that_never_answers_leaves_the_last_state_in_memory(make_job: Ma
     job.run(range(1, 4))
     rank.clock.serve = lambda: None
     (ending,) = job.finish()
-    assert (ending.outcome, ending.newest_in_memory) == (Outcome.UNSAVED, 3)
+    assert (ending.outcome, ending.newest_in_memory) == (LastState.UNSAVED, 3)
     assert not ending.may_lose_memory(is_complete=True)
     reasons = [each.fields["reason"] for each in rank.reports if each.event == "degraded"]
     assert reasons[0] == "the writer did not finish in time"
@@ -368,7 +368,7 @@ def test_end_of_training_tries_again_until_storage_answers(make_job: MakeJob) ->
 
     rank.clock.serve = serve_later
     (ending,) = job.finish()
-    assert ending.outcome is Outcome.SAVED
+    assert ending.outcome is LastState.SAVED
     assert rank.clock.now > 10.0
     failed = [each for each in rank.reports if each.event == "degraded"]
     assert {each.fields["part"] for each in failed} == {"persist"}
@@ -380,13 +380,13 @@ def test_training_without_storage_ends_at_once(make_job: MakeJob) -> None:
     job = make_job(num_ranks=2)
     job.run([1, 2])
     for ending in job.finish():
-        assert (ending.outcome, ending.newest_in_memory) == (Outcome.NO_STORAGE, 1)
+        assert (ending.outcome, ending.newest_in_memory) == (LastState.NO_STORAGE, 1)
 
 
 def test_start_without_a_single_iteration_has_nothing_to_save(make_job: MakeJob) -> None:
     job = make_job(persist_interval=1)
     (ending,) = job.finish()
-    assert ending.outcome is Outcome.NOTHING_NEW
+    assert ending.outcome is LastState.NOTHING_NEW
     assert complete_iterations(job.storage) == []
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.engine.peer_messages import Deadline, Put, Reply, receive_header, send, send_all
+from moe_ft.engine.links.messages import Deadline, Put, Reply, receive_header, send, send_all
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import encode
 from tests.unit.moe_ft.builders import (
@@ -190,7 +190,7 @@ def test_replica_of_a_negative_size_is_refused(sender: Sender, field: str) -> No
 
 
 def test_replica_that_trickles_is_given_up(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_ft.engine.peer_messages.PROGRESS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("moe_ft.engine.links.messages.PROGRESS_TIMEOUT_S", 0.2)
     replica = sender.replica(NEW, 0, keep=None)
     content = encode(replica.index)
     with sender.peer.connect_raw() as connection:

@@ -7,7 +7,7 @@ import pytest
 from moe_ft.engine.background import BackgroundPart, Report
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.messages import Messages
-from moe_ft.engine.profile import SnapshotProfile
+from moe_ft.engine.snapshots.profile import SnapshotProfile
 from moe_ft.errors import DegradedError
 from tests.unit.moe_ft.engine.clocks import ManualClock
 

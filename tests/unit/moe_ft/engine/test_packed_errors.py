@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ft.engine.copying import StateCopier
+from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.format.packings import Packing
 from tests.unit.moe_ft.engine.packed_rank import (
     EMBEDDING,

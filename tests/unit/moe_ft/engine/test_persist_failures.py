@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from moe_ft.engine.manifests import find_manifests, write_manifest
-from moe_ft.engine.persist_worker import (
+from moe_ft.engine.memory.regions import Region, write_atomically
+from moe_ft.engine.persist.manifests import find_manifests, write_manifest
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.storage_lock import StorageLock
+from moe_ft.engine.persist.writer import (
     PersistWorker,
     request_path,
 )
-from moe_ft.engine.regions import Region, write_atomically
-from moe_ft.engine.storage import Storage
-from moe_ft.engine.storage_lock import StorageLock
 from moe_ft.errors import LockLostError
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest
@@ -273,7 +273,7 @@ def test_lock_that_is_lost_with_the_manifest_leaves_old_checkpoints(
         assert StorageLock(storage).take("other", lock.look())
         return write_manifest(*arguments)
 
-    monkeypatch.setattr("moe_ft.engine.persist_worker.write_manifest", write_and_lose)
+    monkeypatch.setattr("moe_ft.engine.persist.writer.write_manifest", write_and_lose)
     region, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
     request = msgspec.structs.replace(request_for(region), iteration=6)
     _, warning = worker.persist(request)

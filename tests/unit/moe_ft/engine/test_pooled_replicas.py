@@ -8,9 +8,9 @@ import pytest
 
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.memory import ReplicaMemory
-from moe_ft.engine.peers import PeerReplicator
-from moe_ft.engine.pool import Pool
+from moe_ft.engine.links.peers import PeerReplicator
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.faults import Phase
 from moe_ft.recovery.readers import MemoryReader, read_unit
 from tests.unit.moe_ft.builders import (

@@ -6,8 +6,8 @@ import msgspec
 
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.peers import PeerReplicator, Replica
-from moe_ft.engine.regions import Region
+from moe_ft.engine.links.peers import PeerReplicator, Replica
+from moe_ft.engine.memory.regions import Region
 from moe_ft.faults import Phase
 from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode, encode

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.persist_worker import (
+from moe_ft.engine.memory.regions import Region, write_atomically
+from moe_ft.engine.persist.storage import Storage, file_tag
+from moe_ft.engine.persist.writer import (
     PersistRequest,
     PersistResult,
     PersistWorker,
     request_path,
     result_path,
 )
-from moe_ft.engine.regions import Region, write_atomically
-from moe_ft.engine.storage import Storage, file_tag
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from tests.unit.moe_ft.builders import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.pool import Pool
+from moe_ft.engine.memory.pool import Pool
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.contents import check_places, check_units
 from moe_ft.format.entries import UnitEntry

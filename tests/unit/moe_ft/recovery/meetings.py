@@ -13,9 +13,9 @@ import torch.distributed as dist
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.background import PhaseHook
-from moe_ft.engine.peer_server import PeerServer
-from moe_ft.engine.regions import node_directory, own_directory
-from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.regions import node_directory, own_directory
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.format.encoding import encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moe_ft.config.config import MoeFtConfig, StrategyConfig
-from moe_ft.engine.layout import lay_out
-from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.engine.memory.layout import lay_out
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.planning.experts import ExpertFacts

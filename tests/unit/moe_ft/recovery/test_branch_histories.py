@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.manifests import manifests
-from moe_ft.engine.retention import Retention
-from moe_ft.engine.storage import Storage, file_tag
+from moe_ft.engine.persist.manifests import manifests
+from moe_ft.engine.persist.retention import Retention
+from moe_ft.engine.persist.storage import Storage, file_tag
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StrategyConfig
-from moe_ft.engine.job_directory import job_lock, read_marker
-from moe_ft.engine.regions import Region, node_directory, own_directory
+from moe_ft.engine.memory.job_directory import job_lock, read_marker
+from moe_ft.engine.memory.regions import Region, node_directory, own_directory
 from moe_ft.errors import ConfigError
 from moe_ft.recovery import claim
 from moe_ft.recovery.claim import check_memory, claim_memory

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.engine.regions import own_directory
+from moe_ft.engine.memory.regions import own_directory
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery.fetch import read_window

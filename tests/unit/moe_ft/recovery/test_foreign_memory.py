@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.regions import own_directory
+from moe_ft.engine.memory.regions import own_directory
 from moe_ft.errors import UnsafePathError
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.readers import MemoryReader

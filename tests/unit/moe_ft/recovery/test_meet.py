@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.peers import PeerConnection
-from moe_ft.engine.regions import node_directory
+from moe_ft.engine.links.peers import PeerConnection
+from moe_ft.engine.memory.regions import node_directory
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.meet import Met, meet
 from tests.unit.moe_ft.recovery.meetings import FINGERPRINT, config_of, facts_of

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
-from moe_ft.engine import storage_lock
-from moe_ft.engine.storage_lock import LOCK_NAME, SeenLock, StorageLock
+from moe_ft.engine.persist import storage_lock
+from moe_ft.engine.persist.storage_lock import LOCK_NAME, SeenLock, StorageLock
 from moe_ft.errors import ConfigError, LockLostError
 from moe_ft.recovery import persist_directory
 from moe_ft.recovery.persist_directory import open_storage, release_lock, take_lock

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ft.engine.regions import own_directory
-from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.engine.memory.regions import own_directory
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.faults import Phase
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery import replay

@@ -16,7 +16,7 @@ from moe_ft.config.config import (
     StorageConfig,
     StrategyConfig,
 )
-from moe_ft.engine.unit_layouts import UnitLayouts
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.planning.experts import ExpertFacts

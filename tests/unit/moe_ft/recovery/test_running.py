@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_ft.engine.agreement import Agreement
-from moe_ft.engine.storage_lock import LOCK_NAME
+from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError
 from moe_ft.planning.recovery import Plan
 from moe_ft.recovery import start as phases

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.regions import node_directory
-from moe_ft.engine.storage_lock import LOCK_NAME
+from moe_ft.engine.memory.regions import node_directory
+from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.faults import Phase
 from moe_ft.planning.recovery import Tier

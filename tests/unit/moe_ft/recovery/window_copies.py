@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from moe_ft.engine.regions import own_directory, replica_directory
+from moe_ft.engine.memory.regions import own_directory, replica_directory
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.planning.recovery import Source, Tier

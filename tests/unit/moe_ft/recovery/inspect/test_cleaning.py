@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.engine.job_directory import job_lock
+from moe_ft.engine.memory.job_directory import job_lock
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.inspect.cleaning import clean
 from moe_ft.recovery.job_memory import alive_lock

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.regions import Region, own_directory
-from moe_ft.engine.storage import Storage
+from moe_ft.engine.memory.regions import Region, own_directory
+from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
 from tests.unit.moe_ft.builders import (

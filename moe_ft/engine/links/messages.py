@@ -1,0 +1,146 @@
+"""Messages of ranks over a connection: a length, a JSON header and, for some, raw bytes.
+
+authentication.py decides before who may send any.
+"""
+
+import socket
+import struct
+import time
+from typing import Annotated
+
+import msgspec
+
+from moe_ft.engine.persist.patience import SLOWEST_BYTES_PER_S
+
+CHUNK_BYTES = 8 << 20
+PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received
+_MAX_HEADER_BYTES = 1 << 20
+_LENGTH = struct.Struct(">I")
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Put(msgspec.Struct, frozen=True, tag=True):
+    """Keep a replica: followed by the index, a stretch of the region, and slots of the pool.
+
+    Attributes:
+        source: the rank whose state it is.
+        keep_iteration: the last iteration of the newest complete window, which must not be overwritten.
+        start_byte: of the stretch; 0 for the whole file up to its end, else the peer must hold the window
+            without its newest snapshot already.
+        data_bytes: of the stretch.
+        slots: names of the units that follow, in this order; their places are in the index.
+        slot_bytes: of all of them.
+    """
+
+    source: int
+    keep_iteration: int | None
+    index_bytes: _Count
+    start_byte: _Count
+    data_bytes: _Count
+    slots: tuple[str, ...] = ()
+    slot_bytes: _Count = 0
+
+
+class Get(msgspec.Struct, frozen=True, tag=True):
+    """Send a range of a file in the node's memory directory; -1 for all of it."""
+
+    path: str
+    offset: _Count
+    num_bytes: Annotated[int, msgspec.Meta(ge=-1)]
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    """Answers both; an empty error means success. Followed by num_bytes raw bytes."""
+
+    error: str = ""
+    num_bytes: _Count = 0
+
+
+REQUEST = msgspec.json.Decoder(Put | Get)
+REPLY = msgspec.json.Decoder(Reply)
+
+
+class Deadline:
+    """The end of one message, or of several. Owned by one thread."""
+
+    def __init__(self, total_s: float, silence_s: float | None = None) -> None:
+        """Begin now.
+
+        Args:
+            total_s: seconds for everything.
+            silence_s: seconds for each step, which ends with the next bytes; None for all of them.
+        """
+        self._total_s, self._end_s = total_s, time.monotonic() + total_s
+        self._silence_s = total_s if silence_s is None else silence_s
+
+    @classmethod
+    def for_bytes(cls, num_bytes: int) -> "Deadline":
+        """Return the deadline of a message with so many bytes, which may never stop for long.
+
+        All ranks wait for the slowest peer before a window is complete: the rate is that at which the writer
+        is given up. Eight ranks of a node need 1.3 Gb/s for it, less than networks for training have.
+        """
+        return cls(PROGRESS_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S, PROGRESS_TIMEOUT_S)
+
+    @property
+    def is_over(self) -> bool:
+        """True if no time is left."""
+        return time.monotonic() >= self._end_s
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds that are left; raises TimeoutError if none are."""
+        rest_s = self._end_s - time.monotonic()
+        if rest_s <= 0:
+            raise TimeoutError(f"not done within {self._total_s:.1f} s")
+        return rest_s
+
+    def limit(self, connection: socket.socket) -> None:
+        """Limit the next step of a connection."""
+        connection.settimeout(min(self._silence_s, self.rest_s))
+
+
+def send(connection: socket.socket, header: Put | Get | Reply, deadline: Deadline) -> None:
+    """Send a header."""
+    encoded = msgspec.json.encode(header)
+    send_all(connection, _LENGTH.pack(len(encoded)) + encoded, deadline)
+
+
+def send_all(connection: socket.socket, content: bytes | memoryview, deadline: Deadline) -> None:
+    """Send everything, in steps that show whether the other side reads; raises OSError if it does not."""
+    rest = memoryview(content)
+    while rest:
+        deadline.limit(connection)
+        rest = rest[connection.send(rest[:CHUNK_BYTES]) :]
+
+
+def receive_into(connection: socket.socket, target: memoryview, deadline: Deadline) -> None:
+    """Fill a buffer; raises ConnectionError if the other side closes before that."""
+    while target:
+        deadline.limit(connection)
+        count = connection.recv_into(target, min(len(target), CHUNK_BYTES))
+        if count == 0:
+            raise ConnectionError("the other side closed the connection")
+        target = target[count:]
+
+
+def receive(connection: socket.socket, num_bytes: int, deadline: Deadline) -> bytearray:
+    """Return so many bytes."""
+    content = bytearray(num_bytes)
+    receive_into(connection, memoryview(content), deadline)
+    return content
+
+
+def pass_over(connection: socket.socket, num_bytes: int, deadline: Deadline) -> None:
+    """Receive what nobody wants, so that the next message can follow."""
+    while num_bytes > 0:
+        num_bytes -= len(receive(connection, min(num_bytes, CHUNK_BYTES), deadline))
+
+
+def receive_header(connection: socket.socket, deadline: Deadline) -> bytearray:
+    """Return the next header; raises ConnectionError if it is none."""
+    (num_bytes,) = _LENGTH.unpack(receive(connection, _LENGTH.size, deadline))
+    if num_bytes > _MAX_HEADER_BYTES:
+        raise ConnectionError(f"a header of {num_bytes} bytes is not one of moe_ft")
+    return receive(connection, num_bytes, deadline)

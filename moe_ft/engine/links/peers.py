@@ -1,0 +1,282 @@
+"""Host memory of other nodes: sending replicas to peers, reading theirs. The other side is server.py.
+
+Plain TCP connections between pairs of ranks: if one pair fails, only that pair stops. In a process group one
+rank's timeout would stop all of them.
+"""
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.links.authentication import answer_challenge, receive_challenge
+from moe_ft.engine.links.messages import (
+    PROGRESS_TIMEOUT_S,
+    REPLY,
+    Deadline,
+    Get,
+    Put,
+    receive,
+    receive_header,
+    send,
+    send_all,
+)
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.regions import Region
+from moe_ft.errors import CorruptStateError
+from moe_ft.faults import Phase
+from moe_ft.format.encoding import encode
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index
+from moe_ft.topology import RankInfo
+
+_SLOWEST_CHECK_BYTES_PER_S = 100e6  # of a peer that verifies a replica
+_BUSY_PAUSE_S = 0.1
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 10.0, 300.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """A committed snapshot that peers are to have.
+
+    Attributes:
+        region: holds it.
+        pool: holds units that the region does not; None without one.
+        index: describes both.
+        start_byte, end_byte: what the snapshot adds to the region.
+        keep_iteration: the last iteration of the newest complete window, which peers keep until they have
+            all of this one.
+        peers: ranks that are to have it; None for all that keep replicas.
+    """
+
+    region: Region
+    pool: Pool | None
+    index: Index
+    start_byte: int
+    end_byte: int
+    keep_iteration: int | None
+    peers: frozenset[int] | None = None
+
+
+class PeerConnection:
+    """A connection to one peer. Owned by one thread."""
+
+    def __init__(self, address: tuple[str, int], token: str) -> None:
+        self._address, self._token = address, token
+        self._connection: socket.socket | None = None
+
+    def _connected(self) -> socket.socket:
+        """Return the connection, made and authenticated."""
+        if self._connection is None:
+            deadline = Deadline(PROGRESS_TIMEOUT_S)
+            while (connection := self._connect(deadline)) is None:
+                time.sleep(_BUSY_PAUSE_S)
+                if deadline.is_over:
+                    raise TimeoutError(
+                        f"{self._address[0]}:{self._address[1]} closes connections before it lets anybody "
+                        "in: it has too many strangers, or its start has failed"
+                    )
+            self._connection = connection
+        return self._connection
+
+    def _connect(self, deadline: Deadline) -> socket.socket | None:
+        """Return a connection whose sides both know the token; None while the server takes no strangers."""
+        connection = socket.create_connection(self._address, deadline.rest_s)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                challenge = receive_challenge(connection, deadline)
+            except ConnectionError:
+                connection.close()
+                return None
+            answer_challenge(connection, self._token, challenge, deadline)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def put(self, replica: "Replica", slots: Sequence[str], phase_hook: PhaseHook) -> None:
+        """Send a replica and wait until it is committed there; raises OSError if that fails.
+
+        Args:
+            slots: names of units of the pool, which are sent too.
+            phase_hook: called in the middle.
+        """
+        try:
+            self._put(replica, slots, phase_hook)
+        except CorruptStateError:
+            raise  # an answer: the connection is in order
+        except BaseException:
+            self.close()  # in the middle of a message
+            raise
+
+    def _put(self, replica: "Replica", slots: Sequence[str], phase_hook: PhaseHook) -> None:
+        connection, index = self._connected(), replica.index
+        content = encode(index)
+        request = Put(
+            index.rank,
+            replica.keep_iteration,
+            len(content),
+            replica.start_byte,
+            replica.end_byte - replica.start_byte,
+            tuple(slots),
+            sum(index.units[name].num_bytes for name in slots),
+        )
+        num_bytes = request.data_bytes + request.slot_bytes
+        deadline = Deadline.for_bytes(len(content) + num_bytes)
+        send(connection, request, deadline)
+        send_all(connection, content, deadline)
+        data = memoryview(replica.region.mapping)
+        half = (replica.start_byte + replica.end_byte) // 2
+        send_all(connection, data[replica.start_byte : half], deadline)
+        phase_hook(Phase.REPLICATE, index.iteration)
+        send_all(connection, data[half : replica.end_byte], deadline)
+        for name in slots:
+            assert replica.pool is not None
+            unit = index.units[name]
+            with memoryview(replica.pool.mapping) as pooled:
+                place = slice(unit.offset, unit.offset + unit.num_bytes)
+                send_all(connection, pooled[place], deadline)
+        check_s = PROGRESS_TIMEOUT_S + num_bytes / _SLOWEST_CHECK_BYTES_PER_S
+        reply = REPLY.decode(receive_header(connection, Deadline(check_s)))
+        if reply.error:
+            raise CorruptStateError(reply.error)
+
+    def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytearray:
+        """Return a range of a file in the peer's node memory; raises OSError if that fails."""
+        try:
+            connection = self._connected()
+            deadline = Deadline.for_bytes(0)
+            send(connection, Get(path, offset, num_bytes), deadline)
+            reply = REPLY.decode(receive_header(connection, deadline))
+            content = receive(connection, reply.num_bytes, Deadline.for_bytes(reply.num_bytes))
+        except BaseException:
+            self.close()  # in the middle of a message
+            raise
+        if reply.error:
+            raise OSError(reply.error)
+        return content
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class PeerReplicator:
+    """Sends committed regions to this rank's peers. Owned by the sending worker.
+
+    The training thread closes it when that worker has ended, or was left because it hangs.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[RankInfo],
+        token: str,
+        reports: Reports,
+        phase_hook: PhaseHook,
+        clock: Clock,
+    ) -> None:
+        self._reports, self._phase_hook, self._clock = reports, phase_hook, clock
+        self._pairs = {
+            peer.rank: _Pair(PeerConnection(peer.address, token), clock)
+            for peer in peers
+            if peer.address
+        }
+        self._is_lacking_address = len(self._pairs) < len(peers)
+
+    def replicate(self, replica: Replica) -> bool:
+        """Send a snapshot to its peers; return whether all of them have it.
+
+        Of the window and the pool a peer gets what it does not have yet.
+        A pair that fails is tried again with the next snapshot, then less and less often.
+        """
+        start, index = self._clock.perf_counter(), replica.index
+        sent = {
+            rank: self._send(rank, pair, replica)
+            for rank, pair in self._pairs.items()
+            if replica.peers is None or rank in replica.peers
+        }
+        reached = [rank for rank, num_bytes in sent.items() if num_bytes is not None]
+        if reached:
+            self._reports.add(
+                "replicate",
+                index.iteration,
+                bytes=max(sent[rank] or 0 for rank in reached),
+                seconds=self._clock.perf_counter() - start,
+                num_units=sum(1 for _ in index.entries()),
+                peers=reached,
+            )
+        return len(reached) == len(sent) and not self._is_lacking_address
+
+    def _send(self, rank: int, pair: "_Pair", replica: Replica) -> int | None:
+        """Send what a peer lacks; return how much of the region that was, None if it failed."""
+        wait_s = pair.retry_s - self._clock.monotonic()
+        iteration = replica.index.iteration
+        if wait_s > 0:
+            reason = f"rank {rank} failed {pair.num_failures} times; tried again in {wait_s:.0f} s"
+            self._reports.skipped(BackgroundPart.REPLICATE, iteration, reason)
+            return None
+        try:
+            slots = pair.missing(replica.index)
+            if not pair.has_window_before(replica.index):
+                replica = replace(replica, start_byte=0)
+            pair.connection.put(replica, slots, self._phase_hook)
+        except Exception as error:  # of the network, the peer, or an injected one
+            pair.fail()
+            self._reports.degraded(
+                BackgroundPart.REPLICATE,
+                iteration,
+                f"rank {rank} did not take the replica: {type(error).__name__}: {error}; until it takes "
+                "one, a loss of this node costs what came after the last one",
+            )
+            return None
+        pair.succeed(replica.index)
+        return replica.end_byte - replica.start_byte
+
+    def close(self) -> None:
+        """Close all connections."""
+        for pair in self._pairs.values():
+            pair.connection.close()
+
+
+class _Pair:
+    """The connection to one peer, and the time to try it again after failures."""
+
+    def __init__(self, connection: PeerConnection, clock: Clock) -> None:
+        self.connection, self._clock = connection, clock
+        self.num_failures = 0
+        self.retry_s = 0.0
+        self._known: dict[str, UnitEntry] = {}  # what the peer's pool holds
+        self._newest: tuple[int, int] | None = (
+            None  # iteration and number of the last snapshot there
+        )
+
+    def has_window_before(self, index: Index) -> bool:
+        """Return whether the peer has all snapshots of the window before the newest one."""
+        return self._newest == (index.iteration - 1, index.num_snapshots - 1)
+
+    def missing(self, index: Index) -> list[str]:
+        """Return the units of the pool whose versions the peer does not have where the index says."""
+        return [
+            name
+            for name, unit in index.units.items()
+            if unit.file and self._known.get(name) != unit
+        ]
+
+    def succeed(self, index: Index) -> None:
+        """Note that the peer has a snapshot."""
+        self.num_failures = 0
+        self._known = {name: unit for name, unit in index.units.items() if unit.file}
+        self._newest = (index.iteration, index.num_snapshots)
+
+    def fail(self) -> None:
+        """Note a failure: the next snapshot tries again, the ones after that wait longer and longer."""
+        self._known, self._newest = {}, None
+        self.num_failures += 1
+        if self.num_failures > 1:
+            delay_s = min(_FIRST_RETRY_S * 2 ** (self.num_failures - 2), _LONGEST_RETRY_S)
+            self.retry_s = self._clock.monotonic() + delay_s

@@ -1,0 +1,205 @@
+"""A rank's share of its node's memory: its own regions and pool, and the replicas that it keeps for others.
+
+This file opens, pins, cleans up and removes it; engine/snapshots/windows.py decides what goes in.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_ft.engine.memory.job_directory import remove_node
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.private_files import read_private
+from moe_ft.engine.memory.regions import (
+    MappedFile,
+    Region,
+    own_directory,
+    rank_and_holder,
+    replica_directory,
+)
+from moe_ft.errors import SnapshotError
+from moe_ft.format.encoding import decode
+from moe_ft.format.identity import Start
+from moe_ft.format.index import IndexHead
+from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
+from moe_ft.topology import RankInfo, Topology
+
+_REGION = re.compile(r"region_(\d+)\.safetensors")
+_OURS = re.compile(r"(region_\d+\.(safetensors|json))|(pool_\d+x\d+\.safetensors)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaMemory:
+    """Memory for the replicas of one rank: regions, and a pool if that rank has one."""
+
+    regions: tuple[Region, ...]
+    pool: Pool | None
+
+
+class RankMemory:
+    """Memory of one rank. The training thread opens and closes it; each part states who fills it.
+
+    Attributes:
+        regions, pool: of this rank; no pool where every snapshot holds every unit.
+        replicas: by the rank whose state they hold.
+    """
+
+    def __init__(
+        self,
+        node_dir: Path,
+        rank: int,
+        topology: Topology,
+        sources: Sequence[int],
+        *,
+        persists: bool,
+    ) -> None:
+        self._node_dir, self._rank, self._topology = node_dir, rank, topology
+        own = topology.ranks[rank]
+        self._node = own.node
+        self._pinned: list[MappedFile] = []
+        self.regions = _regions(own_directory(node_dir, rank), num_regions(persists=persists), own)
+        self.pool = _pool(own_directory(node_dir, rank), own)
+        self.replicas = {
+            source: ReplicaMemory(
+                regions=_regions(
+                    replica_directory(node_dir, source, rank),
+                    NUM_REPLICA_REGIONS,
+                    topology.ranks[source],
+                ),
+                pool=_pool(replica_directory(node_dir, source, rank), topology.ranks[source]),
+            )
+            for source in sources
+        }
+
+    @property
+    def node_dir(self) -> Path:
+        """The node's memory directory of this job."""
+        return self._node_dir
+
+    @property
+    def num_own_bytes(self) -> int:
+        """Bytes of this rank's regions and pool."""
+        return sum(file.num_bytes for file in self._own_files())
+
+    def open(self, restored: tuple[Start, int] | None) -> None:
+        """Map everything.
+
+        Args:
+            restored: writer and iteration of the state that was recovered: regions and replicas that hold
+                it get its iteration, and so are not overwritten before their owner says so.
+
+        Raises:
+            OSError: if the memory directory cannot be made or has no room.
+        """
+        for file in self._files():
+            file.open()
+            if isinstance(file, Region) and restored and holds(file.index_path, *restored):
+                file.iteration = restored[1]
+
+    def _files(self) -> Iterator[MappedFile]:
+        yield from self._own_files()
+        for replica in self.replicas.values():
+            yield from replica.regions
+            if replica.pool is not None:
+                yield replica.pool
+
+    def _own_files(self) -> Iterator[MappedFile]:
+        yield from self.regions
+        if self.pool is not None:
+            yield self.pool
+
+    def pin(self) -> None:
+        """Let the GPU copy into this rank's own memory directly; raises SnapshotError if it cannot."""
+        for file in self._own_files():
+            _pin(file)
+            self._pinned.append(file)
+
+    def unpin(self) -> None:
+        """Undo `pin`, before the memory is unmapped."""
+        while self._pinned:  # fewer than all after a start that failed
+            _unpin(self._pinned.pop())
+
+    def close(self) -> None:
+        """Unmap everything; the files stay."""
+        for file in self._files():
+            file.close()
+
+    def remove_left_overs(self) -> None:
+        """Remove what other placements, settings or starts have left in this rank's share of the node."""
+        here = {info.rank for info in self._topology.on_node(self._node)}
+        is_lowest = self._rank == self._topology.lowest_on_node(self._node).rank
+        for directory in self._node_dir.iterdir() if self._node_dir.is_dir() else ():
+            owner, holder = rank_and_holder(directory.name)
+            is_orphan = holder is not None and holder not in here
+            is_dismissed = holder == self._rank and owner != holder and owner not in self.replicas
+            if (is_orphan and is_lowest) or is_dismissed:
+                shutil.rmtree(directory, ignore_errors=True)
+        in_use = {path for file in self._files() for path in _paths(file)}
+        for directory in {path.parent for path in in_use}:
+            for path in directory.iterdir():
+                if _OURS.fullmatch(path.name) and path not in in_use:
+                    path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove this rank's memory, and the node's with the last rank; the run has ended cleanly."""
+        for directory in {file.data_path.parent for file in self._files()}:
+            shutil.rmtree(directory, ignore_errors=True)
+        if self._rank == self._topology.lowest_on_node(self._node).rank:
+            remove_node(self._node_dir)
+
+
+def _paths(file: MappedFile) -> tuple[Path, ...]:
+    if isinstance(file, Region):
+        return file.data_path, file.index_path
+    return (file.data_path,)
+
+
+def _pool(directory: Path, info: RankInfo) -> Pool | None:
+    return Pool(directory, info.slot_bytes, info.num_slots) if info.num_slots else None
+
+
+def _regions(directory: Path, count: int, info: RankInfo) -> tuple[Region, ...]:
+    """Return regions; they stay clear of regions of another size, which may still be needed."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    matches = ((path, _REGION.fullmatch(path.name)) for path in found)
+    others = [
+        int(match[1])
+        for path, match in matches
+        if match and path.stat().st_size != info.region_bytes
+    ]
+    first = max(others) + 1 if others else 0
+    return tuple(
+        Region(directory, number, info.region_bytes) for number in range(first, first + count)
+    )
+
+
+def holds(index_path: Path, start: Start, iteration: int) -> bool:
+    """Return whether a region holds the state of an iteration that a start wrote."""
+    try:
+        index = decode(read_private(index_path), IndexHead, str(index_path))
+    except OSError:
+        return False
+    found = (index.identity.start, index.iteration)
+    return found == (start, iteration) and index.is_whole
+
+
+def _unpin(file: MappedFile) -> None:
+    """Undo `_pin`, before the memory is unmapped."""
+    view = torch.frombuffer(file.mapping, dtype=torch.uint8)
+    torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
+
+
+def _pin(file: MappedFile) -> None:
+    """Let the GPU copy into a file's memory directly.
+
+    Raises:
+        SnapshotError: if the driver refuses, for example because too much memory is locked.
+    """
+    view = torch.frombuffer(file.mapping, dtype=torch.uint8)
+    error = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)
+    if int(error) != 0:
+        raise SnapshotError(f"cudaHostRegister of {view.numel()} bytes failed with {error}")

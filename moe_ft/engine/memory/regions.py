@@ -1,0 +1,225 @@
+"""Regions: reusable stretches of host memory that outlive the process, as files on tmpfs.
+
+A region is a data file of fixed size, mapped once, and an index next to it. Without an index it holds
+nothing. engine/snapshots/writer.py fills it, format/ defines the index. Units that only some snapshots hold
+are in engine/memory/pool.py.
+"""
+
+import mmap
+import os
+import re
+from contextlib import suppress
+from enum import Enum, auto
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from moe_ft.engine.memory.private_files import (
+    create_private,
+    make_private,
+    open_directory,
+    write_atomically,
+)
+from moe_ft.errors import SnapshotError
+
+_PAGE_BYTES = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
+_DIRECTORY = re.compile(r"rank_(?P<rank>\d{5,})|replica_(?P<source>\d{5,})_at_(?P<holder>\d{5,})")
+INDEX_NAME = re.compile(r"region_\d+\.json")
+
+
+class Role(Enum):
+    """Current use of a region (MoC-System's triple buffer, section 5.2)."""
+
+    FREE = auto()
+    SNAPSHOT = auto()  # being filled, or waiting until every rank has filled its own
+    RECOVERY = auto()  # the newest complete snapshot: what a recovery would read
+    PERSIST = auto()  # being written to storage; may also be the newest complete snapshot
+
+
+_NEXT = {
+    Role.FREE: {Role.SNAPSHOT, Role.RECOVERY},
+    Role.SNAPSHOT: {Role.RECOVERY, Role.FREE},
+    Role.RECOVERY: {Role.PERSIST, Role.FREE},
+    Role.PERSIST: {Role.RECOVERY, Role.FREE},
+}
+
+
+def job_directory(memory_dir: str, job_id: str) -> Path:
+    """Return the directory of a job under --moe-ft-memory-dir."""
+    return Path(memory_dir) / job_id
+
+
+def node_directory(memory_dir: str, job_id: str, node: str) -> Path:
+    """Return the memory directory of one node of a job."""
+    return job_directory(memory_dir, job_id) / node
+
+
+def own_directory(node_dir: Path, rank: int) -> Path:
+    """Return where a rank keeps its own regions."""
+    return node_dir / f"rank_{rank:05d}"
+
+
+def replica_directory(node_dir: Path, source: int, holder: int) -> Path:
+    """Return where the rank ``holder`` keeps replicas of the rank ``source``."""
+    return node_dir / f"replica_{source:05d}_at_{holder:05d}"
+
+
+def rank_and_holder(name: str) -> tuple[int | None, int | None]:
+    """Return whose state a directory of that name holds, and which rank keeps it; None for others."""
+    match = _DIRECTORY.fullmatch(name)
+    if match is None:
+        return None, None
+    owner = int(match["rank"] or match["source"])
+    return owner, int(match["holder"] or owner)
+
+
+class MappedFile:
+    """A file of fixed size, mapped and touched once.
+
+    Attributes:
+        data_path: where it is.
+        num_bytes: its size.
+    """
+
+    def __init__(self, data_path: Path, num_bytes: int) -> None:
+        self.data_path, self.num_bytes = data_path, num_bytes
+        self._mapping: mmap.mmap | None = None
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """The mapped bytes."""
+        if self._mapping is None:
+            raise SnapshotError(f"{self.data_path} is not open")
+        return self._mapping
+
+    def open(self) -> None:
+        """Map the file and touch all of it, creating it first if it is not there in this size.
+
+        Again does nothing. A file of this size keeps what it holds.
+
+        Raises:
+            UnsafePathError: if another user owns or could replace the file or its directory, or it is a link.
+            OSError: if the file system has no room; writing to a mapping later would kill the process.
+        """
+        if self._mapping is not None:
+            return
+        make_private(self.data_path.parent)
+        if self.data_path.is_file() and not self.is_in_place and not self.data_path.is_symlink():
+            self._discard()
+        descriptor = create_private(self.data_path)
+        try:
+            os.posix_fallocate(descriptor, 0, self.num_bytes)  # ENOSPC now, not SIGBUS later
+            self._mapping = mmap.mmap(descriptor, self.num_bytes)
+        finally:
+            os.close(descriptor)
+        _touch(self._mapping)
+
+    def _discard(self) -> None:
+        self.data_path.unlink()
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if the data file is there in this size."""
+        return self.data_path.is_file() and self.data_path.stat().st_size == self.num_bytes
+
+    def close(self) -> None:
+        """Unmap; the file stays. A buffer that still shows the memory keeps it mapped."""
+        if self._mapping is not None:
+            with suppress(BufferError):
+                self._mapping.close()
+            self._mapping = None
+
+
+class Region(MappedFile):
+    """One region of a rank, or of a replica.
+
+    The training thread owns its rank's regions. Only in the role SNAPSHOT, bytes and `iteration` belong to
+    the copy worker. Replicas stay in the role FREE and belong to the threads of peers' connections.
+
+    Attributes:
+        number: of the region in its directory.
+        role: see `Role`.
+        iteration: of the committed snapshot that it holds, None if there is none.
+    """
+
+    def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
+        super().__init__(directory / f"region_{number}.safetensors", num_bytes)
+        self.directory, self.number = directory, number
+        self.role = Role.FREE
+        self.iteration: int | None = None
+
+    @property
+    def index_path(self) -> Path:
+        """The index, which is there only while the region holds a committed snapshot."""
+        return self.directory / f"region_{self.number}.json"
+
+    def _discard(self) -> None:
+        self.invalidate()
+        super()._discard()
+
+    def invalidate(self) -> None:
+        """Remove the index: from now on the region holds nothing."""
+        self.iteration = None
+        self.index_path.unlink(missing_ok=True)
+
+    def commit(self, content: bytes, iteration: int) -> None:
+        """Make the region a snapshot by one rename of its index.
+
+        Raises:
+            OSError: if the directory has vanished or is full.
+        """
+        write_atomically(self.index_path, content)
+        self.iteration = iteration
+
+    def advance(self, to: Role) -> None:
+        """Take the next role; any other move is a mistake of the caller and raises SnapshotError."""
+        if to not in _NEXT[self.role]:
+            raise SnapshotError(
+                f"region {self.number} (iteration {self.iteration}) cannot go from "
+                f"{self.role.name} to {to.name}"
+            )
+        self.role = to
+
+
+def _touch(mapping: mmap.mmap) -> None:
+    """Have every page mapped now: a first touch costs six times a copy."""
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError:  # Linux before 5.14
+        pages = np.frombuffer(mapping, dtype=np.uint8)[::_PAGE_BYTES]
+        pages |= 0
+
+
+def index_paths(node_dir: Path) -> tuple[list[Path], list[str]]:
+    """Return the indexes of all regions and replicas in a node's memory directory, sorted.
+
+    Returns:
+        The indexes, and which directories cannot be looked at and why. Those that are a link or not ours are
+        never looked at: another user could have put them there.
+    """
+    found: list[Path] = []
+    problems: list[str] = []
+    names = sorted(entry.name for entry in node_dir.iterdir()) if node_dir.is_dir() else []
+    for name in names:
+        if rank_and_holder(name)[0] is None:
+            continue
+        try:
+            with open_directory(node_dir / name) as descriptor:
+                indexes = sorted(filter(INDEX_NAME.fullmatch, os.listdir(descriptor)))
+        except OSError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        found += [node_dir / name / index for index in indexes]
+    return found, problems
+
+
+def file_system_type(path: Path) -> str:
+    """Return the type of the file system that a path is on, such as tmpfs; empty if unknown."""
+    path = path.resolve()
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    for parent in (path, *path.parents):
+        if parent in mounts:
+            return mounts[parent]
+    return ""

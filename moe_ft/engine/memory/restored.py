@@ -1,0 +1,96 @@
+"""Restored state in a rank's regions, until the first new window is complete and replaces it.
+
+After the loss of a node, the state of its new ranks is in the memory of one other node only, and so is the
+state of the ranks whose replicas it kept. A second loss before the next window is complete must not be the
+end, and a long window takes a while. So state that was read from a peer is kept here too, and sent to peers
+that lack it.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from moe_ft.engine.context import FetchedWindow, Handover
+from moe_ft.engine.links.peers import Replica
+from moe_ft.engine.memory.layout import lay_out_again
+from moe_ft.engine.memory.rank_memory import RankMemory
+from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.errors import SnapshotError
+from moe_ft.format.encoding import decode, encode
+from moe_ft.format.index import Index, IndexHead
+from moe_ft.planning.recovery import Family, family_of
+
+
+def keep_restored(memory: RankMemory, restored: Handover) -> list[Region]:
+    """Return the regions that the restored state rests on, which must be kept; the state itself comes first.
+
+    Args:
+        restored: what a recovery put back.
+    """
+    regions = memory.regions
+    found = [region for region in regions if region.iteration is not None]
+    found.sort(key=lambda region: _family_of(region) != restored.family)  # stable
+    if restored.window is not None:
+        # Refill the region even if it already holds this state: its copy may be damaged.
+        is_here = bool(found) and _family_of(found[0]) == restored.family
+        others = [region for region in regions if region not in found]
+        region = found.pop(0) if is_here or not others else others[0]
+        if _fill(region, restored.window):
+            found.insert(0, region)
+    found += [
+        region
+        for region in regions
+        if region.index_path in restored.indexes and region not in found
+    ]
+    kept = found[: len(regions) - 1]  # one must be free to be filled
+    for region in kept:
+        region.advance(Role.RECOVERY)
+    return kept
+
+
+def _family_of(region: Region) -> Family:
+    index = decode(region.index_path.read_bytes(), IndexHead, str(region.index_path))
+    return family_of(index.iteration, index.window, index.identity.history)
+
+
+def _fill(region: Region, window: FetchedWindow) -> bool:
+    """Copy a window into a region as it lay in its own; return False if that cannot be done."""
+    index = window.index
+    if index.file_bytes != region.num_bytes:
+        return False
+    try:
+        header = lay_out_again(index).header
+        region.invalidate()
+        region.mapping[: len(header)] = header
+        for offset, content in window.contents.items():
+            region.mapping[offset : offset + len(content)] = content
+        named = msgspec.structs.replace(index, file=region.data_path.name)
+        region.commit(encode(named), index.iteration)
+    except (SnapshotError, OSError):  # laid out by another version, or no room for the index
+        return False
+    return True
+
+
+def replica_to_send(kept: Sequence[Region], restored: Handover) -> Replica | None:
+    """Return what peers get that lack the restored state, None if no region of this rank holds it.
+
+    Args:
+        kept: of `keep_restored`.
+        restored: what a recovery put back.
+    """
+    if not kept or _family_of(kept[0]) != restored.family:
+        return None
+    region = kept[0]
+    index = decode(region.index_path.read_bytes(), Index, str(region.index_path))
+    if any(unit.file for unit in index.units.values()):
+        return None  # it is in more than the region
+    ends = (unit.offset + unit.num_bytes for _, unit in index.entries())
+    return Replica(
+        region=region,
+        pool=None,
+        index=index,
+        start_byte=0,
+        end_byte=max(ends, default=index.header_bytes),
+        keep_iteration=None,
+        peers=restored.peers_without,
+    )

@@ -1,0 +1,324 @@
+"""A rank's side of the storage tier: asks the node's writer process, watches it, starts it again if it dies.
+
+The writer itself is engine/persist/writer.py. The training thread calls everything here at the seams, except
+the supervision, which has a thread of its own on the lowest rank of each node.
+"""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+import moe_ft
+from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.memory.private_files import make_private, write_atomically
+from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.persist.patience import SLOWEST_BYTES_PER_S
+from moe_ft.engine.persist.writer import (
+    HEARTBEAT_NAME,
+    PersistRequest,
+    PersistResult,
+    WriterSettings,
+    request_path,
+    result_path,
+)
+from moe_ft.faults import Phase
+
+_HEARTBEAT_STALE_S = 10.0
+_SUPERVISION_S = 0.25
+_MAX_QUICK_RESTARTS = 5
+_RESTART_DELAY_S = 60.0
+_MIN_DEADLINE_S = 120.0
+_RANK_DEADLINE_S = (
+    0.2  # for looking at a rank's index, reading it and removing the files of an old one
+)
+_END_S = 2.0
+_START_S = 30.0
+_HEALTHY_S = 600.0  # a writer that lived this long may be restarted as often as a new one
+_RESTART_NAME = "restart"
+_LOG_NAME = "writer.log"
+# Only the package comes from there: nothing else in its directory may hide other packages.
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); import moe_ft; del sys.path[0]; "
+    "from moe_ft.engine.persist.writer import main; main(sys.argv[2])"
+)
+
+
+def persist_deadline_s(num_bytes: int, num_ranks: int = 0) -> float:
+    """Return how long writing may take before it counts as failed.
+
+    Args:
+        num_ranks: of the manifest that is written too, 0 for none.
+    """
+    return _MIN_DEADLINE_S + num_bytes / SLOWEST_BYTES_PER_S + num_ranks * _RANK_DEADLINE_S
+
+
+class PersistClient:
+    """Hands regions of one rank to the writer. Owned by the training thread.
+
+    Attributes:
+        region: the one that is being written, None if there is none.
+        has_failed: whether the last one that was submitted could not be written.
+        has_lost_previous: whether that was because the checkpoint that it builds on is not there any more.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        reports: Reports,
+        phase_hook: PhaseHook,
+        clock: Clock,
+        num_ranks: int = 1,
+    ) -> None:
+        self._clock = clock
+        self._directory, self._rank, self._num_ranks = directory, rank, num_ranks
+        self._reports, self._phase_hook = reports, phase_hook
+        self._deadline_s = 0.0
+        self._number = 0  # of the last request
+        self.region: Region | None = None
+        self.has_failed = self.has_lost_previous = False
+        self.last_seconds = 0.0
+
+    def start(self) -> None:
+        """Forget requests and results of an earlier start."""
+        make_private(self._directory)
+        for path in (request_path, result_path):
+            path(self._directory, self._rank).unlink(missing_ok=True)
+
+    def submit(
+        self,
+        region: Region,
+        rotating: Sequence[str],
+        previous: str,
+        tag: str,
+        rotating_bytes: int = 0,
+    ) -> None:
+        """Have a committed snapshot written; its region must not change until `poll` returns it.
+
+        Args:
+            rotating: units in the pool that are written too; their slots must not change either.
+            previous: this rank's index of the checkpoint on storage that holds the others.
+            rotating_bytes: of the units in the pool.
+        """
+        assert self.region is None and region.iteration is not None
+        num_bytes = region.num_bytes + rotating_bytes
+        writes_manifest = self._rank == 0
+        allowed_s = persist_deadline_s(num_bytes, self._num_ranks if writes_manifest else 0)
+        self._deadline_s = self._clock.monotonic() + allowed_s
+        self._number += 1
+        request = PersistRequest(
+            rank=self._rank,
+            iteration=region.iteration,
+            index=str(region.index_path),
+            data=str(region.data_path),
+            rotating=tuple(rotating),
+            previous=previous,
+            tag=tag,
+            writes_manifest=writes_manifest,
+            deadline_s=allowed_s,
+            number=self._number,
+        )
+        self.region, self.has_failed = region, False
+        try:
+            write_atomically(
+                request_path(self._directory, self._rank), msgspec.json.encode(request)
+            )
+        except OSError as error:
+            self._reports.degraded(
+                BackgroundPart.PERSIST, region.iteration, f"cannot ask the writer: {error}"
+            )
+            self._deadline_s = 0.0
+            return
+        self._phase_hook(Phase.PERSIST, region.iteration)
+
+    def poll(self) -> Region | None:
+        """Return the region that has been written, or that nobody will write any more."""
+        if self.region is None:
+            return None
+        region, iteration = self.region, self.region.iteration or 0
+        result = self._result()
+        if result is not None and result.number == self._number:
+            self.has_lost_previous = result.has_lost_previous
+            if result.warning:
+                self._reports.degraded(BackgroundPart.PERSIST, iteration, result.warning)
+            if result.error:
+                self.has_failed = True
+                self._reports.degraded(BackgroundPart.PERSIST, iteration, result.error)
+            else:
+                self.last_seconds = result.seconds
+                self._reports.add(
+                    "persist",
+                    iteration,
+                    bytes=result.num_bytes,
+                    seconds=result.seconds,
+                    num_units=result.num_units,
+                    path=result.path,
+                )
+        elif self._clock.monotonic() > self._deadline_s:
+            self.has_failed = True
+            if self._deadline_s:
+                self._reports.degraded(
+                    BackgroundPart.PERSIST, iteration, "the writer did not finish in time"
+                )
+            with suppress(OSError):
+                request_path(self._directory, self._rank).unlink(missing_ok=True)
+                # The writer may still read this region, which is about to be overwritten: kill it.
+                (self._directory / _RESTART_NAME).touch()
+        else:
+            return None
+        self.region = None
+        return region
+
+    def cancel(self) -> Region | None:
+        """Give up what is being written, because another rank could not write its part; return it."""
+        if self.region is None:
+            return None
+        region, self.region, self.has_failed = self.region, None, True
+        reason = "another rank could not write its part"
+        self._reports.degraded(BackgroundPart.PERSIST, region.iteration or 0, reason)
+        with suppress(OSError):
+            request_path(self._directory, self._rank).unlink(missing_ok=True)
+        return region
+
+    def _result(self) -> PersistResult | None:
+        path = result_path(self._directory, self._rank)
+        try:
+            content = path.read_bytes()
+            path.unlink()
+            return msgspec.json.decode(content, type=PersistResult)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+
+class WriterSupervisor:
+    """Starts the node's writer process, and starts it again when it dies or falls silent.
+
+    The training thread calls the public methods; a thread of its own watches the process.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        command: list[str],
+        reports: Reports,
+        clock: Clock,
+        settings: WriterSettings | None = None,
+    ) -> None:
+        """Begin without a process.
+
+        Args:
+            settings: the first that the process reads from its standard input; None for nothing.
+        """
+        self._clock = clock
+        self._directory, self._command, self._reports = directory, command, reports
+        self._settings = b"" if settings is None else msgspec.json.encode(settings) + b"\n"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._should_end = threading.Event()
+
+    def start(self) -> None:
+        """Start the writer, and the thread that watches it."""
+        make_private(self._directory)
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._supervise, args=(started,), name="moe_ft-writer", daemon=True
+        )
+        self._thread.start()
+        self._clock.wait(started, _START_S)
+
+    def _supervise(self, started: threading.Event) -> None:
+        # The writer dies with the thread that started it, so this one starts it and stays.
+        num_restarts = 0
+        while True:
+            launched_s = self._clock.monotonic()
+            try:
+                self._launch()
+            except OSError as error:
+                reason = f"cannot start: {error}"
+            else:
+                started.set()
+                reason = self._watch()
+            started.set()
+            if self._should_end.is_set():
+                return
+            num_restarts = (
+                0 if self._clock.monotonic() - launched_s > _HEALTHY_S else num_restarts + 1
+            )
+            delay_s = 0.0 if num_restarts <= _MAX_QUICK_RESTARTS else _RESTART_DELAY_S
+            then = f"it is started again in {delay_s:.0f} s" if delay_s else "it is started again"
+            self._reports.degraded(BackgroundPart.WRITER, 0, f"the writer process {reason}; {then}")
+            if self._clock.wait(self._should_end, delay_s):
+                return
+
+    def _launch(self) -> None:
+        for name in (HEARTBEAT_NAME, _RESTART_NAME):
+            (self._directory / name).unlink(missing_ok=True)
+        # Not the rank's output: a launcher waits until every holder of its pipe has closed it.
+        with (self._directory / _LOG_NAME).open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=log, stderr=log, bufsize=0
+            )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already, which is noticed at once
+            self._process.stdin.write(self._settings)
+
+    def _watch(self) -> str:
+        """Return when the writer has ended, and why."""
+        assert self._process is not None
+        heartbeat = self._heartbeat()
+        heard_s = self._clock.monotonic()
+        while not self._clock.wait(self._should_end, _SUPERVISION_S):
+            if (code := self._process.poll()) is not None:
+                return f"ended with code {code}"
+            if (now := self._heartbeat()) != heartbeat:
+                heartbeat, heard_s = now, self._clock.monotonic()
+            if (self._directory / _RESTART_NAME).exists():
+                self._kill()
+                return "did not finish in time and was killed"
+            if self._clock.monotonic() - heard_s > _HEARTBEAT_STALE_S:
+                self._kill()
+                return f"gave no sign of life for {_HEARTBEAT_STALE_S:.0f} s and was killed"
+        return "was told to end"
+
+    def _heartbeat(self) -> int | None:
+        """Return what changes with every sign of life: a time stamp that is compared with no clock."""
+        try:
+            return (self._directory / HEARTBEAT_NAME).stat().st_mtime_ns
+        except OSError:
+            return None
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # stuck in the kernel: it ends when storage answers
+            self._process.wait(_END_S)
+
+    def close(self) -> None:
+        """End the writer."""
+        self._should_end.set()
+        if self._thread is not None:
+            self._thread.join(2 * _END_S)
+        if self._process is not None:
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._kill()
+
+
+def writer_command(directory: Path) -> list[str]:
+    """Return the command line of a writer process, which then reads WriterSettings from its input.
+
+    It runs the code of this process and imports nothing from the working directory.
+    """
+    code_directory = Path(moe_ft.__file__).resolve().parent.parent
+    return [sys.executable, "-P", "-c", _START, str(code_directory), str(directory)]

@@ -1,0 +1,133 @@
+"""Deleting from a persist directory what no recovery needs any more.
+
+What counts is what a recovery would use: checkpoints of the run as it was continued, whose files are there.
+Runs in the writer of rank 0, the only one that deletes.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+from moe_ft.engine.persist.manifests import Found, manifests
+from moe_ft.engine.persist.soundness import check_checkpoint, check_sizes
+from moe_ft.engine.persist.storage import Listings, Storage, iteration_directory
+from moe_ft.errors import CorruptStateError
+from moe_ft.format.encoding import checksum, encode
+from moe_ft.format.manifest import Manifest
+from moe_ft.planning.branches import has_superseded, is_alive
+
+_OUR_FILE = re.compile(
+    r"rank_\d{5,}_[0-9a-f]{8}\.(safetensors|json)(\.part)?|manifest(_[A-Za-z0-9_-]+)?\.json\.part"
+)
+
+
+class Retention:
+    """Keeps the newest usable checkpoints of a run. Owned by one thread of the writer."""
+
+    def __init__(
+        self, storage: Storage, keep: int, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begin.
+
+        Args:
+            keep: how many checkpoints to keep, at least 1.
+            check: raises if nothing may be deleted any more; called before each manifest is removed and
+                each directory cleared, because this process may have been suspended in between.
+        """
+        self._storage, self._keep, self._check = storage, keep, check
+        # Checksums of manifests whose indexes were read and are right.
+        self._sound: set[str] = set()
+
+    def retain(self, newest: Manifest) -> list[int]:
+        """Delete what the newest checkpoints of a run do not need; return the iterations of those deleted.
+
+        Nothing is deleted before there are as many usable checkpoints as are to be kept. Then older ones go,
+        and those of starts that the newest one's start knew of and did not continue, or whose files are
+        damaged, once the run has passed their iteration. Checkpoints of other runs stay, as do those of
+        starts that this one knows nothing of, and whatever is not named like a file of moe_ft. A checkpoint
+        is unmade by removing its manifest first.
+
+        Args:
+            newest: the checkpoint that was just written: its indexes were read for that.
+
+        Raises:
+            OSError: if storage fails.
+        """
+        self._sound.add(checksum(encode(newest)))
+        usable: list[tuple[int, str]] = []
+        unusable: list[tuple[int, str]] = []
+        listings = Listings(self._storage)
+        found = list(manifests(self._storage))
+        for iteration, path, manifest in found:
+            if isinstance(manifest, CorruptStateError) or iteration > newest.iteration:
+                continue  # evidence; newer ones stay until the run passes them
+            if manifest.identity.lineage != newest.identity.lineage:
+                continue
+            is_of_run = self._is_of_run(manifest, newest)
+            if is_of_run and self._is_sound(manifest, listings):
+                usable.append((iteration, path))
+            elif is_of_run or has_superseded(newest.identity, manifest.identity):
+                unusable.append((iteration, path))
+        has_enough = len(usable) >= self._keep
+        gone = usable[self._keep :] + unusable if has_enough else []
+        for _, path in gone:
+            self._check()
+            self._storage.remove(path)
+        left = [each for each in found if each[:2] not in gone]
+        self._remove_unneeded(left, newest.iteration, with_manifest=True)
+        return [iteration for iteration, _ in gone]
+
+    def _is_of_run(self, manifest: Manifest, newest: Manifest) -> bool:
+        return is_alive(manifest.iteration, manifest.identity.history, newest.identity.history)
+
+    def _is_sound(self, manifest: Manifest, listings: Listings) -> bool:
+        """Return whether a recovery could use a checkpoint, as far as that shows without reading its data."""
+        name = checksum(encode(manifest))
+        try:
+            if name in self._sound:
+                check_sizes(listings, manifest)
+            else:
+                check_checkpoint(self._storage, manifest, listings)
+        except (CorruptStateError, FileNotFoundError):
+            return False
+        self._sound.add(name)
+        return True
+
+    def remove_incomplete(self, before: int) -> None:
+        """Remove files of older iterations that never became a checkpoint.
+
+        Call it when no older checkpoint can become complete any more; it makes room on a full disk.
+        """
+        self._remove_unneeded(list(manifests(self._storage)), before - 1, with_manifest=False)
+
+    def _remove_unneeded(self, found: Sequence[Found], newest: int, *, with_manifest: bool) -> None:
+        """Remove files of iterations up to one that no manifest names.
+
+        A manifest that cannot be read may name anything up to its own iteration: all that stays.
+
+        Args:
+            found: all manifests that there are.
+            newest: the last of these iterations.
+            with_manifest: whether iterations that have one are looked through too.
+        """
+        needed: set[str] = set()
+        have_manifest: set[int] = set()
+        unknown = -1
+        for iteration, _, manifest in found:
+            have_manifest.add(iteration)
+            if isinstance(manifest, CorruptStateError):
+                unknown = max(unknown, iteration)
+                continue
+            for file in (*manifest.files, *manifest.older):
+                needed |= {file.index, file.data}
+        for iteration in self._storage.iterations():
+            is_looked_through = with_manifest or iteration not in have_manifest
+            if unknown < iteration <= newest and is_looked_through:
+                self._check()
+                self._clear(iteration, needed)
+
+    def _clear(self, iteration: int, needed: set[str]) -> None:
+        directory = iteration_directory(iteration)
+        for name in self._storage.names_in(directory):
+            if _OUR_FILE.fullmatch(name) and f"{directory}/{name}" not in needed:
+                self._storage.remove(f"{directory}/{name}")
+        self._storage.remove_directory(directory)

@@ -1,0 +1,176 @@
+"""Decides when a complete snapshot is written to storage, with which units of the pool; tracks the result.
+
+Asking the writer is engine/persist/client.py. All ranks do the same in the same iteration, on what they
+agreed on.
+"""
+
+from dataclasses import dataclass
+
+from moe_ft.engine.memory.pool import PoolVersions
+from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.engine.persist.client import PersistClient
+from moe_ft.engine.persist.storage import file_tag, rank_path
+from moe_ft.format.identity import Identity
+from moe_ft.strategies.interface import PersistPlan, Strategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Written:
+    """A state that is being written, or has become a checkpoint.
+
+    Attributes:
+        iteration: the state's.
+        has_all: whether every unit is there at this iteration.
+        index: of this rank on storage, relative to the persist directory.
+    """
+
+    iteration: int
+    has_all: bool
+    index: str
+
+
+class StorageSchedule:
+    """The snapshots of one rank on their way to storage. Owned by the training thread.
+
+    A newer complete snapshot replaces one that is due and waits for the writer, never the one that is being
+    written (MoC-System, section 5.2).
+
+    Attributes:
+        is_due: whether the newest complete snapshot is to be written as soon as all writers are idle.
+        is_idle: whether this rank's writer is.
+    """
+
+    def __init__(
+        self,
+        interval: int,
+        client: PersistClient,
+        versions: PoolVersions,
+        strategy: Strategy,
+        identity: Identity,
+        rank: int,
+    ) -> None:
+        """Make a schedule.
+
+        Args:
+            interval: complete snapshots between those that are written, 0 for never.
+            strategy: chooses the units of the pool that are written.
+        """
+        self._interval, self._client = interval, client
+        self._versions, self._strategy = versions, strategy
+        self._identity, self._rank = identity, rank
+        self._num_complete = 0
+        self._newest_index = ""  # of this rank in the newest complete checkpoint
+        self._planned = PersistPlan()  # for what is being written
+        self._unconfirmed: _Written | None = None
+        self._confirmed: _Written | None = None
+        self._unasked: Region | None = None  # the writer could not be asked to write it
+        self._could_not_ask = False
+        self.is_due, self.is_idle = False, True
+
+    def start(self, newest_index: str) -> None:
+        """Begin; `newest_index` is this rank's on storage, relative to the persist directory, if any."""
+        self._newest_index = newest_index
+        if self._interval:
+            self._client.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if this rank's writer writes."""
+        return self._client.region is not None or self._unasked is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the last one could not be written on this rank."""
+        return self._client.has_failed or self._could_not_ask
+
+    @property
+    def seconds_per_snapshot(self) -> float:
+        """Time to write the last one, which may take as long as `interval` snapshots."""
+        return self._client.last_seconds / self._interval
+
+    def note_complete(self) -> None:
+        """All ranks have completed a snapshot."""
+        self._num_complete += 1
+        if self._interval and self._num_complete % self._interval == 0:
+            self.is_due = True
+
+    def submit(self, region: Region, *, is_last: bool = False) -> None:
+        """Have the newest complete snapshot written. Called by all ranks when all writers are idle.
+
+        Args:
+            is_last: whether training has ended: everything goes to storage.
+        """
+        assert region.iteration is not None
+        self.is_due = self.is_idle = self._could_not_ask = False
+        tag = file_tag(self._identity, is_last=is_last)
+        self._unconfirmed = _Written(
+            iteration=region.iteration,
+            has_all=is_last or self._strategy.saves_all,
+            index=rank_path(region.iteration, self._rank, tag, "json"),
+        )
+        region.advance(Role.PERSIST)
+        try:
+            self._ask(region, tag, is_last=is_last)
+        except Exception:
+            # All ranks have to hear of it: to them, this rank's writer has failed.
+            if not self.is_busy:
+                self._unasked = region
+            raise
+
+    def _ask(self, region: Region, tag: str, *, is_last: bool) -> None:
+        self._planned = self._strategy.plan_persist(is_last=is_last)
+        names = {str(unit) for unit in self._planned.units}
+        if self._client.has_lost_previous:  # nothing to build on: everything is written again
+            self._newest_index = ""
+            names = set(self._versions.newest)
+        previous = "" if self._strategy.saves_all else self._newest_index
+        rotating = self._versions.keep_persisting(names)
+        rotating_bytes = sum(self._versions.newest[name].num_bytes for name in rotating)
+        self._client.submit(region, rotating, previous, tag, rotating_bytes)
+
+    def is_at_end(self, iteration: int) -> bool:
+        """Return whether the last state of the training is a complete checkpoint, with every unit."""
+        confirmed = self._confirmed
+        return confirmed is not None and confirmed.has_all and confirmed.iteration == iteration
+
+    def confirm(self, *, are_idle: bool, can_persist: bool) -> bool | None:
+        """Note whether what all ranks wrote has become a checkpoint, when all of them are done.
+
+        Args:
+            are_idle: whether all writers are.
+            can_persist: whether none has failed.
+
+        Returns:
+            Whether it has; None if nothing was written, or some rank is not done.
+        """
+        if self._unconfirmed is None or not are_idle:
+            return None
+        if can_persist:
+            self._confirmed, self._newest_index = self._unconfirmed, self._unconfirmed.index
+            self._strategy.note_persisted(self._planned)
+        self._unconfirmed = None
+        return can_persist
+
+    def poll(self, complete: Region | None, *, can_go_on: bool) -> bool:
+        """Take back the region that has been written, or that nobody will write any more.
+
+        Args:
+            complete: holds the newest complete snapshot.
+            can_go_on: whether no rank has failed.
+
+        Returns:
+            Whether there was one.
+        """
+        region = self._client.poll()
+        if self._unasked is not None:
+            region, self._unasked, self._could_not_ask = self._unasked, None, True
+        if region is None and not can_go_on:
+            region = self._client.cancel()
+        if region is None:
+            return False
+        self.is_idle = True
+        self._versions.end_persisting()
+        region.advance(Role.RECOVERY if region is complete else Role.FREE)
+        if region is not complete and self._versions.is_in_use:
+            region.invalidate()  # slots that it names may have been reused in the meantime
+        return True

@@ -1,0 +1,182 @@
+"""Checks of what is stored: recovery, retention and `verify` all ask here whether it is sound.
+
+Bytes of units against their checksums are format/contents.py.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from moe_ft.engine.memory.regions import rank_and_holder
+from moe_ft.engine.persist.storage import Listings, Storage, iteration_directory
+from moe_ft.errors import CorruptStateError
+from moe_ft.format.encoding import checksum, decode
+from moe_ft.format.entries import FileEntry
+from moe_ft.format.identity import History
+from moe_ft.format.index import Index, IndexHead
+from moe_ft.format.manifest import Manifest
+
+
+def check_manifest(manifest: Manifest, path: str, where: str) -> None:
+    """Raise CorruptStateError unless a manifest is one of a whole checkpoint of its directory's iteration.
+
+    Args:
+        path: from where, relative to the persist directory.
+        where: its full path, for messages.
+    """
+    directory = str(PurePosixPath(path).parent)
+    if directory != iteration_directory(manifest.iteration):
+        raise CorruptStateError(
+            f"{where} says that it is of iteration {manifest.iteration}, in {directory}"
+        )
+    ranks = [file.rank for file in manifest.files]
+    if ranks != list(range(manifest.identity.world_size)):
+        missing = sorted(set(range(manifest.identity.world_size)) - set(ranks))
+        raise CorruptStateError(
+            f"{where} names files of ranks {ranks[:8]} in this order, not one of each of "
+            f"{manifest.identity.world_size} ranks; the state of ranks {missing[:8]} is missing"
+        )
+    used = {position for source in manifest.units.values() for position in source.files}
+    if not used:
+        raise CorruptStateError(f"{where} lists no units")
+    own = manifest.files
+    if unlisted := [file.data for file in own if str(PurePosixPath(file.data).parent) != directory]:
+        raise CorruptStateError(f"{where} names {unlisted[0]} as its own, in another directory")
+
+
+def read_index(
+    content: bytes,
+    file: FileEntry,
+    *,
+    iteration: int | None,
+    history: History | None,
+    window: int | None,
+    where: str,
+) -> Index:
+    """Return an index on storage that is the one which a manifest names.
+
+    Args:
+        file: what the manifest says of it.
+        iteration: of the manifest; None for files of older checkpoints.
+        history: of the manifest; None likewise.
+        window: of the manifest; None likewise.
+        where: its path, for messages.
+
+    Raises:
+        CorruptStateError: if it is another one, or contradicts the manifest.
+    """
+    if checksum(content) != file.index_checksum:
+        raise CorruptStateError(f"{where} is not the index that the manifest names")
+    index = decode(content, Index, where)
+    expected = {
+        "rank": (index.rank, file.rank),
+        "iteration": (index.iteration, iteration),
+        "history": (index.identity.history, history),
+        "window": (index.window, window),
+        "size": (index.file_bytes, file.num_bytes),
+        "data file": (str(PurePosixPath(file.index).with_name(index.file)), file.data),
+    }
+    for name, (found, wanted) in expected.items():
+        if wanted is not None and found != wanted:
+            raise CorruptStateError(f"{where} has {name} {found}, its manifest {wanted}")
+    if not index.is_whole:
+        raise CorruptStateError(f"{where} holds a part of a window only")
+    return index
+
+
+def check_checkpoint(storage: Storage, manifest: Manifest, listings: Listings) -> None:
+    """Raise CorruptStateError unless a checkpoint is sound, as far as that shows without reading its data.
+
+    Holds the indexes of one rank at a time.
+
+    Raises:
+        CorruptStateError: if an index is not what the manifest names, or data is cut short.
+        OSError: if something is not there.
+    """
+    older = {file.data: file for file in manifest.older}
+    unread = set(older)
+    for own in manifest.files:
+        index = read_file(storage, manifest, own, listings)
+        named = {unit.file for unit in index.units.values()} & set(older)
+        there = {
+            data: read_file(storage, manifest, older[data], listings) for data in sorted(named)
+        }
+        unread -= named
+        _check_references(own, index, there)
+    for data in sorted(unread):
+        read_file(storage, manifest, older[data], listings)
+
+
+def check_sizes(listings: Listings, manifest: Manifest) -> None:
+    """Raise OSError unless all data files of a checkpoint are there in the sizes that its manifest names."""
+    for file in (*manifest.files, *manifest.older):
+        _check_size(listings, file)
+
+
+def read_file(
+    storage: Storage, manifest: Manifest, file: FileEntry, sizes: Storage | Listings | None = None
+) -> Index:
+    """Return the index of one of a checkpoint's files, after checking all but the data's bytes.
+
+    Args:
+        file: one that it names.
+        sizes: of the files there; by default storage is asked.
+
+    Raises:
+        CorruptStateError: if the index is not what the manifest names, or data is cut short.
+        OSError: if something is not there.
+    """
+    is_own = file.rank < len(manifest.files) and file == manifest.files[file.rank]
+    where = f"{storage.url}/{file.index}"
+    index = read_index(
+        storage.read(file.index),
+        file,
+        iteration=manifest.iteration if is_own else None,
+        history=manifest.identity.history if is_own else None,
+        window=manifest.window if is_own else None,
+        where=where,
+    )
+    if index.identity.lineage != manifest.identity.lineage:
+        raise CorruptStateError(
+            f"{where} is of run {index.identity.lineage}, not {manifest.identity.lineage}"
+        )
+    _check_size(sizes or storage, file)
+    return index
+
+
+def check_references(manifest: Manifest, indexes: Mapping[str, Index]) -> None:
+    """Raise CorruptStateError unless units that a checkpoint has in older files are there.
+
+    Args:
+        indexes: of all its files, by data file.
+    """
+    for own in manifest.files:
+        _check_references(own, indexes[own.data], indexes)
+
+
+def _check_references(own: FileEntry, index: Index, indexes: Mapping[str, Index]) -> None:
+    for name, unit in index.units.items():
+        there = indexes[unit.file].units.get(name) if unit.file in indexes else None
+        is_there = there is not None and not there.file and there.checksum == unit.checksum
+        if unit.file and not is_there:
+            raise CorruptStateError(f"{own.index}: unit {name} is not in {unit.file}")
+
+
+def _check_size(sizes: Storage | Listings, file: FileEntry) -> None:
+    """Raise OSError unless a data file is there in the size that a manifest names."""
+    num_bytes = sizes.size(file.data)
+    if num_bytes != file.num_bytes:
+        raise CorruptStateError(
+            f"{sizes.url}/{file.data} has {num_bytes} bytes, not {file.num_bytes}"
+        )
+
+
+def check_region(index: Index | IndexHead, path: Path) -> None:
+    """Raise OSError unless a region in memory is its rank's, and is as long as it says."""
+    owner, _ = rank_and_holder(path.parent.name)
+    if owner != index.rank:
+        raise CorruptStateError(f"{path} says rank {index.rank}, in the directory of rank {owner}")
+    num_bytes = (path.parent / index.file).stat().st_size
+    if num_bytes == 0 or num_bytes < index.file_bytes:
+        raise CorruptStateError(
+            f"{path}: {index.file} has {num_bytes} bytes, not {index.file_bytes}"
+        )

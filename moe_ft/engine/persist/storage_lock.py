@@ -1,0 +1,333 @@
+"""The lock of a persist directory: the start of a job that writes there.
+
+A start takes the lock, renews it from rank 0 and from the writer of rank 0, and looks at it before everything
+that could harm another job. A lock is stale if it does not change while somebody watches it for LOCK_STALE_S
+of their own monotonic clock: the time in it is for people, and no clock is compared with another one.
+
+On a file system exactly one of several starts gets the lock. On an object store the same holds where the
+fsspec back end has a conditional put, for a lock that is not there; else the last one to write has it, which
+all find out by reading it back after a moment, and again before every manifest and every deletion.
+
+Deciding whether another job's lock may be taken is recovery/persist_directory.py.
+"""
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.errors import LockLostError
+
+LOCK_NAME = "moe_ft.lock"
+LOCK_STALE_S = 30.0  # three renewals
+LOCK_RENEWAL_S = 10.0
+_SETTLE_S = 2.0  # in which those who write to an object store at the same time have written
+_GAP_S = 1.0
+_END_S = 2.0
+_RELEASE_ATTEMPTS = 3
+_ROOM_BYTES = 20  # for the digits of a growing heartbeat
+
+
+class Lock(msgspec.Struct, frozen=True):
+    """The content of a lock; it may also have fields that only later versions know.
+
+    Attributes:
+        owner: random, of one start; empty in locks of earlier versions.
+        started: when that was, for people.
+        heartbeat: number of renewals. It is the last field, so that a renewal changes its digits only.
+    """
+
+    job_id: str
+    host: str
+    owner: str = ""
+    started: str = ""
+    heartbeat: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeenLock:
+    """Content of the lock's place, as somebody found it.
+
+    Attributes:
+        content: the bytes.
+        lock: what they say; None if they are no lock, or could not be read.
+        problem: why there is none.
+    """
+
+    content: bytes
+    lock: Lock | None
+    problem: str = ""
+
+
+class _LockFile(Protocol):
+    """Place of a lock."""
+
+    def create(self, content: bytes) -> None:
+        """Write it; raise FileExistsError if there is one."""
+        ...
+
+    def replace(self, before: bytes, content: bytes) -> None:
+        """Put another in the place of exactly what was seen, as far as that can be made sure of."""
+        ...
+
+    def renew(self, advance: Callable[[bytes], bytes]) -> None:
+        """Write what follows from what is there."""
+        ...
+
+    def remove(self, before: bytes) -> bool:
+        """Remove exactly what was seen; return whether it was there."""
+        ...
+
+
+class StorageLock:
+    """The lock as one start has it, or wants it. Any thread may use it."""
+
+    def __init__(self, storage: Storage, owner: str = "") -> None:
+        """Begin.
+
+        Args:
+            owner: of the start that has the lock; made up for one that is about to take it.
+        """
+        self.owner = owner or secrets.token_hex(16)
+        self._storage = storage
+        path = storage.local_path(LOCK_NAME)
+        self._file: _LockFile = _StoredLock(storage) if path is None else _LocalLock(storage, path)
+        self._should_end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def look(self) -> SeenLock | None:
+        """Return what is in the lock's place, None only if nothing is.
+
+        Raises:
+            TimeoutError: if storage does not answer.
+        """
+        try:
+            content = self._storage.read(LOCK_NAME)
+        except FileNotFoundError:
+            return None
+        except TimeoutError:
+            raise
+        except OSError as error:
+            return SeenLock(content=b"", lock=None, problem=str(error))
+        lock = _decode(content)
+        problem = "" if lock else "its content is not that of a lock"
+        return SeenLock(content=content, lock=lock, problem=problem)
+
+    def take(self, job_id: str, seen: SeenLock | None) -> bool:
+        """Take the lock; return whether this start has it now, False if another one was quicker.
+
+        Args:
+            seen: what is to be replaced, None if nothing was there.
+
+        Raises:
+            OSError: if storage fails.
+        """
+        lock = Lock(
+            job_id=job_id,
+            host=socket.gethostname(),
+            owner=self.owner,
+            started=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+        )
+        content = msgspec.json.encode(lock) + b" " * _ROOM_BYTES
+        # Another one was quicker, or the answer to a first try was lost: the content decides.
+        with suppress(FileExistsError):
+            if seen is None:
+                self._file.create(content)
+            else:
+                self._file.replace(seen.content, content)
+        now = self.look()
+        return now is not None and now.lock is not None and now.lock.owner == self.owner
+
+    def check(self) -> None:
+        """Return if this start still has the lock.
+
+        Raises:
+            LockLostError: if it has not, which it never will have again.
+            OSError: if storage fails.
+        """
+        try:
+            content = self._storage.read(LOCK_NAME)
+        except FileNotFoundError:
+            time.sleep(_GAP_S)  # another start may have held it in its hands: see _LocalLock.remove
+            try:
+                content = self._storage.read(LOCK_NAME)
+            except FileNotFoundError:
+                raise LockLostError(
+                    f"{LOCK_NAME} in {self._storage.url} is gone: another job had taken it over and has "
+                    "ended, or somebody has removed it. This job writes no more checkpoints there. Start "
+                    "it again."
+                ) from None
+        self._advance(content)
+
+    def renew(self) -> None:
+        """Show those who watch that this start is alive.
+
+        Raises:
+            LockLostError: if this start has lost the lock.
+            OSError: if storage fails.
+        """
+        self.check()
+        self._file.renew(self._advance)
+
+    def _advance(self, content: bytes) -> bytes:
+        """Return the next content of this start's lock, which is as long."""
+        lock = _decode(content)
+        if lock is None or lock.owner != self.owner:
+            holder = f"job '{lock.job_id}' on {lock.host}" if lock else "nobody knows whom"
+            raise LockLostError(
+                f"{LOCK_NAME} in {self._storage.url} belongs to {holder} now: this job writes no more "
+                "checkpoints there. End one of the two, or give it another --moe-ft-persist-dir."
+            )
+        following = msgspec.structs.replace(lock, heartbeat=lock.heartbeat + 1)
+        return msgspec.json.encode(following).ljust(len(content))
+
+    def start(self, report: Callable[[str], None]) -> None:
+        """Renew the lock until `close`, on a thread that reports what goes wrong."""
+        self._thread = threading.Thread(
+            target=self._keep, args=(report,), name="moe_ft-lock", daemon=True
+        )
+        self._thread.start()
+
+    def _keep(self, report: Callable[[str], None]) -> None:
+        # Nobody waits for this thread, so it may wait for storage; else it would leave a thread every time.
+        lock = StorageLock(self._storage.with_patience(None), self.owner)
+        is_failing = False
+        while not self._should_end.wait(LOCK_RENEWAL_S):
+            try:
+                lock.renew()
+                is_failing = False
+            except LockLostError as error:
+                report(str(error))
+                return
+            except Exception as error:  # fsspec raises whatever its back ends do
+                if not is_failing:
+                    report(f"{LOCK_NAME} in {self._storage.url} cannot be renewed for now: {error}")
+                is_failing = True
+
+    def close(self) -> None:
+        """End the renewals."""
+        self._should_end.set()
+        if self._thread is not None:
+            self._thread.join(_END_S)
+
+    def release(self) -> None:
+        """End the renewals and remove the lock if it is this start's; raises OSError if storage fails."""
+        self.close()
+        for _ in range(_RELEASE_ATTEMPTS):  # a last renewal may come in between
+            seen = self.look()
+            if seen is None or seen.lock is None or seen.lock.owner != self.owner:
+                return
+            if self._file.remove(seen.content):
+                return
+
+
+class _LocalLock:
+    """A lock on a file system that has atomic links and renames."""
+
+    def __init__(self, storage: Storage, path: Path) -> None:
+        self._storage, self._path = storage, path
+
+    def create(self, content: bytes) -> None:
+        """Write it; raise FileExistsError if there is one. Nobody ever sees a part of it."""
+
+        def act() -> None:
+            temporary = self._temporary()
+            temporary.write_bytes(content)
+            try:
+                self._give_name(temporary)
+            finally:
+                temporary.unlink()
+
+        self._storage.within_patience(f"create {LOCK_NAME}", act)
+
+    def replace(self, before: bytes, content: bytes) -> None:
+        """Put another in the place of exactly what was seen, which only one of several can."""
+        if self.remove(before):
+            self.create(content)
+
+    def renew(self, advance: Callable[[bytes], bytes]) -> None:
+        """Write what follows from what is there."""
+
+        def act() -> None:
+            # Into the file that was read: if another start puts its own in place now, that is not harmed.
+            with self._path.open("r+b") as file:
+                content = advance(file.read())
+                file.seek(0)
+                file.write(content)
+
+        self._storage.within_patience(f"renew {LOCK_NAME}", act)
+
+    def remove(self, before: bytes) -> bool:
+        """Remove exactly what was seen; return whether it was there."""
+
+        def act() -> bool:
+            taken = self._temporary()
+            try:
+                self._path.rename(taken)
+            except FileNotFoundError:
+                return False
+            try:
+                if taken.read_bytes() == before:
+                    return True
+                with suppress(FileExistsError):  # whose it was notices that another has it
+                    self._give_name(taken)
+                return False
+            finally:
+                taken.unlink()
+
+        return self._storage.within_patience(f"remove {LOCK_NAME}", act)
+
+    def _give_name(self, file: Path) -> None:
+        try:
+            os.link(file, self._path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            with self._path.open("xb") as target:
+                target.write(file.read_bytes())
+
+    def _temporary(self) -> Path:
+        return self._path.with_name(f".{LOCK_NAME}.{secrets.token_hex(8)}")
+
+
+class _StoredLock:
+    """A lock in an object store."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def create(self, content: bytes) -> None:
+        """Write it; raise FileExistsError if there is one and the back end notices."""
+        self._storage.create(LOCK_NAME, content)
+        time.sleep(_SETTLE_S)
+
+    def replace(self, before: bytes, content: bytes) -> None:
+        """Write another; of several that do, the last one has the lock."""
+        self._storage.write_atomically(LOCK_NAME, content)
+        time.sleep(_SETTLE_S)
+
+    def renew(self, advance: Callable[[bytes], bytes]) -> None:
+        """Write what follows from what is there."""
+        self._storage.write_atomically(LOCK_NAME, advance(self._storage.read(LOCK_NAME)))
+
+    def remove(self, before: bytes) -> bool:
+        """Remove what is there."""
+        self._storage.remove(LOCK_NAME)
+        return True
+
+
+def _decode(content: bytes) -> Lock | None:
+    try:
+        return msgspec.json.decode(content, type=Lock)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None

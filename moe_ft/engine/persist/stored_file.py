@@ -1,0 +1,133 @@
+"""File of a rank in a checkpoint: the region, some units of the pool, and references to the rest.
+
+A unit that is not written is in the file of an older checkpoint, or has never been written. No torch, no I/O.
+"""
+
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from moe_ft.engine.memory.layout import FileLayout, lay_out
+from moe_ft.format.encoding import checksum
+from moe_ft.format.entries import FileEntry, UnitEntry
+from moe_ft.format.index import Index
+from moe_ft.units import Level, parse_unit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreviousCheckpoint:
+    """A rank's index in an older checkpoint.
+
+    Attributes:
+        path: of the index, relative to the persist directory.
+        checksum: of the index file.
+    """
+
+    index: Index
+    path: str
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFile:
+    """A data file that is to be written, and its index.
+
+    Attributes:
+        from_file: the units in it, and in which file in memory each is: empty for the region.
+        layout: of the file; None if it is the region as it is.
+    """
+
+    index: Index
+    from_file: Mapping[str, str]
+    layout: FileLayout | None
+
+    def pieces(self, index: Index, contents: Mapping[str, memoryview]) -> Iterator[memoryview]:
+        """Yield the file's bytes in order.
+
+        Args:
+            contents: of the files in memory.
+        """
+        if self.layout is None:
+            yield contents[""][: index.file_bytes]
+            return
+        yield memoryview(self.layout.header)
+        end = len(self.layout.header)
+        for place in self.layout.units:
+            name = str(place.unit)
+            unit = index.units[name]
+            yield memoryview(bytes(place.offset - end))  # an alignment gap
+            yield contents[self.from_file[name]][unit.offset : unit.offset + unit.num_bytes]
+            end = place.offset + place.num_bytes
+        yield memoryview(bytes(self.layout.num_bytes - end))
+
+
+def assemble(
+    index: Index, rotating: Sequence[str], previous: PreviousCheckpoint | None, file: str
+) -> StoredFile:
+    """Decide what a rank's file of a checkpoint holds.
+
+    Args:
+        rotating: units of the pool that are written too.
+        previous: what the rank has in the newest checkpoint; units that are not written are found there.
+        file: name of the new data file.
+    """
+    chosen = set(rotating)
+    written = {name: unit for name, unit in index.units.items() if not unit.file or name in chosen}
+    from_file = {name: unit.file for name, unit in written.items()}
+    older_units = {} if previous is None else _found_in(previous, written)
+    files = {unit.file for unit in older_units.values()}
+    older = tuple(entry for entry in _files_of(previous) if entry.data in files)
+    if not any(from_file.values()):
+        units, header, num_bytes, layout = written, None, index.file_bytes, None
+    else:
+        layout = lay_out(
+            (parse_unit(name), Level(unit.level), unit.tensors) for name, unit in written.items()
+        )
+        units = {
+            str(place.unit): msgspec.structs.replace(
+                written[str(place.unit)], offset=place.offset, file=""
+            )
+            for place in layout.units
+        }
+        header, num_bytes = layout.header, layout.num_bytes
+    return StoredFile(
+        index=msgspec.structs.replace(
+            index,
+            file=file,
+            file_bytes=num_bytes,
+            header_bytes=index.header_bytes if header is None else len(header),
+            header_checksum=index.header_checksum if header is None else checksum(header),
+            units={**older_units, **units},
+            older=older,
+        ),
+        from_file=from_file,
+        layout=layout,
+    )
+
+
+def _found_in(
+    previous: PreviousCheckpoint, written: Mapping[str, UnitEntry]
+) -> dict[str, UnitEntry]:
+    """Return the units that an older checkpoint has and that are not written again."""
+    own = posixpath.join(posixpath.dirname(previous.path), previous.index.file)
+    return {
+        name: msgspec.structs.replace(unit, file=unit.file or own)
+        for name, unit in previous.index.units.items()
+        if name not in written
+    }
+
+
+def _files_of(previous: PreviousCheckpoint | None) -> Iterator[FileEntry]:
+    """Yield the files of an older checkpoint that may hold units."""
+    if previous is None:
+        return
+    yield FileEntry(
+        rank=previous.index.rank,
+        index=previous.path,
+        index_checksum=previous.checksum,
+        data=posixpath.join(posixpath.dirname(previous.path), previous.index.file),
+        num_bytes=previous.index.file_bytes,
+    )
+    yield from previous.index.older

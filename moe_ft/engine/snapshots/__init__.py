@@ -1,0 +1,1 @@
+"""Snapshots and windows: copying live state, packing it, and committing it."""

@@ -1,0 +1,120 @@
+"""The index of a window after each of its snapshots: where every unit version lies, with its checksum."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from moe_ft.engine.memory.layout import UnitPlace
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.regions import MappedFile
+from moe_ft.engine.snapshots.copying import Absent
+from moe_ft.engine.snapshots.job import SnapshotRequest
+from moe_ft.engine.snapshots.record_log import RecordLog
+from moe_ft.errors import SnapshotError
+from moe_ft.format.encoding import FORMAT, checksum
+from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry
+from moe_ft.format.identity import Identity
+from moe_ft.format.index import Index
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.units import Level
+
+
+class SnapshotIndexer:
+    """Describes the snapshots of one rank."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        rank: int,
+        node: str,
+        parameters: Sequence[LocalParameter],
+        records: RecordLog,
+        pool: Pool | None = None,
+        origins: Mapping[str, str] | None = None,
+    ) -> None:
+        self._identity, self._rank, self._node = identity, rank, node
+        self._entries: dict[str, ParameterEntry] = {each.name: each.entry for each in parameters}
+        self._records, self._pool, self._origins = records, pool, dict(origins or {})
+
+    def describe(self, request: SnapshotRequest, absent: Absent, before: Index | None) -> Index:
+        """Describe the window up to a snapshot that was copied.
+
+        Args:
+            absent: what did not exist yet.
+            before: the window up to the snapshot before it.
+
+        Raises:
+            SnapshotError: if that one is missing.
+        """
+        if request.position and (before is None or before.num_snapshots != request.position):
+            raise SnapshotError("the snapshot before it in its window has failed")
+        layout = request.layout
+        places = layout.snapshots[request.position]
+        full = [place for place in places if place.level is Level.FULL]
+        compute = [place for place in places if place.level is Level.COMPUTE]
+        units = {**request.carried, **(before.units if before else {})}
+        units.update(self._describe(request, request.region, full, absent))
+        if request.slots:
+            assert self._pool is not None
+            units.update(
+                self._describe(request, self._pool, request.slots, absent, self._pool.name)
+            )
+        window = len(layout.snapshots)
+        weights = dict(self._describe(request, request.region, compute, absent))
+        return Index(
+            format=FORMAT,
+            identity=self._identity,
+            rank=self._rank,
+            node=self._node,
+            iteration=request.iteration,
+            file=request.region.data_path.name,
+            file_bytes=layout.num_bytes,
+            header_bytes=len(layout.header),
+            header_checksum=checksum(layout.header),
+            units=units,
+            parameters=self._entries,
+            records=self._records.read(request.iteration - request.position, request.iteration),
+            origins=self._origins,
+            progress=request.plan.progress() if request.plan.progress else None,
+            window=window,
+            num_snapshots=request.position + 1,
+            compute=(*(before.compute if before else ()), weights) if window > 1 else (),
+            complete_iteration=request.keep_iteration,
+        )
+
+    def _describe(
+        self,
+        request: SnapshotRequest,
+        file: MappedFile,
+        places: Iterable[UnitPlace],
+        absent: Absent,
+        name: str = "",
+    ) -> Iterator[tuple[str, UnitEntry]]:
+        """Yield the entries of units that were copied into a file."""
+        with memoryview(file.mapping) as content:
+            for place in places:
+                routed_tokens, gaps = request.plan.rotating.get(place.unit, (0, ()))
+                yield (
+                    str(place.unit),
+                    UnitEntry(
+                        offset=place.offset,
+                        num_bytes=place.num_bytes,
+                        iteration=request.iteration,
+                        level=place.level.value,
+                        checksum=checksum(content[place.offset : place.offset + place.num_bytes]),
+                        tensors=_mark_absent(place.tensors, absent),
+                        incarnation=self._identity.start.number,
+                        file=name,
+                        routed_tokens=routed_tokens,
+                        gaps=gaps,
+                    ),
+                )
+
+
+def _mark_absent(tensors: tuple[TensorEntry, ...], absent: Absent) -> tuple[TensorEntry, ...]:
+    if not absent:
+        return tensors
+    return tuple(
+        msgspec.structs.replace(tensor, is_absent=(tensor.parameter, tensor.key) in absent)
+        for tensor in tensors
+    )

@@ -1,0 +1,155 @@
+"""Snapshots: the request, the results, and the handle of one that is under way."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from moe_ft.engine.memory.layout import FileLayout, LazyLayout, UnitPlace
+from moe_ft.engine.memory.regions import Region
+from moe_ft.format.entries import UnitEntry
+from moe_ft.strategies.interface import SnapshotPlan
+
+
+class SnapshotState(IntEnum):
+    """Progress of the last snapshot, ordered so that the least over all ranks is that of the job."""
+
+    RUNNING = 0
+    FAILED = 1
+    COMPLETE = 2  # all snapshots of a window are committed, and sent to the peers that take them
+    NONE = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotRequest:
+    """A snapshot to take.
+
+    Attributes:
+        window: layout of the region.
+        position: of the snapshot in its window.
+        slots: places in the pool for the units that only some snapshots hold.
+        carried: versions of such units that this snapshot does not hold, by name.
+        keep_iteration: the end of the newest complete window, which peers must not overwrite yet.
+        is_sent_to_peers: False if peers would have to keep several of one iteration: at the end of training.
+    """
+
+    region: Region
+    window: LazyLayout
+    iteration: int
+    keep_iteration: int | None
+    plan: SnapshotPlan
+    position: int = 0
+    slots: Sequence[UnitPlace] = ()
+    carried: Mapping[str, UnitEntry] = field(default_factory=dict)
+    is_sent_to_peers: bool = True
+
+    @property
+    def layout(self) -> FileLayout:
+        """The layout of the region. Only the copy worker may ask before the snapshot is complete."""
+        return self.window.get()
+
+    @property
+    def places(self) -> tuple[UnitPlace, ...]:
+        """The places of all units that are copied."""
+        return (*self.layout.snapshots[self.position], *self.slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are copied."""
+        return sum(place.num_bytes for place in self.places)
+
+    @property
+    def stretch(self) -> tuple[int, int]:
+        """The part of the region that this snapshot adds: its first byte, and the first one after it."""
+        ends = self.layout.ends
+        return (ends[self.position - 1] if self.position else 0), ends[self.position]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicationResult:
+    """Outcome of sending a snapshot to peers.
+
+    Attributes:
+        is_protected: whether all of them have it.
+    """
+
+    is_protected: bool
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotResult:
+    """A committed snapshot.
+
+    Attributes:
+        copy_s: until nothing read the training state any more.
+        commit_s: until it was committed, the copy included.
+        pooled: all versions in the pool that its index names.
+        replication: what sending it comes to; None if it is not sent.
+    """
+
+    copy_s: float
+    commit_s: float
+    pooled: Mapping[str, UnitEntry]
+    replication: Future[ReplicationResult] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotJob:
+    """A snapshot that was begun, as the training thread sees it.
+
+    Attributes:
+        copied: set by the copy worker when nothing reads the training state any longer, because all is copied
+            or the copy has failed.
+        abandoned: set by the training thread when the optimizer steps during the copy, which may then hold a
+            mixture of two iterations and is never committed.
+        result: set by the copy worker when it has committed the snapshot, or has failed.
+    """
+
+    request: SnapshotRequest
+    copied: threading.Event
+    abandoned: threading.Event
+    result: Future[SnapshotResult]
+
+    @property
+    def iteration(self) -> int:
+        """The iteration of the state."""
+        return self.request.iteration
+
+    @property
+    def state(self) -> SnapshotState:
+        """Progress on this rank."""
+        if not self.result.done():
+            return SnapshotState.RUNNING
+        if self.result.exception() is not None:
+            return SnapshotState.FAILED
+        is_sent = self._replication is None or self._replication.done()
+        return SnapshotState.COMPLETE if is_sent else SnapshotState.RUNNING
+
+    @property
+    def _replication(self) -> Future[ReplicationResult] | None:
+        if not self.result.done() or self.result.exception() is not None:
+            return None
+        return self.result.result().replication
+
+    @property
+    def has_failed(self) -> bool:
+        """True if it has failed, or will when its copy ends."""
+        return self.state is SnapshotState.FAILED or self.abandoned.is_set()
+
+    @property
+    def is_protected(self) -> bool:
+        """False if some peer did not get it."""
+        sent = self._replication
+        return sent is None or not sent.done() or sent.result().is_protected
+
+    @property
+    def replicate_s(self) -> float:
+        """The time to send it, 0 if it was not sent."""
+        return self._replication.result().seconds if self._replication is not None else 0.0
+
+    @property
+    def complete_s(self) -> float:
+        """The time until it was complete."""
+        return self.result.result().commit_s + self.replicate_s

@@ -1,0 +1,219 @@
+"""The windows of snapshots of one rank: the one being taken, the one that all ranks have, and free memory.
+
+The ranks decide together when a window begins and whether it is complete (engine/engine.py,
+engine/decisions.py). Progress of one window on this rank is engine/snapshots/open_window.py, copying is
+engine/snapshots/writer.py. A region is overwritten only when every rank has committed a newer window and has
+sent it to the peers that take it, so there always is one that all ranks have.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import partial
+
+from moe_ft.engine.background import BackgroundPart, Reports
+from moe_ft.engine.context import Handover, Layouts
+from moe_ft.engine.memory.layout import LazyLayout
+from moe_ft.engine.memory.pool import PoolVersions
+from moe_ft.engine.memory.rank_memory import RankMemory
+from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.engine.memory.restored import keep_restored
+from moe_ft.engine.snapshots.job import SnapshotJob, SnapshotRequest, SnapshotState
+from moe_ft.engine.snapshots.open_window import OpenWindow
+from moe_ft.engine.snapshots.record_log import RecordLog
+from moe_ft.engine.snapshots.writer import SnapshotWriter
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
+from moe_ft.state.record import CapturedRecord
+from moe_ft.strategies.interface import Strategy, WindowPlan
+
+
+class Windows:
+    """Windows of one rank. Owned by the training thread.
+
+    Attributes:
+        versions: of the units that only some snapshots hold.
+        open: the window that is being taken, None if there is none.
+        complete: the region with the newest one that all ranks have, None if none was taken since the start.
+        complete_iteration: where that one ends, or what was recovered; known also where a peer alone has it.
+        retained: regions that what was recovered rests on, until a newer window is complete.
+        last_iteration: of the last snapshot that all ranks began.
+    """
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        strategy: Strategy,
+        layouts: Layouts,
+        writer: SnapshotWriter,
+        records: RecordLog,
+        reports: Reports,
+    ) -> None:
+        self._memory, self._strategy, self._make_layouts = memory, strategy, layouts
+        self._writer, self._records, self._reports = writer, records, reports
+        self._recorded = (0, -1)  # the first and last iteration of the complete window
+        self._layouts: dict[Hashable, LazyLayout] = {}
+        self._num_lasting = 0  # layouts that are never forgotten
+        self.versions = PoolVersions(memory.pool)
+        self.open: OpenWindow | None = None
+        self.complete: Region | None = None
+        self.complete_iteration: int | None = None
+        self.retained: list[Region] = []
+        self.last_iteration = 0
+
+    def start(self, iteration: int, restored: Handover | None) -> None:
+        """Begin with what was recovered, in memory that is open; lay out the first windows."""
+        if restored is not None:
+            self.retained = keep_restored(self._memory, restored)
+            self.versions.retain(
+                decode(region.index_path.read_bytes(), Index, str(region.index_path))
+                for region in self.retained
+            )
+            self.versions.adopt(restored.rotating)
+            self.complete_iteration = iteration
+        self.last_iteration = iteration
+        for plan in self._strategy.possible_windows():
+            self._layout(plan).get()  # now, because it would hold up an iteration
+        self._num_lasting = len(self._layouts)
+        for unit in self._strategy.rotating:
+            self._make_layouts.place(unit, 0)
+
+    @property
+    def state(self) -> SnapshotState:
+        """Progress of the window under way on this rank."""
+        return SnapshotState.NONE if self.open is None else self.open.state
+
+    @property
+    def last_job(self) -> SnapshotJob | None:
+        """The last snapshot of the window under way."""
+        return None if self.open is None else self.open.last
+
+    @property
+    def has_room(self) -> bool:
+        """True if there will be memory for another window."""
+        job = self.last_job
+        upcoming = [] if job is None else [str(place.unit) for place in job.request.slots]
+        has_slots = self.versions.has_room(self._strategy.most_rotating, upcoming)
+        return has_slots and self._free_region() is not None
+
+    def _free_region(self) -> Region | None:
+        """Return a region that the next window may fill, None if all are needed.
+
+        A window that all ranks have completed makes those before it free; until that is known, either it or
+        they will be.
+        """
+        reserved = [*self.retained, self.complete] if self.open is None else [self.open.region]
+        free = [
+            region
+            for region in self._memory.regions
+            if region.role is not Role.PERSIST and region not in reserved
+        ]
+        return free[0] if free else None
+
+    def settle(self, state: SnapshotState) -> OpenWindow | None:
+        """Act on the progress of all ranks together; return the window if all of them have it."""
+        window = self.open
+        if window is None or state is SnapshotState.RUNNING:
+            return None
+        self.open, last = None, window.last
+        if state is SnapshotState.FAILED:
+            if last is not None and window.state is not SnapshotState.FAILED:
+                part = BackgroundPart.SNAPSHOT
+                self._reports.degraded(part, last.iteration, "another rank has none")
+            self._records.trim(*self._recorded)
+            window.region.advance(Role.FREE)
+            return None
+        assert last is not None  # no rank calls a window without snapshots complete
+        before, self.complete = self.complete, window.region
+        self.complete_iteration = last.iteration
+        window.region.advance(Role.RECOVERY)
+        for region in (*self.retained, *([before] if before is not None else [])):
+            if region.role is Role.RECOVERY:
+                region.advance(Role.FREE)
+        self.retained = []
+        self._recorded = window.jobs[0].iteration, last.iteration
+        self._records.trim(*self._recorded)
+        self.versions.settle(window.region.index_path, last.result.result().pooled)
+        return window
+
+    def begin(
+        self, iteration: int, capture: Callable[[], CapturedRecord], *, is_last: bool = False
+    ) -> None:
+        """Begin a window. Called by all ranks, which have agreed that there is room.
+
+        Args:
+            capture: takes the record of the state.
+            is_last: whether training has ended.
+        """
+        region = self._free_region()
+        assert region is not None
+        region.advance(Role.SNAPSHOT)
+        plan = self._strategy.plan_window(iteration, is_last=is_last)
+        self._strategy.note_begun(plan)
+        layout = self._layout(plan)
+        self.open = OpenWindow(plan=plan, layout=layout, region=region, is_last=is_last)
+        self._take(self.open, iteration, capture)
+
+    def grow(
+        self, iteration: int, capture: Callable[[], CapturedRecord], *, can_grow: bool
+    ) -> None:
+        """Take the next snapshot of the window, or give the window up: a replay needs every iteration.
+
+        Called by all ranks.
+
+        Args:
+            capture: takes the record of the state.
+            can_grow: whether no snapshot of the window has failed on any rank.
+        """
+        window = self.open
+        assert window is not None
+        if can_grow and iteration == self.last_iteration + 1:
+            self._take(window, iteration, capture)
+            return
+        window.is_given_up = True
+        if can_grow:
+            reason = f"iteration {iteration} does not follow {self.last_iteration}"
+            self._reports.degraded(
+                BackgroundPart.SNAPSHOT, iteration, f"{reason}: the window begins again"
+            )
+
+    def _take(
+        self, window: OpenWindow, iteration: int, capture: Callable[[], CapturedRecord]
+    ) -> None:
+        """Take the next snapshot; where that fails on one rank, the window fails on all of them."""
+        self.last_iteration = iteration  # also where it fails: all ranks count the same
+        with self._reports.catching(BackgroundPart.SNAPSHOT, iteration, window.break_off):
+            request = self._prepare(window, iteration, capture)
+            window.jobs.append(self._writer.submit(request))
+
+    def _prepare(
+        self, window: OpenWindow, iteration: int, capture: Callable[[], CapturedRecord]
+    ) -> SnapshotRequest:
+        plan = window.plan.snapshots[len(window.jobs)]
+        slots = self.versions.find_free(len(plan.rotating))
+        if not window.jobs:
+            self.versions.outdate(window.region, self._memory.regions, slots)
+        names = {str(unit) for unit in plan.rotating}
+        self._records.append(iteration, capture())
+        return SnapshotRequest(
+            region=window.region,
+            window=window.layout,
+            position=len(window.jobs),
+            iteration=iteration,
+            keep_iteration=self.complete_iteration,
+            plan=plan,
+            slots=[
+                self._make_layouts.place(unit, self.versions.offset_of(slot))
+                for unit, slot in zip(plan.rotating, slots, strict=True)
+            ],
+            carried=self.versions.carried(names),
+            is_sent_to_peers=not window.is_last or self._strategy.saves_all,
+        )
+
+    def _layout(self, plan: WindowPlan) -> LazyLayout:
+        """Return the layout of a window; the copy worker makes the ones that are not known yet."""
+        if plan.key not in self._layouts:
+            others = list(self._layouts)[self._num_lasting :]
+            for key in others if self._num_lasting else ():
+                del self._layouts[key]  # its order of units is no longer used
+            make = partial(self._make_layouts.lay_out, plan)
+            self._layouts[plan.key] = LazyLayout(make)
+        return self._layouts[plan.key]

@@ -1,0 +1,155 @@
+"""Copies a rank's slices into a region while forward and backward run, then commits it.
+
+One snapshot at a time, on a worker. The device copy must be done before the next optimizer step, which waits
+for it (the fence, engine/engine.py); checksums and commit may take longer. Sending has a worker of its own
+(engine/links/replica_sender.py). On a GPU the copy goes through a stream of its own into pinned memory.
+"""
+
+import threading
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, describe
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.links.peers import Replica
+from moe_ft.engine.links.replica_sender import ReplicaSender
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.snapshots.copying import Absent, StateCopier
+from moe_ft.engine.snapshots.index import SnapshotIndexer
+from moe_ft.engine.snapshots.job import SnapshotJob, SnapshotRequest, SnapshotResult
+from moe_ft.engine.snapshots.record_log import RecordLog
+from moe_ft.engine.worker import Worker
+from moe_ft.errors import SnapshotError
+from moe_ft.faults import Phase
+from moe_ft.format.encoding import encode
+from moe_ft.format.index import Index
+
+
+class SnapshotWriter:
+    """Takes the snapshots of one rank. The training thread calls the public methods, the worker the rest."""
+
+    def __init__(
+        self,
+        copier: StateCopier,
+        indexer: SnapshotIndexer,
+        records: RecordLog,
+        pool: Pool | None,
+        sender: ReplicaSender | None,
+        reports: Reports,
+        phase_hook: PhaseHook,
+        worker: Worker,
+        clock: Clock,
+    ) -> None:
+        self._copier, self._indexer, self._records = copier, indexer, records
+        self._pool, self._sender = pool, sender
+        self._reports, self._phase_hook = reports, phase_hook
+        self._worker, self._clock = worker, clock
+        self._window: Index | None = None  # the snapshots before, in the window under way
+
+    def start(self) -> None:
+        """Allocate what the copy needs, and start the workers."""
+        self._copier.start()
+        self._worker.start()
+        if self._sender is not None:
+            self._sender.start()
+
+    def submit(self, request: SnapshotRequest) -> SnapshotJob:
+        """Begin a snapshot; until its `copied` is set, nobody may change weights and moments."""
+        copied, abandoned = threading.Event(), threading.Event()
+        ready = self._copier.mark_ready()
+        result = self._worker.submit(partial(self._take, request, ready, copied, abandoned))
+        # Also after a failure; the result is there first, so that the fence already sees it.
+        result.add_done_callback(lambda _: copied.set())
+        return SnapshotJob(request=request, copied=copied, abandoned=abandoned, result=result)
+
+    def send(self, replica: Replica) -> None:
+        """Send a window that was recovered, before the snapshots that follow.
+
+        Its region is not overwritten before one of them is complete, so not while it is being sent.
+        """
+        if self._sender is not None:
+            self._sender.submit_recovered(replica)
+
+    def close(self, timeout_s: float) -> None:
+        """End the workers after what is under way, or leave them after some seconds."""
+        self._worker.close(timeout_s)
+        if self._sender is not None:
+            self._sender.close(timeout_s)
+
+    def _take(
+        self,
+        request: SnapshotRequest,
+        ready: Any,
+        copied: threading.Event,
+        abandoned: threading.Event,
+    ) -> SnapshotResult:
+        try:
+            return self._commit(request, ready, copied, abandoned)
+        except Exception as error:  # whatever it is, training continues and says so
+            part = BackgroundPart.SNAPSHOT
+            self._reports.degraded(part, request.iteration, describe(error), error)
+            raise
+
+    def _commit(
+        self,
+        request: SnapshotRequest,
+        ready: Any,
+        copied: threading.Event,
+        abandoned: threading.Event,
+    ) -> SnapshotResult:
+        """Copy a snapshot, then commit it and have it sent."""
+        start = self._clock.perf_counter()
+        if request.position == 0:
+            request.region.invalidate()
+            self._window = None
+        absent = self._copy(request, ready)
+        copied.set()
+        copy_s = self._clock.perf_counter() - start
+        self._copier.check()
+        before, self._window = self._window, None
+        index = self._indexer.describe(request, absent, before)
+        if abandoned.is_set():
+            raise SnapshotError("the copy took longer than the fence waits")
+        request.region.commit(encode(index), request.iteration)
+        self._window = index
+        commit_s = self._clock.perf_counter() - start
+        self._reports.add(
+            "snapshot",
+            request.iteration,
+            bytes=request.num_bytes,
+            seconds=commit_s,
+            copy_s=copy_s,
+            num_units=len(request.places),
+            level=dict(Counter(place.level.value for place in request.places)),
+        )
+        sender = self._sender if request.is_sent_to_peers else None
+        return SnapshotResult(
+            copy_s=copy_s,
+            commit_s=commit_s,
+            pooled={name: entry for name, entry in index.units.items() if entry.file},
+            replication=None if sender is None else sender.submit(self._replica(request, index)),
+        )
+
+    def _copy(self, request: SnapshotRequest, ready: Any) -> Absent:
+        """Copy all tensors; return those that do not exist yet."""
+        if request.position == 0:
+            request.region.mapping[: len(request.layout.header)] = request.layout.header
+        return self._copier.copy(
+            request,
+            ready,
+            lambda: self._phase_hook(Phase.SNAPSHOT, request.iteration),
+            lambda: self._records.complete(request.iteration),
+        )
+
+    def _replica(self, request: SnapshotRequest, index: Index) -> Replica:
+        """Return what peers get of a snapshot."""
+        start_byte, end_byte = request.stretch
+        return Replica(
+            region=request.region,
+            pool=self._pool,
+            index=index,
+            start_byte=start_byte,
+            end_byte=end_byte,
+            keep_iteration=request.keep_iteration,
+        )

@@ -1,0 +1,389 @@
+"""Data files are valid safetensors files, and tensors lie where the layout says."""
+
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ft.engine.memory.layout import (
+    HEADER_ALIGNMENT_BYTES,
+    FileLayout,
+    LazyLayout,
+    UnitPlace,
+    lay_out,
+    lay_out_again,
+    lay_out_window,
+)
+from moe_ft.errors import SnapshotError
+from moe_ft.format.entries import TensorEntry, tensor_bytes
+from moe_ft.format.packings import ALIGNMENT_BYTES, DTYPE_BYTES
+from moe_ft.units import Level, UnitId, UnitKind
+from tests.unit.moe_ft.builders import make_window
+
+Units = list[tuple[UnitId, Level, list[TensorEntry]]]
+
+UNIT_IDS = st.one_of(
+    st.builds(
+        UnitId, kind=st.just(UnitKind.EXPERT), layer=st.integers(0, 9), expert=st.integers(0, 9)
+    ),
+    st.sampled_from([UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.OUTPUT)]),
+)
+PARAMETERS = st.text(min_size=1, max_size=8) | st.just('odd "name"\\\n')
+
+
+@st.composite
+def units_of_a_snapshot(draw: st.DrawFn) -> Units:
+    """Units with any number of tensors of any type, of sizes around the alignment, also 0 and 1."""
+    units: Units = []
+    for unit in draw(st.lists(UNIT_IDS, unique=True, max_size=4)):
+        tensors = []
+        for parameter in draw(st.lists(PARAMETERS, unique=True, max_size=3)):
+            start, size = draw(st.integers(0, 100)), draw(st.integers(0, 140))
+            for key in draw(st.lists(st.sampled_from(["param", "exp_avg"]), unique=True)):
+                dtype = draw(st.sampled_from(sorted(DTYPE_BYTES)))
+                tensors.append(TensorEntry(parameter, key, start, start + size, dtype, offset=7))
+        units.append((unit, draw(st.sampled_from([Level.FULL, Level.COMPUTE])), tensors))
+    return units
+
+
+def header_name(place: UnitPlace, tensor: TensorEntry, snapshot: int = 0) -> str:
+    where = f"{tensor.parameter}[{tensor.start}:{tensor.end}]"
+    version = f"{place.level}.{snapshot}" if place.level is Level.COMPUTE else place.level
+    return f"{place.unit}/{version}/{where}/{tensor.key}"
+
+
+def fill(layout: FileLayout) -> bytes:
+    """Return a file as the snapshot thread writes it: header, then any bytes."""
+    num_bytes = layout.num_bytes - len(layout.header)
+    return layout.header + random.Random(num_bytes).randbytes(num_bytes)
+
+
+@given(units_of_a_snapshot())
+def test_file_of_any_units_is_read_by_safetensors_with_every_tensor_at_its_place(
+    units: Units,
+) -> None:
+    layout = lay_out(units)
+    content = fill(layout)
+    found = dict(safetensors.deserialize(content))
+    for place in layout.units:
+        for tensor in place.tensors:
+            start = place.offset + tensor.offset
+            expected = content[start : start + tensor_bytes(tensor)]
+            read = found.pop(header_name(place, tensor))
+            assert (read["dtype"], read["shape"]) == (tensor.dtype, [tensor.end - tensor.start])
+            assert bytes(read["data"]) == expected
+    assert all(name.startswith("__unused__/") for name in found)
+
+
+@given(units_of_a_snapshot())
+def test_units_with_tensors_are_placed_in_order_and_the_others_left_out(units: Units) -> None:
+    expected = [
+        (unit, level, [(each.parameter, each.key, each.start, each.end) for each in tensors])
+        for unit, level, tensors in units
+        if tensors
+    ]
+    placed = [
+        (
+            place.unit,
+            place.level,
+            [(each.parameter, each.key, each.start, each.end) for each in place.tensors],
+        )
+        for place in lay_out(units).units
+    ]
+    assert placed == expected
+
+
+@given(units_of_a_snapshot())
+def test_units_and_tensors_are_aligned(units: Units) -> None:
+    for place in lay_out(units).units:
+        assert place.offset % ALIGNMENT_BYTES == 0
+        assert all(tensor.offset % ALIGNMENT_BYTES == 0 for tensor in place.tensors)
+
+
+@given(units_of_a_snapshot())
+def test_units_neither_overlap_nor_leave_the_file(units: Units) -> None:
+    layout = lay_out(units)
+    end = len(layout.header)
+    for place in layout.units:
+        assert place.offset >= end
+        end = place.offset + place.num_bytes
+        for tensor in place.tensors:
+            assert tensor.offset + tensor_bytes(tensor) <= place.num_bytes
+    assert end <= layout.num_bytes
+
+
+@given(units_of_a_snapshot())
+def test_layout_of_the_same_units_is_the_same(units: Units) -> None:
+    assert lay_out(units) == lay_out(units)
+
+
+def test_layout_of_two_units_is_that_worked_by_hand() -> None:
+    embedding, norm = UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.FINAL_NORM)
+    layout = lay_out(
+        [
+            (
+                embedding,
+                Level.FULL,
+                [
+                    TensorEntry("word", "param", 10, 13, "F32", 0),  # 12 bytes
+                    TensorEntry("word", "exp_avg", 10, 13, "BF16", 0),  # 6 bytes, from 64
+                ],
+            ),
+            (norm, Level.COMPUTE, [TensorEntry("norm", "weight", 0, 1, "U8", 0)]),  # 1, from 128
+        ]
+    )
+    assert len(layout.header) == 4096
+    first, second = layout.units
+    assert (first.offset, first.num_bytes) == (4096, 70)
+    assert [tensor.offset for tensor in first.tensors] == [0, 64]
+    assert (second.offset, second.num_bytes) == (4096 + 128, 1)
+    assert layout.num_bytes == 4096 + 129
+
+
+def test_file_on_disk_is_opened_by_the_safetensors_library(tmp_path: Path) -> None:
+    unit = UnitId(kind=UnitKind.ROUTER, layer=1)
+    layout = lay_out(
+        [
+            (
+                unit,
+                Level.FULL,
+                [
+                    TensorEntry("router", "param", 0, 3, "F32", 0),
+                    TensorEntry("router", "exp_avg", 0, 3, "I16", 0),
+                ],
+            )
+        ]
+    )
+    weights, moments = np.float32([1.5, -2, 3]), np.int16([1, -2, 3])
+    content = bytearray(layout.header.ljust(layout.num_bytes, b"\0"))
+    for tensor, values in zip(layout.units[0].tensors, (weights, moments), strict=True):
+        start = layout.units[0].offset + tensor.offset
+        content[start : start + values.nbytes] = values.tobytes()
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(content)
+
+    loaded = safetensors.numpy.load_file(path)
+    np.testing.assert_array_equal(loaded["layer.1.router/full/router[0:3]/param"], weights)
+    with safetensors.safe_open(path, framework="numpy") as opened:
+        found = opened.get_tensor("layer.1.router/full/router[0:3]/exp_avg")
+    np.testing.assert_array_equal(found, moments)
+
+
+def test_snapshot_of_nothing_is_a_valid_file() -> None:
+    assert safetensors.deserialize(lay_out([]).header) == []
+
+
+def test_header_of_many_tensors_stays_a_multiple_of_a_page() -> None:
+    expert = UnitId(kind=UnitKind.EXPERT, layer=0, expert=0)
+    tensors = [TensorEntry(f"weight{each}", "param", 0, 1, "F32", 0) for each in range(200)]
+    layout = lay_out([(expert, Level.FULL, tensors)])
+    assert len(layout.header) > 4096
+    assert len(layout.header) % 4096 == 0
+    assert len(safetensors.deserialize(fill(layout))) == 200 + 199  # and a gap between any two
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("F64", 40), ("BF16", 10), ("F8_E5M2", 5)])
+def test_size_of_a_tensor_is_its_elements_times_its_type(dtype: str, num_bytes: int) -> None:
+    assert tensor_bytes(TensorEntry("p", "param", 3, 8, dtype, 0)) == num_bytes
+
+
+# Windows of several snapshots
+
+Window = list[Units]
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> Window:
+    """Windows in which every unit is FULL in one snapshot and COMPUTE in those before it."""
+    length = draw(st.integers(1, 4))
+    window: Window = [[] for _ in range(length)]
+    for unit in draw(st.lists(UNIT_IDS, unique=True, max_size=4)):
+        full_at, size = draw(st.integers(0, length - 1)), draw(st.integers(0, 70))
+        for position in range(full_at + 1):
+            is_full = position == full_at
+            tensors = [
+                TensorEntry("p", key, 0, size, "F32" if is_full else "BF16", 0)
+                for key in (["param", "exp_avg"] if is_full else ["weight"])
+            ]
+            window[position].append((unit, Level.FULL if is_full else Level.COMPUTE, tensors))
+    return window
+
+
+ROOM = st.none() | st.integers(0, 20_000)
+
+
+def lay_out_with(window: Window, room: int | None) -> FileLayout:
+    """Return a layout that has so many bytes more than it must have, and two pages for its header."""
+    least = lay_out_window(window)
+    if room is None:
+        return least
+    return lay_out_window(window, least.num_bytes + 2 * HEADER_ALIGNMENT_BYTES + room)
+
+
+@settings(max_examples=40)
+@given(windows(), ROOM)
+def test_file_of_any_window_is_read_by_safetensors_with_every_tensor_at_its_place(
+    window: Window, room: int | None
+) -> None:
+    layout = lay_out_with(window, room)
+    content = fill(layout)
+    found = dict(safetensors.deserialize(content))
+    for number, places in enumerate(layout.snapshots):
+        for place in places:
+            for tensor in place.tensors:
+                start = place.offset + tensor.offset
+                read = found.pop(header_name(place, tensor, number))
+                assert bytes(read["data"]) == content[start : start + tensor_bytes(tensor)]
+    assert all(name.startswith("__unused__/") for name in found)
+
+
+@settings(max_examples=40)
+@given(windows(), ROOM)
+def test_units_of_any_window_are_in_their_snapshots_in_order(
+    window: Window, room: int | None
+) -> None:
+    placed = [
+        [(place.unit, place.level) for place in places]
+        for places in lay_out_with(window, room).snapshots
+    ]
+    assert placed == [[(unit, level) for unit, level, _ in units] for units in window]
+
+
+@settings(max_examples=40)
+@given(windows(), ROOM)
+def test_every_snapshot_of_a_window_lies_between_the_end_of_the_one_before_and_its_own(
+    window: Window, room: int | None
+) -> None:
+    layout = lay_out_with(window, room)
+    start = len(layout.header)
+    for places, end in zip(layout.snapshots, layout.ends, strict=True):
+        assert start <= end <= layout.num_bytes
+        for place in places:
+            assert start <= place.offset
+            assert place.offset % ALIGNMENT_BYTES == 0
+            start = place.offset + place.num_bytes
+        assert start <= end
+        start = end
+
+
+@settings(max_examples=40)
+@given(windows(), ROOM)
+def test_file_of_a_window_has_the_size_that_was_asked_for(window: Window, room: int | None) -> None:
+    asked = lay_out_window(window).num_bytes + 2 * HEADER_ALIGNMENT_BYTES + (room or 0)
+    layout = lay_out_window(window, asked)
+    assert layout.num_bytes == len(fill(layout)) == asked
+
+
+@settings(max_examples=40)
+@given(windows(), st.integers(-(2**14), 2**14))
+def test_window_gets_the_size_that_was_asked_for_or_is_refused(window: Window, room: int) -> None:
+    asked = lay_out_window(window).num_bytes + room
+    try:
+        layout = lay_out_window(window, asked)
+    except SnapshotError:
+        assert room < HEADER_ALIGNMENT_BYTES  # the header may need a page to declare the rest
+    else:
+        assert layout.num_bytes == asked
+        safetensors.deserialize(fill(layout))
+
+
+@settings(max_examples=40)
+@given(windows())
+def test_window_that_is_larger_than_its_region_is_refused_with_both_sizes(window: Window) -> None:
+    least = lay_out_window(window).num_bytes
+    message = f"a layout needs {least} bytes, its region has {least - 1}"
+    with pytest.raises(SnapshotError, match=message):
+        lay_out_window(window, least - 1)
+
+
+@settings(max_examples=40)
+@given(windows())
+def test_window_that_is_as_large_as_its_region_fits(window: Window) -> None:
+    layout = lay_out_window(window)
+    assert lay_out_window(window, layout.num_bytes) == layout
+
+
+@settings(max_examples=20)
+@given(units_of_a_snapshot())
+def test_layout_of_a_single_snapshot_is_that_of_a_window_of_one(units: Units) -> None:
+    assert lay_out(units) == lay_out_window([units])
+
+
+def test_layout_of_a_window_is_that_worked_by_hand() -> None:
+    expert, embedding = (
+        UnitId(kind=UnitKind.EXPERT, layer=0, expert=0),
+        UnitId(kind=UnitKind.EMBEDDING),
+    )
+    layout = lay_out_window(
+        [
+            [
+                (expert, Level.FULL, [TensorEntry("e", "param", 0, 3, "F32", 0)]),  # 0 to 12
+                (embedding, Level.COMPUTE, [TensorEntry("w", "weight", 0, 5, "BF16", 0)]),  # 64, 74
+            ],
+            [(embedding, Level.COMPUTE, [TensorEntry("w", "weight", 0, 5, "BF16", 0)])],  # 128, 138
+            [(embedding, Level.FULL, [TensorEntry("w", "param", 0, 5, "F32", 0)])],  # 192, 212
+        ],
+        8192,
+    )
+    assert layout.ends == (4096 + 74, 4096 + 138, 4096 + 212)
+    assert [place.offset for place in layout.units] == [4096, 4096 + 64, 4096 + 128, 4096 + 192]
+    found = {name: read["shape"] for name, read in safetensors.deserialize(fill(layout))}
+    assert found == {
+        "layer.0.expert.0/full/e[0:3]/param": [3],
+        "__unused__/12": [52],
+        "embedding/compute.0/w[0:5]/weight": [5],
+        "__unused__/74": [54],
+        "embedding/compute.1/w[0:5]/weight": [5],
+        "__unused__/138": [54],
+        "embedding/full/w[0:5]/param": [5],
+        "__unused__/212": [8192 - 4096 - 212],
+    }
+
+
+def test_snapshot_that_adds_nothing_ends_where_the_one_before_does() -> None:
+    norm = UnitId(kind=UnitKind.FINAL_NORM)
+    units = [(norm, Level.FULL, [TensorEntry("n", "param", 0, 1, "F32", 0)])]
+    assert lay_out_window([units, [], []]).ends == (4100, 4100, 4100)
+    assert lay_out_window([[], units]).ends == (4096, 4100)
+
+
+# Layouts that are made when they are needed
+
+
+def test_layout_is_not_made_before_it_is_asked_for_and_only_once() -> None:
+    made = []
+
+    def make() -> FileLayout:
+        made.append(lay_out([]))
+        return made[-1]
+
+    lazy = LazyLayout(make)
+    assert made == []
+    assert lazy.get() is lazy.get() is made[0]
+    assert len(made) == 1
+
+
+def test_layout_that_does_not_fit_is_refused_each_time_it_is_asked_for() -> None:
+    lazy = LazyLayout(lambda: lay_out([], 10))
+    for _ in range(2):
+        with pytest.raises(SnapshotError, match="its region has 10"):
+            lazy.get()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_index_tells_how_its_region_was_laid_out(length: int) -> None:
+    window = make_window(length=length)
+    assert lay_out_again(window.index) == window.layout
+
+
+def test_region_that_is_laid_out_otherwise_is_not_taken_for_the_one_of_an_index() -> None:
+    index = make_window().index
+    other = msgspec.structs.replace(index, file_bytes=index.file_bytes + 4096)
+    with pytest.raises(SnapshotError, match="iteration 7 of rank 0"):
+        lay_out_again(other)

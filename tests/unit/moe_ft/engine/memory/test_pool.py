@@ -1,0 +1,336 @@
+"""Slots: a valid file, never one that is needed, and enough of them whatever happens."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from moe_ft.engine.memory.pool import FetchedVersion, Pool, PoolVersions
+from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.errors import SnapshotError
+from moe_ft.format.entries import UnitEntry
+from moe_ft.planning.experts import ExpertLayout
+from moe_ft.planning.host_memory import num_slots
+from moe_ft.planning.lost_tokens import limit_of_k
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.experts_per_layer import PlannedRun
+from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.units import UnitId, UnitKind
+from tests.unit.moe_ft.builders import fill_region, put_in_slot
+
+CHECKSUM = "0" * 16
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Pool:
+    pool = Pool(tmp_path, 132, 4)
+    pool.open()
+    return pool
+
+
+def entry(pool: Pool, slot: int, *, iteration: int = 1) -> UnitEntry:
+    return UnitEntry(
+        offset=pool.offset_of(slot),
+        num_bytes=1,
+        iteration=iteration,
+        level="full",
+        checksum=CHECKSUM,
+        tensors=(),
+        file=pool.name,
+    )
+
+
+# The file
+
+
+def test_pool_is_a_safetensors_file_that_declares_its_slots(pool: Pool) -> None:
+    with safe_open(pool.data_path, framework="numpy") as file:
+        assert sorted(file.keys()) == [f"slot/{slot}" for slot in range(4)]
+
+
+def test_pool_of_many_slots_is_a_safetensors_file(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, 64, 700)
+    pool.open()
+    with safe_open(pool.data_path, framework="numpy") as file:
+        assert len(file.keys()) == 700
+
+
+def test_pool_has_its_geometry_in_its_name(pool: Pool) -> None:
+    assert pool.name == "pool_4x192.safetensors"
+
+
+def test_pool_that_is_opened_again_keeps_its_versions(tmp_path: Path, pool: Pool) -> None:
+    name, unit = put_in_slot(pool, 2, 7)
+    before = bytes(pool.mapping)
+    pool.close()
+    again = Pool(tmp_path, 132, 4)
+    again.open()
+    assert bytes(again.mapping) == before
+    assert again.has_place(unit), name
+
+
+@pytest.mark.parametrize("slot", range(4))
+def test_slot_is_found_by_its_offset(pool: Pool, slot: int) -> None:
+    assert pool.slot_at(pool.offset_of(slot)) == slot
+
+
+def test_slots_do_not_overlap_and_end_with_the_file(pool: Pool) -> None:
+    offsets = [pool.offset_of(slot) for slot in range(5)]
+    assert {b - a for a, b in zip(offsets, offsets[1:], strict=False)} == {192}
+    assert offsets[-1] == pool.num_bytes
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"file": ""},
+        {"file": "pool_5x192.safetensors"},
+        {"offset": 0},
+        {"offset": 4096 + 64},
+        {"offset": 4096 + 4 * 192},
+        {"num_bytes": 193},
+    ],
+)
+def test_version_that_does_not_lie_in_one_slot_has_no_place(
+    pool: Pool, wrong: dict[str, object]
+) -> None:
+    assert pool.has_place(entry(pool, 0))
+    assert not pool.has_place(msgspec.structs.replace(entry(pool, 0), **wrong))
+
+
+def test_pool_without_enough_free_slots_says_how_many_there_are(pool: Pool) -> None:
+    with pytest.raises(SnapshotError, match="3 slots are needed, 2 of 4 are free"):
+        pool.find_free(3, {0, 2})
+
+
+def test_free_slots_are_those_that_are_not_used(pool: Pool) -> None:
+    assert pool.find_free(2, {0, 2}) == [1, 3]
+
+
+# Which slots may be used again
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[ExpertLayout, PartialConfig]:
+    ep_size = draw(st.integers(1, 3))
+    experts = ExpertLayout(
+        num_layers=draw(st.integers(1, 3)),
+        num_experts=ep_size * draw(st.integers(1, 4)),
+        ep_size=ep_size,
+    )
+    k = draw(st.integers(1, experts.num_experts))
+    return experts, PartialConfig(
+        k_snapshot=draw(st.sampled_from([str(k), "auto"])),
+        k_persist=draw(st.integers(1, k)),
+        selection=draw(st.sampled_from(["sequential", "load-aware"])),
+        dynamic_k=draw(st.booleans()),
+        plt_limit=0.04,
+    )
+
+
+class Rank:
+    """Slots of one rank as the engine uses them, without copying anything."""
+
+    def __init__(self, directory: Path, experts: ExpertLayout, options: PartialConfig) -> None:
+        units = [
+            UnitId(kind=UnitKind.EXPERT, layer=layer, expert=expert)
+            for layer in range(experts.num_layers)
+            for expert in range(experts.num_local)
+        ]
+        share = RankShare(always_bytes=0, unit_bytes=1)
+        layers = [f"layer.{layer}" for layer in range(experts.num_layers)]
+        run = PlannedRun(interval=1, planned_tokens=10**9, tokens_per_iteration=1)
+        self.strategy = PartialStrategy([], units, layers, experts, options, run, share)
+        count = num_slots(len(units), self.strategy.most_rotating)
+        self.pool = Pool(directory, 1, count)
+        self.versions = PoolVersions(self.pool)
+        self.iteration = 0
+        self.job: dict[str, UnitEntry] | None = None
+        self.names: dict[str, UnitEntry] = {}
+        self.persisting: dict[str, UnitEntry] = {}
+
+    def take(self) -> None:
+        """Begin a snapshot unless one is under way."""
+        if self.job is not None:
+            return
+        self.iteration += 1
+        self.window = self.strategy.plan_window(self.iteration)
+        (plan,) = self.window.snapshots
+        slots = self.versions.find_free(len(plan.rotating))
+        assert len(set(slots)) == len(plan.rotating)
+        needed = {*self.versions.newest.values(), *self.persisting.values()}
+        assert not set(slots) & {self.pool.slot_at(each.offset) for each in needed}
+        self.job = {
+            str(unit): entry(self.pool, slot, iteration=self.iteration)
+            for unit, slot in zip(plan.rotating, slots, strict=True)
+        }
+
+    def settle(self) -> None:
+        """All ranks have it."""
+        if self.job is not None:
+            carried = self.versions.carried(self.job)
+            self.versions.settle(Path("region_0.json"), {**carried, **self.job})
+            self.strategy.note_complete(self.window, self.iteration)
+            self.job = None
+
+    def fail(self) -> None:
+        """Not all ranks have it."""
+        self.job = None
+
+    def persist(self) -> None:
+        """Begin to write to storage unless that is under way."""
+        if not self.persisting:
+            self.persist_plan = self.strategy.plan_persist()
+            units = [str(unit) for unit in self.persist_plan.units]
+            self.persisting = {name: self.versions.newest[name] for name in units}
+            assert self.versions.keep_persisting(units) == sorted(units)
+
+    def end(self) -> None:
+        """Note that a checkpoint was written."""
+        if self.persisting:
+            self.strategy.note_persisted(self.persist_plan)
+        self.persisting = {}
+        self.versions.end_persisting()
+
+    def raise_k(self) -> None:
+        """Double k, as after a recovery."""
+        k, num_experts = self.strategy.k.snapshot, self.strategy._experts.num_experts
+        self.strategy.k.raise_for(limit_of_k(k, num_experts, 0.04) + 1e-6, 0.0, 1)
+
+
+STEPS = ("take", "settle", "fail", "persist", "end", "raise_k")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(jobs(), st.lists(st.sampled_from(STEPS), min_size=20, max_size=60))
+def test_slots_that_are_needed_are_never_handed_out_and_there_are_always_enough(
+    tmp_path: Path, job: tuple[ExpertLayout, PartialConfig], steps: list[str]
+) -> None:
+    rank = Rank(tmp_path, *job)
+    for step in steps:
+        getattr(rank, step)()
+
+
+def test_versions_without_a_pool_find_nothing_and_hold_nothing(tmp_path: Path) -> None:
+    versions = PoolVersions(None)
+    versions.settle(tmp_path / "region_0.json", {})
+    versions.adopt({})
+    assert versions.find_free(0) == []
+    assert versions.newest == {}
+
+
+def test_version_that_the_next_snapshot_does_not_hold_is_carried(pool: Pool) -> None:
+    versions = PoolVersions(pool)
+    newest = {"a": entry(pool, 0), "b": entry(pool, 1)}
+    versions.settle(Path("region_0.json"), newest)
+    assert versions.carried({"a"}) == {"b": newest["b"]}
+
+
+def test_unit_without_a_version_is_not_kept_for_storage(pool: Pool) -> None:
+    versions = PoolVersions(pool)
+    versions.settle(Path("region_0.json"), {"a": entry(pool, 0)})
+    assert versions.keep_persisting(["b", "a"]) == ["a"]
+
+
+# Indexes that name what is overwritten
+
+
+class Regions:
+    """Two committed regions whose indexes name slots 0 and 1."""
+
+    def __init__(self, tmp_path: Path, pool: Pool) -> None:
+        self.regions = [fill_region(tmp_path / "rank", number)[0] for number in range(3)]
+        self.versions = PoolVersions(pool)
+        for slot in range(2):
+            self.versions.settle(self.regions[slot].index_path, {"a": entry(pool, slot)})
+
+    def committed(self) -> list[int]:
+        """Return the regions that have an index."""
+        return [each.number for each in self.regions if each.index_path.exists()]
+
+
+@pytest.fixture
+def regions(tmp_path: Path, pool: Pool) -> Regions:
+    return Regions(tmp_path, pool)
+
+
+def test_index_that_names_a_slot_that_is_filled_is_removed(regions: Regions) -> None:
+    regions.versions.outdate(regions.regions[2], regions.regions[:2], [0])
+    assert regions.committed() == [1, 2]
+
+
+def test_index_of_which_nothing_is_known_is_removed_when_slots_are_filled(regions: Regions) -> None:
+    regions.versions.outdate(regions.regions[0], regions.regions, [3])
+    assert 2 not in regions.committed()
+
+
+def test_index_stays_when_no_slot_is_filled(regions: Regions) -> None:
+    regions.versions.outdate(regions.regions[0], regions.regions, [])
+    assert regions.committed() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("role", [Role.RECOVERY, Role.PERSIST])
+def test_index_of_a_region_that_is_needed_stays(regions: Regions, role: Role) -> None:
+    needed: Region = regions.regions[0]
+    needed.role = role
+    regions.versions.outdate(regions.regions[2], regions.regions[:2], [0])
+    assert 0 in regions.committed()
+
+
+# What a recovery puts back
+
+
+def content_of(pool: Pool, unit: UnitEntry) -> bytes:
+    return bytes(pool.mapping[unit.offset : unit.offset + unit.num_bytes])
+
+
+def restored(pool: Pool, slot: int, expert: int, *, is_in_pool: bool) -> tuple[str, FetchedVersion]:
+    name, unit = put_in_slot(pool, slot, expert)
+    content = memoryview(content_of(pool, unit))
+    return name, FetchedVersion(entry=unit, content=content, is_in_pool=is_in_pool)
+
+
+def test_version_that_is_in_the_pool_stays_where_it_is(pool: Pool) -> None:
+    name, version = restored(pool, 3, 1, is_in_pool=True)
+    versions = PoolVersions(pool)
+    versions.adopt({name: version})
+    assert versions.newest == {name: version.entry}
+
+
+def test_version_of_a_replica_gets_the_slot_that_it_had(tmp_path: Path, pool: Pool) -> None:
+    replica = Pool(tmp_path / "replica", 132, 4)
+    replica.open()
+    name, version = restored(replica, 2, 1, is_in_pool=False)
+    versions = PoolVersions(pool)
+    versions.adopt({name: version})
+    assert versions.newest == {name: version.entry}
+    assert content_of(pool, version.entry) == bytes(version.content)
+
+
+def test_version_whose_slot_is_taken_gets_another_one(tmp_path: Path, pool: Pool) -> None:
+    replica = Pool(tmp_path / "replica", 132, 4)
+    replica.open()
+    other, elsewhere = restored(replica, 2, 1, is_in_pool=False)
+    name, own = restored(pool, 2, 8, is_in_pool=True)
+    versions = PoolVersions(pool)
+    versions.adopt({other: elsewhere, name: own})
+    assert versions.newest[name] == own.entry
+    moved = versions.newest[other]
+    assert moved.offset != own.entry.offset
+    assert content_of(pool, moved) == bytes(elsewhere.content)
+
+
+def test_version_from_storage_gets_a_free_slot(tmp_path: Path, pool: Pool) -> None:
+    storage = Pool(tmp_path / "other", 132, 4)
+    storage.open()
+    name, version = restored(storage, 2, 1, is_in_pool=False)
+    on_storage = msgspec.structs.replace(version.entry, file="", offset=12345)
+    versions = PoolVersions(pool)
+    versions.adopt({name: replace(version, entry=on_storage)})
+    assert pool.has_place(versions.newest[name])
+    assert content_of(pool, versions.newest[name]) == bytes(version.content)

@@ -1,0 +1,210 @@
+"""A rank's share of a node's memory: what it opens, what it cleans up, what it leaves alone."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_ft.engine.memory.job_directory import entered_job
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.rank_memory import RankMemory, holds
+from moe_ft.engine.memory.regions import own_directory, replica_directory
+from moe_ft.format.identity import Start
+from moe_ft.topology import RankInfo, Topology
+from tests.unit.moe_ft.builders import (
+    WINDOW_FILE_BYTES,
+    fill_region,
+    fill_window,
+    make_identity,
+    make_state,
+)
+
+SIZE = len(make_state()[1])
+START, OTHER_START = make_identity("run-a").start, make_identity("run-b").start
+
+
+def info(rank: int, node: str, *, num_slots: int = 3, region_bytes: int = SIZE) -> RankInfo:
+    return RankInfo(
+        rank=rank,
+        node=node,
+        stage=0,
+        pid=1,
+        address=None,
+        region_bytes=region_bytes,
+        slot_bytes=64 if num_slots else 0,
+        num_slots=num_slots,
+    )
+
+
+TWO_NODES = Topology(ranks=(info(0, "a"), info(1, "a", num_slots=0), info(2, "b")))
+
+
+def memory_of(
+    tmp_path: Path, topology: Topology = TWO_NODES, *, rank: int = 0, persists: bool = False
+) -> RankMemory:
+    """Return the memory of a rank on node a, which keeps replicas of rank 2 if it is rank 0."""
+    sources = [2] if rank == 0 else []
+    return RankMemory(tmp_path / "a", rank, topology, sources, persists=persists)
+
+
+def files(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_memory_has_the_regions_and_the_pool_that_the_topology_says(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path, persists=True)
+    memory.open(None)
+    own, replica = own_directory(tmp_path / "a", 0), replica_directory(tmp_path / "a", 2, 0)
+    regions = {f"region_{number}.safetensors" for number in range(3)}
+    assert files(own) == regions | {"pool_3x64.safetensors"}
+    assert files(replica) == {
+        "region_0.safetensors",
+        "region_1.safetensors",
+        "pool_3x64.safetensors",
+    }
+    assert {(own / name).stat().st_size for name in regions} == {SIZE}
+
+
+def test_rank_whose_snapshots_hold_every_unit_has_no_pool(tmp_path: Path) -> None:
+    assert memory_of(tmp_path, rank=1).pool is None
+
+
+def test_regions_and_replicas_of_the_recovered_state_get_its_iteration(tmp_path: Path) -> None:
+    fill_region(own_directory(tmp_path / "a", 0), 1, iteration=5)
+    fill_region(own_directory(tmp_path / "a", 0), 0, iteration=4)
+    fill_region(replica_directory(tmp_path / "a", 2, 0), 0, rank=2, iteration=5)
+    memory = memory_of(tmp_path)
+    memory.open((START, 5))
+    assert [region.iteration for region in memory.regions] == [None, 5]
+    assert [region.iteration for region in memory.replicas[2].regions] == [5, None]
+
+
+def test_nothing_is_kept_after_a_fresh_start(tmp_path: Path) -> None:
+    fill_region(own_directory(tmp_path / "a", 0), 1, iteration=5)
+    memory = memory_of(tmp_path)
+    memory.open(None)
+    assert [region.iteration for region in memory.regions] == [None, None]
+
+
+@pytest.mark.parametrize(("start", "iteration"), [(OTHER_START, 5), (START, 6)])
+def test_region_of_another_state_does_not_hold_it(
+    tmp_path: Path, start: Start, iteration: int
+) -> None:
+    region, _ = fill_region(tmp_path)
+    assert holds(region.index_path, START, 5)
+    assert not holds(region.index_path, start, iteration)
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2, 3])
+def test_region_holds_a_state_only_if_its_window_is_whole(
+    tmp_path: Path, num_snapshots: int
+) -> None:
+    region, _ = fill_window(tmp_path, num_snapshots=num_snapshots)
+    assert holds(region.index_path, START, 4 + num_snapshots) == (num_snapshots == 3)
+
+
+def test_window_that_is_not_whole_is_free_to_be_overwritten_after_a_recovery(
+    tmp_path: Path,
+) -> None:
+    # The state was recovered from elsewhere; what ends at its iteration here has not begun there.
+    topology = Topology(ranks=(info(0, "a", num_slots=0, region_bytes=WINDOW_FILE_BYTES),))
+    directory = own_directory(tmp_path / "a", 0)
+    fill_window(directory, 0, first_iteration=6, num_snapshots=2)
+    fill_window(directory, 1, first_iteration=5)
+    memory = RankMemory(tmp_path / "a", 0, topology, [], persists=False)
+    memory.open((START, 7))
+    assert [region.iteration for region in memory.regions] == [None, 7]
+
+
+def test_region_without_an_index_or_with_a_corrupt_one_holds_nothing(tmp_path: Path) -> None:
+    region, _ = fill_region(tmp_path)
+    assert not holds(tmp_path / "region_9.json", START, 5)
+    region.index_path.write_bytes(b"{}")
+    assert not holds(region.index_path, START, 5)
+
+
+def test_regions_of_another_size_stay_beside_the_new_ones_until_they_are_left_over(
+    tmp_path: Path,
+) -> None:
+    own = own_directory(tmp_path / "a", 0)
+    fill_region(own, 0, num_elements=99)
+    memory = memory_of(tmp_path)
+    memory.open(None)
+    assert [region.number for region in memory.regions] == [1, 2]
+    assert (own / "region_0.json").exists()
+    memory.remove_left_overs()
+    assert files(own) == {"region_1.safetensors", "region_2.safetensors", "pool_3x64.safetensors"}
+
+
+def test_pool_of_another_geometry_stays_until_it_is_left_over(tmp_path: Path) -> None:
+    own = own_directory(tmp_path / "a", 0)
+    Pool(own, 64, 8).open()
+    memory = memory_of(tmp_path)
+    memory.open(None)
+    assert "pool_8x64.safetensors" in files(own)
+    memory.remove_left_overs()
+    assert "pool_8x64.safetensors" not in files(own)
+
+
+def test_replicas_for_ranks_that_are_served_elsewhere_now_are_left_over(tmp_path: Path) -> None:
+    dismissed = replica_directory(tmp_path / "a", 3, 0)
+    dismissed.mkdir(parents=True)
+    memory = memory_of(tmp_path)
+    memory.open(None)
+    memory.remove_left_overs()
+    assert not dismissed.exists()
+    assert replica_directory(tmp_path / "a", 2, 0).exists()
+
+
+@pytest.mark.parametrize(("rank", "stays"), [(0, False), (1, True)])
+def test_memory_of_ranks_that_are_on_other_nodes_now_is_removed_by_the_lowest_rank(
+    tmp_path: Path, rank: int, stays: bool
+) -> None:
+    orphan = own_directory(tmp_path / "a", 2)
+    orphan.mkdir(parents=True)
+    memory = memory_of(tmp_path, rank=rank)
+    memory.open(None)
+    memory.remove_left_overs()
+    assert orphan.exists() == stays
+
+
+def test_memory_of_other_ranks_of_the_node_is_not_left_over(tmp_path: Path) -> None:
+    neighbour = own_directory(tmp_path / "a", 1)
+    neighbour.mkdir(parents=True)
+    memory = memory_of(tmp_path)
+    memory.open(None)
+    memory.remove_left_overs()
+    assert neighbour.exists()
+
+
+def test_files_that_are_not_of_moe_ft_are_not_left_over(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path)
+    memory.open(None)
+    note = own_directory(tmp_path / "a", 0) / "note.txt"
+    note.write_text("mine")
+    memory.remove_left_overs()
+    assert note.exists()
+
+
+def test_lowest_rank_removes_the_nodes_memory_at_a_clean_end(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path / "job")
+    with entered_job(tmp_path / "job", timeout_s=1.0):
+        memory.open(None)
+    memory.close()
+    memory.remove()
+    assert not (tmp_path / "job").exists()
+
+
+def test_other_rank_removes_only_its_own_memory_at_a_clean_end(tmp_path: Path) -> None:
+    memory, neighbour = memory_of(tmp_path, rank=1), memory_of(tmp_path)
+    memory.open(None)
+    neighbour.open(None)
+    memory.remove()
+    assert files(tmp_path / "a") == {"rank_00000", "replica_00002_at_00000"}
+
+
+def test_memory_that_was_never_pinned_is_unpinned_without_a_driver(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path)
+    memory.unpin()  # a start that has found no room has not even opened it
+    memory.open(None)
+    memory.unpin()
+    memory.close()

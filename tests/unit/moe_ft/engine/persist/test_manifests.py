@@ -1,0 +1,82 @@
+"""Manifests on storage: what makes files a checkpoint, and of which run."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_ft.engine.persist.manifests import find_manifests, manifests, read_manifest, write_manifest
+from moe_ft.engine.persist.storage import Storage, file_tag, iteration_directory
+from moe_ft.errors import CorruptStateError
+from moe_ft.format.identity import Identity
+from tests.unit.moe_ft.builders import make_identity, persist_checkpoint, persist_rank
+
+RUN, OTHER = make_identity(world_size=2), make_identity("run-b", world_size=2)
+DIRECTORY = iteration_directory(5)
+
+
+@pytest.fixture(autouse=True)
+def root(storage: Storage) -> None:
+    storage.make_root()
+
+
+def test_manifest_is_read_as_it_was_written(storage: Storage) -> None:
+    written = persist_checkpoint(storage, 5, RUN)
+    (path,) = find_manifests(storage, 5)
+    assert path == f"{DIRECTORY}/manifest.json"
+    assert read_manifest(storage, path) == written
+    assert [file.rank for file in written.files] == [0, 1]
+    assert all(source.files == (0, 1) for source in written.units.values())
+
+
+def test_files_without_a_manifest_are_no_checkpoint(storage: Storage) -> None:
+    persist_rank(storage, 0, 5, RUN)
+    assert find_manifests(storage, 5) == []
+    assert list(manifests(storage)) == []
+
+
+def test_manifest_needs_the_index_of_every_rank(storage: Storage) -> None:
+    persist_rank(storage, 0, 5, RUN)
+    with pytest.raises(OSError):
+        write_manifest(storage, 5, file_tag(RUN), 2)
+    assert find_manifests(storage, 5) == []
+
+
+def test_manifest_of_another_run_is_beside_that_of_the_first(storage: Storage) -> None:
+    first, second = (persist_checkpoint(storage, 5, each) for each in (RUN, OTHER))
+    paths = find_manifests(storage, 5)
+    assert paths == [f"{DIRECTORY}/manifest.json", f"{DIRECTORY}/manifest_run-b.json"]
+    assert [read_manifest(storage, path) for path in paths] == [first, second]
+
+
+@pytest.mark.parametrize("identity", [RUN, OTHER], ids=["first", "second"])
+def test_manifest_of_a_run_replaces_only_its_own(storage: Storage, identity: Identity) -> None:
+    for each in (RUN, OTHER, identity):
+        persist_checkpoint(storage, 5, each)
+    assert len(find_manifests(storage, 5)) == 2
+
+
+def test_manifest_that_nobody_can_read_is_not_replaced(storage: Storage) -> None:
+    persist_checkpoint(storage, 5, RUN)
+    path = Path(storage.url) / DIRECTORY / "manifest.json"
+    path.write_bytes(b"{")
+    persist_checkpoint(storage, 5, RUN)
+    assert path.read_bytes() == b"{"
+    assert find_manifests(storage, 5)[1] == f"{DIRECTORY}/manifest_run-a.json"
+
+
+def test_manifests_are_found_newest_first_and_corrupt_ones_as_errors(storage: Storage) -> None:
+    for iteration in (5, 11, 8):
+        persist_checkpoint(storage, iteration, RUN)
+    (Path(storage.url) / iteration_directory(8) / "manifest.json").write_bytes(b"{")
+    found = list(manifests(storage))
+    assert [iteration for iteration, _, _ in found] == [11, 8, 5]
+    assert [isinstance(each, CorruptStateError) for _, _, each in found] == [False, True, False]
+
+
+def test_index_of_another_rank_does_not_belong_to_the_checkpoint(storage: Storage) -> None:
+    for rank in (0, 1):
+        persist_rank(storage, rank, 5, RUN)
+    first, second = sorted((Path(storage.url) / DIRECTORY).glob("rank_*.json"))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
+        write_manifest(storage, 5, file_tag(RUN), 2)

@@ -1,0 +1,101 @@
+"""Calls that do not return end in time, and so do all small operations on storage."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_ft.engine.persist.patience import call_within
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.storage_lock import LOCK_NAME, StorageLock
+
+
+@pytest.fixture
+def never() -> Iterator[threading.Event]:
+    """Return an event for stuck calls to wait for, which then end with the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_call_that_returns_in_time_returns_its_result() -> None:
+    assert call_within(lambda: 5, 30, "adding") == 5
+
+
+def test_call_that_fails_raises_what_it_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        call_within(lambda: 1 // 0, 30, "dividing")
+
+
+def test_call_that_raises_a_timeout_of_its_own_raises_that_one() -> None:
+    def fail() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        call_within(fail, 30, "failing")
+
+
+def test_call_that_does_not_return_is_named_with_its_deadline(never: threading.Event) -> None:
+    with pytest.raises(TimeoutError, match="waiting did not return within 0 s"):
+        call_within(never.wait, 0.01, "waiting")
+
+
+OPERATIONS: dict[str, tuple[str, Callable[[Storage], object]]] = {
+    "makedirs": ("create the directory", lambda storage: storage.make_root()),
+    "open": ("write a", lambda storage: storage.write_atomically("a", b"x")),
+    "cat_file": ("read b", lambda storage: storage.read("b")),
+    "info": ("look at", lambda storage: storage.exists("b")),
+    "ls": ("list", lambda storage: storage.iterations()),
+    "rm_file": ("remove b", lambda storage: storage.remove("b")),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_storage_that_does_not_answer_is_named_with_the_operation(
+    tmp_path: Path, never: threading.Event, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "b").write_bytes(b"x")
+    storage = Storage(str(tmp_path), patience_s=0.25)
+    monkeypatch.setattr(storage._file_system, name, lambda *args, **more: never.wait())
+    operation, act = OPERATIONS[name]
+    with pytest.raises(TimeoutError, match=f"{tmp_path}: {operation}.* within 0 s"):
+        act(storage)
+
+
+def test_each_piece_of_a_file_that_is_read_has_a_patience_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "moe_ft.engine.persist.storage.call_within",
+        lambda act, patience_s, what: (asked.append(f"{patience_s} {what}"), act())[1],
+    )
+    monkeypatch.setattr("moe_ft.engine.persist.storage._CHUNK_BYTES", 100)
+    content = bytes(range(250))
+    (tmp_path / "a").write_bytes(content)
+    storage, piece = Storage(str(tmp_path), patience_s=30), f"30 {tmp_path}: read a"
+    for arguments, num_pieces in (((0, 200), 2), ((30, 201), 3), ((5,), 3), ((), 3)):
+        asked.clear()
+        end = sum(arguments) if len(arguments) == 2 else None
+        assert storage.read("a", *arguments) == content[sum(arguments[:1]) : end]
+        assert [each for each in asked if "look at" not in each] == [piece] * num_pieces
+
+
+def test_back_end_that_does_not_open_is_given_up(
+    never: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "moe_ft.engine.persist.storage.fsspec.core.url_to_fs", lambda url: never.wait()
+    )
+    with pytest.raises(TimeoutError, match="s3://u:[*]+@b: open"):
+        Storage("s3://u:secret@b", patience_s=0.01)
+
+
+def test_lock_that_cannot_be_read_in_time_is_given_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK_NAME)
+    with pytest.raises(TimeoutError, match=f"read {LOCK_NAME}"):
+        StorageLock(Storage(str(tmp_path), patience_s=0.25)).look()
+    with (tmp_path / LOCK_NAME).open("wb"):  # lets the reader go
+        pass

@@ -1,0 +1,443 @@
+"""Retention: what is deleted from a persist directory, and what never is."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ft.engine.persist.manifests import find_manifests
+from moe_ft.engine.persist.retention import Retention
+from moe_ft.engine.persist.storage import Storage, file_tag, rank_path
+from moe_ft.errors import LockLostError
+from moe_ft.format.encoding import encode
+from moe_ft.format.identity import Identity
+from moe_ft.format.manifest import MANIFEST_NAME, Manifest
+from tests.unit.moe_ft.builders import make_identity, manifest_of, persist_checkpoint, persist_rank
+from tests.unit.moe_ft.engine.checkpoints import complete_iterations, manifest_path, names, save
+from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
+
+TWO_RANKS = make_identity(world_size=2)
+OTHER_RUN = make_identity("run-b")
+AGAIN_FROM = {at: make_identity(history=((0, 0), (1, at))) for at in (3, 4, 70, 90)}
+BACK_ENDS = pytest.mark.parametrize("back_end", ["local", "objects"])
+
+
+def data_path(storage: Storage, iteration: int, identity: Identity) -> Path:
+    return Path(storage.url) / rank_path(iteration, 0, file_tag(identity), "safetensors")
+
+
+@given(
+    keep=st.integers(1, 4),
+    iterations=st.lists(st.integers(1, 30), unique=True, min_size=1, max_size=8).map(sorted),
+)
+@settings(max_examples=30)
+def test_retention_of_a_run_keeps_the_newest_and_all_that_they_name(
+    keep: int, iterations: list[int]
+) -> None:
+    with install():
+        storage = Storage(faulty_urls(Path())["objects"])
+        for iteration in iterations:
+            save(storage, iteration, TWO_RANKS, keep)
+        kept = sorted(iterations, reverse=True)[:keep]
+        assert complete_iterations(storage) == kept
+        assert storage.iterations() == kept
+
+
+@given(
+    keep=st.integers(1, 3),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["run-a", "run-b"]), st.integers(1, 15)),
+        unique_by=lambda step: step[1],
+        max_size=10,
+    ),
+)
+@settings(max_examples=50)
+def test_retention_of_runs_in_one_directory_follows_the_rule_for_the_writing_run_only(
+    keep: int, steps: list[tuple[str, int]]
+) -> None:
+    expected: dict[str, set[int]] = {"run-a": set(), "run-b": set()}
+    with install():
+        storage = Storage(faulty_urls(Path())["objects"])
+        for lineage, iteration in steps:
+            save(storage, iteration, make_identity(lineage), keep)
+            # Those from beyond it stay until the run passes them.
+            newer = {each for each in expected[lineage] if each > iteration}
+            older = sorted(each for each in expected[lineage] if each < iteration)
+            kept = older[len(older) - min(keep - 1, len(older)) :]
+            expected[lineage] = {iteration, *kept, *newer}
+            assert set(complete_iterations(storage)) == set.union(*expected.values())
+
+
+def test_removed_checkpoints_are_named(storage: Storage) -> None:
+    for iteration in (1, 2, 3):
+        persist_checkpoint(storage, iteration, make_identity())
+    assert Retention(storage, 1).retain(manifest_of(storage, 3)) == [2, 1]
+
+
+def test_checkpoint_is_unmade_before_its_files_are_removed(
+    tmp_path: Path, injector: Injector
+) -> None:
+    storage = Storage(faulty_urls(tmp_path)["local"])
+    save(storage, 1, TWO_RANKS, 1)
+    injector.forget()
+    save(storage, 2, TWO_RANKS, 1)
+    removed = [path for name, path in injector.operations if name == "rm_file"]
+    assert removed[0].endswith(manifest_path(1))
+    assert len(removed) == 5
+
+
+def test_checkpoints_beyond_the_one_that_a_run_went_back_behind_stay_until_it_passes_them(
+    storage: Storage,
+) -> None:
+    for iteration in (4, 6, 8):
+        persist_checkpoint(storage, iteration, make_identity())
+    again = AGAIN_FROM[4]
+    save(storage, 5, again, 2)
+    assert complete_iterations(storage) == [8, 6, 5, 4]
+    save(storage, 9, again, 2)
+    assert complete_iterations(storage) == [9, 5]
+
+
+def test_checkpoint_of_an_earlier_incarnation_is_replaced_at_the_same_iteration(
+    storage: Storage,
+) -> None:
+    save(storage, 5, make_identity(), 2)
+    again = AGAIN_FROM[3]
+    save(storage, 5, again, 2)
+    assert manifest_of(storage, 5).identity == again
+    assert len(names(storage, 5)) == 3
+
+
+def test_checkpoints_of_another_lineage_stay(storage: Storage) -> None:
+    for iteration in (1, 2, 9):
+        persist_checkpoint(storage, iteration, make_identity())
+    for iteration in (3, 4):
+        save(storage, iteration, OTHER_RUN, 1)
+    assert complete_iterations(storage) == [9, 4, 2, 1]
+
+
+def test_checkpoint_of_another_lineage_stays_at_the_same_iteration_too(storage: Storage) -> None:
+    theirs = persist_checkpoint(storage, 5, make_identity())
+    ours = save(storage, 5, OTHER_RUN, 1)
+    assert find_manifests(storage, 5) == [manifest_path(5), "iter_0000005/manifest_run-b.json"]
+    assert complete_iterations(storage) == [5]  # all files of both
+    assert {theirs.identity.lineage, ours.identity.lineage} == {"run-a", "run-b"}
+
+
+def test_manifest_that_nobody_can_read_is_not_replaced(storage: Storage) -> None:
+    persist_checkpoint(storage, 5, make_identity())
+    storage.write_atomically(manifest_path(5), b"of a later version")
+    persist_checkpoint(storage, 5, AGAIN_FROM[3])
+    assert storage.read(manifest_path(5)) == b"of a later version"
+    assert find_manifests(storage, 5) == [manifest_path(5), "iter_0000005/manifest_run-a.json"]
+
+
+def rewritten(storage: Storage, iteration: int, older: Manifest) -> Manifest:
+    """Return a checkpoint of an iteration that also needs the files of an older one."""
+    manifest = persist_checkpoint(storage, iteration, older.identity)
+    manifest = msgspec.structs.replace(manifest, older=older.files)
+    storage.write_atomically(manifest_path(iteration), encode(manifest))
+    return manifest
+
+
+def test_older_files_that_a_kept_manifest_names_stay(storage: Storage) -> None:
+    older = persist_checkpoint(storage, 1, make_identity())
+    rewritten(storage, 2, older)
+    save(storage, 3, make_identity(), 2)
+    assert find_manifests(storage, 1) == []
+    assert complete_iterations(storage) == [3, 2]
+
+
+def test_older_files_that_a_manifest_of_another_lineage_names_stay(storage: Storage) -> None:
+    older = persist_checkpoint(storage, 1, make_identity())
+    Retention(storage, 1).retain(rewritten(storage, 2, older))
+    save(storage, 3, OTHER_RUN, 1)
+    assert complete_iterations(storage) == [3, 2]
+
+
+def test_older_files_that_a_kept_manifest_names_are_not_incomplete(storage: Storage) -> None:
+    older = persist_checkpoint(storage, 1, make_identity())
+    Retention(storage, 1).retain(rewritten(storage, 2, older))
+    Retention(storage, 1).remove_incomplete(before=3)
+    assert complete_iterations(storage) == [2]
+
+
+def test_files_that_never_became_a_checkpoint_are_removed(storage: Storage) -> None:
+    for rank in (0, 1):
+        persist_rank(storage, rank, 3, TWO_RANKS)
+    Retention(storage, 1).remove_incomplete(before=4)
+    assert storage.iterations() == []
+
+
+def test_files_of_this_or_a_newer_iteration_are_not_removed_as_incomplete(
+    storage: Storage,
+) -> None:
+    for iteration in (4, 5):
+        persist_rank(storage, 0, iteration, make_identity())
+    Retention(storage, 1).remove_incomplete(before=4)
+    assert storage.iterations() == [5, 4]
+
+
+@BACK_ENDS
+def test_checkpoint_whose_manifest_cannot_be_looked_at_is_not_incomplete(
+    tmp_path: Path, injector: Injector, back_end: str
+) -> None:
+    storage = Storage(faulty_urls(tmp_path)[back_end])
+    persist_checkpoint(storage, 1, make_identity())
+    injector.broken = (("info", manifest_path(1)),)
+    with suppress(OSError):
+        Retention(storage, 1).remove_incomplete(before=2)
+    injector.forget()
+    assert complete_iterations(storage) == [1]
+
+
+def test_files_that_are_not_of_moe_ft_stay(storage: Storage) -> None:
+    persist_checkpoint(storage, 1, make_identity())
+    foreign = [
+        Path(storage.url) / "iter_0000001" / name
+        for name in ("notes.txt", "rank_00000.safetensors", "rank_00000_0123abcd.pt")
+    ]
+    foreign += [Path(storage.url) / "latest", Path(storage.url) / "iter_0000001.tar"]
+    for path in foreign:
+        path.write_text("mine")
+    save(storage, 2, make_identity(), 1)
+    assert [path.read_text() for path in foreign] == ["mine"] * len(foreign)
+    assert names(storage, 1) == {path.name for path in foreign[:3]}
+
+
+def test_older_iteration_that_was_never_completed_is_removed(storage: Storage) -> None:
+    persist_rank(storage, 0, 3, TWO_RANKS)
+    (Path(storage.url) / rank_path(3, 1, "0123abcd", "safetensors.part")).touch()
+    save(storage, 4, TWO_RANKS, 2)
+    assert storage.iterations() == [4]
+
+
+def test_older_iteration_whose_manifest_was_being_written_is_removed(storage: Storage) -> None:
+    persist_rank(storage, 0, 3, make_identity())
+    (Path(storage.url) / f"{manifest_path(3)}.part").write_bytes(b'{"xxh3_64"')
+    save(storage, 4, make_identity(), 2)
+    assert storage.iterations() == [4]
+
+
+def test_newer_iteration_that_is_not_complete_yet_stays(storage: Storage) -> None:
+    persist_rank(storage, 0, 6, TWO_RANKS)
+    before = names(storage, 6)
+    save(storage, 5, TWO_RANKS, 1)
+    assert names(storage, 6) == before
+
+
+def test_corrupt_manifest_and_its_files_are_not_deleted(storage: Storage) -> None:
+    persist_checkpoint(storage, 3, make_identity())
+    spoiled = storage.read(manifest_path(3))[:-9]
+    storage.write_atomically(manifest_path(3), spoiled)
+    before = names(storage, 3)
+    for iteration in (4, 5, 6):
+        save(storage, iteration, make_identity(), 1)
+    assert names(storage, 3) == before
+    assert storage.read(manifest_path(3)) == spoiled
+
+
+def test_corrupt_checkpoint_does_not_count_among_those_that_are_kept(storage: Storage) -> None:
+    for iteration in (1, 2):
+        persist_checkpoint(storage, iteration, make_identity())
+    storage.write_atomically(manifest_path(2), b"{}")
+    save(storage, 3, make_identity(), 2)
+    assert find_manifests(storage, 1)
+
+
+@BACK_ENDS
+def test_checkpoint_whose_manifest_cannot_be_looked_at_stays(
+    tmp_path: Path, injector: Injector, back_end: str
+) -> None:
+    storage = Storage(faulty_urls(tmp_path)[back_end])
+    persist_checkpoint(storage, 1, OTHER_RUN)
+    manifest = persist_checkpoint(storage, 2, make_identity())
+    injector.broken = (("info", manifest_path(1)),)
+    with suppress(OSError):
+        Retention(storage, 1).retain(manifest)
+    injector.forget()
+    assert complete_iterations(storage) == [2, 1]
+
+
+def test_damaged_checkpoint_that_a_run_went_back_from_does_not_count_among_those_kept(
+    storage: Storage,
+) -> None:
+    for iteration in (80, 90, 100):
+        save(storage, iteration, make_identity(), 2)
+    save(storage, 110, AGAIN_FROM[90], 2)
+    assert complete_iterations(storage) == [110, 90]
+
+
+def test_checkpoints_of_a_dead_branch_never_take_the_place_of_usable_ones(storage: Storage) -> None:
+    for iteration in (70, 80, 90, 100):
+        save(storage, iteration, make_identity(), 4)
+    for iteration in (75, 85, 95, 105):
+        save(storage, iteration, AGAIN_FROM[70], 4)
+    assert complete_iterations(storage) == [105, 95, 85, 75]
+
+
+def test_nothing_is_deleted_while_there_are_too_few_usable_checkpoints(storage: Storage) -> None:
+    for iteration in (80, 90, 100):
+        persist_checkpoint(storage, iteration, make_identity())
+    save(storage, 110, make_identity(history=((0, 0), (1, 0))), 2)
+    assert complete_iterations(storage) == [110, 100, 90, 80]
+
+
+def test_checkpoint_of_a_start_that_the_run_knows_nothing_of_stays(storage: Storage) -> None:
+    # Somebody else has gone another way from the same state.
+    unknown = make_identity(history=((0, 0), (5, 3)))
+    persist_checkpoint(storage, 4, unknown)
+    for iteration in (5, 6, 7):
+        save(storage, iteration, AGAIN_FROM[3], 1)
+    assert complete_iterations(storage) == [7, 4]
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
+def test_checkpoint_whose_data_is_not_there_does_not_count_among_those_kept(
+    storage: Storage, spoil: Callable[[Path], object]
+) -> None:
+    for iteration in (1, 2):
+        persist_checkpoint(storage, iteration, make_identity())
+    spoil(data_path(storage, 2, make_identity()))
+    retention = Retention(storage, 2)
+    assert retention.retain(persist_checkpoint(storage, 3, make_identity())) == [2]
+    assert complete_iterations(storage) == [3, 1]
+
+
+def test_checkpoint_that_was_sound_once_is_looked_at_again(storage: Storage) -> None:
+    retention = Retention(storage, 2)
+    for iteration in (1, 2):
+        retention.retain(persist_checkpoint(storage, iteration, make_identity()))
+    data_path(storage, 2, make_identity()).unlink()
+    assert retention.retain(persist_checkpoint(storage, 3, make_identity())) == [2]
+    assert complete_iterations(storage) == [3, 1]
+
+
+def read_files(injector: Injector) -> list[str]:
+    """Return the files that were read since the last `forget`, without their directories."""
+    return [Path(path).name for name, path in injector.operations if name == "cat_file"]
+
+
+def test_checkpoint_whose_manifest_was_just_written_is_not_read_again(
+    tmp_path: Path, injector: Injector
+) -> None:
+    storage = Storage(faulty_urls(tmp_path)["objects"])
+    manifest = persist_checkpoint(storage, 1, TWO_RANKS)
+    injector.forget()
+    Retention(storage, 1).retain(manifest)
+    assert set(read_files(injector)) == {MANIFEST_NAME}
+
+
+def test_older_checkpoint_is_read_once_by_a_new_writer(tmp_path: Path, injector: Injector) -> None:
+    storage = Storage(faulty_urls(tmp_path)["objects"])
+    older = persist_checkpoint(storage, 1, TWO_RANKS)
+    retention = Retention(storage, 3)
+    injector.forget()
+    for iteration in (2, 3):
+        retention.retain(persist_checkpoint(storage, iteration, TWO_RANKS))
+    indexes = sorted(Path(file.index).name for file in older.files)
+    read = [
+        path for name, path in injector.operations if name == "cat_file" and "_0000001/" in path
+    ]
+    assert sorted(Path(path).name for path in read if MANIFEST_NAME not in path) == indexes
+
+
+@pytest.mark.parametrize("world_size", [1, 9])
+def test_operations_that_only_look_do_not_become_more_with_the_ranks(
+    tmp_path: Path, injector: Injector, world_size: int
+) -> None:
+    storage = Storage(faulty_urls(tmp_path)["objects"])
+    retention, identity = Retention(storage, 2), make_identity(world_size=world_size)
+    retention.retain(persist_checkpoint(storage, 1, identity))
+    newest = persist_checkpoint(storage, 2, identity)
+    injector.forget()
+    retention.retain(newest)
+    assert len(injector.operations) < 35
+
+
+def test_older_file_that_is_cut_short_makes_the_checkpoint_that_needs_it_unusable(
+    storage: Storage,
+) -> None:
+    for iteration in (1, 2):
+        persist_checkpoint(storage, iteration, make_identity())
+    retention = Retention(storage, 2)
+    retention.retain(rewritten(storage, 3, manifest_of(storage, 2)))
+    data_path(storage, 2, make_identity()).write_bytes(b"")
+    retention.retain(persist_checkpoint(storage, 4, make_identity()))
+    assert retention.retain(persist_checkpoint(storage, 5, make_identity())) == [3, 2]
+
+
+def test_data_file_in_the_place_of_which_is_a_link_to_it_is_there(
+    tmp_path: Path, storage: Storage
+) -> None:
+    for iteration in (1, 2):
+        persist_checkpoint(storage, iteration, make_identity())
+    path = data_path(storage, 1, make_identity())
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    Retention(storage, 2).retain(manifest_of(storage, 2))
+    assert complete_iterations(storage) == [2, 1]
+
+
+def test_directory_that_changes_while_it_is_listed_leaves_all_checkpoints(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (1, 2, 3):
+        persist_checkpoint(storage, iteration, make_identity())
+    list_directory = storage._file_system.ls
+
+    def fail(path: str, detail: bool = False) -> Any:
+        if detail:
+            raise FileNotFoundError(path)
+        return list_directory(path, detail=detail)
+
+    monkeypatch.setattr(storage._file_system, "ls", fail)
+    with pytest.raises(OSError, match="changed while it was listed"):
+        Retention(storage, 1).retain(manifest_of(storage, 3))
+    assert complete_iterations(storage) == [3, 2, 1]
+
+
+@pytest.mark.parametrize("num_checks", range(4))
+def test_lock_that_is_lost_during_deleting_ends_it_before_the_next_step(
+    storage: Storage, num_checks: int
+) -> None:
+    for iteration in (1, 2, 3):
+        persist_checkpoint(storage, iteration, make_identity())
+    left = iter(range(num_checks))
+
+    def check() -> None:
+        if next(left, None) is None:
+            raise LockLostError("another start has it")
+
+    with pytest.raises(LockLostError):
+        Retention(storage, 1, check).retain(manifest_of(storage, 3))
+    num_manifests = sum(len(find_manifests(storage, iteration)) for iteration in (1, 2, 3))
+    assert num_manifests == max(1, 3 - num_checks)  # the manifests first, then the directories
+    assert len(storage.iterations()) == 3 - max(0, num_checks - 3)
+
+
+def test_lock_that_is_lost_leaves_incomplete_files(storage: Storage) -> None:
+    def check() -> None:
+        raise LockLostError("another start has it")
+
+    persist_rank(storage, 0, 3, make_identity())
+    with pytest.raises(LockLostError):
+        Retention(storage, 1, check).remove_incomplete(before=4)
+    assert storage.iterations() == [3]
+
+
+def test_files_that_a_manifest_may_name_which_nobody_can_read_stay(storage: Storage) -> None:
+    older = persist_checkpoint(storage, 1, make_identity())
+    rewritten(storage, 2, older)
+    spoiled = storage.read(manifest_path(2))[:-9]
+    storage.write_atomically(manifest_path(2), spoiled)
+    storage.remove(manifest_path(1))
+    for iteration in (3, 4, 5):
+        save(storage, iteration, make_identity(), 1)
+    assert storage.exists(older.files[0].data)
+    assert storage.iterations() == [5, 2, 1]

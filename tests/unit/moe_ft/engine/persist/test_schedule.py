@@ -1,0 +1,260 @@
+"""Snapshots on their way to storage, with a strategy, a pool, and a writer in this process."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moe_ft.engine.background import Reports
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.memory.pool import Pool, PoolVersions
+from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.engine.persist.client import PersistClient
+from moe_ft.engine.persist.retention import Retention
+from moe_ft.engine.persist.schedule import StorageSchedule
+from moe_ft.engine.persist.storage import Storage, iteration_directory
+from moe_ft.engine.persist.writer import PersistRequest, PersistWorker, request_path
+from moe_ft.faults import Phase
+from moe_ft.planning.experts import ExpertLayout
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.experts_per_layer import PlannedRun
+from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.strategy import PartialStrategy
+from tests.unit.moe_ft.builders import (
+    add_units,
+    fill_region,
+    make_identity,
+    manifest_of,
+    put_in_slot,
+    rotating_unit,
+)
+
+NUM_EXPERTS = 3
+LAYER = "layer.9"
+
+
+def no_fault(phase: Phase, iteration: int) -> None:
+    """Inflict nothing."""
+
+
+class Rank:
+    """One rank whose snapshots hold all experts, of which each checkpoint writes one."""
+
+    def __init__(self, folder: Path, interval: int = 1) -> None:
+        self.folder, self.storage = folder, Storage(str(folder / "storage"))
+        self.reports = Reports()
+        experts = ExpertLayout(num_layers=1, num_experts=NUM_EXPERTS, ep_size=1)
+        options = PartialConfig(k_snapshot=str(NUM_EXPERTS), k_persist=1)
+        run = PlannedRun(interval=1, planned_tokens=1, tokens_per_iteration=1)
+        units = [rotating_unit(expert) for expert in range(NUM_EXPERTS)]
+        share = RankShare(always_bytes=0, unit_bytes=1)
+        self.strategy = PartialStrategy([], units, [LAYER], experts, options, run, share)
+        self.pool = Pool(folder / "rank", 4 * 33, 3 * NUM_EXPERTS)
+        self.pool.open()
+        self.versions = PoolVersions(self.pool)
+        self.client = PersistClient(folder / "persist", 0, self.reports, no_fault, Clock())
+        self.worker = PersistWorker(folder / "persist", self.storage, keep=2)
+        self.schedule = StorageSchedule(
+            interval, self.client, self.versions, self.strategy, make_identity(), 0
+        )
+        self.schedule.start("")
+
+    def complete(self, iteration: int) -> Region:
+        """Have all ranks complete a snapshot."""
+        region, index = fill_region(self.folder / "rank", iteration % 3, iteration=iteration)
+        window = self.strategy.plan_window(iteration)
+        slots = self.versions.find_free(NUM_EXPERTS)
+        units = dict(
+            put_in_slot(self.pool, slot, expert, iteration=iteration)
+            for expert, slot in enumerate(slots)
+        )
+        add_units(region, index, units)
+        region.role = Role.RECOVERY
+        self.versions.settle(region.index_path, units)
+        self.strategy.note_complete(window, iteration)
+        self.schedule.note_complete()
+        return region
+
+    def request(self) -> PersistRequest:
+        """Return what the writer is asked."""
+        return msgspec.json.decode(
+            request_path(self._directory, 0).read_bytes(), type=PersistRequest
+        )
+
+    @property
+    def _directory(self) -> Path:
+        return self.folder / "persist"
+
+    def serve(self, region: Region) -> None:
+        """Have the writer answer, and all ranks hear of it."""
+        path = request_path(self._directory, 0)
+        self.worker._serve(path, path.read_bytes())
+        assert self.schedule.poll(region, can_go_on=True)
+        self.schedule.confirm(are_idle=True, can_persist=not self.schedule.has_failed)
+
+    def write(self, iteration: int) -> None:
+        """Complete a snapshot and write it."""
+        region = self.complete(iteration)
+        self.schedule.submit(region)
+        self.serve(region)
+
+    def on_storage(self, iteration: int) -> Sequence[str]:
+        """Return the experts that a checkpoint has."""
+        units = manifest_of(self.storage, iteration).units
+        return sorted(name for name in units if name.startswith(LAYER))
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path)
+
+
+ALL = [str(rotating_unit(expert)) for expert in range(NUM_EXPERTS)]
+
+
+def test_every_so_many_complete_snapshots_one_is_due(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, interval=2)
+    rank.complete(1)
+    assert not rank.schedule.is_due
+    rank.complete(2)
+    assert rank.schedule.is_due
+
+
+def test_newer_complete_snapshot_takes_the_place_of_one_that_waits(rank: Rank) -> None:
+    rank.complete(1)
+    rank.schedule.submit(rank.complete(2))
+    assert rank.request().iteration == 2
+    assert not rank.schedule.is_due
+
+
+def test_checkpoints_build_on_the_newest_that_is_complete(rank: Rank) -> None:
+    for iteration in (1, 2, 3):
+        rank.write(iteration)
+        assert len(rank.on_storage(iteration)) == iteration
+
+
+def test_checkpoint_that_another_rank_could_not_write_is_built_on_by_none(rank: Rank) -> None:
+    rank.write(1)
+    region = rank.complete(2)
+    rank.schedule.submit(region)
+    assert rank.schedule.poll(region, can_go_on=False)
+    rank.schedule.confirm(are_idle=True, can_persist=False)
+    rank.schedule.submit(rank.complete(3))
+    assert rank.request().previous.startswith(iteration_directory(1))
+
+
+def test_slots_are_kept_until_the_writer_is_done(rank: Rank) -> None:
+    region = rank.complete(1)
+    rank.schedule.submit(region)
+    (chosen,) = rank.request().rotating
+    kept = rank.pool.slot_at(rank.versions.newest[chosen].offset)
+    for iteration in (2, 3):
+        newer = rank.complete(iteration)
+        assert kept not in rank.versions.find_free(NUM_EXPERTS)
+    rank.serve(newer)
+    assert region.iteration is None  # other slots that it names were used again
+
+
+def test_everything_goes_again_when_the_checkpoint_to_build_on_is_gone(rank: Rank) -> None:
+    rank.write(1)
+    shutil.rmtree(rank.folder / "storage" / iteration_directory(1))
+    rank.write(2)
+    assert rank.schedule.has_failed
+    rank.write(3)
+    assert rank.on_storage(3) == ALL
+    rank.write(4)
+    assert rank.on_storage(4) == ALL
+
+
+def test_old_files_that_cannot_be_removed_do_not_undo_a_checkpoint(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("stale handle")
+
+    monkeypatch.setattr(Retention, "retain", fail)
+    for iteration in (1, 2):
+        rank.write(iteration)
+        assert not rank.schedule.has_failed
+    assert len(rank.on_storage(2)) == 2
+    reasons = [each.fields.get("reason", "") for each in rank.reports.drain()]
+    assert any(
+        "old checkpoints cannot be removed: OSError: stale handle" in each for each in reasons
+    )
+
+
+def test_last_checkpoint_has_every_expert_and_files_of_its_own(rank: Rank) -> None:
+    region = rank.complete(1)
+    rank.schedule.submit(region)
+    tag = rank.request().tag
+    rank.serve(region)
+    assert not rank.schedule.is_at_end(1)
+    rank.schedule.submit(region, is_last=True)
+    assert rank.request().tag != tag
+    rank.serve(region)
+    assert rank.schedule.is_at_end(1)
+    assert rank.on_storage(1) == ALL
+
+
+def test_last_state_that_was_submitted_is_not_at_the_end_before_all_ranks_have_written_it(
+    rank: Rank,
+) -> None:
+    region = rank.complete(1)
+    rank.schedule.submit(region, is_last=True)
+    assert not rank.schedule.is_at_end(1)
+    rank.serve(region)
+    assert rank.schedule.is_at_end(1)
+
+
+def test_last_state_that_another_rank_could_not_write_is_not_at_the_end(rank: Rank) -> None:
+    region = rank.complete(1)
+    rank.schedule.submit(region, is_last=True)
+    assert rank.schedule.poll(region, can_go_on=False)
+    assert rank.schedule.confirm(are_idle=True, can_persist=False) is False
+    assert not rank.schedule.is_at_end(1)
+
+
+def test_last_state_that_failed_and_was_written_again_is_at_the_end(rank: Rank) -> None:
+    region = rank.complete(1)
+    rank.schedule.submit(region, is_last=True)
+    rank.schedule.poll(region, can_go_on=False)
+    rank.schedule.confirm(are_idle=True, can_persist=False)
+    rank.schedule.submit(region, is_last=True)
+    rank.serve(region)
+    assert rank.schedule.is_at_end(1)
+
+
+def submit_in_vain(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Region:
+    """Submit a region at a time when no request can be made; return it."""
+
+    def fail(**_: object) -> None:
+        raise MemoryError
+
+    region = rank.complete(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.strategy, "plan_persist", fail)
+        with pytest.raises(MemoryError):
+            rank.schedule.submit(region)
+    return region
+
+
+def test_writer_that_cannot_be_asked_counts_as_one_that_fails(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = submit_in_vain(rank, monkeypatch)
+    assert rank.schedule.is_busy
+    assert rank.schedule.poll(region, can_go_on=True)
+    assert rank.schedule.has_failed
+    assert region.role is Role.RECOVERY
+
+
+def test_checkpoint_after_one_that_could_not_be_asked_for_is_complete(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = submit_in_vain(rank, monkeypatch)
+    rank.schedule.poll(region, can_go_on=True)
+    rank.schedule.confirm(are_idle=True, can_persist=False)
+    rank.write(2)
+    assert rank.on_storage(2)

@@ -1,0 +1,325 @@
+"""The lock of a persist directory: who gets it, who keeps it, and who notices that it is lost."""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moe_ft.engine.persist import storage_lock
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.storage_lock import LOCK_NAME, Lock, StorageLock
+from moe_ft.errors import LockLostError
+from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
+from tests.waiting import wait_for
+
+NUM_STARTS = 6
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_SETTLE_S", "_GAP_S"):
+        monkeypatch.setattr(storage_lock, name, 0.0)
+
+
+@pytest.fixture
+def injector() -> Iterator[Injector]:
+    with install() as injector:
+        yield injector
+
+
+@pytest.fixture(params=["local", "objects"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path, injector: Injector) -> Storage:
+    storage = Storage(faulty_urls(tmp_path)[request.param])
+    storage.make_root()
+    return storage
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path))
+
+
+def taken(storage: Storage, job_id: str = "job") -> StorageLock:
+    lock = StorageLock(storage)
+    assert lock.take(job_id, lock.look())
+    return lock
+
+
+def content_of(storage: Storage) -> Lock:
+    seen = StorageLock(storage).look()
+    assert seen is not None
+    assert seen.lock is not None
+    return seen.lock
+
+
+# Taking
+
+
+def test_lock_that_was_taken_names_its_owner(storage: Storage) -> None:
+    assert StorageLock(storage).look() is None
+    lock = taken(storage)
+    found = content_of(storage)
+    assert (found.job_id, found.owner, found.heartbeat) == ("job", lock.owner, 0)
+
+
+def test_lock_that_another_start_has_taken_since_is_not_taken(storage: Storage) -> None:
+    first = taken(storage, "a")
+    assert not StorageLock(storage).take("b", None)
+    first.check()
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_lock_that_several_starts_take_at_once_goes_to_one(
+    tmp_path: Path, directory: Storage, is_stale: bool
+) -> None:
+    if is_stale:
+        taken(directory, "dead")
+    seen = StorageLock(directory).look()
+    barrier, got = threading.Barrier(NUM_STARTS), []
+
+    def start(number: int) -> None:
+        lock = StorageLock(directory)
+        barrier.wait()
+        if lock.take(f"job {number}", seen):
+            got.append(lock)
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(NUM_STARTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = got
+    winner.check()
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+
+
+def test_lock_that_was_renewed_since_it_was_seen_is_not_replaced(directory: Storage) -> None:
+    first = taken(directory)
+    seen = first.look()
+    first.renew()
+    assert not StorageLock(directory).take("thief", seen)
+    first.check()
+
+
+def test_lock_on_a_file_system_without_links_goes_to_one(
+    directory: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*paths: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr("moe_ft.engine.persist.storage_lock.os.link", refuse)
+    lock = taken(directory)
+    assert not StorageLock(directory).take("other", None)
+    lock.check()
+
+
+def test_lock_of_which_a_back_end_reports_its_own_error_belongs_to_another(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def conflict(*args: object, **more: object) -> None:
+        raise RuntimeError("412 precondition failed")
+
+    first = taken(storage)
+    monkeypatch.setattr(storage._file_system, "pipe_file", conflict)
+    assert not StorageLock(storage).take("other", None)
+    first.check()
+
+
+def test_lock_without_a_conditional_put_goes_to_the_last_that_wrote(
+    injector: Injector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(faulty_urls(tmp_path)["objects"])
+    monkeypatch.setattr(
+        "moe_ft.engine.persist.storage._has_conditional_put", lambda file_system: False
+    )
+    other = msgspec.json.encode(Lock(job_id="other", host="h", owner="o"))
+
+    def let_the_other_write(seconds: float) -> None:
+        storage.write_atomically(LOCK_NAME, other)
+
+    monkeypatch.setattr("moe_ft.engine.persist.storage_lock.time.sleep", let_the_other_write)
+    assert not StorageLock(storage).take("job", None)
+
+
+# What is there
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b'{"job_id": 1}', b"\xff", b'{"a":' * 5000]
+)
+def test_lock_that_cannot_be_understood_is_there(storage: Storage, content: bytes) -> None:
+    storage.write_atomically(LOCK_NAME, content)
+    seen = StorageLock(storage).look()
+    assert seen is not None
+    assert (seen.lock, seen.problem) == (None, "its content is not that of a lock")
+
+
+def test_lock_that_may_not_be_read_is_there(storage: Storage, injector: Injector) -> None:
+    taken(storage)
+    injector.broken = (("open", LOCK_NAME), ("cat_file", LOCK_NAME))
+    seen = StorageLock(storage).look()
+    assert seen is not None
+    assert seen.lock is None
+    assert "injected failure" in seen.problem
+
+
+def test_directory_in_the_place_of_the_lock_is_there(tmp_path: Path, directory: Storage) -> None:
+    (tmp_path / LOCK_NAME).mkdir()
+    seen = StorageLock(directory).look()
+    assert seen is not None
+    assert "Is a directory" in seen.problem
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"job_id":"a","host":"h","owner":"o","heartbeat":3,"pid":12}',
+        b'{"job_id":"a","lineage":"","host":"h","heartbeat_s":1.5}',
+    ],
+    ids=["later", "earlier"],
+)
+def test_lock_of_another_version_is_understood(storage: Storage, content: bytes) -> None:
+    storage.write_atomically(LOCK_NAME, content)
+    assert content_of(storage).job_id == "a"
+
+
+# Renewing
+
+
+def test_lock_that_is_renewed_changes_for_those_who_watch(storage: Storage) -> None:
+    lock = taken(storage)
+    seen = [lock.look()]
+    for number in range(1, 12):
+        lock.renew()
+        assert lock.look() not in seen
+        assert content_of(storage).heartbeat == number
+        seen.append(lock.look())
+
+
+def test_lock_of_an_old_start_that_was_taken_over_is_lost_to_it(storage: Storage) -> None:
+    zombie = taken(storage)
+    present = taken(storage)
+    for act in (zombie.check, zombie.renew):
+        with pytest.raises(LockLostError, match="belongs to job 'job' on .*: this job writes no"):
+            act()
+    present.check()
+
+
+def test_lock_that_changes_hands_during_a_renewal_stays_with_the_new_owner(
+    directory: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = taken(directory, "first"), StorageLock(directory)
+    advance = StorageLock._advance
+
+    def be_slow(lock: StorageLock, content: bytes) -> bytes:
+        following = advance(lock, content)
+        if lock is first and not first_check.is_set():
+            first_check.set()
+        elif lock is first:
+            assert second.take("second", second.look())
+        return following
+
+    first_check = threading.Event()
+    monkeypatch.setattr(StorageLock, "_advance", be_slow)
+    first.renew()
+    second.check()
+
+
+def test_lock_that_is_gone_is_lost(storage: Storage) -> None:
+    lock = taken(storage)
+    storage.remove(LOCK_NAME)
+    with pytest.raises(LockLostError, match="is gone: another job had taken it over"):
+        lock.renew()
+    assert not storage.exists(LOCK_NAME)
+
+
+def test_lock_that_another_start_holds_in_its_hands_for_a_moment_is_not_lost(
+    tmp_path: Path, directory: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, path = taken(directory), tmp_path / LOCK_NAME
+    path.rename(tmp_path / "hand")
+    put_back = lambda seconds: (tmp_path / "hand").rename(path)  # noqa: E731
+    monkeypatch.setattr("moe_ft.engine.persist.storage_lock.time.sleep", put_back)
+    lock.check()
+
+
+def test_lock_on_storage_that_fails_is_not_lost(storage: Storage, injector: Injector) -> None:
+    lock = taken(storage)
+    injector.broken = (("open", LOCK_NAME), ("cat_file", LOCK_NAME))
+    with pytest.raises(OSError, match="injected failure") as caught:
+        lock.check()
+    assert not isinstance(caught.value, LockLostError)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_lock, "LOCK_RENEWAL_S", 0.005)
+
+
+def test_lock_that_was_started_is_renewed_until_it_is_closed(
+    directory: Storage, quick: None
+) -> None:
+    lock = taken(directory)
+    lock.start(lambda line: None)
+    wait_for(lambda: content_of(directory).heartbeat > 1, "renewals")
+    lock.close()
+    assert lock._thread is not None
+    assert not lock._thread.is_alive()
+
+
+def test_lock_that_is_lost_during_renewals_is_reported_once(
+    directory: Storage, quick: None
+) -> None:
+    lock, lines = taken(directory), list[str]()
+    lock.start(lines.append)
+    wait_for(lambda: StorageLock(directory).take("other", lock.look()), "the other to take it")
+    assert lock._thread is not None
+    lock._thread.join(30)
+    (line,) = lines
+    assert "belongs to job 'other'" in line
+
+
+def test_lock_that_cannot_be_renewed_for_a_while_is_reported_once_and_kept(
+    storage: Storage, injector: Injector, quick: None
+) -> None:
+    lock, lines = taken(storage), list[str]()
+    injector.broken = (("open", LOCK_NAME), ("cat_file", LOCK_NAME))
+    lock.start(lines.append)
+    wait_for(lambda: len(injector.operations) > 20, "some attempts")
+    injector.forget()
+    wait_for(lambda: content_of(storage).heartbeat > 0, "a renewal")
+    lock.close()
+    assert [line.partition(":")[0] for line in lines] == [
+        f"{LOCK_NAME} in {storage.url.partition(':')[0]}"
+    ]
+
+
+# Releasing
+
+
+def test_lock_that_is_released_is_gone(storage: Storage) -> None:
+    taken(storage).release()
+    assert not storage.exists(LOCK_NAME)
+
+
+@pytest.mark.parametrize("content", [None, b"torn", b'{"job_id":"job","host":"h","owner":"o"}'])
+def test_lock_that_is_not_this_starts_is_not_released(
+    storage: Storage, content: bytes | None
+) -> None:
+    lock = taken(storage)
+    if content is None:
+        storage.remove(LOCK_NAME)
+    else:
+        storage.write_atomically(LOCK_NAME, content)
+    lock.release()
+    assert storage.exists(LOCK_NAME) == (content is not None)
+
+
+def test_lock_is_no_iteration(directory: Storage) -> None:
+    taken(directory)
+    assert directory.iterations() == []
+    assert os.listdir(directory.url) == [LOCK_NAME]

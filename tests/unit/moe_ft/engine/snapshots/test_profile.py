@@ -1,0 +1,97 @@
+"""Sizes of snapshots that cost no time: rates times times, both medians of what was measured."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_ft.engine.snapshots.profile import NUM_QUIET_ITERATIONS, SnapshotProfile
+
+
+def profile_of(
+    snapshots: Sequence[tuple[int, float, float, float]],
+    forward_backward_s: Sequence[float] = (0.6,) * 3,
+    iteration_s: Sequence[float] = (1.0,) * 3,
+) -> SnapshotProfile:
+    """Return a profile that has measured snapshots (bytes, copy, commit and replicate seconds)."""
+    profile = SnapshotProfile()
+    for seconds in forward_backward_s:
+        profile.note_forward_backward(seconds)
+    for seconds in iteration_s:
+        profile.note_iteration(seconds)
+    for num_bytes, copy_s, commit_s, replicate_s in snapshots:
+        profile.note(num_bytes, copy_s, commit_s, replicate_s)
+    return profile
+
+
+ONE = [(1000, 0.1, 0.2, 0.4)]
+
+
+def test_bytes_are_unknown_before_anything_was_measured() -> None:
+    profile = SnapshotProfile()
+    assert (profile.copied_bytes, profile.flow_bytes) == (None, None)
+
+
+@pytest.mark.parametrize("count", range(NUM_QUIET_ITERATIONS))
+def test_bytes_are_unknown_until_enough_iterations_were_measured(count: int) -> None:
+    profile = profile_of(ONE, (0.6,) * count, (1.0,) * count)
+    assert (profile.copied_bytes, profile.flow_bytes) == (None, None)
+
+
+def test_bytes_are_unknown_until_a_snapshot_was_measured() -> None:
+    profile = profile_of([])
+    assert (profile.copied_bytes, profile.flow_bytes) == (None, None)
+
+
+def test_copied_bytes_are_what_fits_into_forward_and_backward() -> None:
+    assert profile_of(ONE).copied_bytes == pytest.approx(1000 / 0.1 * 0.6)
+
+
+def test_flow_bytes_are_what_the_slowest_part_manages_in_an_iteration() -> None:
+    assert profile_of(ONE).flow_bytes == pytest.approx(1000 / 0.4 * 1.0)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "slowest_s"),
+    [((1000, 0.1, 0.2, 0.4), 0.4), ((1000, 0.1, 0.3, 0.0), 0.3), ((1000, 0.5, 0.3, 0.4), 0.5)],
+)
+def test_flow_is_limited_by_copy_commit_or_replication_whichever_takes_longest(
+    snapshot: tuple[int, float, float, float], slowest_s: float
+) -> None:
+    assert profile_of([snapshot]).flow_bytes == pytest.approx(1000 / slowest_s)
+
+
+def test_one_slow_snapshot_and_one_slow_iteration_do_not_count() -> None:
+    profile = profile_of(
+        [*ONE, (1000, 9.0, 9.0, 9.0), *ONE], (0.6, 9.0, 0.6), iteration_s=(1.0, 9.0, 1.0)
+    )
+    assert profile.copied_bytes == pytest.approx(6000)
+    assert profile.flow_bytes == pytest.approx(2500)
+
+
+def test_measurements_of_long_ago_are_forgotten() -> None:
+    profile = profile_of([(1000, 1.0, 1.0, 1.0)] * 5 + ONE * 20, (9.0,) * 5 + (0.6,) * 20)
+    assert profile.copied_bytes == pytest.approx(6000)
+
+
+def test_snapshots_of_different_sizes_count_by_their_rates() -> None:
+    small, large = (10, 0.001, 0.002, 0.004), (100_000, 10.0, 20.0, 40.0)
+    assert profile_of([small, large]).copied_bytes == pytest.approx(6000)
+
+
+def test_snapshot_that_took_no_time_is_passed_over() -> None:
+    profile = profile_of([(0, 0.0, 0.0, 0.0)])
+    assert (profile.copied_bytes, profile.flow_bytes) == (None, None)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10**9))
+def test_snapshot_is_expected_to_hold_up_training_by_what_does_not_fit(num_bytes: int) -> None:
+    profile = profile_of(ONE)
+    expected = max(0.0, num_bytes / 10_000 - 0.6)
+    assert profile.expected_stall_s(num_bytes) == pytest.approx(expected)
+
+
+def test_nothing_is_expected_before_anything_was_measured() -> None:
+    assert SnapshotProfile().expected_stall_s(10**12) == 0.0
