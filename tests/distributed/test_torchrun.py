@@ -83,6 +83,9 @@ def test_lost_node_of_two_torchrun_agents_is_recovered_from_its_peer(
             with suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
     assert codes == [0, 0], (tmp_path / "node0.log").read_text()[-3000:]
+    # Each process that ended, ended well: nothing was started a third time.
+    assert [len(events(tmp_path, rank, "start")) for rank in range(2)] == [2, 2]
+    assert [len(events(tmp_path, rank, "end")) for rank in range(2)] == [1, 1]
     one, other = (events(tmp_path, rank, "recovery")[-1] for rank in range(2))
     # The agents may have swapped their ranks since.
     assert sorted([*one["sources"], *other["sources"]]) == ["memory", "peer"]

@@ -12,7 +12,7 @@ from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.engine.snapshots.profile import FixedInterval, IntervalTuner
 from moe_ft.engine.worker import ThreadWorker
 from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup
-from tests.unit.moe_ft.engine.snapshots import Recorder
+from tests.unit.moe_ft.engine.snapshots.snapshot_rank import Recorder
 
 
 @pytest.fixture

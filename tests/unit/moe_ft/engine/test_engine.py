@@ -12,8 +12,8 @@ from moe_ft.engine.engine import FENCE_DEADLINE_S
 from moe_ft.engine.memory.regions import Role
 from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
-from tests.unit.moe_ft.engine.checkpoints import complete_iterations
 from tests.unit.moe_ft.engine.engine_job import RECORD_S, Job, Rank, Setup
+from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 
 MakeJob = Callable[..., Job]
 

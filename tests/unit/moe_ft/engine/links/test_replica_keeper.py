@@ -21,7 +21,7 @@ from tests.unit.moe_ft.builders import (
     fill_region,
     make_identity,
 )
-from tests.unit.moe_ft.engine.window_sender import ENDS, LENGTH, NEW, OLD, Sender, window_at
+from tests.unit.moe_ft.engine.links.window_sender import ENDS, LENGTH, NEW, OLD, Sender, window_at
 from tests.unit.moe_ft.peer import SOURCE, no_fault
 
 

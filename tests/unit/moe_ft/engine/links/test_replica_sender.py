@@ -7,7 +7,7 @@ import pytest
 
 from moe_ft.engine.links.peers import Replica
 from tests.unit.moe_ft.builders import make_window
-from tests.unit.moe_ft.engine.snapshots import (
+from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
     COMPLETE,
     DEADLINE_S,
     FIRST_ITERATION,

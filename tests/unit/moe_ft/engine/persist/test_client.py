@@ -34,7 +34,7 @@ from moe_ft.engine.persist.writer import (
 )
 from moe_ft.faults import Phase
 from tests.unit.moe_ft.builders import fill_region, make_identity
-from tests.unit.moe_ft.engine.checkpoints import complete_iterations
+from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 from tests.waiting import wait_for
 
 TAG = file_tag(make_identity())

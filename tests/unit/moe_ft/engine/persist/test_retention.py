@@ -18,7 +18,12 @@ from moe_ft.format.encoding import encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from tests.unit.moe_ft.builders import make_identity, manifest_of, persist_checkpoint, persist_rank
-from tests.unit.moe_ft.engine.checkpoints import complete_iterations, manifest_path, names, save
+from tests.unit.moe_ft.engine.persist.checkpoints import (
+    complete_iterations,
+    manifest_path,
+    names,
+    save,
+)
 from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
 
 TWO_RANKS = make_identity(world_size=2)

@@ -23,7 +23,7 @@ from tests.unit.moe_ft.builders import (
     persist_checkpoint,
     persist_rank,
 )
-from tests.unit.moe_ft.engine.checkpoints import complete_iterations, save
+from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations, save
 from tests.unit.moe_ft.faulty_storage import Injector, KilledError, faulty_urls, install
 
 TWO_RANKS = make_identity(world_size=2)

@@ -30,8 +30,8 @@ from tests.unit.moe_ft.builders import (
     put_in_slot,
     rotating_unit,
 )
-from tests.unit.moe_ft.engine.checkpoints import complete_iterations
-from tests.unit.moe_ft.engine.writer_office import (
+from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
+from tests.unit.moe_ft.engine.persist.writer_office import (
     FAR_S,
     TWO_RANKS,
     Office,

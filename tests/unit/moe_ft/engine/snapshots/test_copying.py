@@ -8,7 +8,12 @@ import torch
 
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.errors import SnapshotError
-from tests.unit.moe_ft.engine.snapshots import DEADLINE_S, FIRST_ITERATION, NUM_ELEMENTS, Trainer
+from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
+    DEADLINE_S,
+    FIRST_ITERATION,
+    NUM_ELEMENTS,
+    Trainer,
+)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.moe_ft.builders import make_record
-from tests.unit.moe_ft.engine.snapshots import (
+from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
     COMPLETE,
     DEADLINE_S,
     EMBEDDING,

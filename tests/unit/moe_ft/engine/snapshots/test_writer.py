@@ -13,7 +13,7 @@ from moe_ft.engine.memory.layout import FileLayout, LazyLayout
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.snapshots.job import SnapshotJob
 from moe_ft.format.contents import check_units
-from tests.unit.moe_ft.engine.snapshots import (
+from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
     COMPLETE,
     DEADLINE_S,
     EMBEDDING,

@@ -13,7 +13,7 @@ from moe_ft.format.contents import check_units
 from moe_ft.format.packings import Packing
 from moe_ft.strategies.interface import SnapshotPlan
 from moe_ft.units import Level
-from tests.unit.moe_ft.engine.packed_rank import (
+from tests.unit.moe_ft.engine.snapshots.packed_rank import (
     EMBEDDING,
     EXPERTS,
     MIXED,
@@ -24,7 +24,7 @@ from tests.unit.moe_ft.engine.packed_rank import (
     Rank,
     request_with_slot,
 )
-from tests.unit.moe_ft.engine.snapshots import COMPLETE, DEADLINE_S, FAILED
+from tests.unit.moe_ft.engine.snapshots.snapshot_rank import COMPLETE, DEADLINE_S, FAILED
 
 EXACT: Packings = {}
 LOSSY: list[Packings] = [dict.fromkeys(PARTS, each) for each in Packing if each.is_lossy]

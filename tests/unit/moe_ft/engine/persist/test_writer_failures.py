@@ -22,8 +22,8 @@ from moe_ft.errors import LockLostError
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from tests.unit.moe_ft.builders import fill_region, make_identity
-from tests.unit.moe_ft.engine.checkpoints import complete_iterations
-from tests.unit.moe_ft.engine.writer_office import Office, opened, request_for
+from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
+from tests.unit.moe_ft.engine.persist.writer_office import Office, opened, request_for
 from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls
 from tests.waiting import wait_for
 

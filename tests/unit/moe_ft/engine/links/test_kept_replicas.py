@@ -20,7 +20,7 @@ from tests.unit.moe_ft.builders import (
     WindowState,
     make_window,
 )
-from tests.unit.moe_ft.engine.window_sender import ENDS, LENGTH, NEW, OLD, Sender, window_at
+from tests.unit.moe_ft.engine.links.window_sender import ENDS, LENGTH, NEW, OLD, Sender, window_at
 from tests.unit.moe_ft.peer import SOURCE, no_fault, served_connections
 from tests.waiting import wait_for
 

@@ -22,8 +22,8 @@ from moe_ft.engine.persist.writer import (
     result_path,
 )
 from tests.unit.moe_ft.builders import fill_region
-from tests.unit.moe_ft.engine.checkpoints import complete_iterations
-from tests.unit.moe_ft.engine.writer_office import TWO_RANKS, request_for
+from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
+from tests.unit.moe_ft.engine.persist.writer_office import TWO_RANKS, request_for
 from tests.waiting import wait_for
 
 

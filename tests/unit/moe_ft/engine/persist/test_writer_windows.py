@@ -27,7 +27,7 @@ from tests.unit.moe_ft.builders import (
     persist_rank,
     persist_window,
 )
-from tests.unit.moe_ft.engine.checkpoints import complete_iterations
+from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 
 FAR_S = 60.0
 TWO_RANKS = make_identity(world_size=2)

@@ -20,7 +20,7 @@ from moe_ft.state.slices import live_tensor
 from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_optimizer, make_parameter
-from tests.unit.moe_ft.engine.snapshots import SnapshotRank
+from tests.unit.moe_ft.engine.snapshots.snapshot_rank import SnapshotRank
 from tests.unit.moe_ft.engine.snapshots.test_packed import image_of
 
 EMBEDDING, ROUTER = UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.ROUTER, layer=0)

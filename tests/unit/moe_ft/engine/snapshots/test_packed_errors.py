@@ -10,14 +10,14 @@ import torch
 
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.format.packings import Packing
-from tests.unit.moe_ft.engine.packed_rank import (
+from tests.unit.moe_ft.engine.snapshots.packed_rank import (
     EMBEDDING,
     MIXED,
     MakeRank,
     Packings,
     Rank,
 )
-from tests.unit.moe_ft.engine.snapshots import COMPLETE, DEADLINE_S, FAILED
+from tests.unit.moe_ft.engine.snapshots.snapshot_rank import COMPLETE, DEADLINE_S, FAILED
 from tests.waiting import wait_for
 
 
