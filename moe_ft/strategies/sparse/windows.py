@@ -16,6 +16,8 @@ from moe_ft.errors import PlanError
 
 Bytes = npt.NDArray[np.int64]
 
+_NO_WAY = 1 << 40  # more modules than any stage has
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PositionSizes:
@@ -281,7 +283,7 @@ def _cut(packing: _Packing, length: int) -> WindowCuts:
 
 
 def _keep_modules(packing: _Packing, latest: Sequence[int], budget: int) -> tuple[int, ...]:
-    """End groups earlier where that splits fewer modules; among equals as late as possible.
+    """End groups earlier where that splits fewer modules in all; among equals as late as possible.
 
     Args:
         packing: of the positions, more of them than groups.
@@ -290,14 +292,22 @@ def _keep_modules(packing: _Packing, latest: Sequence[int], budget: int) -> tupl
     splits = packing.splits
     assert splits is not None, "only where modules freeze as a whole"
     earliest = packing.earliest_ends(budget, len(latest))
-    ends: list[int] = []
-    end = 0
-    for first, last in zip(earliest[:-1], latest[:-1], strict=True):
-        low, high = max(first, end + 1), min(packing.reach(end, budget), last)
-        fewest = splits[low : high + 1][::-1].argmin()
-        end = high - int(fewest)
-        ends.append(end)
-    return (*ends, packing.num_positions)
+    possible = [np.arange(first, last + 1) for first, last in zip(earliest, latest, strict=True)]
+    fewest = [
+        np.zeros(len(possible[-1]), np.int64)
+    ]  # ``[group][end]`` split at an end and after it
+    for starts, ends in zip(possible[-2::-1], possible[:0:-1], strict=True):
+        reach = np.array([packing.reach(int(start), budget) for start in starts])
+        fits = (ends > starts[:, None]) & (ends <= reach[:, None])
+        after = np.where(fits, fewest[0], _NO_WAY).min(axis=1, initial=_NO_WAY)
+        fewest.insert(0, splits[starts] + after)
+    chosen, end = [], 0
+    for ends, costs in zip(possible, fewest, strict=True):
+        fits = (ends > end) & (ends <= packing.reach(end, budget))
+        best = np.where(fits, costs, _NO_WAY)[::-1].argmin()
+        end = int(ends[::-1][best])
+        chosen.append(end)
+    return tuple(chosen)
 
 
 def _spread(ends: list[int], num_positions: int, length: int) -> tuple[int, ...]:

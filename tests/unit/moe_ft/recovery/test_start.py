@@ -145,30 +145,36 @@ def test_state_that_is_damaged_is_named_among_the_problems_of_a_refusal(rank: Ra
 
 
 def test_refused_start_closes_everything_in_reverse_order_and_gives_storage_up(rank: Rank) -> None:
+    before = our_threads()
     with pytest.raises(UnrecoverableError, match="--moe-ft-recover-from=iter_7"):
         rank.start(config_of(rank.folder, "iter_7", persists=True))
     assert rank.closed == ["server while dead", "groups while dead"]
     assert not rank.has_storage_lock
-    assert not threads_left()
+    assert not left_of(our_threads() - before)
 
 
 def test_start_that_fails_otherwise_leaves_the_lock_of_storage_to_become_stale(rank: Rank) -> None:
     config = config_of(rank.folder, persists=True)
     leave_window(config)
     rank.fault = ValueError("this cannot be put back")
+    before = our_threads()
     with pytest.raises(ValueError, match="this cannot be put back"):
         rank.start(config)
     assert rank.closed == ["server while dead", "groups while dead"]
     assert rank.has_storage_lock
-    assert not threads_left()
+    assert not left_of(our_threads() - before)
 
 
-def threads_left() -> list[str]:
-    """Return the names of our threads that do not end within some seconds."""
-    own = [each for each in threading.enumerate() if each.name.startswith("moe_ft")]
-    for thread in own:
+def our_threads() -> set[threading.Thread]:
+    """Return the threads of moe_ft; those of tests before may take a while to end."""
+    return {each for each in threading.enumerate() if each.name.startswith("moe_ft")}
+
+
+def left_of(threads: set[threading.Thread]) -> list[str]:
+    """Return the names of the threads that do not end within some seconds."""
+    for thread in threads:
         thread.join(SETTLING_S)
-    return [each.name for each in own if each.is_alive()]
+    return [each.name for each in threads if each.is_alive()]
 
 
 def attempts_after(rank: Rank, start: Callable[[], Any], error: type[Exception]) -> list[str]:
