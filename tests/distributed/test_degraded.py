@@ -14,6 +14,7 @@ import psutil
 import pretrain_gpt_moe
 from moe_ft.engine import ending
 from moe_ft.engine.agreement import Agreement
+from moe_ft.engine.persist import writer
 from moe_ft.recovery.running import Checkpointing
 from moe_ft.state.record import CapturedRecord, IterationFacts
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob
@@ -47,7 +48,7 @@ def writers(job: CheckpointJob) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             words = " ".join(process.cmdline())
-            if "persist_worker" in words and str(job.memory_dir) in words:
+            if writer.__name__ in words and str(job.memory_dir) in words:
                 found.append(process)
     return found
 
@@ -134,7 +135,11 @@ def test_stopped_writer_is_killed_and_replaced(
 
 
 def test_writer_ends_with_a_killed_rank(job: CheckpointJob) -> None:
+    seen: list[psutil.Process] = []
+    watcher = act_when(lambda: bool(writers(job)), lambda: seen.extend(writers(job)))
     job.run("--moe-ft-inject-fault", "kill:0@4:backward", storage=True)
+    watcher.join()
+    assert seen
     deadline = time.monotonic() + DEADLINE_S
     while writers(job):
         assert time.monotonic() < deadline, "a writer outlives its rank"
