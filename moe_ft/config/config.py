@@ -256,8 +256,11 @@ class MoeFtConfig:
     @property
     def parts(self) -> Mapping[str, Part]:
         """All parts by name, the options of the strategies included."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**own.pop("options"), **own}
+        parts: dict[str, Part] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            parts |= value if each.name == "options" else {each.name: value}
+        return parts
 
     def validate(self, world_size: int) -> None:
         """Check every part and the rules between parts, but for those of a strategy (`registry.check`).

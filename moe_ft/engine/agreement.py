@@ -94,7 +94,8 @@ class _Reduction:
         group, self._group = self._group, None
         self._has_left = True
         if group is not None and self._work is None:
-            dist.destroy_process_group(group)
+            with suppress(ValueError):  # Megatron may have destroyed all groups on its way out
+                dist.destroy_process_group(group)
 
     def leave(self) -> None:
         """Take no further part: close the connections, so that the others need not wait for this rank.

@@ -77,6 +77,7 @@ def settle[Result](future: Future[Result], act: Callable[[], Result]) -> None:
     try:
         result = act()
     except BaseException as error:  # whoever holds the future must hear of it
-        future.set_exception(error)
+        # Without the frames, whose tensors it would keep alive: who reports it has done so.
+        future.set_exception(error.with_traceback(None))
     else:
         future.set_result(result)

@@ -15,7 +15,6 @@ from moe_ft.recovery.meet import Met
 from moe_ft.recovery.outcome import Outcome
 from moe_ft.recovery.persist_directory import release_lock
 from moe_ft.recovery.replay import Conversion
-from moe_ft.recovery.restore import Restored
 from moe_ft.recovery.site import say
 from moe_ft.state.record import CapturedRecord, IterationFacts
 
@@ -28,7 +27,7 @@ class Checkpointing:
         met: this rank, its job and its live state.
         engine: takes the checkpoints.
         lock: lock of the persist directory, on rank 0.
-        restored: state that was recovered; None if nothing was.
+        plan: the state that was recovered; None if nothing was.
         outcome: for the training loop and the event log.
         opened: closes everything that the start has opened.
     """
@@ -36,15 +35,17 @@ class Checkpointing:
     met: Met
     engine: CheckpointEngine
     lock: StorageLock | None
-    restored: Restored | None
+    plan: Plan | None
     outcome: Outcome
     opened: ExitStack
+    _pending: list[Conversion]
 
-    @property
-    def replay(self) -> Conversion | None:
-        """The window whose iterations must be run again before training continues; None if none must."""
-        conversion = None if self.restored is None else self.restored.conversion
-        return conversion if conversion is not None and conversion.num_replays else None
+    def take_replay(self) -> Conversion | None:
+        """Return the window whose iterations must be run again before training continues, if there is one.
+
+        It holds all that was fetched, so it is given away once.
+        """
+        return self._pending.pop() if self._pending else None
 
     @property
     def counted_layers(self) -> tuple[str, ...]:
@@ -57,8 +58,8 @@ class Checkpointing:
 
     def note_failure(self, where: str, error: Exception) -> None:
         """Remember that continuing from the recovered state has failed; see `note_failure`."""
-        if self.restored is not None:
-            note_failure(self.met, self.restored.plan, where, error)
+        if self.plan is not None:
+            note_failure(self.met, self.plan, where, error)
 
     def finish(
         self, iteration: int, facts: IterationFacts, log: Callable[[Report], None]

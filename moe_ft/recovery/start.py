@@ -81,13 +81,15 @@ def start(
             identity = make_identity(met, found.inventory, continued, is_chosen=recovery.is_chosen)
             outcome = make_outcome(met, restored, identity, phases_s, recovery.problems)
             engine = protect(met, claimed, identity, lock, origins, restored)
+        is_replayed = restored is not None and restored.conversion.num_replays
         return Checkpointing(
             met=met,
             lock=lock,
             engine=engine,
-            restored=restored,
+            plan=continued,
             outcome=outcome,
             opened=opened.pop_all(),
+            _pending=[restored.conversion] if restored is not None and is_replayed else [],
         )
 
 

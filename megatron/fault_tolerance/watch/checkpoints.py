@@ -88,9 +88,9 @@ class Checkpoints(LoopListener):
         self._running = running
         if running.outcome.record is not None:
             replay = None
-            if running.replay is not None:
+            if (window := running.take_replay()) is not None:
                 parameters = running.met.live.parameters
-                replay = Replay(running.replay, parameters, args, self._note_replayed)
+                replay = Replay(window, parameters, args, self._note_replayed)
             self._resumption = Resumption(args, running.outcome.record, replay)
             self._loop.iteration = args.iteration
         self._seam = StateSeam(self._loop, self._act, self._routers.counts)

@@ -234,6 +234,12 @@ class _Packing:
         found = self._left_sides.searchsorted(limits + self._offsets, side="right")
         return int((found - self._firsts).min()) - 1
 
+    def reaches(self, budget: int) -> npt.NDArray[np.int64]:
+        """Return ``[position]`` the latest end of a snapshot that begins there, < 0 if nothing fits."""
+        limits = self._right_sides + budget + self._offsets
+        found = self._left_sides.searchsorted(limits, side="right")
+        return (found - self._firsts).min(axis=1) - 1
+
     def earliest_ends(self, budget: int, length: int) -> list[int]:
         """Return ``[snapshot]`` the earliest end of each group with which the rest still fits.
 
@@ -293,21 +299,38 @@ def _keep_modules(packing: _Packing, latest: Sequence[int], budget: int) -> tupl
     assert splits is not None, "only where modules freeze as a whole"
     earliest = packing.earliest_ends(budget, len(latest))
     possible = [np.arange(first, last + 1) for first, last in zip(earliest, latest, strict=True)]
+    reach = packing.reaches(budget)
     fewest = [
         np.zeros(len(possible[-1]), np.int64)
     ]  # ``[group][end]`` split at an end and after it
     for starts, ends in zip(possible[-2::-1], possible[:0:-1], strict=True):
-        reach = np.array([packing.reach(int(start), budget) for start in starts])
-        fits = (ends > starts[:, None]) & (ends <= reach[:, None])
-        after = np.where(fits, fewest[0], _NO_WAY).min(axis=1, initial=_NO_WAY)
-        fewest.insert(0, splits[starts] + after)
+        # The ends that fit a start are a run of them.
+        first = np.maximum(starts + 1, ends[0]) - ends[0]
+        last = np.minimum(reach[starts], ends[-1]) - ends[0]
+        fewest.insert(0, splits[starts] + _least_between(fewest[0], first, last))
     chosen, end = [], 0
     for ends, costs in zip(possible, fewest, strict=True):
-        fits = (ends > end) & (ends <= packing.reach(end, budget))
+        fits = (ends > end) & (ends <= reach[end])
         best = np.where(fits, costs, _NO_WAY)[::-1].argmin()
         end = int(ends[::-1][best])
         chosen.append(end)
     return tuple(chosen)
+
+
+def _least_between(
+    values: npt.NDArray[np.int64], first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return ``[run]`` the least of the values from `first` to `last`, _NO_WAY of an empty run."""
+    table = [values]  # ``[power][start]`` the least of 2**power values
+    while 2 ** len(table) <= len(values):
+        half = 2 ** (len(table) - 1)
+        table.append(np.minimum(table[-1][:-half], table[-1][half:]))
+    found = np.full(len(first), _NO_WAY)
+    lengths = last - first + 1
+    for power, least in enumerate(table):
+        runs = np.flatnonzero((lengths >= 2**power) & (lengths < 2 ** (power + 1)))
+        found[runs] = np.minimum(least[first[runs]], least[last[runs] + 1 - 2**power])
+    return found
 
 
 def _spread(ends: list[int], num_positions: int, length: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """A whole start on the only rank of a job, in one process; only the model and its optimizer are stand-ins."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.job_memory import is_alive
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.units import FetchedUnit
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
 from tests.unit.moe_ft.recovery.meetings import (
     config_of,
@@ -98,7 +101,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
 
 def test_start_that_finds_nothing_begins_a_run(rank: Rank) -> None:
     running = rank.start(config_of(rank.folder), facts_of(iteration=3))
-    assert (running.restored, running.replay) == (None, None)
+    assert (running.plan, running.take_replay()) == (None, None)
     assert (running.outcome.iteration, running.outcome.start, running.outcome.record) == (
         3,
         0,
@@ -117,9 +120,29 @@ def test_start_recovers_what_is_in_memory(rank: Rank) -> None:
     running.close()
     assert (outcome.iteration, outcome.start, outcome.writer) == (5, 1, 0)
     assert outcome.sources == {Tier.MEMORY: len(WINDOW_UNITS)}
-    assert (outcome.problems, outcome.loss, running.replay) == ((), None, None)
+    assert (outcome.problems, outcome.loss, running.take_replay()) == ((), None, None)
     assert set(outcome.phases_s) == {"inventory", "plan", "restore"}
     assert all(master.count_nonzero() for master in rank.masters())
+
+
+def fetched_units() -> int:
+    """Return how many units that were fetched are still held by anything."""
+    gc.collect()
+    return sum(isinstance(each, FetchedUnit) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_start_holds_nothing_that_was_fetched_once_it_is_live(rank: Rank, length: int) -> None:
+    before = fetched_units()
+    leave_window(config_of(rank.folder), length=length)
+    running = rank.start(config_of(rank.folder))
+    running.take_replay()
+    assert running.plan is not None
+    assert fetched_units() == before
+    running.close()
+    gc.collect()
+    mapped = [each.path for each in psutil.Process().memory_maps(grouped=False)]
+    assert not [path for path in mapped if path.startswith(str(rank.folder))]
 
 
 def test_window_of_several_snapshots_is_left_to_a_replay(rank: Rank) -> None:
@@ -127,8 +150,10 @@ def test_window_of_several_snapshots_is_left_to_a_replay(rank: Rank) -> None:
     running = rank.start(config_of(rank.folder))
     running.close()
     assert running.outcome.iteration == 7
-    assert running.replay is not None
-    assert [each.iteration for each in running.replay.records] == [5, 6, 7]
+    window = running.take_replay()
+    assert window is not None
+    assert [each.iteration for each in window.records] == [5, 6, 7]
+    assert running.take_replay() is None
 
 
 def test_state_that_is_damaged_is_named_among_the_problems_of_a_refusal(rank: Rank) -> None:
@@ -227,7 +252,7 @@ def test_state_of_a_run_that_began_with_other_weights_is_refused_unless_it_is_ig
         rank.start(config_of(rank.folder), facts)
     running = rank.start(config_of(rank.folder, "load"), facts)
     running.close()
-    assert (running.restored, running.outcome.iteration) == (None, 0)
+    assert (running.plan, running.outcome.iteration) == (None, 0)
     assert running.outcome.problems == ()
 
 
@@ -238,4 +263,4 @@ def test_state_of_another_model_is_refused_unless_it_is_ignored(rank: Rank) -> N
         rank.start(config_of(rank.folder))
     running = rank.start(config_of(rank.folder, "load"))
     running.close()
-    assert running.restored is None
+    assert running.plan is None
