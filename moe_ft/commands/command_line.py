@@ -94,8 +94,10 @@ def read_launch(words: Sequence[str]) -> Launch:
     if start is not None:
         given = dict(_options(words[start + 1 :]))
         num_nodes, per_node = given.get("--nnodes", "1"), given.get("--nproc-per-node", "1")
-        if not num_nodes.isdecimal() or not per_node.isdecimal():
-            return Launch(reason=f"--nnodes={num_nodes} --nproc-per-node={per_node} is no number")
+        if not all(each.isdecimal() and int(each) for each in (num_nodes, per_node)):
+            return Launch(
+                reason=f"--nnodes={num_nodes} --nproc-per-node={per_node} must be at least 1"
+            )
         return Launch(world_size=int(num_nodes) * int(per_node), ranks_per_node=int(per_node))
     if "srun" in names:
         return _read_srun(dict(_options(words[names.index("srun") + 1 :])))

@@ -56,6 +56,7 @@ class _Reduction:
         self._values: torch.Tensor | None = None
         self._work: Any = None
         self._has_left = False
+        self._leaving: threading.Thread | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -90,9 +91,12 @@ class _Reduction:
         """Close the connections at the end of a start, if nothing is under way. Not collective.
 
         Closing waits for an all-reduce that is under way, so such a group is left to the end of the process.
+        After `leave` this waits for its thread: a process that ends meanwhile would abort.
         """
         group, self._group = self._group, None
         self._has_left = True
+        if self._leaving is not None:
+            self._leaving.join(self._answer.total_seconds())
         if group is not None and self._work is None:
             with suppress(ValueError):  # Megatron may have destroyed all groups on its way out
                 dist.destroy_process_group(group)
@@ -112,7 +116,8 @@ class _Reduction:
         ):  # it may be broken in any way: without references it closes itself
             dist.destroy_process_group(groups[0])
         # The last reference waits for what is under way, until its deadline: on a thread of its own.
-        threading.Thread(target=groups.clear, name="moe_ft-leave", daemon=True).start()
+        self._leaving = threading.Thread(target=groups.clear, name="moe_ft-leave", daemon=True)
+        self._leaving.start()
 
 
 class Agreement(_Reduction):
@@ -169,9 +174,9 @@ class StageSum(_Reduction):
             return
         for stage in sorted(set(stages)):
             members = [member for member, other in enumerate(stages) if other == stage]
-            group = dist.new_group(members, backend="gloo", timeout=self._timeout)
-            if rank in members and len(members) > 1:
-                self._group = group
+            if len(members) > 1:
+                group = dist.new_group(members, backend="gloo", timeout=self._timeout)
+                self._group = group if rank in members else self._group
 
     def begin(self, counts: torch.Tensor) -> None:
         """Put in this rank's counts. Called equally often by all ranks of a stage.

@@ -1,5 +1,7 @@
 """Ranks that decide together notice when one of them leaves or falls silent, and none waits for long."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,3 +132,29 @@ def test_rank_that_leaves_does_not_wait_for_what_is_under_way(tmp_path: Path) ->
         log_dir=tmp_path,
         deadline_s=DEADLINE_S,
     ).check()
+
+
+LEAVE = """
+import sys, time
+import torch.distributed as dist
+from moe_ft.engine.agreement import Agreement
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+agreement = Agreement(4.0)
+agreement.start()
+agreement.gather(rank)
+if rank == 0:
+    agreement.begin([1])
+    agreement.leave()
+else:
+    time.sleep(1.0)  # the vote of rank 0 stays under way
+agreement.close()
+"""
+
+
+def test_process_that_leaves_a_vote_that_is_under_way_ends_well(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEAVE, str(rank), str(tmp_path / "store")])
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]

@@ -32,10 +32,10 @@ def test_ranks_are_those_that_the_launcher_starts(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("torchrun --nproc-per-node gpu", "--nproc-per-node=gpu is no number"),
+        ("torchrun --nproc-per-node gpu", "--nproc-per-node=gpu must be at least 1"),
         (
             "torchrun --nnodes 1:4 --nproc-per-node 8",
-            "--nnodes=1:4 --nproc-per-node=8 is no number",
+            "--nnodes=1:4 --nproc-per-node=8 must be at least 1",
         ),
         ("srun -N 4", "srun has neither --ntasks nor"),
         ("mpirun -np 4", "mpirun is no launcher that plan knows"),
