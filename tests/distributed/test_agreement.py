@@ -140,14 +140,14 @@ import torch.distributed as dist
 from moe_ft.engine.agreement import Agreement
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-agreement = Agreement(4.0)
+agreement = Agreement(20.0)
 agreement.start()
 agreement.gather(rank)
 if rank == 0:
     agreement.begin([1])
     agreement.leave()
 else:
-    time.sleep(1.0)  # the vote of rank 0 stays under way
+    time.sleep(5.0)  # the vote of rank 0 stays under way
 agreement.close()
 """
 
