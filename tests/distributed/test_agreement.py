@@ -137,17 +137,20 @@ def test_rank_that_leaves_does_not_wait_for_what_is_under_way(tmp_path: Path) ->
 LEAVE = """
 import sys, time
 import torch.distributed as dist
-from moe_ft.engine.agreement import Agreement
+from moe_ft.engine.agreement import Agreement, StageSum
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 agreement = Agreement(20.0)
 agreement.start()
-agreement.gather(rank)
+stage = StageSum(20.0)
+stage.start(agreement.gather(0), rank)
 if rank == 0:
     agreement.begin([1])
     agreement.leave()
+    stage.leave()
 else:
     time.sleep(5.0)  # the vote of rank 0 stays under way
+stage.close()
 agreement.close()
 """
 
