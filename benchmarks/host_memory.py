@@ -23,7 +23,7 @@ def host_memory_bytes(processes: Sequence[psutil.Process], tmpfs: Path) -> int:
             held = _held_bytes(folder)
             if str(tmpfs) in (folder / "maps").read_text():
                 mapped = _mapped_bytes((folder / "smaps").read_text(), tmpfs)
-                # What is mapped or unmapped meanwhile must not count twice.
+                # A mapping that appears or disappears meanwhile must not count twice.
                 held = min(held, _held_bytes(folder)) - mapped
             total += held
     return total

@@ -111,9 +111,7 @@ class _Reduction:
         self._values = self._work = None
         if groups[0] is None:
             return
-        with suppress(
-            Exception
-        ):  # it may be broken in any way: without references it closes itself
+        with suppress(Exception):  # broken in whatever way: without references it closes itself
             dist.destroy_process_group(groups[0])
         # The last reference waits for what is under way, until its deadline: on a thread of its own.
         self._leaving = threading.Thread(target=groups.clear, name="moe_ft-leave", daemon=True)

@@ -120,7 +120,7 @@ class Strategy(ABC):
     """
 
     saves_all = True
-    """Whether every window holds every unit; the same on all ranks."""
+    """True if every window holds every unit; the same on all ranks."""
 
     rotating: frozenset[UnitId] = frozenset()
     """Units of this rank that only some windows hold; their newest versions are kept."""

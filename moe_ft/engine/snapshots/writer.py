@@ -7,6 +7,7 @@ for it (the fence, engine/engine.py); checksums and commit may take longer. Send
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -57,8 +58,8 @@ class SnapshotWriter:
     def submit(self, request: SnapshotRequest) -> SnapshotJob:
         """Begin a snapshot; until its `copied` is set, nobody may change weights and moments."""
         copied, abandoned = threading.Event(), threading.Event()
-        ready = self._copier.mark_ready()
-        result = self._worker.submit(partial(self._take, request, ready, copied, abandoned))
+        commit = partial(self._commit, request, self._copier.mark_ready(), copied, abandoned)
+        result = self._worker.submit(partial(self._report_failure, request.iteration, commit))
         # Also after a failure; the result is there first, so that the fence already sees it.
         result.add_done_callback(lambda _: copied.set())
         return SnapshotJob(request=request, copied=copied, abandoned=abandoned, result=result)
@@ -77,18 +78,13 @@ class SnapshotWriter:
         if self._sender is not None:
             self._sender.close(timeout_s)
 
-    def _take(
-        self,
-        request: SnapshotRequest,
-        ready: Any,
-        copied: threading.Event,
-        abandoned: threading.Event,
+    def _report_failure(
+        self, iteration: int, commit: Callable[[], SnapshotResult]
     ) -> SnapshotResult:
         try:
-            return self._commit(request, ready, copied, abandoned)
+            return commit()
         except Exception as error:  # whatever it is, training continues and says so
-            part = BackgroundPart.SNAPSHOT
-            self._reports.degraded(part, request.iteration, describe(error), error)
+            self._reports.degraded(BackgroundPart.SNAPSHOT, iteration, describe(error), error)
             raise
 
     def _commit(

@@ -33,7 +33,7 @@ def test_every_flag_of_the_installed_parser_is_in_the_table(
 
 
 def test_flag_that_decides_something_is_read_by_megatron() -> None:
-    # What nothing reads is neutral, or refused because a user expects that something does.
+    # A flag that nothing reads is neutral, or is refused because a user expects an effect.
     folder = Path(megatron_arguments.__file__).parents[1]
     words: set[str] = set()
     for path in (*folder.glob("core/**/*.py"), *folder.glob("training/**/*.py")):

@@ -35,7 +35,7 @@ def sender(tmp_path: Path) -> Iterator[Sender]:
     sender.close()
 
 
-# What must be kept
+# Replicas that must be kept
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])

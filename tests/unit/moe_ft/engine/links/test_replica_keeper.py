@@ -138,7 +138,7 @@ def test_peer_that_lost_its_memory_gets_everything_with_the_snapshot_after_the_n
 
 
 def test_peer_that_was_opened_again_does_not_go_on_with_what_it_finds(sender: Sender) -> None:
-    # What a process before left there may be of any start.
+    # An earlier process may have left a region of any start there.
     sender.send(NEW, 0)
     again = tuple(
         Region(region.directory, region.number, region.num_bytes) for region in sender.peer.regions
@@ -152,7 +152,7 @@ def test_peer_that_was_opened_again_does_not_go_on_with_what_it_finds(sender: Se
 
 
 def test_older_window_goes_before_a_newer_one_where_nothing_must_be_kept(sender: Sender) -> None:
-    # What was recovered is sent again to peers that had not got it, and nothing else must be lost for it.
+    # Recovered state is sent again to peers that lack it; no other state may be lost for it.
     sender.send_all(OLD)
     sender.send(NEW, 0, keep=4, region=1)
     newest = window_at(8)

@@ -54,7 +54,7 @@ def office(tmp_path: Path) -> Iterator[Office]:
         yield office
 
 
-# What a request becomes
+# From a request to files
 
 
 def test_request_becomes_a_complete_checkpoint(tmp_path: Path, office: Office) -> None:

@@ -34,7 +34,7 @@ def office(tmp_path: Path) -> Iterator[Office]:
         yield office
 
 
-# What goes wrong
+# Failures
 
 
 def spoil_data(region: Region, position: int) -> None:

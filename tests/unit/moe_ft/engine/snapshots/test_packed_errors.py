@@ -1,9 +1,7 @@
 """Snapshots that are packed: errors that are found on the way from the device to the file."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,25 +12,10 @@ from tests.unit.moe_ft.engine.snapshots.packed_rank import (
     EMBEDDING,
     MIXED,
     MakeRank,
-    Packings,
     Rank,
 )
 from tests.unit.moe_ft.engine.snapshots.snapshot_rank import COMPLETE, DEADLINE_S, FAILED
 from tests.waiting import wait_for
-
-
-@pytest.fixture
-def make_rank(tmp_path: Path) -> Iterator[MakeRank]:
-    """Return what makes ranks, each with a directory of its own."""
-    ranks: list[Rank] = []
-
-    def make(packings: Packings, **others: Any) -> Rank:
-        ranks.append(Rank(tmp_path / str(len(ranks)), packings, **others))
-        return ranks[-1]
-
-    yield make
-    for rank in ranks:
-        rank.writer.close(DEADLINE_S)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Snapshots that are packed: regions and slots hold every tensor as its format keeps it."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,24 +22,10 @@ from tests.unit.moe_ft.engine.snapshots.packed_rank import (
     Rank,
     request_with_slot,
 )
-from tests.unit.moe_ft.engine.snapshots.snapshot_rank import COMPLETE, DEADLINE_S, FAILED
+from tests.unit.moe_ft.engine.snapshots.snapshot_rank import COMPLETE, FAILED
 
 EXACT: Packings = {}
 LOSSY: list[Packings] = [dict.fromkeys(PARTS, each) for each in Packing if each.is_lossy]
-
-
-@pytest.fixture
-def make_rank(tmp_path: Path) -> Iterator[MakeRank]:
-    """Return what makes ranks, each with a directory of its own."""
-    ranks: list[Rank] = []
-
-    def make(packings: Packings, **others: Any) -> Rank:
-        ranks.append(Rank(tmp_path / str(len(ranks)), packings, **others))
-        return ranks[-1]
-
-    yield make
-    for rank in ranks:
-        rank.writer.close(DEADLINE_S)
 
 
 @pytest.fixture
@@ -53,7 +37,7 @@ def name_of(packings: Packings) -> str:
     return "-".join(dict.fromkeys(packings.values())) or "exact"
 
 
-# What a region holds
+# Contents of a region
 
 
 @pytest.mark.parametrize("packings", [EXACT, MIXED, *LOSSY], ids=name_of)
