@@ -1,0 +1,88 @@
+"""The simulation that runs now, for the functions that stand in the places of the operating system's."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.kernel import Kernel, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.collectives import Collectives
+    from tests.simulation.files import Files
+    from tests.simulation.network import Network
+    from tests.simulation.threads import Clocks
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class World:
+    """Everything that simulated processes share.
+
+    Attributes:
+        clocks: by node.
+    """
+
+    kernel: Kernel
+    files: "Files"
+    network: "Network"
+    collectives: "Collectives"
+    clocks: dict[str, "Clocks"] = field(default_factory=dict)
+
+    @property
+    def process(self) -> Process:
+        """The process that runs."""
+        assert self.kernel.running is not None
+        return self.kernel.running.process
+
+
+_worlds: list[World] = []
+
+
+def world() -> World | None:
+    """Return the world of the simulated thread that runs; None outside of simulated threads."""
+    if _worlds and _worlds[-1].kernel.running is not None:
+        return _worlds[-1]
+    return None
+
+
+@contextmanager
+def active(current: World) -> Iterator[None]:
+    """Make a world the one that simulated threads live in."""
+    _worlds.append(current)
+    try:
+        yield
+    finally:
+        _worlds.pop()
+
+
+class Patches:
+    """Attributes that were replaced."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute."""
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def divert(self, owner: Any, name: str, simulated: Callable[..., Any]) -> None:
+        """Replace a function for simulated threads; others still get the original.
+
+        Args:
+            simulated: takes the world, then the function's own arguments.
+        """
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _worlds and _worlds[-1].kernel.running is not None:
+                return simulated(_worlds[-1], *args, **kwargs)
+            return original(*args, **kwargs)
+
+        self.set(owner, name, call)
+
+    def restore(self) -> None:
+        """Put the originals back."""
+        while self._originals:
+            owner, name, value = self._originals.pop()
+            setattr(owner, name, value)
