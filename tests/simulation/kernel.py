@@ -21,7 +21,7 @@ EVENT_S = 20e-6  # each event takes this long
 _FOREVER = float("inf")
 
 
-class Hang(AssertionError):
+class HangError(AssertionError):
     """The simulation does not come to an end."""
 
 
@@ -156,16 +156,17 @@ class Kernel:
 
     def end(self, process: Process, exit_code: int = -9) -> None:
         """End a process at once, with its children. If it is the one that runs, this does not return."""
-        self._end(process, exit_code)
+        self.kill(process, exit_code)
         if self.running is not None and not self.running.process.is_alive:
             self._leave()
 
-    def _end(self, process: Process, exit_code: int) -> None:
+    def kill(self, process: Process, exit_code: int = -9) -> None:
+        """End a process as `end` does; the one that runs continues up to the end of its event."""
         if not process.is_alive:
             return
         process.exit_code = exit_code
         for child in process.children:
-            self._end(child, -9)
+            self.kill(child)
         for act in process.at_death:
             act()
 
@@ -259,7 +260,7 @@ class Kernel:
         """Run until something is so; return False if nothing is left to do, or time is up.
 
         Raises:
-            Hang: after too many events.
+            HangError: after too many events.
         """
         while not until():
             while self._timers and self._timers[0][0] <= self.now:
@@ -270,7 +271,7 @@ class Kernel:
                 thread.coroutine.switch()
                 self.running = None
                 if self._overrun:
-                    raise Hang(self._overrun)
+                    raise HangError(self._overrun)
             elif not self._timers or self._timers[0][0] > deadline_s:
                 return False
             else:

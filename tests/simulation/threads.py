@@ -1,7 +1,7 @@
 """Locks, threads, queues and clocks of simulated processes, in the places of those of Python's library.
 
-Event, Condition, Semaphore, Queue, Future and ThreadPoolExecutor are Python's own: they are built on locks and
-threads. Outside of a simulated thread everything is as usual.
+Event, Condition, Semaphore, Queue, Future and ThreadPoolExecutor are those of Python: they are built on
+locks and threads. Outside of a simulated thread everything is as usual.
 """
 
 import queue

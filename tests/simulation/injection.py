@@ -1,0 +1,218 @@
+"""Inflicts the faults of a schedule on a simulated job, and tells the oracle what they excuse."""
+
+import errno
+from collections.abc import Callable
+
+from tests.simulation.job import Job, Start
+from tests.simulation.oracle import Oracle
+from tests.simulation.schedule import Fault
+
+_MEMORY = "memory"
+_STORAGE = "storage"
+
+
+class Injection:
+    """Inflicts faults. Each method is named like a kind of fault."""
+
+    def __init__(self, job: Job, oracle: Oracle) -> None:
+        self._job, self._oracle = job, oracle
+        self._kernel, self._files = job.world.kernel, job.world.files
+        self._network = job.world.network
+        self.log: list[str] = []
+
+    def arm(self, start: Start, fault: Fault) -> None:
+        """Have a fault happen in a start that has just begun."""
+
+        def act(what: str) -> None:
+            if any(process.is_alive for process in start.processes):
+                self.inflict(fault, start, what)
+
+        self._kernel.call_at_event(start.first_event + fault.event, act)
+
+    def inflict(self, fault: Fault, start: Start | None, what: str = "") -> None:
+        """Inflict a fault now.
+
+        Args:
+            start: that runs; None between two.
+            what: the event at which it happens.
+        """
+        self.log.append(f"{self._kernel.now:.3f} s: {fault} at {what or 'rest'}")
+        self._oracle.is_disturbed = True
+        act: Callable[[Fault, Start | None], None] = getattr(self, fault.kind.replace("-", "_"))
+        act(fault, start)
+
+    # Choices
+
+    def _node(self, fault: Fault) -> str:
+        return f"node-{fault.target % self._job.setup.nodes}"
+
+    def _other(self, fault: Fault) -> str:
+        return f"node-{(fault.target + 1) % self._job.setup.nodes}"
+
+    @staticmethod
+    def _seconds(fault: Fault) -> float:
+        """Return a duration between 10 ms and 100 s; all orders of magnitude are as likely."""
+        return float(10 ** (4 * fault.amount - 2))
+
+    def _kill_nodes(self, start: Start | None, nodes: set[str]) -> None:
+        for process in start.processes if start is not None else ():
+            if process.node in nodes:
+                self._kernel.kill(process)
+
+    # Processes
+
+    def kill_rank(self, fault: Fault, start: Start | None) -> None:
+        """Kill a rank."""
+        assert start is not None
+        self._kernel.kill(start.processes[fault.target % len(start.processes)])
+
+    def kill_node(self, fault: Fault, start: Start | None) -> None:
+        """Kill all ranks of a node; its memory stays."""
+        self._kill_nodes(start, {self._node(fault)})
+
+    def kill_all(self, fault: Fault, start: Start | None) -> None:
+        """Kill all ranks at once."""
+        assert start is not None
+        self._job.kill(start)
+
+    def kill_writer(self, fault: Fault, start: Start | None) -> None:
+        """Kill a writer process."""
+        for process in self._writers(fault, start):
+            self._kernel.kill(process)
+
+    def suspend_writer(self, fault: Fault, start: Start | None) -> None:
+        """Let a writer process stand still."""
+        for process in self._writers(fault, start):
+            self._kernel.suspend(process, self._seconds(fault))
+
+    def _writers(self, fault: Fault, start: Start | None) -> list:
+        assert start is not None
+        found = [each for rank in start.processes for each in rank.children if each.is_alive]
+        return found[fault.target % len(found) :][:1] if found else []
+
+    def suspend_rank(self, fault: Fault, start: Start | None) -> None:
+        """Let a rank stand still."""
+        assert start is not None
+        process = start.processes[fault.target % len(start.processes)]
+        self._kernel.suspend(process, self._seconds(fault))
+
+    def wall_clock(self, fault: Fault, start: Start | None) -> None:
+        """Set the wall clock of a node, by up to a day."""
+        clocks = self._job.world.clocks.get(self._node(fault))
+        if clocks is not None:
+            clocks.wall_s += (fault.amount - 0.5) * 2 * 86_400
+
+    # Nodes
+
+    def lose_node(self, fault: Fault, start: Start | None) -> None:
+        """Lose a node with its memory; another one of its name takes its place."""
+        node = self._node(fault)
+        self._kill_nodes(start, {node})
+        self._files.lose_node(node)
+        if self._job.setup.nodes > 1 and self._job.setup.replication != "0":
+            self._oracle.lose_node()
+        else:
+            self._oracle.lose_memory()
+
+    def lose_all_memory(self, fault: Fault, start: Start | None) -> None:
+        """Lose all nodes."""
+        nodes = {f"node-{each}" for each in range(self._job.setup.nodes)}
+        self._kill_nodes(start, nodes)
+        for node in sorted(nodes):
+            self._files.lose_node(node)
+        self._oracle.lose_memory()
+
+    def power_loss(self, fault: Fault, start: Start | None) -> None:
+        """Lose all nodes and what storage has not on its disks."""
+        self.lose_all_memory(fault, start)
+        self._files.power_loss()
+
+    def set_aside(self, fault: Fault, start: Start | None) -> None:
+        """Replace a node; the old one is kept elsewhere, with its memory."""
+        self._files.set_aside(self._node(fault))
+        self._oracle.lose_memory()
+
+    def bring_back(self, fault: Fault, start: Start | None) -> None:
+        """Bring a node back that was replaced, with the memory of then."""
+        self._files.bring_back(self._node(fault))
+        self._oracle.has_strangers = True
+        self._oracle.lose_memory()
+
+    def move_ranks(self, fault: Fault, start: Start | None) -> None:
+        """Have the launcher number the nodes in another order."""
+        self._job.placement = self._job.placement[1:] + self._job.placement[:1]
+
+    # Files
+
+    def flip_memory(self, fault: Fault, start: Start | None) -> None:
+        """Flip a bit in the memory of a node."""
+        self._files.flip(self._kernel.random, _MEMORY)
+        self._oracle.lose_memory()
+        self._oracle.is_damaged = True
+
+    def flip_storage(self, fault: Fault, start: Start | None) -> None:
+        """Flip a bit on storage."""
+        self._files.flip(self._kernel.random, _STORAGE)
+        self._oracle.lose_storage()
+
+    def cut_memory(self, fault: Fault, start: Start | None) -> None:
+        """Cut a file in the memory of a node."""
+        self._files.truncate(self._kernel.random, _MEMORY)
+        self._oracle.lose_memory()
+        self._oracle.is_damaged = True
+
+    def cut_storage(self, fault: Fault, start: Start | None) -> None:
+        """Cut a file on storage."""
+        self._files.truncate(self._kernel.random, _STORAGE)
+        self._oracle.lose_storage()
+
+    def storage_error(self, fault: Fault, start: Start | None) -> None:
+        """Have operations on storage fail for a while."""
+        number = (errno.EIO, errno.EACCES, errno.ESTALE, errno.ENOSPC)[fault.target % 4]
+        self._files.fail(number, _STORAGE, seconds=self._seconds(fault))
+
+    def storage_full(self, fault: Fault, start: Start | None) -> None:
+        """Have no room on storage for a while."""
+        self._files.full(_STORAGE, seconds=self._seconds(fault))
+
+    def storage_slow(self, fault: Fault, start: Start | None) -> None:
+        """Have each operation on storage take long."""
+        self._files.slow(_STORAGE, 0.05 + fault.amount, for_s=self._seconds(fault))
+
+    def storage_stuck(self, fault: Fault, start: Start | None) -> None:
+        """Have no operation on storage return for a while."""
+        self._files.stuck(_STORAGE, self._seconds(fault))
+
+    def memory_full(self, fault: Fault, start: Start | None) -> None:
+        """Have no room in the memory of a node for a while."""
+        self._files.full(f"{_MEMORY}/job/{self._node(fault)}", seconds=self._seconds(fault))
+
+    def memory_error(self, fault: Fault, start: Start | None) -> None:
+        """Have operations on the files in the memory of a node fail for a while."""
+        where = f"{_MEMORY}/job/{self._node(fault)}"
+        self._files.fail(errno.EACCES, where, seconds=self._seconds(fault))
+
+    # Network
+
+    def partition(self, fault: Fault, start: Start | None) -> None:
+        """Cut a node off from the others for a while."""
+        node = self._node(fault)
+        others = [f"node-{each}" for each in range(self._job.setup.nodes)]
+        others.remove(node)
+        self._network.partition([node], others, self._seconds(fault))
+
+    def network_stuck(self, fault: Fault, start: Start | None) -> None:
+        """Have nothing arrive between two nodes for a while."""
+        self._network.stuck(self._node(fault), self._other(fault), self._seconds(fault))
+
+    def network_slow(self, fault: Fault, start: Start | None) -> None:
+        """Have what a node sends take long."""
+        self._network.slow(self._node(fault), 1 + 1000 * fault.amount, self._seconds(fault))
+
+    def reset(self, fault: Fault, start: Start | None) -> None:
+        """Reset all connections of a node."""
+        self._network.reset(self._node(fault))
+
+    def refuse(self, fault: Fault, start: Start | None) -> None:
+        """Have a node accept no connections for a while."""
+        self._network.refuse(self._node(fault), self._seconds(fault))

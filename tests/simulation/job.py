@@ -1,0 +1,219 @@
+"""A job of simulated ranks: its nodes, its launcher, and its starts until training has ended."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.precision import PrecisionConfig
+from moe_ft.config.config import MemoryConfig, RecoveryConfig, StorageConfig
+from moe_ft.config.strategy import StrategyConfig
+from moe_ft.strategies import registry
+from tests.simulation.active import Patches, World, active
+from tests.simulation.collectives import Collectives
+from tests.simulation.files import Files
+from tests.simulation.kernel import Kernel, Process
+from tests.simulation.model import SAMPLES_PER_ITERATION, Model, Shape
+from tests.simulation.network import Network
+from tests.simulation.rank import COLLECTIVE_TIMEOUT_S, Life, Rank, Training
+
+START_DEADLINE_S = 1800.0
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """Flags and sizes of a job.
+
+    Attributes:
+        nodes: that its ranks are divided over.
+        options: of the strategy, by field.
+        state_dtype: as --moe-ft-state-dtype takes it; empty for none.
+    """
+
+    stages: int = 1
+    dp: int = 2
+    ep: int = 2
+    layers: int = 1
+    experts: int = 4
+    is_sharded: bool = True
+    skips: bool = False
+    nodes: int = 2
+    iterations: int = 8
+    strategy: str = "dense"
+    options: dict[str, Any] = {}
+    interval: str = "1"
+    sharding: str = "equal"
+    replication: str = "auto"
+    persist_interval: int = 0
+    keep: int = 2
+    state_dtype: str = ""
+
+    @property
+    def shape(self) -> Shape:
+        """The model and its layout."""
+        return Shape(
+            stages=self.stages,
+            dp=self.dp,
+            ep=self.ep,
+            layers=self.layers,
+            experts=self.experts,
+            is_sharded=self.is_sharded,
+            skips=self.skips,
+        )
+
+    def config(self, root: Path) -> MoeFtConfig:
+        """Return the flags of the job, whose directories are below a root."""
+        options = {}
+        if (kind := registry.option_types().get(self.strategy)) is not None:
+            options[self.strategy] = kind(**self.options)
+        storage = str(root / "storage") if self.persist_interval else None
+        return MoeFtConfig(
+            strategy=StrategyConfig(
+                strategy=self.strategy, interval=self.interval, sharding=self.sharding
+            ),
+            options=options,
+            precision=PrecisionConfig(state_dtype=self.state_dtype or None),
+            memory=MemoryConfig(
+                memory_dir=str(root / "memory"), job_id="job", replication_factor=self.replication
+            ),
+            storage=StorageConfig(
+                persist_dir=storage, persist_interval=self.persist_interval, keep=self.keep
+            ),
+            recovery=RecoveryConfig(),
+        )
+
+    def training(self, root: Path) -> Training:
+        """Return what the ranks train."""
+        return Training(shape=self.shape, iterations=self.iterations, config=self.config(root))
+
+
+@dataclass(kw_only=True)
+class Start:
+    """One start of a job.
+
+    Attributes:
+        number: from 0, as the launcher counts.
+        nodes: ``[rank]`` its node.
+        lives: ``[rank]``.
+        processes: ``[rank]``.
+        first_event: number of events before it.
+    """
+
+    number: int
+    nodes: Sequence[str]
+    lives: list[Life]
+    processes: list[Process] = field(default_factory=list)
+    first_event: int = 0
+
+    @property
+    def has_ended_well(self) -> bool:
+        """True if all ranks have trained to the end."""
+        return all(each.exit_code == 0 for each in self.processes)
+
+
+class Job:
+    """Starts the ranks of a job, and all of them again when one has died, as torchrun does.
+
+    Attributes:
+        starts: so far.
+    """
+
+    def __init__(self, world: World, setup: Setup, root: Path) -> None:
+        self.world, self.setup, self.root = world, setup, root
+        self.training = setup.training(root)
+        self.starts: list[Start] = []
+        self.placement = list(range(setup.nodes))
+
+    def node_of(self, rank: int) -> str:
+        """Return the node that a rank is on in the next start."""
+        per_node = -(-self.setup.shape.num_ranks // self.setup.nodes)
+        return f"node-{self.placement[rank // per_node]}"
+
+    def start(self) -> Start:
+        """Start all ranks."""
+        number, count = len(self.starts), self.setup.shape.num_ranks
+        lives = [Life(rank=rank) for rank in range(count)]
+        nodes = [self.node_of(rank) for rank in range(count)]
+        started = Start(number=number, nodes=nodes, lives=lives)
+        started.first_event = self.world.kernel.num_events
+        self.starts.append(started)
+        for rank, node in enumerate(nodes):
+            environ = {
+                "MASTER_ADDR": nodes[0],
+                "MOE_FT_NODE_ID": node,
+                "TORCHELASTIC_RESTART_COUNT": str(number),
+            }
+            process = self.world.kernel.make_process(f"rank-{rank}", node, environ)
+            process.local.update(rank=rank, start=number)
+            process.at_death.append(lambda: self._note_death(started))
+            started.processes.append(process)
+        for rank, process in enumerate(started.processes):
+            self.world.kernel.spawn(process, Rank(self.world, self.training, lives[rank]).run)
+        return started
+
+    def _note_death(self, started: Start) -> None:
+        """Have the launcher end the others soon, if a rank has failed."""
+        if any(each.exit_code for each in started.processes):
+            self.world.kernel.call_later(
+                self.world.kernel.random.uniform(0.01, 1.0), lambda: self.kill(started)
+            )
+
+    def kill(self, started: Start) -> None:
+        """Kill what is left of a start."""
+        for process in started.processes:
+            self.world.kernel.kill(process)
+
+    def run(self, started: Start) -> bool:
+        """Run a start to its end; return False if it does not come to one."""
+        kernel = self.world.kernel
+
+        def is_over() -> bool:
+            return not any(each.is_alive for each in started.processes)
+
+        return kernel.run(is_over, kernel.now + START_DEADLINE_S)
+
+
+def make_world(seed: int | str, root: Path, *, switching: float = 0.2) -> World:
+    """Return a world whose files are below a directory."""
+    kernel = Kernel(seed, switching=switching)
+    return World(
+        kernel=kernel,
+        files=Files(kernel, root),
+        network=Network(kernel),
+        collectives=Collectives(kernel),
+    )
+
+
+@cache
+def undisturbed(shape: Shape, iterations: int, first: str) -> tuple[dict[int, str], ...]:
+    """Return ``[rank]`` the digests by iteration of a training without checkpoints or failures."""
+    models: list[Model] = []
+    digests: tuple[dict[int, str], ...] = tuple({} for _ in range(shape.num_ranks))
+
+    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
+        def gather(_: Any) -> list[Any]:
+            return [models[each].own_weights() for each in shape.ranks_of(shape.stage_of(rank))]
+
+        return gather
+
+    models += [Model(shape, rank, gather_of(rank), first) for rank in range(shape.num_ranks)]
+    for iteration in range(iterations + 1):
+        for rank, model in enumerate(models):
+            digests[rank][iteration] = model.digest()
+        told = [(model.forward(), model.norm_share()) for model in models]
+        signals = [model.backward([each for each, _ in told]) for model in models]
+        norm = models[0].total_norm([share for _, share in told])
+        if not models[0].is_skipped(signals[0]):
+            for model, signal in zip(models, signals, strict=True):
+                model.step(signal, norm)
+                model.refresh()
+            for model in models:
+                model.sync()
+        for model in models:
+            model.consumed += SAMPLES_PER_ITERATION
+    return digests

@@ -1,0 +1,445 @@
+"""A small model that trains: every bit of its state depends on every bit of the state before.
+
+It has what Megatron's models have and recovery depends on: units on pipeline stages, experts divided over
+ranks, an optimizer whose state is divided over data-parallel ranks or held by each, weights in bf16, moments
+that do not exist before the first step, a buffer, random numbers, a position in the data, learning rates, and
+a gradient norm that couples all units. Only the arithmetic is made up. In the forward pass all ranks exchange
+one number, which depends on all weights, and from which each gradient follows.
+"""
+
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from moe_ft.format.entries import ParameterEntry
+from moe_ft.format.records import IterationRecord
+from moe_ft.state.parameters import GroupPlace, LocalParameter, StatePlaces
+from moe_ft.units import UnitId, UnitKind
+
+TOKENS_PER_SAMPLE = 8
+SAMPLES_PER_ITERATION = 4
+_SKIPS_ONE_OF = 9
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a model and its layout.
+
+    Attributes:
+        stages: of the pipeline.
+        dp: ranks of a stage.
+        ep: of them, those that divide the experts; the others repeat them.
+        layers: of each stage.
+        experts: of each layer.
+        is_sharded: whether the optimizer's state is divided over the ranks of a stage.
+        skips: whether some iterations have gradients that overflow, and no step.
+    """
+
+    stages: int = 1
+    dp: int = 2
+    ep: int = 2
+    layers: int = 1
+    experts: int = 4
+    is_sharded: bool = True
+    skips: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        return self.stages * self.dp
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage of a rank."""
+        return rank // self.dp
+
+    def ranks_of(self, stage: int) -> list[int]:
+        """Return the ranks of a stage."""
+        return list(range(stage * self.dp, (stage + 1) * self.dp))
+
+    def expert_peers(self, rank: int) -> list[int]:
+        """Return the ranks that hold the same experts."""
+        return [each for each in self.ranks_of(self.stage_of(rank)) if (each - rank) % self.ep == 0]
+
+    def places(self, rank: int) -> StatePlaces:
+        """Return a rank's places in its groups."""
+        peers, alone = self.expert_peers(rank), GroupPlace(rank=0, size=1)
+        return StatePlaces(
+            dp=GroupPlace(rank=rank % self.dp, size=self.dp),
+            expt_dp=GroupPlace(rank=peers.index(rank), size=len(peers)),
+            tp=alone,
+            expt_tp=alone,
+        )
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the model on one rank.
+
+    Attributes:
+        start, end: the slice whose master weights and moments this rank has.
+        at: of its first element in the rank's weights.
+        own_at: of its slice in the rank's masters.
+    """
+
+    unit: UnitId
+    name: str
+    size: int
+    start: int
+    end: int
+    at: int
+    own_at: int
+
+    @property
+    def is_expert(self) -> bool:
+        """True for a parameter of an expert."""
+        return self.unit.kind is UnitKind.EXPERT
+
+
+_SIZES = {
+    UnitKind.EMBEDDING: 20,
+    UnitKind.NON_EXPERT: 24,
+    UnitKind.ROUTER: 6,
+    UnitKind.EXPERT: 14,
+    UnitKind.FINAL_NORM: 3,
+    UnitKind.OUTPUT: 18,
+}
+
+
+def _units_of(shape: Shape, rank: int) -> list[UnitId]:
+    stage = shape.stage_of(rank)
+    first, per_rank = stage * shape.layers, shape.experts // shape.ep
+    units = [UnitId(kind=UnitKind.EMBEDDING)] if stage == 0 else []
+    for layer in range(first, first + shape.layers):
+        units += [UnitId(kind=kind, layer=layer) for kind in (UnitKind.NON_EXPERT, UnitKind.ROUTER)]
+        begin = rank % shape.ep * per_rank
+        units += [
+            UnitId(kind=UnitKind.EXPERT, layer=layer, expert=expert)
+            for expert in range(begin, begin + per_rank)
+        ]
+    if stage == shape.stages - 1:
+        units += [UnitId(kind=kind) for kind in (UnitKind.FINAL_NORM, UnitKind.OUTPUT)]
+    return units
+
+
+@cache
+def weights_of(shape: Shape, rank: int) -> tuple[Weight, ...]:
+    """Return the parameters of a rank in the order of the model.
+
+    The distributed optimizer lays all parameters of a kind in a row and cuts that in equal parts.
+    """
+    units, places = _units_of(shape, rank), shape.places(rank)
+    totals = {
+        is_expert: sum(_SIZES[each.kind] for each in units if _is_expert(each) == is_expert)
+        for is_expert in (False, True)
+    }
+    row, at, own_at = {False: 0, True: 0}, 0, 0
+    found = []
+    for unit in units:
+        size, is_expert = _SIZES[unit.kind], _is_expert(unit)
+        start, end = 0, size
+        if shape.is_sharded:
+            place = places.expt_dp if is_expert else places.dp
+            share = -(-totals[is_expert] // place.size)
+            low, high = place.rank * share, (place.rank + 1) * share
+            start = min(max(low - row[is_expert], 0), size)
+            end = min(max(high - row[is_expert], 0), size)
+            row[is_expert] += size
+        found.append(Weight(unit, f"{unit}.weight", size, start, end, at, own_at))
+        at, own_at = at + size, own_at + end - start
+    return tuple(found)
+
+
+def _is_expert(unit: UnitId) -> bool:
+    return unit.kind is UnitKind.EXPERT
+
+
+@cache
+def _constants(name: str, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first values of a parameter and two directions of its gradients."""
+    generator = np.random.default_rng(xxhash.xxh64_intdigest(name.encode()))
+    return tuple(generator.standard_normal((3, size)).astype(np.float32))  # type: ignore[return-value]
+
+
+@cache
+def _own_constants(shape: Shape, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    weights = weights_of(shape, rank)
+    parts = [[each[w.start : w.end] for each in _constants(w.name, w.size)] for w in weights]
+    return tuple(np.concatenate(row) for row in zip(*parts, strict=True))  # type: ignore[return-value]
+
+
+@cache
+def _moves(shape: Shape, source: int, target: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which elements of a rank's own slices are where in another rank's weights."""
+    known = {each.name: each for each in weights_of(shape, target)}
+    sources: list[int] = []
+    targets: list[int] = []
+    for each in weights_of(shape, source):
+        if each.name in known and each.start < each.end:
+            sources += range(each.own_at, each.own_at + each.end - each.start)
+            targets += range(known[each.name].at + each.start, known[each.name].at + each.end)
+    return torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64)
+
+
+class Chunk(torch.nn.Module):
+    """The model chunk of a rank; its weights are elsewhere, and its buffer is here."""
+
+    def __init__(self, bias: torch.Tensor, sync: Callable[[], None], *, is_sharded: bool) -> None:
+        super().__init__()
+        self.register_buffer("expert_bias", bias)
+        self.ddp_config = SimpleNamespace(use_distributed_optimizer=is_sharded)
+        self._sync = sync
+
+    def start_param_sync(self, *, force_sync: bool) -> None:
+        """Gather the weights of all slices. Called by all ranks of a stage."""
+        self._sync()
+
+
+class Optimizer:
+    """An inner optimizer as Megatron's look from outside."""
+
+    def __init__(self, masters: Sequence[torch.Tensor], refresh: Callable[[], None]) -> None:
+        group = {"params": list(masters), "lr": 0.05, "step": 0}
+        self.optimizer = SimpleNamespace(param_groups=[group], state=defaultdict(dict))
+        self.config = SimpleNamespace(optimizer="adam")
+        self._copy_main_params_to_model_params = refresh
+
+
+class Model:
+    """The state of one rank.
+
+    Attributes:
+        draws: state of the rank's random numbers.
+        consumed: samples so far.
+        weights: all that this rank holds, bf16, flat.
+    """
+
+    def __init__(
+        self, shape: Shape, rank: int, gather: Callable[[Any], list[Any]], first: str = ""
+    ) -> None:
+        """Begin as a fresh run does.
+
+        Args:
+            gather: exchanges values with the ranks of the stage.
+            first: decides the first values.
+        """
+        self.shape, self.rank, self._gather = shape, rank, gather
+        self.parts = weights_of(shape, rank)
+        self.draws = xxhash.xxh64_intdigest(f"draws {rank} {first}".encode())
+        self.consumed = 0
+        num_own = sum(each.end - each.start for each in self.parts)
+        self._flat = {key: torch.zeros(num_own) for key in ("param", "exp_avg", "exp_avg_sq")}
+        self._arrays = {key: flat.numpy() for key, flat in self._flat.items()}
+        factor = 1.0 + (xxhash.xxh32_intdigest(first.encode()) % 1000) / 1000
+        self._arrays["param"][:] = _own_constants(shape, rank)[0] * np.float32(factor)
+        self.weights = torch.cat(
+            [
+                torch.from_numpy(_constants(w.name, w.size)[0] * np.float32(factor))
+                for w in self.parts
+            ]
+        ).to(torch.bfloat16)
+        self._weight_bytes = self.weights.view(torch.uint8).numpy()
+        self.bias = torch.zeros(shape.layers, shape.experts)
+        masters = [self._view("param", each) for each in self.parts]
+        self.inner = Optimizer(masters, self.refresh)
+        self.optimizer = SimpleNamespace(chained_optimizers=[self.inner])
+        self.scheduler = SimpleNamespace(num_steps=0)
+        self.scheduler.state_dict = lambda: {"num_steps": self.scheduler.num_steps}
+        self.chunk = Chunk(self.bias, self.sync, is_sharded=shape.is_sharded)
+        self.grad_norm: float | None = None
+        self.tokens = torch.zeros(shape.layers, shape.experts, dtype=torch.int64)
+
+    @property
+    def built(self) -> tuple[Any, Any, Any]:
+        """What Megatron's `setup_model_and_optimizer` returns."""
+        return [self.chunk], self.optimizer, self.scheduler
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The optimizer's only parameter group."""
+        group: dict[str, Any] = self.inner.optimizer.param_groups[0]
+        return group
+
+    def _view(self, key: str, part: Weight) -> torch.Tensor:
+        return self._flat[key][part.own_at : part.own_at + part.end - part.start]
+
+    def local_parameters(
+        self, assign_slices: Callable[[Sequence[int], int], list[list[tuple[int, int]]]]
+    ) -> list[LocalParameter]:
+        """Return the parameters as `state.parameters.local_parameters` does."""
+        places, slices = self.shape.places(self.rank), {}
+        for is_expert, place in ((False, places.dp), (True, places.expt_dp)):
+            shared = [each for each in self.parts if each.is_expert == is_expert]
+            own = assign_slices([each.size for each in shared], place.size)[place.rank]
+            slices.update({each.name: slice_ for each, slice_ in zip(shared, own, strict=True)})
+        found = []
+        for part, master in zip(self.parts, self.group["params"], strict=True):
+            live = torch.nn.Parameter(
+                self.weights[part.at : part.at + part.size], requires_grad=False
+            )
+            start, end = (part.start, part.end) if self.shape.is_sharded else slices[part.name]
+            found.append(
+                LocalParameter(
+                    unit=part.unit,
+                    name=part.name,
+                    entry=ParameterEntry(shape=(part.size,)),
+                    parameter=live,
+                    start=start,
+                    end=end,
+                    optimizer=self.inner,
+                    master=master,
+                    is_sharded=self.shape.is_sharded,
+                    is_expert=part.is_expert,
+                )
+            )
+        return found
+
+    def refresh(self) -> None:
+        """Make this rank's slices of the weights from its masters."""
+        sources, targets = _moves(self.shape, self.rank, self.rank)
+        self.weights[targets] = self._flat["param"].to(torch.bfloat16)[sources]
+
+    def own_weights(self) -> bytes:
+        """Return this rank's slices of the weights."""
+        sources, targets = _moves(self.shape, self.rank, self.rank)
+        own = torch.empty(len(self._flat["param"]), dtype=torch.bfloat16)
+        own[sources] = self.weights[targets]
+        return own.view(torch.uint8).numpy().tobytes()
+
+    def sync(self) -> None:
+        """Get the other slices of the weights. Called by all ranks of a stage."""
+        if not self.shape.is_sharded or self.shape.dp == 1:
+            return
+        everyone = self._gather(self.own_weights())
+        for source, content in zip(
+            self.shape.ranks_of(self.shape.stage_of(self.rank)), everyone, strict=True
+        ):
+            if source != self.rank and content:
+                theirs = torch.frombuffer(bytearray(content), dtype=torch.bfloat16)
+                taken, placed = _moves(self.shape, source, self.rank)
+                self.weights[placed] = theirs[taken]
+
+    # One iteration
+
+    def forward(self) -> bytes:
+        """Return what this rank tells the others: it depends on all that the forward pass reads."""
+        self.draws = (self.draws * 6364136223846793005 + 1442695040888963407) & _MASK
+        read = xxhash.xxh3_64(self._weight_bytes)
+        read.update(self.bias.numpy())
+        read.update(struct.pack("<QQ", self.draws, self.consumed))
+        return read.digest()
+
+    def total_norm(self, shares: Sequence[bytes]) -> float:
+        """Return the norm that all ranks' gradients have together."""
+        return xxhash.xxh3_64_intdigest(b"".join(shares)) % 10_000 / 10_000
+
+    def norm_share(self) -> bytes:
+        """Return this rank's share of the norm, for which units that are frozen lack what is needed."""
+        self._adopt()
+        share = xxhash.xxh3_64(self._arrays["exp_avg"])
+        share.update(self._arrays["param"])
+        return share.digest()
+
+    def backward(self, everyone: Sequence[bytes]) -> int:
+        """Take what all ranks told; return the number that all gradients follow from."""
+        signal = xxhash.xxh3_64_intdigest(b"".join(everyone))
+        generator = np.random.default_rng(signal ^ self.rank)
+        shape, count = self.shape, SAMPLES_PER_ITERATION * TOKENS_PER_SAMPLE
+        tokens = generator.multinomial(
+            count // shape.dp, [1 / shape.experts] * shape.experts, shape.layers
+        )
+        self.tokens = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
+        # The bias follows from the tokens of the whole stage, which each rank can work out.
+        bits = np.frombuffer(xxhash.xxh3_128_digest(struct.pack("<Q", signal)), dtype=np.uint8)
+        pushed = torch.from_numpy(np.resize(bits, self.bias.shape).astype(np.float32))
+        self.bias += (pushed - 128) / 4096
+        return signal
+
+    def is_skipped(self, signal: int) -> bool:
+        """Return whether gradients overflow."""
+        return self.shape.skips and signal % _SKIPS_ONE_OF == 0
+
+    def step(self, signal: int, grad_norm: float, frozen: Collection[UnitId] = ()) -> None:
+        """Make the optimizer's step.
+
+        Args:
+            frozen: units that stay as they are.
+        """
+        self._adopt(frozen, creates=True)
+        self.group["step"] += 1
+        self.group["lr"] = 0.05 / (1 + 0.01 * self.scheduler.num_steps)
+        _, first, second = _own_constants(self.shape, self.rank)
+        factors = [((signal >> shift) & 0xFFFF) / 65536 - 0.5 for shift in (0, 16)]
+        rate = np.float32(self.group["lr"] / (1 + 0.001 * self.group["step"]))
+        for low, high in self._active(frozen):
+            gradient = first[low:high] * np.float32(factors[0])
+            gradient += second[low:high] * np.float32(factors[1])
+            gradient /= np.float32(1 + grad_norm)
+            average, square = self._arrays["exp_avg"], self._arrays["exp_avg_sq"]
+            average[low:high] = average[low:high] * np.float32(0.9) + gradient * np.float32(0.1)
+            square[low:high] = square[low:high] * np.float32(0.99) + gradient**2
+            moved = average[low:high] / (np.sqrt(square[low:high]) + np.float32(1e-3))
+            self._arrays["param"][low:high] -= rate * moved
+        self.scheduler.num_steps += SAMPLES_PER_ITERATION
+
+    def _active(self, frozen: Collection[UnitId]) -> list[tuple[int, int]]:
+        if not frozen:
+            return [(0, len(self._flat["param"]))]
+        return [
+            (each.own_at, each.own_at + each.end - each.start)
+            for each in self.parts
+            if each.unit not in frozen
+        ]
+
+    def _adopt(self, frozen: Collection[UnitId] = (), *, creates: bool = False) -> None:
+        """Have the moments in one row again, where a restore may have made others."""
+        state = self.inner.optimizer.state
+        for part, master in zip(self.parts, self.group["params"], strict=True):
+            if part.unit in frozen:
+                continue
+            own = state[master] if creates else state.get(master, {})
+            for key in ("exp_avg", "exp_avg_sq"):
+                view, found = self._view(key, part), own.get(key)
+                if found is None:
+                    view.zero_()
+                elif found.data_ptr() != view.data_ptr():
+                    view.copy_(found)
+                if found is not None or creates:
+                    own[key] = view
+
+    # The whole state
+
+    def digest(self) -> str:
+        """Return a checksum of everything."""
+        state = xxhash.xxh3_128(self._weight_bytes)
+        for part, master in zip(self.parts, self.group["params"], strict=True):
+            state.update(master.numpy())
+            own = self.inner.optimizer.state.get(master, {})
+            for key in ("exp_avg", "exp_avg_sq"):
+                state.update(own[key].numpy() if key in own else part.name.encode())
+        state.update(self.bias.numpy())
+        values = (self.draws, self.consumed, self.scheduler.num_steps, self.group["step"])
+        state.update(struct.pack("<4Qd", *values, self.group["lr"]))
+        return str(state.hexdigest())
+
+    def unit_digest(self, unit: UnitId) -> str:
+        """Return a checksum of this rank's part of a unit's masters and moments."""
+        state = xxhash.xxh3_64()
+        for part, master in zip(self.parts, self.group["params"], strict=True):
+            if part.unit == unit:
+                own = self.inner.optimizer.state.get(master, {})
+                for tensor in (master, own.get("exp_avg"), own.get("exp_avg_sq")):
+                    state.update(b"" if tensor is None else tensor.numpy())
+        return str(state.hexdigest())
+
+    def resume(self, record: IterationRecord) -> None:
+        """Set the loop's counters as a record has them; `put_draws` sets the random numbers."""
+        self.consumed = record.consumed_train_samples

@@ -1,0 +1,185 @@
+"""Promises of the product, checked over the starts of a simulated job.
+
+Each violation is a sentence. The promises are those of the documentation: state is exact, nothing damaged or
+half-written is used, what was acknowledged survives the failures that it is protected against, the newest
+usable state is chosen, refusals are true, and everything comes to an end.
+"""
+
+from dataclasses import dataclass, field
+
+from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.strategies import registry
+from tests.simulation.collectives import CollectiveError
+from tests.simulation.job import Job, Start, undisturbed
+from tests.simulation.left import Left, look
+from tests.simulation.rank import Life
+
+_REFUSALS = (ConfigError, UnrecoverableError)
+
+
+@dataclass
+class Floors:
+    """Iterations that must not be lost.
+
+    Attributes:
+        memory: as long as no node loses its memory.
+        protected: as long as one node loses its memory, and none before.
+        storage: whatever happens to the nodes.
+    """
+
+    memory: int = 0
+    protected: int = 0
+    storage: int = 0
+
+    def lose_node(self) -> None:
+        """A node's memory is gone."""
+        self.memory, self.protected = max(self.protected, self.storage), self.storage
+
+    def lose_memory(self) -> None:
+        """The memory of all nodes is gone, or damaged."""
+        self.memory = self.protected = self.storage
+
+    def lose_storage(self) -> None:
+        """Storage is damaged."""
+        self.storage = 0
+
+    @property
+    def highest(self) -> int:
+        """The iteration that the next start must recover at least."""
+        return max(self.memory, self.storage)
+
+
+@dataclass
+class Oracle:
+    """Judge of one job.
+
+    Attributes:
+        is_damaged: whether bits of state have been changed.
+        has_strangers: whether a node has come back with old memory, so that branches exist.
+        is_disturbed: whether a fault has happened in the start that runs.
+        is_refused: whether a start has refused, as it may: there is no way on.
+        violations: sentences.
+    """
+
+    job: Job
+    floors: Floors = field(default_factory=Floors)
+    is_damaged: bool = False
+    has_strangers: bool = False
+    is_disturbed: bool = False
+    is_refused: bool = False
+    violations: list[str] = field(default_factory=list)
+    left: Left | None = None
+
+    def lose_node(self) -> None:
+        """A node has lost its memory, and is not known to have it back before the next checkpoint."""
+        self.floors.lose_node()
+
+    def lose_memory(self) -> None:
+        """All nodes have lost their memory, or some of it is damaged."""
+        self.floors.lose_memory()
+
+    def lose_storage(self) -> None:
+        """Storage is damaged."""
+        self.floors.lose_storage()
+        self.is_damaged = True
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the strategy promises the digest of no failure."""
+        return registry.chosen(self.job.training.config).is_exact
+
+    def _fail(self, start: Start, what: str) -> None:
+        self.violations.append(f"start {start.number}: {what}")
+
+    def before_start(self) -> None:
+        """Look at what the dead processes have left."""
+        self.is_disturbed = False
+        self.left = look(self.job.root, self.job.setup.shape.num_ranks)
+
+    def after_start(self, start: Start, *, has_ended: bool) -> None:
+        """Judge a start that is over."""
+        if not has_ended:
+            alive = [repr(each) for each in start.processes if each.is_alive]
+            self._fail(start, f"hangs: {', '.join(alive)} at {self.job.world.kernel.now:.0f} s")
+            return
+        for life in start.lives:
+            self._check_state(start, life)
+            self._check_recovery(start, life)
+            self._check_error(start, life)
+        if not self.is_disturbed:
+            self._check_is_quiet(start)
+        self._raise_floors(start)
+        if start.has_ended_well:
+            self._check_end(start)
+
+    def _check_state(self, start: Start, life: Life) -> None:
+        if not self.is_exact:
+            return
+        training = self.job.training
+        truth = undisturbed(training.shape, training.iterations, training.first)[life.rank]
+        wrong = [at for at, digest in life.digests.items() if digest != truth[at]]
+        if wrong:
+            self._fail(start, f"rank {life.rank} has a wrong state at iteration {wrong[0]}")
+
+    def _check_recovery(self, start: Start, life: Life) -> None:
+        if life.outcome is None or self.left is None:
+            return
+        found, newest = life.outcome.iteration, self.left.newest
+        where = f"rank {life.rank} recovered iteration {found}"
+        if found < self.floors.highest:
+            self._fail(start, f"{where}, and {self.floors.highest} was acknowledged")
+        if self.has_strangers or newest is None:
+            return
+        if found < newest or (found > newest and not self.is_damaged):
+            self._fail(start, f"{where}, and {newest} is the newest that is left")
+
+    def _check_error(self, start: Start, life: Life) -> None:
+        error = life.error
+        if error is None or (isinstance(error, CollectiveError) and self.is_disturbed):
+            return
+        what = f"rank {life.rank} ended with {type(error).__name__}: {error}"
+        if not isinstance(error, _REFUSALS):
+            self._fail(start, what)
+            return
+        if self.is_disturbed:
+            return  # what disturbs it may be what it refuses
+        assert self.left is not None
+        if self.left.newest is not None and not self.has_strangers:
+            self._fail(start, f"{what}; but iteration {self.left.newest} is intact")
+        elif not self.left.has_any:
+            self._fail(start, f"{what}; but there is nothing to refuse")
+        else:
+            self.is_refused = True
+
+    def _check_is_quiet(self, start: Start) -> None:
+        """Nothing may go wrong where nothing disturbs a start."""
+        for life in start.lives:
+            wrong = [each for _, each in life.reports if each.event == "degraded"]
+            if wrong:
+                self._fail(start, f"rank {life.rank} reports {wrong[0].fields}, undisturbed")
+        if not start.has_ended_well and not self.is_refused:
+            codes = [each.exit_code for each in start.processes]
+            self._fail(start, f"ended with {codes}, undisturbed")
+
+    def _raise_floors(self, start: Start) -> None:
+        floors, lives = self.floors, start.lives
+        recovered = {life.outcome.iteration for life in lives if life.outcome is not None}
+        floors.memory = max(floors.memory, *recovered, *(life.complete for life in lives), 0)
+        protected = [life.replicated for life in lives]
+        both = set.intersection(*protected) if self.job.setup.nodes > 1 else set()
+        floors.protected = max(floors.protected, *both, floors.storage)
+        floors.storage = max(floors.storage, *(life.confirmed for life in lives))
+
+    def _check_end(self, start: Start) -> None:
+        setup, root = self.job.setup, self.job.root
+        if not all(life.is_saved for life in start.lives):
+            if not self.is_disturbed:
+                self._fail(start, "the last state is not where it should be, undisturbed")
+            return
+        if setup.persist_interval:
+            left = look(root, setup.shape.num_ranks)
+            if left.newest != setup.iterations and not self.is_disturbed:
+                self._fail(start, f"storage ends with iteration {left.newest}")
+        memory = [each for each in (root / "memory").glob("job/node-*/rank_*") if each.is_dir()]
+        if memory and not self.has_strangers and not self.is_disturbed:
+            self._fail(start, f"{memory[0].name} is still in memory")

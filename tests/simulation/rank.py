@@ -1,0 +1,279 @@
+"""The main thread of a simulated rank: it starts checkpointing, trains, and ends as a program of a user does.
+
+It stands for the program and for megatron/fault_tolerance, whose seams call the same functions of moe_ft at
+the same moments.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.background import Report
+from moe_ft.faults import Phase
+from moe_ft.planning.experts import ExpertFacts
+from moe_ft.recovery import meet
+from moe_ft.recovery.failure_causes import is_not_finite
+from moe_ft.recovery.facts import JobFacts
+from moe_ft.recovery.outcome import Outcome
+from moe_ft.recovery.replay import Conversion
+from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.start import start
+from moe_ft.state import record as records
+from moe_ft.state.record import IterationFacts
+from tests.simulation.active import Patches, World
+from tests.simulation.model import SAMPLES_PER_ITERATION, TOKENS_PER_SAMPLE, Model, Shape
+
+COLLECTIVE_TIMEOUT_S = 60.0
+ITERATION_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What the ranks of a job train."""
+
+    shape: Shape
+    iterations: int
+    config: MoeFtConfig
+    first: str = "seed"
+
+
+@dataclass(kw_only=True)
+class Life:
+    """Life of one rank in one start, as an observer sees it.
+
+    Attributes:
+        outcome: of the recovery, once it is over.
+        replayed: iterations that were replayed.
+        digests: of the state after each iteration, the recovered state included.
+        tokens: ``[layer, expert]`` of this rank by the iteration that they led to.
+        reports: what the engine has reported, with the iteration at which that was seen.
+        complete: newest iteration that this rank knows all ranks to have in memory.
+        replicated: iterations that all peers of this rank have.
+        confirmed: newest iteration that this rank knows to be a checkpoint on storage.
+        error: what has ended the rank.
+        is_saved: whether training has ended and its last state is where it should be; None before.
+    """
+
+    rank: int
+    outcome: Outcome | None = None
+    replayed: int = 0
+    digests: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, np.ndarray] = field(default_factory=dict)
+    reports: list[tuple[int, Report]] = field(default_factory=list)
+    complete: int = 0
+    replicated: set[int] = field(default_factory=set)
+    confirmed: int = 0
+    error: BaseException | None = None
+    is_saved: bool | None = None
+
+
+class Rank:
+    """One rank in one start."""
+
+    def __init__(self, world: World, training: Training, life: Life) -> None:
+        self._world, self._training, self._life = world, training, life
+        self._shape, self._rank = training.shape, life.rank
+        self._running: Checkpointing | None = None
+        self._is_replaying = False
+        self._model: Model
+        self._everyone: Any
+
+    def run(self) -> None:
+        """Train until the end; the process then ends by itself."""
+        code = 1
+        try:
+            self._setup()
+            self._train()
+            code = 0
+        except Exception as error:
+            self._life.error = error
+            if self._running is not None and (self._is_replaying or is_not_finite(error)):
+                self._running.note_failure("recovery", error)
+        finally:
+            if self._running is not None:
+                is_over = code == 0 and self._may_lose_memory
+                self._running.close(removes_memory=is_over)
+        self._world.kernel.end(self._world.process, code)
+
+    def _setup(self) -> None:
+        shape, groups = self._shape, self._world.collectives
+        stage = shape.stage_of(self._rank)
+        self._everyone = groups.new_group(list(range(shape.num_ranks)))
+        dp_cp = groups.new_group(shape.ranks_of(stage))
+        expt_dp = groups.new_group(shape.expert_peers(self._rank))
+        gather = partial(groups.exchange, dp_cp, timeout_s=COLLECTIVE_TIMEOUT_S)
+        self._model = Model(shape, self._rank, gather, self._training.first)
+        self._world.process.local["model"] = self._model
+        self._may_lose_memory = False
+        facts = self._facts(dp_cp, expt_dp)
+        self._running = start(self._training.config, facts, self._model.built, self._pass_phase)
+        outcome = self._running.outcome
+        if outcome.record is not None:
+            self._model.consumed = outcome.record.consumed_train_samples
+            if (window := self._running.take_replay()) is not None:
+                self._replay(window)
+            _put_draws(self._model, outcome.record)
+        self._life.outcome = outcome
+        self._note(outcome.iteration)
+
+    def _facts(self, dp_cp: Any, expt_dp: Any) -> JobFacts:
+        shape, training = self._shape, self._training
+        pipeline = SimpleNamespace(size=lambda: shape.stages)
+        return JobFacts(
+            rank=self._rank,
+            world_size=shape.num_ranks,
+            stage=shape.stage_of(self._rank),
+            places=shape.places(self._rank),
+            groups=SimpleNamespace(dp_cp=dp_cp, expt_dp=expt_dp, pp=pipeline),
+            fingerprint={"--seed": training.first, "--num-layers": shape.layers},
+            replay_settings={},
+            experts=ExpertFacts(
+                num_experts=shape.experts,
+                ep_rank=self._rank % shape.ep,
+                ep_size=shape.ep,
+                tokens_per_sample=TOKENS_PER_SAMPLE,
+                planned_samples=training.iterations * SAMPLES_PER_ITERATION,
+                samples_per_iteration=SAMPLES_PER_ITERATION,
+            ),
+            iteration=0,
+            began_with="",
+            is_deterministic=True,
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+        )
+
+    def _pass_phase(self, phase: Phase, iteration: int) -> None:
+        self._world.kernel.event(f"phase {phase} of {iteration}")
+
+    def _note(self, iteration: int) -> None:
+        self._life.digests[iteration] = self._model.digest()
+
+    def _exchange(self, value: Any) -> list[Any]:
+        found: list[Any] = self._world.collectives.exchange(
+            self._everyone, value, timeout_s=COLLECTIVE_TIMEOUT_S
+        )
+        return found
+
+    # Iterations
+
+    def _train(self) -> None:
+        running, model = self._running, self._model
+        assert running is not None
+        iteration, facts = running.outcome.iteration, None
+        while iteration < self._training.iterations:
+            began_s = self._world.kernel.now
+            self._world.kernel.sleep(ITERATION_S * self._world.kernel.random.uniform(0.5, 1.5))
+            told = self._exchange((model.forward(), model.norm_share()))
+            signal = model.backward([each for each, _ in told])
+            grad_norm = None if model.is_skipped(signal) else model.total_norm([n for _, n in told])
+            self._world.kernel.event("before step")
+            if grad_norm is not None:
+                tokens = model.tokens if running.counted_layers else None
+                running.engine.before_step(tokens)
+                model.step(signal, grad_norm)
+                self._world.kernel.event("in step")
+                model.refresh()
+                model.sync()
+            model.consumed += SAMPLES_PER_ITERATION
+            iteration += 1
+            facts = self._iteration_facts(iteration, grad_norm)
+            self._note(iteration)
+            self._life.tokens[iteration] = model.tokens.numpy()
+            capture = partial(running.capture, facts)
+            seconds = self._world.kernel.now - began_s
+            running.engine.end_iteration(iteration, seconds, capture)
+            running.engine.drain(partial(self._report, iteration))
+            self._note_promises()
+        facts = facts or self._iteration_facts(iteration, None)
+        ending = running.finish(iteration, facts, partial(self._report, iteration))
+        self._note_promises()
+        self._life.is_saved = ending.is_saved
+        self._may_lose_memory = ending.may_lose_memory(is_complete=True)
+
+    def _note_promises(self) -> None:
+        assert self._running is not None
+        engine = self._running.engine
+        self._life.complete = engine._windows.complete_iteration or 0
+        confirmed = engine._storage._confirmed
+        self._life.confirmed = 0 if confirmed is None else confirmed.iteration
+
+    def _report(self, iteration: int, report: Report) -> None:
+        self._life.reports.append((iteration, report))
+        assert self._running is not None
+        peers = self._running.met.peers[self._rank]
+        if report.event == "replicate" and set(report.fields["peers"]) == set(peers):
+            self._life.replicated.add(report.iteration)
+
+    def _iteration_facts(self, iteration: int, grad_norm: float | None) -> IterationFacts:
+        model = self._model
+        names = [f"layer.{each}" for each in self._layers]
+        return IterationFacts(
+            iteration=iteration,
+            grad_norm=grad_norm,
+            num_tokens=None,
+            consumed_train_samples=model.consumed,
+            consumed_valid_samples=0,
+            skipped_train_samples=0,
+            num_floating_point_operations=0.0,
+            num_microbatches=1,
+            tokens_per_expert=dict(zip(names, model.tokens, strict=True)),
+        )
+
+    @property
+    def _layers(self) -> range:
+        first = self._shape.stage_of(self._rank) * self._shape.layers
+        return range(first, first + self._shape.layers)
+
+    def _replay(self, window: Conversion) -> None:
+        """Run the iterations of a window again, with what only their records know."""
+        model, self._is_replaying = self._model, True
+        for position in range(window.num_replays):
+            before, after = window.records[position], window.records[position + 1]
+            model.consumed = before.consumed_train_samples
+            _put_draws(model, before)
+            signal = model.backward(self._exchange(model.forward()))
+            self._pass_phase(Phase.REPLAY, before.iteration)
+            if after.grad_norm is not None:
+                model.step(signal, float(after.grad_norm), window.frozen_units(position))
+                model.refresh()
+                model.sync()
+            model.consumed += SAMPLES_PER_ITERATION
+            window.load(position + 1)
+            self._life.replayed += 1
+        model.consumed = window.records[-1].consumed_train_samples
+        self._is_replaying = False
+
+
+def _put_draws(model: Model, record: records.IterationRecord) -> None:
+    content: torch.Tensor = records._from_json(record.rng["torch"])
+    model.draws = int.from_bytes(content.numpy().tobytes(), "little")
+
+
+def _capture_rng(world: World) -> dict[str, Any]:
+    """Return the random numbers of a rank in the form of those of a real one."""
+    draws = world.process.local["model"].draws.to_bytes(8, "little")
+    content = torch.frombuffer(bytearray(draws), dtype=torch.uint8)
+    return {
+        "python": (3, (1, 2), None),
+        "numpy": ("MT19937", np.zeros(1, dtype=np.uint32), 0, 0, 0.0),
+        "torch": content,
+        "device": content,
+        "tracker": {},
+    }
+
+
+def _local_parameters(
+    world: World, model: Any, optimizer: Any, places: Any, assign_slices: Callable[..., Any]
+) -> Any:
+    return world.process.local["model"].local_parameters(assign_slices)
+
+
+def install(patches: Patches) -> None:
+    """Have a start read the state of simulated models."""
+    patches.divert(meet, "local_parameters", _local_parameters)
+    patches.divert(records, "_capture_rng", _capture_rng)

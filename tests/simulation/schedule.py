@@ -1,0 +1,197 @@
+"""Schedules: the flags of a job and the faults that hit it, drawn from a seed."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tests.simulation.job import Setup
+
+# Faults while ranks run, each with its weight. `Fault.target` chooses a rank, a node or a pair of nodes.
+LIVE = {
+    "kill-rank": 10,
+    "kill-node": 3,
+    "kill-all": 3,
+    "lose-node": 5,
+    "kill-writer": 3,
+    "suspend-rank": 3,
+    "suspend-writer": 1,
+    "storage-error": 4,
+    "storage-full": 2,
+    "storage-slow": 2,
+    "storage-stuck": 2,
+    "memory-full": 2,
+    "memory-error": 1,
+    "partition": 2,
+    "network-stuck": 2,
+    "network-slow": 2,
+    "reset": 3,
+    "refuse": 1,
+    "wall-clock": 2,
+}
+# What happens between two starts.
+OFFLINE = {
+    "flip-memory": 3,
+    "flip-storage": 3,
+    "cut-memory": 1,
+    "cut-storage": 1,
+    "lose-node": 3,
+    "lose-all-memory": 2,
+    "power-loss": 4,
+    "set-aside": 2,
+    "bring-back": 3,
+    "move-ranks": 3,
+}
+ENDS_PROCESSES = ("kill-rank", "kill-node", "kill-all", "lose-node")
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault.
+
+    Attributes:
+        start: number of the start in which it happens.
+        event: after how many events of that start; -1 for before it.
+        target: which of those that it can hit.
+        amount: how long or how much, from 0 to 1.
+    """
+
+    kind: str
+    start: int
+    event: int = -1
+    target: int = 0
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        place = "before it" if self.event < 0 else f"event {self.event}"
+        return f"start {self.start}, {place}: {self.kind} {self.target} ({self.amount:.3f})"
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides a simulation.
+
+    Attributes:
+        switching: probability with which another thread runs after an event.
+    """
+
+    seed: int
+    setup: Setup
+    faults: tuple[Fault, ...]
+    switching: float = 0.2
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}, switching {self.switching}", f"  {self.setup}"]
+        return "\n".join([*lines, *(f"  {each}" for each in self.faults)])
+
+
+def draw(seed: int) -> Schedule:
+    """Return the schedule of a seed."""
+    rng = random.Random(f"schedule {seed}")
+    setup = _draw_setup(rng)
+    num_events = 150 * setup.shape.num_ranks * setup.iterations
+    faults: list[Fault] = []
+    number = 0
+    for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
+        num_here = rng.choice((1, 1, 1, 2, 3))
+        before = [_draw(rng, OFFLINE, number, lambda: -1)] if number and rng.random() < 0.4 else []
+        during = [
+            _draw(rng, LIVE, number, lambda: _draw_event(rng, num_events)) for _ in range(num_here)
+        ]
+        if not any(each.kind in ENDS_PROCESSES for each in during) and rng.random() < 0.8:
+            kills = dict.fromkeys(ENDS_PROCESSES, 1)
+            during.append(_draw(rng, kills, number, lambda: _draw_event(rng, num_events)))
+        faults += [*before, *sorted(during, key=lambda fault: fault.event)]
+        number += 1
+    switching = rng.choice((0.02, 0.1, 0.3, 0.6))
+    return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
+
+
+def _draw_event(rng: random.Random, num_events: int) -> int:
+    """Return when: anywhere, or soon, where a start recovers."""
+    return int(num_events * (rng.random() if rng.random() < 0.7 else 0.2 * rng.random()))
+
+
+def _draw(rng: random.Random, kinds: dict[str, int], start: int, event: Callable[[], int]) -> Fault:
+    kind = rng.choices(list(kinds), list(kinds.values()))[0]
+    return Fault(
+        kind=kind,
+        start=start,
+        event=event(),
+        target=rng.randrange(64),
+        amount=round(rng.random(), 3),
+    )
+
+
+def _draw_setup(rng: random.Random) -> Setup:
+    strategy = rng.choice(("dense", "dense", "sparse", "sparse", "partial"))
+    stages, dp = rng.choice(((1, 1), (1, 2), (1, 2), (2, 1), (2, 2)))
+    nodes = rng.choice([each for each in (1, 2, 2, 3) if each <= stages * dp])
+    ep = rng.choice([each for each in (1, 2) if dp % each == 0])
+    options: dict[str, Any] = {}
+    interval = "1"
+    if strategy == "sparse":
+        options = {"window": rng.choice(("1", "2", "3", "auto")), "max_window": 4}
+    elif strategy == "partial":
+        k = rng.choice((1, 2))
+        selection = rng.choice(("sequential", "load-aware"))
+        options = {"k_snapshot": str(k), "k_persist": rng.randint(1, k), "selection": selection}
+    else:
+        interval = rng.choice(("1", "1", "2", "auto"))
+    is_sharded = rng.random() < 0.7
+    return Setup(
+        stages=stages,
+        dp=dp,
+        ep=ep,
+        experts=rng.choice((2, 4)),
+        is_sharded=is_sharded,
+        skips=rng.random() < 0.3,
+        nodes=nodes,
+        iterations=rng.choice((4, 6, 8, 10)),
+        strategy=strategy,
+        options=options,
+        interval=interval,
+        sharding="equal" if is_sharded else rng.choice(("none", "equal")),
+        replication="auto" if nodes > 1 and rng.random() < 0.8 else "0",
+        persist_interval=rng.choice((0, 1, 1, 2)),
+        keep=rng.choice((1, 2)),
+        state_dtype="master=split" if rng.random() < 0.15 else "",
+    )
+
+
+def shrink(schedule: Schedule, fails: Callable[[Schedule], bool], tries: int = 200) -> Schedule:
+    """Return a smaller schedule that fails too: fewer faults, a simpler job."""
+    replace = msgspec.structs.replace
+    is_smaller = True
+    while is_smaller and tries > 0:
+        is_smaller = False
+        for candidate in _smaller(schedule, replace):
+            tries -= 1
+            if fails(candidate):
+                schedule, is_smaller = candidate, True
+                break
+            if tries <= 0:
+                break
+    return schedule
+
+
+def _smaller(schedule: Schedule, replace: Any) -> list[Schedule]:
+    found = [
+        replace(schedule, faults=schedule.faults[:place] + schedule.faults[place + 1 :])
+        for place in range(len(schedule.faults))
+    ]
+    setup = schedule.setup
+    simpler: list[dict[str, Any]] = [
+        {"stages": 1, "nodes": min(setup.nodes, setup.dp)},
+        {"skips": False},
+        {"state_dtype": ""},
+        {"is_sharded": True},
+        {"persist_interval": 0},
+        {"replication": "0"},
+        {"interval": "1"},
+        {"iterations": 4},
+        {"experts": 2},
+    ]
+    for changes in simpler:
+        if any(getattr(setup, name) != value for name, value in changes.items()):
+            found.append(replace(schedule, setup=replace(setup, **changes)))
+    return found

@@ -1,0 +1,122 @@
+"""Runs one schedule: the job with its faults, until training has ended, or may refuse to."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.simulation import collectives, files, network, processes, rank, threads
+from tests.simulation.active import Patches, active
+from tests.simulation.injection import Injection
+from tests.simulation.job import Job, make_world
+from tests.simulation.kernel import HangError
+from tests.simulation.oracle import Oracle
+from tests.simulation.schedule import Schedule
+
+_MORE_STARTS = 3  # after the last one with a fault; a state that fails twice is passed over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Result of a schedule.
+
+    Attributes:
+        violations: promises that were broken.
+        log: faults as they happened, and how each start began and ended.
+        num_events: events in all.
+        num_starts: starts of the job.
+        num_recoveries: starts that have recovered something.
+        trace: checksum of what happened, for comparing two runs of a seed.
+    """
+
+    violations: tuple[str, ...]
+    log: tuple[str, ...]
+    num_events: int
+    num_starts: int
+    num_recoveries: int
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Put the simulated operating system in the place of the real one, for simulated threads."""
+    patches = Patches()
+    try:
+        for module in (threads, files, processes, network, collectives, rank):
+            module.install(patches)
+        yield
+    finally:
+        patches.restore()
+
+
+def simulate(schedule: Schedule, folder: Path) -> Verdict:
+    """Run a schedule; everything is installed.
+
+    Args:
+        folder: on a tmpfs; is left as it was.
+    """
+    root = Path(tempfile.mkdtemp(prefix="simulation_", dir=folder))
+    world = make_world(schedule.seed, root, switching=schedule.switching)
+    job = Job(world, schedule.setup, root)
+    oracle = Oracle(job)
+    injection = Injection(job, oracle)
+    try:
+        with active(world):
+            try:
+                _run_starts(schedule, job, oracle, injection)
+            except HangError as error:
+                oracle.violations.append(f"does not end: {error}")
+            finally:
+                world.kernel.close()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    for thread, error in world.kernel.errors:
+        oracle.violations.append(f"{thread} ended with {type(error).__name__}: {error}")
+    return Verdict(
+        violations=tuple(oracle.violations),
+        log=tuple(injection.log),
+        num_events=world.kernel.num_events,
+        num_starts=len(job.starts),
+        num_recoveries=sum(
+            any(life.outcome is not None and life.outcome.record is not None for life in each.lives)
+            for each in job.starts
+        ),
+    )
+
+
+def _run_starts(schedule: Schedule, job: Job, oracle: Oracle, injection: Injection) -> None:
+    last = max((fault.start for fault in schedule.faults), default=0)
+    for number in range(last + 1 + _MORE_STARTS):
+        here = [fault for fault in schedule.faults if fault.start == number]
+        for fault in here:
+            if fault.event < 0:
+                injection.inflict(fault, None)
+        oracle.before_start()
+        start = job.start()
+        for fault in here:
+            if fault.event >= 0:
+                injection.arm(start, fault)
+        has_ended = job.run(start)
+        injection.log.append(_describe(start, job))
+        oracle.after_start(start, has_ended=has_ended)
+        if not has_ended:
+            return
+        if start.has_ended_well and number >= last:
+            return
+        if start.has_ended_well or oracle.is_refused:
+            return
+    oracle.violations.append("training does not end, although nothing disturbs it any more")
+
+
+def _describe(start, job) -> str:
+    recovered = [
+        None if life.outcome is None else (life.outcome.iteration, life.replayed)
+        for life in start.lives
+    ]
+    codes = [each.exit_code for each in start.processes]
+    last = [max(life.digests, default=None) for life in start.lives]
+    return (
+        f"{job.world.kernel.now:.3f} s: start {start.number} over: recovered {recovered}, "
+        f"trained to {last}, exit codes {codes}"
+    )
