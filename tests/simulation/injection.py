@@ -4,6 +4,7 @@ import errno
 from collections.abc import Callable
 
 from tests.simulation.job import Job, Start
+from tests.simulation.kernel import Process
 from tests.simulation.oracle import Oracle
 from tests.simulation.schedule import Fault
 
@@ -49,10 +50,12 @@ class Injection:
     def _other(self, fault: Fault) -> str:
         return f"node-{(fault.target + 1) % self._job.setup.nodes}"
 
-    @staticmethod
-    def _seconds(fault: Fault) -> float:
+    def _seconds(self, fault: Fault) -> float:
         """Return a duration between 10 ms and 100 s; all orders of magnitude are as likely."""
-        return float(10 ** (4 * fault.amount - 2))
+        seconds = float(10 ** (4 * fault.amount - 2))
+        until_s = self._kernel.now + seconds
+        self._oracle.disturbed_until_s = max(self._oracle.disturbed_until_s, until_s)
+        return seconds
 
     def _kill_nodes(self, start: Start | None, nodes: set[str]) -> None:
         for process in start.processes if start is not None else ():
@@ -85,7 +88,7 @@ class Injection:
         for process in self._writers(fault, start):
             self._kernel.suspend(process, self._seconds(fault))
 
-    def _writers(self, fault: Fault, start: Start | None) -> list:
+    def _writers(self, fault: Fault, start: Start | None) -> list[Process]:
         assert start is not None
         found = [each for rank in start.processes for each in rank.children if each.is_alive]
         return found[fault.target % len(found) :][:1] if found else []

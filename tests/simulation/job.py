@@ -1,7 +1,5 @@
 """A job of simulated ranks: its nodes, its launcher, and its starts until training has ended."""
 
-import itertools
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,18 +8,17 @@ from typing import Any
 
 import msgspec
 
-from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
 from moe_ft.config.precision import PrecisionConfig
-from moe_ft.config.config import MemoryConfig, RecoveryConfig, StorageConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.strategies import registry
-from tests.simulation.active import Patches, World, active
+from tests.simulation.active import World
 from tests.simulation.collectives import Collectives
 from tests.simulation.files import Files
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.model import SAMPLES_PER_ITERATION, Model, Shape
 from tests.simulation.network import Network
-from tests.simulation.rank import COLLECTIVE_TIMEOUT_S, Life, Rank, Training
+from tests.simulation.rank import Life, Rank, Training
 
 START_DEADLINE_S = 1800.0
 

@@ -56,7 +56,8 @@ class Oracle:
     Attributes:
         is_damaged: whether bits of state have been changed.
         has_strangers: whether a node has come back with old memory, so that branches exist.
-        is_disturbed: whether a fault has happened in the start that runs.
+        is_disturbed: whether a fault has happened in the start that runs, or has not ended before it.
+        disturbed_until_s: when the last fault ends.
         is_refused: whether a start has refused, as it may: there is no way on.
         violations: sentences.
     """
@@ -66,6 +67,7 @@ class Oracle:
     is_damaged: bool = False
     has_strangers: bool = False
     is_disturbed: bool = False
+    disturbed_until_s: float = 0.0
     is_refused: bool = False
     violations: list[str] = field(default_factory=list)
     left: Left | None = None
@@ -93,7 +95,7 @@ class Oracle:
 
     def before_start(self) -> None:
         """Look at what the dead processes have left."""
-        self.is_disturbed = False
+        self.is_disturbed = self.job.world.kernel.now < self.disturbed_until_s
         self.left = look(self.job.root, self.job.setup.shape.num_ranks)
 
     def after_start(self, start: Start, *, has_ended: bool) -> None:

@@ -18,8 +18,8 @@ from moe_ft.engine.background import Report
 from moe_ft.faults import Phase
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery import meet
-from moe_ft.recovery.failure_causes import is_not_finite
 from moe_ft.recovery.facts import JobFacts
+from moe_ft.recovery.failure_causes import is_not_finite
 from moe_ft.recovery.outcome import Outcome
 from moe_ft.recovery.replay import Conversion
 from moe_ft.recovery.running import Checkpointing

@@ -90,8 +90,7 @@ def draw(seed: int) -> Schedule:
     setup = _draw_setup(rng)
     num_events = 150 * setup.shape.num_ranks * setup.iterations
     faults: list[Fault] = []
-    number = 0
-    for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
+    for number in range(rng.choice((1, 1, 2, 2, 3, 4))):
         num_here = rng.choice((1, 1, 1, 2, 3))
         before = [_draw(rng, OFFLINE, number, lambda: -1)] if number and rng.random() < 0.4 else []
         during = [
@@ -101,7 +100,6 @@ def draw(seed: int) -> Schedule:
             kills = dict.fromkeys(ENDS_PROCESSES, 1)
             during.append(_draw(rng, kills, number, lambda: _draw_event(rng, num_events)))
         faults += [*before, *sorted(during, key=lambda fault: fault.event)]
-        number += 1
     switching = rng.choice((0.02, 0.1, 0.3, 0.6))
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.simulation import collectives, files, network, processes, rank, threads
 from tests.simulation.active import Patches, active
 from tests.simulation.injection import Injection
-from tests.simulation.job import Job, make_world
+from tests.simulation.job import Job, Start, make_world
 from tests.simulation.kernel import HangError
 from tests.simulation.oracle import Oracle
 from tests.simulation.schedule import Schedule
@@ -28,7 +28,6 @@ class Verdict:
         num_events: events in all.
         num_starts: starts of the job.
         num_recoveries: starts that have recovered something.
-        trace: checksum of what happened, for comparing two runs of a seed.
     """
 
     violations: tuple[str, ...]
@@ -109,7 +108,7 @@ def _run_starts(schedule: Schedule, job: Job, oracle: Oracle, injection: Injecti
     oracle.violations.append("training does not end, although nothing disturbs it any more")
 
 
-def _describe(start, job) -> str:
+def _describe(start: Start, job: Job) -> str:
     recovered = [
         None if life.outcome is None else (life.outcome.iteration, life.replayed)
         for life in start.lives
