@@ -1,4 +1,4 @@
-"""State that dead processes have left, read by rules of its own: what is intact, and what a start must recover.
+"""State that dead processes have left: what of it is intact, and what a start must recover, by rules of its own.
 
 It shares the decoding of indexes and manifests with the product, and nothing else.
 """
