@@ -146,7 +146,7 @@ class Job:
                 "TORCHELASTIC_RESTART_COUNT": str(number),
             }
             process = self.world.kernel.make_process(f"rank-{rank}", node, environ)
-            process.local.update(rank=rank, start=number)
+            self.world.collectives.join(process, rank=rank, start=number, world_size=count)
             process.at_death.append(lambda: self._note_death(started))
             started.processes.append(process)
         for rank, process in enumerate(started.processes):
@@ -178,11 +178,12 @@ class Job:
 def make_world(seed: int | str, root: Path, *, switching: float = 0.2) -> World:
     """Return a world whose files are below a directory."""
     kernel = Kernel(seed, switching=switching)
+    network = Network(kernel)
     return World(
         kernel=kernel,
         files=Files(kernel, root),
-        network=Network(kernel),
-        collectives=Collectives(kernel),
+        network=network,
+        collectives=Collectives(kernel, network),
     )
 
 

@@ -103,10 +103,11 @@ class Rank:
 
     def _setup(self) -> None:
         shape, groups = self._shape, self._world.collectives
-        stage = shape.stage_of(self._rank)
-        self._everyone = groups.new_group(list(range(shape.num_ranks)))
-        dp_cp = groups.new_group(shape.ranks_of(stage))
-        expt_dp = groups.new_group(shape.expert_peers(self._rank))
+        stage, process = shape.stage_of(self._rank), self._world.process
+        self._everyone = groups.new_group(process, None, COLLECTIVE_TIMEOUT_S)
+        dp_cp = groups.new_group(process, shape.ranks_of(stage), COLLECTIVE_TIMEOUT_S)
+        peers = shape.expert_peers(self._rank)
+        expt_dp = groups.new_group(process, peers, COLLECTIVE_TIMEOUT_S)
         gather = partial(groups.exchange, dp_cp, timeout_s=COLLECTIVE_TIMEOUT_S)
         self._model = Model(shape, self._rank, gather, self._training.first)
         self._world.process.local["model"] = self._model
