@@ -417,10 +417,17 @@ class Model:
 
     # The whole state
 
-    def digest(self) -> str:
-        """Return a checksum of everything."""
-        state = xxhash.xxh3_128(self._weight_bytes)
+    @property
+    def experts(self) -> list[UnitId]:
+        """The experts of this rank."""
+        return [each.unit for each in self.parts if each.is_expert]
+
+    def digest(self, *, leaves_out_experts: bool = False) -> str:
+        """Return a checksum of everything, or of everything but the experts."""
+        state = xxhash.xxh3_128(b"" if leaves_out_experts else self._weight_bytes)
         for part, master in zip(self.parts, self.group["params"], strict=True):
+            if leaves_out_experts and part.is_expert:
+                continue
             state.update(master.numpy())
             own = self.inner.optimizer.state.get(master, {})
             for key in ("exp_avg", "exp_avg_sq"):

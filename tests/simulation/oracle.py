@@ -11,6 +11,7 @@ from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.strategies import registry
 from tests.simulation.job import Job, Start, undisturbed
 from tests.simulation.left import Left, look
+from tests.simulation.lossy import Recount
 from tests.simulation.rank import Life
 
 _REFUSALS = (ConfigError, UnrecoverableError)
@@ -71,6 +72,9 @@ class Oracle:
     violations: list[str] = field(default_factory=list)
     left: Left | None = None
 
+    def __post_init__(self) -> None:
+        self.recount = Recount(self.job.setup.shape)
+
     def lose_node(self) -> None:
         """A node has lost its memory, and is not known to have it back before the next checkpoint."""
         self.floors.lose_node()
@@ -103,6 +107,9 @@ class Oracle:
             alive = [repr(each) for each in start.processes if each.is_alive]
             self._fail(start, f"hangs: {', '.join(alive)} at {self.job.world.kernel.now:.0f} s")
             return
+        if not self.is_exact:
+            for what in self.recount.check(start.lives):
+                self._fail(start, what)
         for life in start.lives:
             self._check_state(start, life)
             self._check_recovery(start, life)

@@ -26,6 +26,7 @@ from moe_ft.recovery.running import Checkpointing
 from moe_ft.recovery.start import start
 from moe_ft.state import record as records
 from moe_ft.state.record import IterationFacts
+from moe_ft.strategies import registry
 from tests.simulation.active import Patches, World
 from tests.simulation.model import SAMPLES_PER_ITERATION, TOKENS_PER_SAMPLE, Model, Shape
 
@@ -51,7 +52,9 @@ class Life:
         outcome: of the recovery, once it is over.
         replayed: iterations that were replayed.
         digests: of the state after each iteration, the recovered state included.
-        tokens: ``[layer, expert]`` of this rank by the iteration that they led to.
+        tokens: ``[layer, expert]`` of this rank by the iteration that they led to, unless it was skipped.
+        units: checksums of the rank's experts, by iteration and unit; for a lossy strategy alone, as `rests`.
+        rests: checksums of everything else, by iteration.
         reports: what the engine has reported, with the iteration at which that was seen.
         complete: newest iteration that this rank knows all ranks to have in memory.
         replicated: iterations that all peers of this rank have.
@@ -65,6 +68,8 @@ class Life:
     replayed: int = 0
     digests: dict[int, str] = field(default_factory=dict)
     tokens: dict[int, np.ndarray] = field(default_factory=dict)
+    units: dict[int, dict[str, str]] = field(default_factory=dict)
+    rests: dict[int, str] = field(default_factory=dict)
     reports: list[tuple[int, Report]] = field(default_factory=list)
     complete: int = 0
     replicated: set[int] = field(default_factory=set)
@@ -81,6 +86,7 @@ class Rank:
         self._shape, self._rank = training.shape, life.rank
         self._running: Checkpointing | None = None
         self._is_replaying = False
+        self._is_exact = registry.chosen(training.config).is_exact
         self._model: Model
         self._everyone: Any
 
@@ -152,7 +158,11 @@ class Rank:
         self._world.kernel.event(f"phase {phase} of {iteration}")
 
     def _note(self, iteration: int) -> None:
-        self._life.digests[iteration] = self._model.digest()
+        model = self._model
+        self._life.digests[iteration] = model.digest()
+        if not self._is_exact:
+            self._life.units[iteration] = {str(u): model.unit_digest(u) for u in model.experts}
+            self._life.rests[iteration] = model.digest(leaves_out_experts=True)
 
     def _exchange(self, value: Any) -> list[Any]:
         found: list[Any] = self._world.collectives.exchange(
@@ -184,7 +194,8 @@ class Rank:
             iteration += 1
             facts = self._iteration_facts(iteration, grad_norm)
             self._note(iteration)
-            self._life.tokens[iteration] = model.tokens.numpy()
+            if grad_norm is not None:
+                self._life.tokens[iteration] = model.tokens.numpy()
             capture = partial(running.capture, facts)
             seconds = self._world.kernel.now - began_s
             running.engine.end_iteration(iteration, seconds, capture)

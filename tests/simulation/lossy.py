@@ -1,0 +1,118 @@
+"""Second count of what lossy recoveries lose, from the states that experts had and the tokens they got.
+
+It knows nothing of how a strategy chooses experts. It finds out which state each expert has come back with by
+the bits of that state, and counts the tokens between that and the iteration where training continues.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from moe_ft.units import UnitId, UnitKind
+from tests.simulation.model import Shape, weights_of
+from tests.simulation.rank import Life
+
+Expert = tuple[int, int]  # layer, number
+
+
+@dataclass(frozen=True)
+class Version:
+    """State that an expert had at some time.
+
+    Attributes:
+        iteration: of the state.
+        missing: iterations whose updates it lacks, with the tokens that it got in them.
+    """
+
+    iteration: int = 0
+    missing: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Recount:
+    """Count of one job.
+
+    Attributes:
+        routed: tokens by expert and the iteration that they led to, in the branch that is alive.
+        known: versions by rank, unit and the bits of the rank's part.
+        rests: checksums of everything but the experts, by rank and iteration.
+    """
+
+    shape: Shape
+    routed: dict[Expert, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    known: dict[tuple[int, str, str], Version] = field(default_factory=dict)
+    rests: dict[tuple[int, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    missing: dict[Expert, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+
+    def check(self, lives: list[Life]) -> Iterator[str]:
+        """Yield what is wrong with what the ranks of a start have recovered, and follow their training."""
+        recovered = [life for life in lives if life.outcome is not None]
+        if len(recovered) == len(lives) and lives[0].outcome is not None:
+            yield from self._check_recovery(lives, lives[0].outcome.iteration)
+        self._follow(lives)
+
+    def _check_recovery(self, lives: list[Life], iteration: int) -> Iterator[str]:
+        outcome = lives[0].outcome
+        assert outcome is not None
+        if outcome.record is None:
+            self.routed.clear()
+            self.missing.clear()
+            return
+        for expert in list(self.routed):
+            tokens = self.routed[expert].items()
+            self.routed[expert] = {at: count for at, count in tokens if at <= iteration}
+        for life in lives:
+            if life.rests[iteration] not in self.rests[life.rank, iteration]:
+                yield f"rank {life.rank} has recovered a state that never was at {iteration}"
+        found: dict[Expert, Version] = {}
+        for life in lives:
+            for name, bits in life.units[iteration].items():
+                unit = _unit(self.shape, life.rank, name)
+                version = self.known.get((life.rank, name, bits))
+                if version is None:
+                    yield f"rank {life.rank} has recovered {name} in a state that it never had"
+                    continue
+                other = found.setdefault((unit.layer, unit.expert), version)
+                if other.iteration != version.iteration:
+                    yield f"ranks have recovered {name} of {version.iteration} and {other.iteration}"
+        self.missing = defaultdict(dict)
+        for expert, version in found.items():
+            kept = {at: count for at, count in version.missing.items() if at <= iteration}
+            tokens = self.routed[expert].items()
+            lost = {at: count for at, count in tokens if version.iteration < at <= iteration}
+            self.missing[expert] = {**kept, **lost}
+        total = sum(sum(each.values()) for each in self.missing.values())
+        said = outcome.loss.total_lost_tokens if outcome.loss is not None else None
+        if said != total:
+            yield f"said that {said} tokens are lost, and {total} are"
+
+    def _follow(self, lives: list[Life]) -> None:
+        """Note the states and the tokens of a start."""
+        for life in lives:
+            stage = self.shape.stage_of(life.rank)
+            for at, tokens in life.tokens.items():
+                for layer, row in enumerate(tokens):
+                    for number, count in enumerate(row.tolist()):
+                        expert = stage * self.shape.layers + layer, number
+                        if life.rank % self.shape.dp == 0:
+                            self.routed[expert][at] = 0
+                        self.routed[expert][at] += count
+        for life in lives:
+            for at, rest in life.rests.items():
+                self.rests[life.rank, at].add(rest)
+            for at, units in life.units.items():
+                for name, bits in units.items():
+                    unit = _unit(self.shape, life.rank, name)
+                    missing = self.missing[unit.layer, unit.expert]
+                    version = Version(
+                        at, {each: count for each, count in missing.items() if each <= at}
+                    )
+                    self.known.setdefault((life.rank, name, bits), version)
+
+
+def _unit(shape: Shape, rank: int, name: str) -> UnitId:
+    return next(
+        each.unit
+        for each in weights_of(shape, rank)
+        if each.unit.kind is UnitKind.EXPERT and str(each.unit) == name
+    )
