@@ -16,9 +16,10 @@ from tests.simulation.active import World
 from tests.simulation.collectives import Collectives
 from tests.simulation.files import Files
 from tests.simulation.kernel import Kernel, Process
-from tests.simulation.model import SAMPLES_PER_ITERATION, Model, Shape
+from tests.simulation.model import SAMPLES_PER_ITERATION, Model
 from tests.simulation.network import Network
 from tests.simulation.rank import Life, Rank, Training
+from tests.simulation.shape import Shape
 
 START_DEADLINE_S = 1800.0
 

@@ -1,4 +1,4 @@
-"""State that dead processes have left: what of it is intact, and what a start must recover, by rules of its own.
+"""State that dead processes have left: what is intact, and what a start must recover, by own rules.
 
 It shares the decoding of indexes and manifests with the product, and nothing else.
 """

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from moe_ft.units import UnitId, UnitKind
-from tests.simulation.model import Shape, weights_of
 from tests.simulation.rank import Life
+from tests.simulation.shape import Shape, weights_of
 
 Expert = tuple[int, int]  # layer, number
 
@@ -65,16 +65,7 @@ class Recount:
             if life.rests[iteration] not in self.rests[life.rank, iteration]:
                 yield f"rank {life.rank} has recovered a state that never was at {iteration}"
         found: dict[Expert, Version] = {}
-        for life in lives:
-            for name, bits in life.units[iteration].items():
-                unit = _unit(self.shape, life.rank, name)
-                version = self.known.get((life.rank, name, bits))
-                if version is None:
-                    yield f"rank {life.rank} has recovered {name} in a state that it never had"
-                    continue
-                other = found.setdefault((unit.layer, unit.expert), version)
-                if other.iteration != version.iteration:
-                    yield f"ranks have recovered {name} of {version.iteration} and {other.iteration}"
+        yield from self._find_versions(lives, iteration, found)
         self.missing = defaultdict(dict)
         for expert, version in found.items():
             kept = {at: count for at, count in version.missing.items() if at <= iteration}
@@ -85,6 +76,21 @@ class Recount:
         said = outcome.loss.total_lost_tokens if outcome.loss is not None else None
         if said != total:
             yield f"said that {said} tokens are lost, and {total} are"
+
+    def _find_versions(
+        self, lives: list[Life], iteration: int, found: dict[Expert, Version]
+    ) -> Iterator[str]:
+        """Find out which version each expert has come back with; yield what is wrong."""
+        for life in lives:
+            for name, bits in life.units[iteration].items():
+                unit = _unit(self.shape, life.rank, name)
+                version = self.known.get((life.rank, name, bits))
+                if version is None:
+                    yield f"rank {life.rank} has recovered {name} in a state that it never had"
+                    continue
+                other = found.setdefault((unit.layer, unit.expert), version)
+                if other.iteration != version.iteration:
+                    yield f"ranks have recovered {name} of {version.iteration} and {other.iteration}"
 
     def _follow(self, lives: list[Life]) -> None:
         """Note the states and the tokens of a start."""

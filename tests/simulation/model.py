@@ -10,8 +10,6 @@ one number, which depends on all weights, and from which each gradient follows.
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,172 +19,14 @@ import xxhash
 
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.records import IterationRecord
-from moe_ft.state.parameters import GroupPlace, LocalParameter, StatePlaces
-from moe_ft.units import UnitId, UnitKind
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.units import UnitId
+from tests.simulation.shape import Shape, Weight, constants, moves, own_constants, weights_of
 
 TOKENS_PER_SAMPLE = 8
 SAMPLES_PER_ITERATION = 4
 _SKIPS_ONE_OF = 9
 _MASK = (1 << 64) - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a model and its layout.
-
-    Attributes:
-        stages: of the pipeline.
-        dp: ranks of a stage.
-        ep: of them, those that divide the experts; the others repeat them.
-        layers: of each stage.
-        experts: of each layer.
-        is_sharded: whether the optimizer's state is divided over the ranks of a stage.
-        skips: whether some iterations have gradients that overflow, and no step.
-    """
-
-    stages: int = 1
-    dp: int = 2
-    ep: int = 2
-    layers: int = 1
-    experts: int = 4
-    is_sharded: bool = True
-    skips: bool = False
-
-    @property
-    def num_ranks(self) -> int:
-        """All ranks."""
-        return self.stages * self.dp
-
-    def stage_of(self, rank: int) -> int:
-        """Return the stage of a rank."""
-        return rank // self.dp
-
-    def ranks_of(self, stage: int) -> list[int]:
-        """Return the ranks of a stage."""
-        return list(range(stage * self.dp, (stage + 1) * self.dp))
-
-    def expert_peers(self, rank: int) -> list[int]:
-        """Return the ranks that hold the same experts."""
-        return [each for each in self.ranks_of(self.stage_of(rank)) if (each - rank) % self.ep == 0]
-
-    def places(self, rank: int) -> StatePlaces:
-        """Return a rank's places in its groups."""
-        peers, alone = self.expert_peers(rank), GroupPlace(rank=0, size=1)
-        return StatePlaces(
-            dp=GroupPlace(rank=rank % self.dp, size=self.dp),
-            expt_dp=GroupPlace(rank=peers.index(rank), size=len(peers)),
-            tp=alone,
-            expt_tp=alone,
-        )
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter of the model on one rank.
-
-    Attributes:
-        start, end: the slice whose master weights and moments this rank has.
-        at: of its first element in the rank's weights.
-        own_at: of its slice in the rank's masters.
-    """
-
-    unit: UnitId
-    name: str
-    size: int
-    start: int
-    end: int
-    at: int
-    own_at: int
-
-    @property
-    def is_expert(self) -> bool:
-        """True for a parameter of an expert."""
-        return self.unit.kind is UnitKind.EXPERT
-
-
-_SIZES = {
-    UnitKind.EMBEDDING: 20,
-    UnitKind.NON_EXPERT: 24,
-    UnitKind.ROUTER: 6,
-    UnitKind.EXPERT: 14,
-    UnitKind.FINAL_NORM: 3,
-    UnitKind.OUTPUT: 18,
-}
-
-
-def _units_of(shape: Shape, rank: int) -> list[UnitId]:
-    stage = shape.stage_of(rank)
-    first, per_rank = stage * shape.layers, shape.experts // shape.ep
-    units = [UnitId(kind=UnitKind.EMBEDDING)] if stage == 0 else []
-    for layer in range(first, first + shape.layers):
-        units += [UnitId(kind=kind, layer=layer) for kind in (UnitKind.NON_EXPERT, UnitKind.ROUTER)]
-        begin = rank % shape.ep * per_rank
-        units += [
-            UnitId(kind=UnitKind.EXPERT, layer=layer, expert=expert)
-            for expert in range(begin, begin + per_rank)
-        ]
-    if stage == shape.stages - 1:
-        units += [UnitId(kind=kind) for kind in (UnitKind.FINAL_NORM, UnitKind.OUTPUT)]
-    return units
-
-
-@cache
-def weights_of(shape: Shape, rank: int) -> tuple[Weight, ...]:
-    """Return the parameters of a rank in the order of the model.
-
-    The distributed optimizer lays all parameters of a kind in a row and cuts that in equal parts.
-    """
-    units, places = _units_of(shape, rank), shape.places(rank)
-    totals = {
-        is_expert: sum(_SIZES[each.kind] for each in units if _is_expert(each) == is_expert)
-        for is_expert in (False, True)
-    }
-    row, at, own_at = {False: 0, True: 0}, 0, 0
-    found = []
-    for unit in units:
-        size, is_expert = _SIZES[unit.kind], _is_expert(unit)
-        start, end = 0, size
-        if shape.is_sharded:
-            place = places.expt_dp if is_expert else places.dp
-            share = -(-totals[is_expert] // place.size)
-            low, high = place.rank * share, (place.rank + 1) * share
-            start = min(max(low - row[is_expert], 0), size)
-            end = min(max(high - row[is_expert], 0), size)
-            row[is_expert] += size
-        found.append(Weight(unit, f"{unit}.weight", size, start, end, at, own_at))
-        at, own_at = at + size, own_at + end - start
-    return tuple(found)
-
-
-def _is_expert(unit: UnitId) -> bool:
-    return unit.kind is UnitKind.EXPERT
-
-
-@cache
-def _constants(name: str, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first values of a parameter and two directions of its gradients."""
-    generator = np.random.default_rng(xxhash.xxh64_intdigest(name.encode()))
-    return tuple(generator.standard_normal((3, size)).astype(np.float32))  # type: ignore[return-value]
-
-
-@cache
-def _own_constants(shape: Shape, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    weights = weights_of(shape, rank)
-    parts = [[each[w.start : w.end] for each in _constants(w.name, w.size)] for w in weights]
-    return tuple(np.concatenate(row) for row in zip(*parts, strict=True))  # type: ignore[return-value]
-
-
-@cache
-def _moves(shape: Shape, source: int, target: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which elements of a rank's own slices are where in another rank's weights."""
-    known = {each.name: each for each in weights_of(shape, target)}
-    sources: list[int] = []
-    targets: list[int] = []
-    for each in weights_of(shape, source):
-        if each.name in known and each.start < each.end:
-            sources += range(each.own_at, each.own_at + each.end - each.start)
-            targets += range(known[each.name].at + each.start, known[each.name].at + each.end)
-    return torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64)
 
 
 class Chunk(torch.nn.Module):
@@ -239,10 +79,10 @@ class Model:
         self._flat = {key: torch.zeros(num_own) for key in ("param", "exp_avg", "exp_avg_sq")}
         self._arrays = {key: flat.numpy() for key, flat in self._flat.items()}
         factor = 1.0 + (xxhash.xxh32_intdigest(first.encode()) % 1000) / 1000
-        self._arrays["param"][:] = _own_constants(shape, rank)[0] * np.float32(factor)
+        self._arrays["param"][:] = own_constants(shape, rank)[0] * np.float32(factor)
         self.weights = torch.cat(
             [
-                torch.from_numpy(_constants(w.name, w.size)[0] * np.float32(factor))
+                torch.from_numpy(constants(w.name, w.size)[0] * np.float32(factor))
                 for w in self.parts
             ]
         ).to(torch.bfloat16)
@@ -304,12 +144,12 @@ class Model:
 
     def refresh(self) -> None:
         """Make this rank's slices of the weights from its masters."""
-        sources, targets = _moves(self.shape, self.rank, self.rank)
+        sources, targets = moves(self.shape, self.rank, self.rank)
         self.weights[targets] = self._flat["param"].to(torch.bfloat16)[sources]
 
     def own_weights(self) -> bytes:
         """Return this rank's slices of the weights."""
-        sources, targets = _moves(self.shape, self.rank, self.rank)
+        sources, targets = moves(self.shape, self.rank, self.rank)
         own = torch.empty(len(self._flat["param"]), dtype=torch.bfloat16)
         own[sources] = self.weights[targets]
         return own.view(torch.uint8).numpy().tobytes()
@@ -324,7 +164,7 @@ class Model:
         ):
             if source != self.rank and content:
                 theirs = torch.frombuffer(bytearray(content), dtype=torch.bfloat16)
-                taken, placed = _moves(self.shape, source, self.rank)
+                taken, placed = moves(self.shape, source, self.rank)
                 self.weights[placed] = theirs[taken]
 
     # One iteration
@@ -376,7 +216,7 @@ class Model:
         self._adopt(frozen, creates=True)
         self.group["step"] += 1
         self.group["lr"] = 0.05 / (1 + 0.01 * self.scheduler.num_steps)
-        _, first, second = _own_constants(self.shape, self.rank)
+        _, first, second = own_constants(self.shape, self.rank)
         factors = [((signal >> shift) & 0xFFFF) / 65536 - 0.5 for shift in (0, 16)]
         rate = np.float32(self.group["lr"] / (1 + 0.001 * self.group["step"]))
         for low, high in self._active(frozen):

@@ -28,7 +28,8 @@ from moe_ft.state import record as records
 from moe_ft.state.record import IterationFacts
 from moe_ft.strategies import registry
 from tests.simulation.active import Patches, World
-from tests.simulation.model import SAMPLES_PER_ITERATION, TOKENS_PER_SAMPLE, Model, Shape
+from tests.simulation.model import SAMPLES_PER_ITERATION, TOKENS_PER_SAMPLE, Model
+from tests.simulation.shape import Shape
 
 COLLECTIVE_TIMEOUT_S = 60.0
 ITERATION_S = 0.05
