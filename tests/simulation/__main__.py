@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from tests.simulation.active import Patches
+from tests.simulation.mutations import MUTATIONS
 from tests.simulation.schedule import Schedule, draw, shrink
 from tests.simulation.simulate import Verdict, installed, simulate
 
@@ -21,6 +23,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="when to stop")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--shrink", action="store_true", help="make failing schedules smaller")
+    parser.add_argument("--mutation", choices=MUTATIONS, help="put in a mistake on purpose")
     parser.add_argument("--verbose", action="store_true", help="print what happened")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
@@ -31,6 +34,9 @@ def main() -> None:
         )
     torch.set_num_threads(1)
     begun, failed, events, recoveries, done = time.monotonic(), 0, 0, 0, 0
+    mistakes = Patches()
+    if arguments.mutation:
+        MUTATIONS[arguments.mutation](mistakes)
     with installed():
         for seed in range(arguments.first, arguments.first + arguments.count):
             if time.monotonic() - begun > arguments.seconds:

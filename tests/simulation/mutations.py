@@ -1,0 +1,298 @@
+"""Mistakes put into the product on purpose, one at a time: the simulation must find each of them.
+
+They are mistakes that this product or others have had, or that are easily made. A name that no longer exists
+is an error. `tests/power.py` replays all of them; `python -m tests.simulation --mutation NAME` one.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from moe_ft.engine.decisions import Decisions
+from moe_ft.engine.links import replica_keeper
+from moe_ft.engine.links.peers import PeerReplicator
+from moe_ft.engine.memory import private_files, regions
+from moe_ft.engine.memory.pool import PoolVersions
+from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.engine.persist import retention, storage, writer
+from moe_ft.engine.persist.retention import Retention
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.writer import PersistWorker
+from moe_ft.engine.snapshots import windows
+from moe_ft.engine.snapshots.windows import Windows
+from moe_ft.engine.snapshots.writer import SnapshotWriter
+from moe_ft.planning import recovery as planning
+from moe_ft.recovery import fetch, readers, restore
+from moe_ft.recovery.replay import Conversion
+from tests.simulation.active import Patches
+
+Mutation = Callable[[Patches], None]
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(make: Mutation) -> Mutation:
+    """Add a mistake to the list, under the name of the function that makes it."""
+    MUTATIONS[make.__name__.replace("_", "-")] = make
+    return make
+
+
+@mutation
+def commit_before_data(patches: Patches) -> None:
+    """A region's index stays while the region is filled again."""
+    patches.set(Region, "invalidate", lambda self: setattr(self, "iteration", None))
+
+
+@mutation
+def region_used_too_early(patches: Patches) -> None:
+    """The next window goes into the region of the newest complete one."""
+    original = Windows._free_region
+
+    def free(self: Windows) -> Region | None:
+        if self.open is None and self.complete is not None and self.complete.role is Role.RECOVERY:
+            self.complete.advance(Role.FREE)
+            return self.complete
+        return original(self)
+
+    patches.set(Windows, "_free_region", free)
+
+
+@mutation
+def stale_branch_preferred(patches: Patches) -> None:
+    """Recovery takes the highest iteration, whichever start wrote it."""
+    original = planning.order_starts
+
+    def order(progress: Any, known: Any) -> Any:
+        return sorted(original(progress, known), key=lambda start: (-progress[start], start.number))
+
+    patches.set(planning, "order_starts", order)
+
+
+@mutation
+def oldest_start_preferred(patches: Patches) -> None:
+    """Recovery takes the state of the first start that has some."""
+    original = planning.order_starts
+    patches.set(planning, "order_starts", lambda progress, known: original(progress, known)[::-1])
+
+
+@mutation
+def no_fsync(patches: Patches) -> None:
+    """Files on storage are not brought to the disk."""
+    names = {each: getattr(storage.os, each) for each in dir(storage.os)}
+    patches.set(storage, "os", SimpleNamespace(**{**names, "fsync": lambda descriptor: None}))
+
+
+@mutation
+def no_fsync_of_directories(patches: Patches) -> None:
+    """The names of files on storage are not brought to the disk."""
+    patches.set(storage, "_sync_directory", lambda directory: None)
+
+
+@mutation
+def manifest_in_place(patches: Patches) -> None:
+    """Small files on storage are written in place, not renamed."""
+
+    def write(self: Storage, path: str, content: bytes) -> None:
+        full = self._full(path)
+        self._write(full, [memoryview(content)])
+        self._sync_directories(full)
+
+    patches.set(Storage, "_write_atomically", write)
+
+
+@mutation
+def index_in_place(patches: Patches) -> None:
+    """Small files in memory are written in place, not renamed."""
+
+    def write(path: Any, content: bytes) -> None:
+        path.write_bytes(content)
+
+    for module in (private_files, regions, writer):
+        patches.set(module, "write_atomically", write)
+
+
+@mutation
+def one_checkpoint_too_few(patches: Patches) -> None:
+    """Retention deletes one checkpoint more than it may."""
+    original = Retention.retain
+
+    def retain(self: Retention, newest: Any) -> Any:
+        self._keep -= 1
+        try:
+            return original(self, newest)
+        finally:
+            self._keep += 1
+
+    patches.set(Retention, "retain", retain)
+
+
+@mutation
+def older_files_forgotten(patches: Patches) -> None:
+    """Retention does not see that a checkpoint needs files of older ones."""
+    original = retention.manifests
+
+    def manifests(found: Storage) -> Any:
+        for iteration, path, manifest in original(found):
+            if not isinstance(manifest, Exception):
+                manifest = msgspec.structs.replace(manifest, older=())
+            yield iteration, path, manifest
+
+    patches.set(retention, "manifests", manifests)
+
+
+@mutation
+def manifest_without_waiting(patches: Patches) -> None:
+    """The manifest is written when rank 0 is done, of the ranks that are there by then."""
+    original = PersistWorker._complete
+
+    def complete(self: PersistWorker, index: Any, tag: str, *rest: Any) -> str:
+        paths = (storage.rank_path(index.iteration, rank, tag, "json") for rank in range(99))
+        there = list(takewhile(self._storage.exists, paths))
+        identity = msgspec.structs.replace(index.identity, world_size=len(there))
+        return original(self, msgspec.structs.replace(index, identity=identity), tag, *rest)
+
+    patches.set(PersistWorker, "_complete", complete)
+
+
+@mutation
+def replicas_not_confirmed(patches: Patches) -> None:
+    """Replication counts as done before anything was sent."""
+    original = PeerReplicator.replicate
+
+    def replicate(self: PeerReplicator, replica: Any) -> bool:
+        peers = list(self._pairs)
+        if replica.index.iteration % 2:
+            self._reports.add(
+                "replicate", replica.index.iteration, bytes=0, seconds=0.0, peers=peers
+            )
+            return True
+        return original(self, replica)
+
+    patches.set(PeerReplicator, "replicate", replicate)
+
+
+@mutation
+def own_vote_counts(patches: Patches) -> None:
+    """A rank acts on its own vote, not on the least of all."""
+    original = Decisions._read
+
+    def read(self: Decisions) -> Any:
+        own = self._votes
+        _, tokens = original(self)
+        return own, tokens
+
+    patches.set(Decisions, "_read", read)
+
+
+@mutation
+def checksums_ignored(patches: Patches) -> None:
+    """What is read is not compared with its checksum."""
+    patches.set(readers, "checksum", lambda content: _Anything())
+
+
+class _Anything(str):
+    """Equal to everything."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+@mutation
+def replica_overwrites_what_must_stay(patches: Patches) -> None:
+    """A peer fills the region of the newest complete window, not the other one."""
+    original = replica_keeper._may_go
+    patches.set(
+        replica_keeper,
+        "_may_go",
+        lambda region, keep: region.iteration is None or not original(region, keep),
+    )
+
+
+@mutation
+def restored_state_not_kept(patches: Patches) -> None:
+    """The region with the recovered state is the first to be filled again."""
+    patches.set(windows, "keep_restored", lambda memory, given: [])
+
+
+@mutation
+def slots_used_too_early(patches: Patches) -> None:
+    """Slots of the newest versions count as free."""
+    original = PoolVersions.find_free
+
+    def find_free(self: PoolVersions, count: int) -> list[int]:
+        kept, self._newest_slots = self._newest_slots, frozenset()
+        try:
+            return original(self, count)
+        finally:
+            self._newest_slots = kept
+
+    patches.set(PoolVersions, "find_free", find_free)
+
+
+@mutation
+def record_of_the_iteration_before(patches: Patches) -> None:
+    """The scalars that come back are those of the first snapshot of a window."""
+    patches.set(restore.Restored, "record", property(lambda self: self.conversion.records[0]))
+
+
+@mutation
+def one_replay_too_few(patches: Patches) -> None:
+    """The last snapshot of a window is put back without its replay."""
+    patches.set(
+        Conversion,
+        "num_replays",
+        property(lambda self: max(0, len(self._agreed.slices) - 2)),
+    )
+
+
+@mutation
+def frozen_units_are_trained(patches: Patches) -> None:
+    """A replay trains units that are not whole yet, and says so nowhere."""
+    patches.set(Conversion, "frozen_units", lambda self, position: frozenset())
+
+
+@mutation
+def commit_before_copy(patches: Patches) -> None:
+    """A snapshot may be copied after the next step has begun."""
+    original = SnapshotWriter.submit
+
+    def submit(self: SnapshotWriter, request: Any) -> Any:
+        job = original(self, request)
+        job.copied.set()
+        return job
+
+    patches.set(SnapshotWriter, "submit", submit)
+
+
+@mutation
+def persisted_region_is_free(patches: Patches) -> None:
+    """A region that is being written to storage may be filled."""
+    original = Windows._free_region
+
+    def free(self: Windows) -> Region | None:
+        for region in self._memory.regions:
+            if region.role is Role.PERSIST and region is not self.complete and self.open is None:
+                region.role = Role.FREE
+                return region
+        return original(self)
+
+    patches.set(Windows, "_free_region", free)
+
+
+@mutation
+def missing_units_are_no_loss(patches: Patches) -> None:
+    """What could not be read stays as it is."""
+    original = fetch.read_window
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        return replace(original(*args, **kwargs), missing=())
+
+    patches.set(fetch, "read_window", read)
