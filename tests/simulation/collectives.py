@@ -235,7 +235,7 @@ def all_reduce(
     tensor: torch.Tensor, op: Any = real.ReduceOp.SUM, group: Group | None = None
 ) -> None:
     """Overwrite a tensor by what all members have together."""
-    _group_of(group).reduce(tensor, str(op), None).wait()
+    _group_of(group).reduce(tensor, op, None).wait()
 
 
 _SIMULATED = {
