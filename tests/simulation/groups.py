@@ -105,7 +105,7 @@ class Work:
 
     @property
     def values(self) -> list[Any]:
-        """What the members have put in, by rank in the group, as it travels."""
+        """Values of the members by rank in the group, as they travel."""
         return self._round.values
 
     def is_completed(self) -> bool:
@@ -166,7 +166,7 @@ class Work:
 
 
 class Shared:
-    """What the members of a group share.
+    """Common part of a group.
 
     Attributes:
         rounds: collectives that not all members have begun, by number.
