@@ -83,19 +83,29 @@ class Oracle:
 
     def __post_init__(self) -> None:
         self.recount = Recount(self.job.setup.shape)
+        self._judged: Start | None = None  # its acknowledgements are in the floors
 
     def lose_node(self) -> None:
         """A node has lost its memory, and is not known to have it back before the next checkpoint."""
+        self._cut_off()
         self.floors.lose_node()
 
     def lose_memory(self) -> None:
         """All nodes have lost their memory, or some of it is damaged."""
+        self._cut_off()
         self.floors.lose_memory()
 
     def lose_storage(self) -> None:
         """Storage is damaged."""
+        self._cut_off()
         self.floors.lose_storage()
         self.is_damaged = True
+
+    def _cut_off(self) -> None:
+        """Note what the start that runs has acknowledged so far: the rest of it does not count."""
+        if self.job.starts and self.job.starts[-1] is not self._judged:
+            self._raise_floors(self.job.starts[-1])
+            self._judged = self.job.starts[-1]
 
     @property
     def is_exact(self) -> bool:
@@ -125,7 +135,7 @@ class Oracle:
             self._check_error(start, life)
         if not self.is_disturbed:
             self._check_is_quiet(start)
-        self._raise_floors(start)
+        self._cut_off()
         if start.has_ended_well:
             self._check_end(start)
 
