@@ -132,9 +132,9 @@ class SimulatedSocket:
     def accept(self) -> "tuple[SimulatedSocket, tuple[str, int]]":
         """Return the next connection."""
         self._kernel.event("accept")
+        self._check_open()
         until = self._until()
         while True:
-            self._check_open()
             self._network.check_accepting(self._host.node)
             if self._backlog is None:
                 raise failure(errno.EINVAL)
@@ -293,7 +293,8 @@ class SimulatedSocket:
         self._num_inside += 1
         self._kernel.wait(waiting, rest_s)
         self._leave()
-        self._check_open()
+        if until is not None:  # else the thread is in the kernel, where its call continues
+            self._check_open()
 
     def _leave(self) -> None:
         self._num_inside -= 1
