@@ -172,15 +172,21 @@ class Injection:
     def storage_error(self, fault: Fault, start: Start | None) -> None:
         """Have operations on storage fail for a while."""
         number = (errno.EIO, errno.EACCES, errno.ESTALE, errno.ENOSPC)[fault.target % 4]
-        self._files.fail(number, _STORAGE, seconds=self._seconds(fault))
+        kind = ("", "", "write", "read", "create", "rename", "fsync")[fault.target % 7]
+        self._files.fail(kind, number, _STORAGE, for_s=self._seconds(fault))
+
+    def storage_glitch(self, fault: Fault, start: Start | None) -> None:
+        """Have one operation on storage fail."""
+        kind = ("", "write", "read", "create", "rename", "remove", "fsync")[fault.target % 7]
+        self._files.fail(kind, errno.EIO, _STORAGE, at=1 + int(20 * fault.amount))
 
     def storage_full(self, fault: Fault, start: Start | None) -> None:
         """Have no room on storage for a while."""
-        self._files.full(_STORAGE, seconds=self._seconds(fault))
+        self._files.full(_STORAGE, self._seconds(fault))
 
     def storage_slow(self, fault: Fault, start: Start | None) -> None:
         """Have each operation on storage take long."""
-        self._files.slow(_STORAGE, 0.05 + fault.amount, for_s=self._seconds(fault))
+        self._files.slow(_STORAGE, 0.5 * fault.amount**3, self._seconds(fault))
 
     def storage_stuck(self, fault: Fault, start: Start | None) -> None:
         """Have no operation on storage return for a while."""
@@ -188,12 +194,14 @@ class Injection:
 
     def memory_full(self, fault: Fault, start: Start | None) -> None:
         """Have no room in the memory of a node for a while."""
-        self._files.full(f"{_MEMORY}/job/{self._node(fault)}", seconds=self._seconds(fault))
+        self._files.full(self._memory_of(fault), self._seconds(fault))
 
     def memory_error(self, fault: Fault, start: Start | None) -> None:
         """Have operations on the files in the memory of a node fail for a while."""
-        where = f"{_MEMORY}/job/{self._node(fault)}"
-        self._files.fail(errno.EACCES, where, seconds=self._seconds(fault))
+        self._files.fail("", errno.EACCES, self._memory_of(fault), for_s=self._seconds(fault))
+
+    def _memory_of(self, fault: Fault) -> str:
+        return f"{_MEMORY}/job/{self._node(fault)}"
 
     # Network
 
@@ -217,5 +225,11 @@ class Injection:
         self._network.reset(self._node(fault))
 
     def refuse(self, fault: Fault, start: Start | None) -> None:
-        """Have a node accept no connections for a while."""
-        self._network.refuse(self._node(fault), self._seconds(fault))
+        """Have a rank neither accept nor make connections for a while."""
+        assert start is not None
+        process = start.processes[fault.target % len(start.processes)]
+        self._network.lack_descriptors(process, self._seconds(fault))
+
+    def corrupt(self, fault: Fault, start: Start | None) -> None:
+        """Flip a bit in what one node sends to another."""
+        self._network.corrupt_next(self._node(fault), self._other(fault))

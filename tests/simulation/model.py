@@ -266,7 +266,7 @@ class Model:
         """Return a checksum of everything, or of everything but the experts."""
         state = xxhash.xxh3_128(b"" if leaves_out_experts else self._weight_bytes)
         for part, master in zip(self.parts, self.group["params"], strict=True):
-            if leaves_out_experts and part.is_expert:
+            if part.start == part.end or (leaves_out_experts and part.is_expert):
                 continue
             state.update(master.numpy())
             own = self.inner.optimizer.state.get(master, {})
@@ -281,7 +281,7 @@ class Model:
         """Return a checksum of this rank's part of a unit's masters and moments."""
         state = xxhash.xxh3_64()
         for part, master in zip(self.parts, self.group["params"], strict=True):
-            if part.unit == unit:
+            if part.unit == unit and part.start < part.end:
                 own = self.inner.optimizer.state.get(master, {})
                 for tensor in (master, own.get("exp_avg"), own.get("exp_avg_sq")):
                     state.update(b"" if tensor is None else tensor.numpy())

@@ -5,7 +5,9 @@ half-written is used, what was acknowledged survives the failures that it is pro
 usable state is chosen, refusals are true, and everything comes to an end.
 """
 
+import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.strategies import registry
@@ -15,6 +17,13 @@ from tests.simulation.lossy import Recount
 from tests.simulation.rank import Life
 
 _REFUSALS = (ConfigError, UnrecoverableError)
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception and where it came from."""
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    places = " ".join(f"{Path(each.filename).name}:{each.lineno}" for each in frames)
+    return f"{type(error).__name__}: {error} ({places})"
 
 
 @dataclass
@@ -148,7 +157,7 @@ class Oracle:
             return
         what = f"rank {life.rank} ended with {type(error).__name__}: {error}"
         if not isinstance(error, _REFUSALS):
-            self._fail(start, what)
+            self._fail(start, f"rank {life.rank} ended with {describe(error)}")
             return
         if self.is_disturbed:
             return  # what disturbs it may be what it refuses

@@ -18,6 +18,7 @@ LIVE = {
     "suspend-rank": 3,
     "suspend-writer": 1,
     "storage-error": 4,
+    "storage-glitch": 4,
     "storage-full": 2,
     "storage-slow": 2,
     "storage-stuck": 2,
@@ -29,6 +30,7 @@ LIVE = {
     "reset": 3,
     "refuse": 1,
     "wall-clock": 2,
+    "corrupt": 2,
 }
 # What happens between two starts.
 OFFLINE = {

@@ -12,7 +12,7 @@ from tests.simulation.active import Patches, active
 from tests.simulation.injection import Injection
 from tests.simulation.job import Job, Start, make_world
 from tests.simulation.kernel import HangError
-from tests.simulation.oracle import Oracle
+from tests.simulation.oracle import Oracle, describe
 from tests.simulation.schedule import Schedule
 
 _MORE_STARTS = 3  # after the last one with a fault; a state that fails twice is passed over
@@ -71,7 +71,7 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
     finally:
         shutil.rmtree(root, ignore_errors=True)
     for thread, error in world.kernel.errors:
-        oracle.violations.append(f"{thread} ended with {type(error).__name__}: {error}")
+        oracle.violations.append(f"{thread} ended with {describe(error)}")
     return Verdict(
         violations=tuple(oracle.violations),
         log=tuple(injection.log),

@@ -1,1 +1,1 @@
-"""Unit tests of the simulation that tests/simulation runs jobs in."""
+"""Unit tests of the simulation itself."""
