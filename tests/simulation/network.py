@@ -67,7 +67,7 @@ class Network:
         self._blocked: dict[tuple[str, str], float] = {}  # until when, by sender and receiver
         self._slow: dict[str, tuple[float, float]] = {}  # factor, and until when, by node
         self._corrupting: dict[tuple[str, str], int] = {}  # how many times, by sender and receiver
-        self._refusing: dict[str, float] = {}  # until when, by node
+        self._lacking: dict[Process, float] = {}  # until when
         self._owned: dict[Process, dict[SimulatedSocket, None]] = {}
 
     # Nodes
@@ -152,9 +152,9 @@ class Network:
 
         self.kernel.call_later(self.random() * _REAP_S, reap)
 
-    def check_accepting(self, node: str) -> None:
-        """Raise an OSError if a node accepts nothing."""
-        if self._refusing and self._refusing.get(node, 0.0) > self.kernel.now:
+    def check_descriptors(self, process: Process) -> None:
+        """Raise an OSError if a process has no descriptor left."""
+        if self._lacking and self._lacking.get(process, 0.0) > self.kernel.now:
             raise failure(errno.EMFILE)
 
     # Packets
@@ -367,9 +367,9 @@ class Network:
                 if probe_s is not None:
                     self.kernel.call_later(probe_s * self.random(), end.reset)
 
-    def refuse(self, node: str, seconds: float) -> None:
-        """Let the processes of a node accept no connections for a while, for lack of descriptors."""
-        self._refusing[node] = self.kernel.now + seconds
+    def lack_descriptors(self, process: Process, seconds: float) -> None:
+        """Let a process neither accept nor make connections for a while."""
+        self._lacking[process] = self.kernel.now + seconds
 
     def corrupt_next(self, source: str, target: str, count: int = 1) -> None:
         """Flip a bit in the next pieces of data from a node to another, behind the back of TCP."""

@@ -32,6 +32,7 @@ class SimulatedSocket:
         fileno: int | None = None,
     ) -> None:
         assert fileno is None
+        network.check_descriptors(process)
         if family not in (socket.AF_INET, -1):
             raise failure(errno.EAFNOSUPPORT)
         self._network, self._kernel, self._process = network, network.kernel, process
@@ -135,7 +136,7 @@ class SimulatedSocket:
         self._check_open()
         until = self._until()
         while True:
-            self._network.check_accepting(self._host.node)
+            self._network.check_descriptors(self._process)
             if self._backlog is None:
                 raise failure(errno.EINVAL)
             if self._backlog:

@@ -226,11 +226,12 @@ def test_one_bit_is_flipped(simulated: Simulated) -> None:
     assert simulated.said == [(b'\0\0\0\x0c{"type":"Get"}', 1)]
 
 
-def test_node_refuses_connections_for_a_while(simulated: Simulated) -> None:
+def test_process_without_descriptors_accepts_and_makes_no_connections(simulated: Simulated) -> None:
     def serve() -> None:
         with socket.create_server(("", PORT)) as listener:
-            simulated.network.refuse("node-a", 4.0)
+            simulated.network.lack_descriptors(simulated.world.process, 4.0)
             simulated.say(error_of(listener.accept).errno)
+            simulated.say(error_of(lambda: socket.create_connection(("node-a", PORT))).errno)
             simulated.kernel.sleep(4.0)
             simulated.say(listener.accept()[0].recv(1))
 
@@ -238,7 +239,7 @@ def test_node_refuses_connections_for_a_while(simulated: Simulated) -> None:
     simulated.process(serve, "node-a")
     simulated.process(lambda: connect_to("node-a").send(b"x"), "node-b")
     simulated.run()
-    assert simulated.said == [errno.EMFILE, b"x"]
+    assert simulated.said == [errno.EMFILE, errno.EMFILE, b"x"]
 
 
 # Names
