@@ -50,6 +50,8 @@ class Collectives:
         """Make a process a rank of a job; return the group of all ranks."""
         process.local.update(rank=rank, start=start, world_size=world_size)
         self._groups[process] = []
+        if self.network is not None:
+            self.network.host_of(process.node)
         process.at_death.append(lambda: self._end(process))
         group = self._make(process, tuple(range(world_size)), -1, _TIMEOUT.total_seconds())
         process.local["world_group"] = group

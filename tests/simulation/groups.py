@@ -288,7 +288,11 @@ class Group:
 
     def draw_delay(self) -> float:
         """Return the seconds that a collective takes after its last member has come."""
-        return self._collectives.draw_delay()
+        seconds, network = self._collectives.draw_delay(), self._collectives.network
+        if network is None or not network.has_slowness:
+            return seconds
+        nodes = [each.process.node for each in self.shared.groups if each is not None]
+        return seconds * network.slowness(*nodes)
 
     def severed_s(self) -> float:
         """Return the seconds until this member can talk to all others; 0 if it can."""
@@ -314,7 +318,7 @@ class Group:
             is_silent: whether it only waits in vain.
         """
         collectives, num_done = self._collectives, self.num_done
-        delay_s = collectives.random() * _LATE_S
+        delay_s = collectives.random() ** 4 * _LATE_S  # often as soon as messages arrive
         if collectives.network is not None:
             delay_s += collectives.network.severed_s(self.process.node, other.process.node)
         if delay_s == _FOREVER:

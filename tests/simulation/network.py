@@ -52,6 +52,7 @@ class Network:
     Attributes:
         on_cut: called with two lists of nodes between which all connections are reset.
         has_outage: whether something may be unreachable.
+        has_slowness: whether some nodes may be slow.
         has_corruption: whether bits are to be flipped.
     """
 
@@ -59,20 +60,21 @@ class Network:
         self.kernel = kernel
         self.random = kernel.random.random
         self.on_cut: list[Callable[[list[str], list[str]], None]] = []
-        self.has_outage = self.has_corruption = False
+        self.has_outage = self.has_slowness = self.has_corruption = False
         self._hosts: dict[str, Host] = {}  # by node
         self._ends: dict[End, None] = {}
         self._lost: dict[str, None] = {}
         self._blocked: dict[tuple[str, str], float] = {}  # until when, by sender and receiver
         self._slow: dict[str, tuple[float, float]] = {}  # factor, and until when, by node
         self._corrupting: dict[tuple[str, str], int] = {}  # how many times, by sender and receiver
-        self._refusing: dict[str, float] = {}  # until when, by node
+        self._lacking: dict[Process, float] = {}  # until when
         self._owned: dict[Process, dict[SimulatedSocket, None]] = {}
 
     # Nodes
 
     def add_node(self, node: str, *, has_loopback_name: bool = False) -> Host:
         """Add a node; others are added when their processes first use the network."""
+        assert node not in self._hosts
         number = len(self._hosts) + 1
         address = f"10.0.{number // 250}.{number % 250 + 1}"
         self._hosts[node] = Host(node, address, has_loopback_name)
@@ -150,9 +152,9 @@ class Network:
 
         self.kernel.call_later(self.random() * _REAP_S, reap)
 
-    def check_accepting(self, node: str) -> None:
-        """Raise an OSError if a node accepts nothing."""
-        if self._refusing and self._refusing.get(node, 0.0) > self.kernel.now:
+    def check_descriptors(self, process: Process) -> None:
+        """Raise an OSError if a process has no descriptor left."""
+        if self._lacking and self._lacking.get(process, 0.0) > self.kernel.now:
             raise failure(errno.EMFILE)
 
     # Packets
@@ -168,12 +170,13 @@ class Network:
         seconds = _DELAY_S + _JITTER_S * self.random() + num_bytes / _BYTES_PER_S
         if self.random() < 0.01:
             seconds += 0.2 * self.random()  # lost and sent again
-        if self._slow:
-            for node in (source.node, target.node):
-                factor, until = self._slow.get(node, (1.0, 0.0))
-                if until > self.kernel.now:
-                    seconds *= factor
-        return seconds
+        return seconds * self.slowness(source.node, target.node) if self.has_slowness else seconds
+
+    def slowness(self, *nodes: str) -> float:
+        """Return by which factor everything between nodes takes longer than usual."""
+        now = self.kernel.now
+        found = [self._slow[node] for node in nodes if node in self._slow]
+        return max((factor for factor, until in found if until > now), default=1.0)
 
     def send(self, source: Host, target: Host, act: Callable[[], None]) -> None:
         """Have a single packet do something when it arrives."""
@@ -323,6 +326,7 @@ class Network:
 
     def slow(self, node: str, factor: float, seconds: float) -> None:
         """Let everything from and to a node take longer for a while."""
+        self.has_slowness = True
         self._slow[node] = (factor, self.kernel.now + seconds)
 
     def reset(self, node: str) -> None:
@@ -359,13 +363,13 @@ class Network:
                 end.is_closed = True
                 self.forget(end)
             elif end.peer.host.node == node:
-                self.kernel.call_later(3 * self.random(), end.release)
-                if end.keepalive_s is not None:
-                    self.kernel.call_later(end.keepalive_s * self.random(), end.reset)
+                probe_s = 3.0 if end.num_outstanding else end.keepalive_s
+                if probe_s is not None:
+                    self.kernel.call_later(probe_s * self.random(), end.reset)
 
-    def refuse(self, node: str, seconds: float) -> None:
-        """Let the processes of a node accept no connections for a while, for lack of descriptors."""
-        self._refusing[node] = self.kernel.now + seconds
+    def lack_descriptors(self, process: Process, seconds: float) -> None:
+        """Let a process neither accept nor make connections for a while."""
+        self._lacking[process] = self.kernel.now + seconds
 
     def corrupt_next(self, source: str, target: str, count: int = 1) -> None:
         """Flip a bit in the next pieces of data from a node to another, behind the back of TCP."""

@@ -32,6 +32,7 @@ class SimulatedSocket:
         fileno: int | None = None,
     ) -> None:
         assert fileno is None
+        network.check_descriptors(process)
         if family not in (socket.AF_INET, -1):
             raise failure(errno.EAFNOSUPPORT)
         self._network, self._kernel, self._process = network, network.kernel, process
@@ -132,10 +133,10 @@ class SimulatedSocket:
     def accept(self) -> "tuple[SimulatedSocket, tuple[str, int]]":
         """Return the next connection."""
         self._kernel.event("accept")
+        self._check_open()
         until = self._until()
         while True:
-            self._check_open()
-            self._network.check_accepting(self._host.node)
+            self._network.check_descriptors(self._process)
             if self._backlog is None:
                 raise failure(errno.EINVAL)
             if self._backlog:
@@ -293,7 +294,8 @@ class SimulatedSocket:
         self._num_inside += 1
         self._kernel.wait(waiting, rest_s)
         self._leave()
-        self._check_open()
+        if until is not None:  # else the thread is in the kernel, where its call continues
+            self._check_open()
 
     def _leave(self) -> None:
         self._num_inside -= 1
