@@ -21,7 +21,7 @@ _REFUSALS = (ConfigError, UnrecoverableError)
 
 def describe(error: BaseException) -> str:
     """Return an exception and where it came from."""
-    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    frames = traceback.extract_tb(error.__traceback__)[-14:]
     places = " ".join(f"{Path(each.filename).name}:{each.lineno}" for each in frames)
     return f"{type(error).__name__}: {error} ({places})"
 
