@@ -83,6 +83,7 @@ class Oracle:
 
     def __post_init__(self) -> None:
         self.recount = Recount(self.job.setup.shape)
+        self._floor = 0  # when the start that runs began
         self._judged: Start | None = None  # its acknowledgements are in the floors
 
     def lose_node(self) -> None:
@@ -118,6 +119,7 @@ class Oracle:
     def before_start(self) -> None:
         """Look at what the dead processes have left."""
         self.is_disturbed = self.job.world.kernel.now < self.disturbed_until_s
+        self._floor = self.floors.highest
         self.left = look(self.job.root, self.job.setup.shape.num_ranks)
 
     def after_start(self, start: Start, *, has_ended: bool) -> None:
@@ -153,8 +155,8 @@ class Oracle:
             return
         found, newest = life.outcome.iteration, self.left.newest
         where = f"rank {life.rank} recovered iteration {found}"
-        if found < self.floors.highest:
-            self._fail(start, f"{where}, and {self.floors.highest} was acknowledged")
+        if found < self._floor:
+            self._fail(start, f"{where}, and {self._floor} was acknowledged")
         if self.has_strangers or newest is None:
             return
         if found < newest or (found > newest and not self.is_damaged):
@@ -163,7 +165,9 @@ class Oracle:
     def _check_error(self, start: Start, life: Life) -> None:
         error = life.error
         is_of_group = isinstance(error, RuntimeError) and "[gloo/" in str(error)
-        if error is None or (is_of_group and self.is_disturbed):
+        is_trained = life.outcome is None or life.is_saved is not None
+        is_of_system = isinstance(error, OSError) and is_trained
+        if error is None or ((is_of_group or is_of_system) and self.is_disturbed):
             return
         what = f"rank {life.rank} ended with {type(error).__name__}: {error}"
         if not isinstance(error, _REFUSALS):

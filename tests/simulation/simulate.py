@@ -100,6 +100,7 @@ def _run_starts(schedule: Schedule, job: Job, oracle: Oracle, injection: Injecti
             if fault.event >= 0:
                 injection.arm(start, fault)
         has_ended = job.run(start)
+        injection.mend()
         injection.log.append(_describe(start, job))
         oracle.after_start(start, has_ended=has_ended)
         if not has_ended:
