@@ -11,7 +11,7 @@ from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Turn
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # before each further try
-_POLL_S = 0.01
+_POLL_S, _LONGEST_POLL_S = 0.01, 0.16  # the longer nothing happens, the less often all ranks ask
 
 
 class LastState(Enum):
@@ -136,6 +136,7 @@ def bring_to_storage(
         Whether the last state is on storage.
     """
     tries = _Tries(deadline_s, clock)
+    poll_s = _POLL_S
     while (progress := advance(tries.turn)) is not None:
         tell()
         if progress.is_saved or progress.turn is Turn.GIVE_UP:
@@ -144,5 +145,7 @@ def bring_to_storage(
             tries.note_failure()
         elif progress.turn is Turn.TRY and progress.is_idle:
             begin_step()
-        clock.sleep(_POLL_S)
+            poll_s = _POLL_S
+        clock.sleep(poll_s)
+        poll_s = min(2 * poll_s, _LONGEST_POLL_S)
     return False
