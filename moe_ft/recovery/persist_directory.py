@@ -8,7 +8,7 @@ import time
 
 from moe_ft.engine.persist.patience import PATIENCE_S
 from moe_ft.engine.persist.storage import Storage, hide_password
-from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, Lock, SeenLock, StorageLock
+from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, SeenLock, StorageLock
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.site import Site, say
 
@@ -71,7 +71,7 @@ def take_lock(site: Site, storage: Storage) -> StorageLock:
     A lock of the same job is taken over at once: an earlier start that still runs notices and stops writing.
 
     Raises:
-        ConfigError: if another job has it and is alive, or the file there is not a lock.
+        ConfigError: if another job has it and is alive.
         OSError: if storage fails.
     """
     lock = StorageLock(storage)
@@ -94,12 +94,11 @@ def _wait_for_stale(
     site: Site, storage: Storage, lock: StorageLock, seen: SeenLock
 ) -> SeenLock | None:
     """Return the lock that may be taken over; watch another job's first. None if it has gone."""
-    before = _readable(storage, seen)
-    if before.job_id == site.job_id:
+    if _is_own_jobs(site, seen):
         return seen
     say(
-        f"{LOCK_NAME} in {storage.url} is that of job '{before.job_id}' on {before.host}: watching for "
-        f"{LOCK_STALE_S:.0f} s whether it is alive"
+        f"{LOCK_NAME} in {storage.url} is that of {seen.holder}: watching for {LOCK_STALE_S:.0f} s whether "
+        "that job is alive"
     )
     watched_s, looked_s = 0.0, time.monotonic()
     while watched_s < LOCK_STALE_S:
@@ -111,21 +110,11 @@ def _wait_for_stale(
         if now is None:
             return None
         if now != seen:
-            holder = _readable(storage, now)
             raise ConfigError(
-                f"--moe-ft-persist-dir={storage.url} is used by job '{holder.job_id}' on {holder.host}, "
-                f"which has just renewed {LOCK_NAME}: two jobs cannot write to one directory. Name "
-                "another one, or wait until that job has ended."
+                f"--moe-ft-persist-dir={storage.url} is used by {now.holder}, which has just renewed "
+                f"{LOCK_NAME}: two jobs cannot write to one directory. Name another one, or wait until that "
+                "job has ended."
             )
-    say(f"taking over {storage.url} from job '{before.job_id}', which is no longer running")
+    say(f"taking over {storage.url} from {seen.holder}, which is no longer running")
     return seen
 
-
-def _readable(storage: Storage, seen: SeenLock) -> Lock:
-    if seen.lock is None:
-        raise ConfigError(
-            f"--moe-ft-persist-dir={storage.url}: {LOCK_NAME} there may be a running job's, and it cannot be "
-            f"read ({seen.problem}): two jobs cannot write to one directory. Name another one, or, if no job "
-            f"uses this one, remove {storage.url}/{LOCK_NAME} by hand."
-        )
-    return seen.lock

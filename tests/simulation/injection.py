@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Callable
 
+from tests.simulation.file_faults import Fault as FileFault
 from tests.simulation.job import Job, Start
 from tests.simulation.kernel import Process
 from tests.simulation.oracle import Oracle
@@ -10,6 +11,7 @@ from tests.simulation.schedule import Fault
 
 _MEMORY = "memory"
 _STORAGE = "storage"
+_AFTERMATH_S = 2.0  # in which connections may still break
 
 
 class Injection:
@@ -20,6 +22,7 @@ class Injection:
         self._kernel, self._files = job.world.kernel, job.world.files
         self._network = job.world.network
         self.log: list[str] = []
+        self._glitches: list[FileFault] = []
 
     def arm(self, start: Start, fault: Fault) -> None:
         """Have a fault happen in a start that has just begun."""
@@ -53,7 +56,7 @@ class Injection:
     def _seconds(self, fault: Fault) -> float:
         """Return a duration between 10 ms and 100 s; all orders of magnitude are as likely."""
         seconds = float(10 ** (4 * fault.amount - 2))
-        until_s = self._kernel.now + seconds
+        until_s = self._kernel.now + seconds + _AFTERMATH_S
         self._oracle.disturbed_until_s = max(self._oracle.disturbed_until_s, until_s)
         return seconds
 
@@ -178,7 +181,13 @@ class Injection:
     def storage_glitch(self, fault: Fault, start: Start | None) -> None:
         """Have one operation on storage fail."""
         kind = ("", "write", "read", "create", "rename", "remove", "fsync")[fault.target % 7]
-        self._files.fail(kind, errno.EIO, _STORAGE, at=1 + int(20 * fault.amount))
+        glitch = self._files.fail(kind, errno.EIO, _STORAGE, at=1 + int(20 * fault.amount))
+        self._glitches.append(glitch)
+
+    def mend(self) -> None:
+        """End the faults that wait for an operation that has not come: the start is over."""
+        while self._glitches:
+            self._files.mend(self._glitches.pop())
 
     def storage_full(self, fault: Fault, start: Start | None) -> None:
         """Have no room on storage for a while."""

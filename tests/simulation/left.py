@@ -95,10 +95,14 @@ def _is_intact(index: Index, folder: Path, root: Path) -> bool:
         folder: of the index and its own file.
         root: that the paths of other files are relative to.
     """
-    contents: dict[str, bytes] = {}
+    own = folder / index.file
+    contents = {"": own.read_bytes() if own.is_file() else b""}
+    header = contents[""][: index.header_bytes]
+    if xxhash.xxh3_64_hexdigest(header) != index.header_checksum:
+        return False
     for _, unit in index.entries():
         if unit.file not in contents:
-            path = root / unit.file if unit.file else folder / index.file
+            path = root / unit.file
             contents[unit.file] = path.read_bytes() if path.is_file() else b""
         part = contents[unit.file][unit.offset : unit.offset + unit.num_bytes]
         if xxhash.xxh3_64_hexdigest(part) != unit.checksum:

@@ -94,15 +94,15 @@ class Recount:
 
     def _follow(self, lives: list[Life]) -> None:
         """Note the states and the tokens of a start."""
+        fresh: dict[tuple[Expert, int], int] = defaultdict(int)
         for life in lives:
-            stage = self.shape.stage_of(life.rank)
+            first = self.shape.stage_of(life.rank) * self.shape.layers
             for at, tokens in life.tokens.items():
-                for layer, row in enumerate(tokens):
-                    for number, count in enumerate(row.tolist()):
-                        expert = stage * self.shape.layers + layer, number
-                        if life.rank % self.shape.dp == 0:
-                            self.routed[expert][at] = 0
-                        self.routed[expert][at] += count
+                for layer, row in enumerate(tokens.tolist(), first):
+                    for number, count in enumerate(row):
+                        fresh[(layer, number), at] += count
+        for (expert, at), count in fresh.items():
+            self.routed[expert][at] = count
         for life in lives:
             for at, rest in life.rests.items():
                 self.rests[life.rank, at].add(rest)

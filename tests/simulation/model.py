@@ -259,8 +259,8 @@ class Model:
 
     @property
     def experts(self) -> list[UnitId]:
-        """The experts of this rank."""
-        return [each.unit for each in self.parts if each.is_expert]
+        """The experts of which this rank has masters."""
+        return [each.unit for each in self.parts if each.is_expert and each.start < each.end]
 
     def digest(self, *, leaves_out_experts: bool = False) -> str:
         """Return a checksum of everything, or of everything but the experts."""

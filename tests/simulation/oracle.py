@@ -21,7 +21,7 @@ _REFUSALS = (ConfigError, UnrecoverableError)
 
 def describe(error: BaseException) -> str:
     """Return an exception and where it came from."""
-    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    frames = traceback.extract_tb(error.__traceback__)[-14:]
     places = " ".join(f"{Path(each.filename).name}:{each.lineno}" for each in frames)
     return f"{type(error).__name__}: {error} ({places})"
 
@@ -83,19 +83,30 @@ class Oracle:
 
     def __post_init__(self) -> None:
         self.recount = Recount(self.job.setup.shape)
+        self._floor = 0  # when the start that runs began
+        self._judged: Start | None = None  # its acknowledgements are in the floors
 
     def lose_node(self) -> None:
         """A node has lost its memory, and is not known to have it back before the next checkpoint."""
+        self._cut_off()
         self.floors.lose_node()
 
     def lose_memory(self) -> None:
         """All nodes have lost their memory, or some of it is damaged."""
+        self._cut_off()
         self.floors.lose_memory()
 
     def lose_storage(self) -> None:
         """Storage is damaged."""
+        self._cut_off()
         self.floors.lose_storage()
         self.is_damaged = True
+
+    def _cut_off(self) -> None:
+        """Note what the start that runs has acknowledged so far: the rest of it does not count."""
+        if self.job.starts and self.job.starts[-1] is not self._judged:
+            self._raise_floors(self.job.starts[-1])
+            self._judged = self.job.starts[-1]
 
     @property
     def is_exact(self) -> bool:
@@ -108,6 +119,7 @@ class Oracle:
     def before_start(self) -> None:
         """Look at what the dead processes have left."""
         self.is_disturbed = self.job.world.kernel.now < self.disturbed_until_s
+        self._floor = self.floors.highest
         self.left = look(self.job.root, self.job.setup.shape.num_ranks)
 
     def after_start(self, start: Start, *, has_ended: bool) -> None:
@@ -125,7 +137,7 @@ class Oracle:
             self._check_error(start, life)
         if not self.is_disturbed:
             self._check_is_quiet(start)
-        self._raise_floors(start)
+        self._cut_off()
         if start.has_ended_well:
             self._check_end(start)
 
@@ -143,8 +155,8 @@ class Oracle:
             return
         found, newest = life.outcome.iteration, self.left.newest
         where = f"rank {life.rank} recovered iteration {found}"
-        if found < self.floors.highest:
-            self._fail(start, f"{where}, and {self.floors.highest} was acknowledged")
+        if found < self._floor:
+            self._fail(start, f"{where}, and {self._floor} was acknowledged")
         if self.has_strangers or newest is None:
             return
         if found < newest or (found > newest and not self.is_damaged):
@@ -153,7 +165,9 @@ class Oracle:
     def _check_error(self, start: Start, life: Life) -> None:
         error = life.error
         is_of_group = isinstance(error, RuntimeError) and "[gloo/" in str(error)
-        if error is None or (is_of_group and self.is_disturbed):
+        is_trained = life.outcome is None or life.is_saved is not None
+        is_of_system = isinstance(error, OSError) and is_trained
+        if error is None or ((is_of_group or is_of_system) and self.is_disturbed):
             return
         what = f"rank {life.rank} ended with {type(error).__name__}: {error}"
         if not isinstance(error, _REFUSALS):

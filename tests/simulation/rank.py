@@ -102,10 +102,12 @@ class Rank:
             self._life.error = error
             if self._running is not None and (self._is_replaying or is_not_finite(error)):
                 self._running.note_failure("recovery", error)
-        finally:
+        try:
             if self._running is not None:
                 is_over = code == 0 and self._may_lose_memory
                 self._running.close(removes_memory=is_over)
+        except Exception as error:
+            code, self._life.error = 1, error
         self._world.kernel.end(self._world.process, code)
 
     def _setup(self) -> None:

@@ -16,6 +16,7 @@ from tests.simulation.oracle import Oracle, describe
 from tests.simulation.schedule import Schedule
 
 _MORE_STARTS = 3  # after the last one with a fault; a state that fails twice is passed over
+_LONGEST_RESTART_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +92,15 @@ def _run_starts(schedule: Schedule, job: Job, oracle: Oracle, injection: Injecti
         for fault in here:
             if fault.event < 0:
                 injection.inflict(fault, None)
+        if number:
+            _let_time_pass(job, oracle if number > last else None)
         oracle.before_start()
         start = job.start()
         for fault in here:
             if fault.event >= 0:
                 injection.arm(start, fault)
         has_ended = job.run(start)
+        injection.mend()
         injection.log.append(_describe(start, job))
         oracle.after_start(start, has_ended=has_ended)
         if not has_ended:
@@ -106,6 +110,16 @@ def _run_starts(schedule: Schedule, job: Job, oracle: Oracle, injection: Injecti
         if start.has_ended_well or oracle.is_refused:
             return
     oracle.violations.append("training does not end, although nothing disturbs it any more")
+
+
+def _let_time_pass(job: Job, oracle: Oracle | None) -> None:
+    """Let the time pass that a launcher needs to start a job again, and until all faults are over."""
+    kernel = job.world.kernel
+    until_s = kernel.now + kernel.random.uniform(0.5, _LONGEST_RESTART_S)
+    if oracle is not None:
+        until_s = max(until_s, oracle.disturbed_until_s)
+    kernel.run(lambda: False, until_s)
+    kernel.now = max(kernel.now, until_s)
 
 
 def _describe(start: Start, job: Job) -> str:

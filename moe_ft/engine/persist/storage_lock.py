@@ -60,13 +60,18 @@ class SeenLock:
 
     Attributes:
         content: the bytes.
-        lock: what they say; None if they are no lock, or could not be read.
-        problem: why there is none.
+        lock: what they say; None if that is nothing, as after a loss of power.
     """
 
     content: bytes
     lock: Lock | None
-    problem: str = ""
+
+    @property
+    def holder(self) -> str:
+        """Name of the job that has it, for people."""
+        if self.lock is None:
+            return "an unknown job (its content is not that of a lock)"
+        return f"job '{self.lock.job_id}' on {self.lock.host}"
 
 
 class _LockFile(Protocol):
@@ -109,19 +114,13 @@ class StorageLock:
         """Return what is in the lock's place, None only if nothing is.
 
         Raises:
-            TimeoutError: if storage does not answer.
+            OSError: if it cannot be read.
         """
         try:
             content = self._storage.read(LOCK_NAME)
         except FileNotFoundError:
             return None
-        except TimeoutError:
-            raise
-        except OSError as error:
-            return SeenLock(content=b"", lock=None, problem=str(error))
-        lock = _decode(content)
-        problem = "" if lock else "its content is not that of a lock"
-        return SeenLock(content=content, lock=lock, problem=problem)
+        return SeenLock(content=content, lock=_decode(content))
 
     def take(self, job_id: str, seen: SeenLock | None) -> bool:
         """Take the lock; return whether this start has it now, False if another one was quicker.
@@ -181,11 +180,11 @@ class StorageLock:
 
     def _advance(self, content: bytes) -> bytes:
         """Return the next content of this start's lock, which is as long."""
-        lock = _decode(content)
+        seen = SeenLock(content=content, lock=_decode(content))
+        lock = seen.lock
         if lock is None or lock.owner != self.owner:
-            holder = f"job '{lock.job_id}' on {lock.host}" if lock else "nobody knows whom"
             raise LockLostError(
-                f"{LOCK_NAME} in {self._storage.url} belongs to {holder} now: this job writes no more "
+                f"{LOCK_NAME} in {self._storage.url} belongs to {seen.holder} now: this job writes no more "
                 "checkpoints there. End one of the two, or give it another --moe-ft-persist-dir."
             )
         following = msgspec.structs.replace(lock, heartbeat=lock.heartbeat + 1)
@@ -242,7 +241,10 @@ class _LocalLock:
 
         def act() -> None:
             temporary = self._temporary()
-            temporary.write_bytes(content)
+            with temporary.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # or a loss of power leaves a lock of nobody
             try:
                 self._give_name(temporary)
             finally:

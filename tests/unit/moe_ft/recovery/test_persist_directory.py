@@ -187,20 +187,37 @@ def test_lock_of_an_earlier_start_of_the_job_is_taken_over_at_once_and_lost_to_t
 
 
 @pytest.mark.parametrize("content", [b"", b'{"job_id":"live","lin', b'{"job_id": [], "pid": 1}'])
-def test_lock_that_cannot_be_understood_is_refused_and_stays(
-    opener: Opener, content: bytes
+def test_lock_that_cannot_be_understood_is_watched_and_taken_over(
+    opener: Opener,
+    content: bytes,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(persist_directory, "LOCK_STALE_S", 0.2)
     path = Path(opener.url) / LOCK_NAME
     path.parent.mkdir()
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"if no job uses this one, remove {path} by hand"):
+    opener.open("new").check()
+    printed = capsys.readouterr().err
+    assert "watching for 0 s" in printed
+    assert f"taking over {opener.url} from an unknown job" in printed
+
+
+def test_lock_that_cannot_be_understood_and_changes_is_refused(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(opener.url) / LOCK_NAME
+    path.parent.mkdir()
+    path.write_bytes(b"1")
+    monkeypatch.setattr(persist_directory, "say", lambda line: path.write_bytes(b"2"))
+    with pytest.raises(ConfigError, match="is used by an unknown job .*Name another one, or wait"):
         opener.open("new")
-    assert path.read_bytes() == content
+    assert path.read_bytes() == b"2"
 
 
 def test_directory_in_the_place_of_the_lock_is_refused(opener: Opener) -> None:
     (Path(opener.url) / LOCK_NAME).mkdir(parents=True)
-    with pytest.raises(ConfigError, match="it cannot be read .*Is a directory"):
+    with pytest.raises(ConfigError, match="cannot be used on node n: IsADirectoryError"):
         opener.open("new")
 
 

@@ -155,23 +155,21 @@ def test_lock_that_cannot_be_understood_is_there(storage: Storage, content: byte
     storage.write_atomically(LOCK_NAME, content)
     seen = StorageLock(storage).look()
     assert seen is not None
-    assert (seen.lock, seen.problem) == (None, "its content is not that of a lock")
+    assert seen.lock is None
+    assert seen.holder == "an unknown job (its content is not that of a lock)"
 
 
-def test_lock_that_may_not_be_read_is_there(storage: Storage, injector: Injector) -> None:
+def test_lock_that_may_not_be_read_is_an_error(storage: Storage, injector: Injector) -> None:
     taken(storage)
     injector.broken = (("open", LOCK_NAME), ("cat_file", LOCK_NAME))
-    seen = StorageLock(storage).look()
-    assert seen is not None
-    assert seen.lock is None
-    assert "injected failure" in seen.problem
+    with pytest.raises(OSError, match="injected failure"):
+        StorageLock(storage).look()
 
 
-def test_directory_in_the_place_of_the_lock_is_there(tmp_path: Path, directory: Storage) -> None:
+def test_directory_in_the_place_of_the_lock_is_an_error(tmp_path: Path, directory: Storage) -> None:
     (tmp_path / LOCK_NAME).mkdir()
-    seen = StorageLock(directory).look()
-    assert seen is not None
-    assert "Is a directory" in seen.problem
+    with pytest.raises(IsADirectoryError):
+        StorageLock(directory).look()
 
 
 @pytest.mark.parametrize(
