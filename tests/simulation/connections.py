@@ -39,7 +39,6 @@ class End:
         "_error",
         "_has_sent_end",
         "_is_at_end",
-        "_last_arrival_s",
         "_network",
         "_num_held",
         "_queue",
@@ -67,7 +66,6 @@ class End:
         self._error: OSError | None = None
         self._is_at_end = self._has_sent_end = self.is_closed = False
         self._num_held = self.num_outstanding = 0
-        self._last_arrival_s = 0.0
         self.keepalive_s: float | None = None
         self.blocked_s = -1.0
         self.readable, self.writable = Waiting(), Waiting()
@@ -182,12 +180,10 @@ class End:
     # What the network does
 
     def _transmit(self, data: bytes | None, num_bytes: int) -> None:
-        network = self._network
-        now = network.kernel.now
-        arrival = now + network.draw_delay(self.host, self.peer.host, num_bytes)
-        self._last_arrival_s = max(arrival, self._last_arrival_s)
+        # Whatever arrives first, the oldest is delivered.
         self._queue.append(data)
-        network.kernel.call_later(self._last_arrival_s - now, self._arrive)
+        delay_s = self._network.draw_delay(self.host, self.peer.host, num_bytes)
+        self._network.kernel.call_later(delay_s, self._arrive)
 
     def _arrive(self) -> None:
         self._num_held += 1

@@ -169,6 +169,18 @@ def test_end_of_a_rank_may_be_seen_by_nobody(simulated: Simulated) -> None:
     assert 120.0 < simulated.trace[0][0] < 121.0
 
 
+def test_timeout_of_one_rank_ends_the_waiting_of_others(simulated: Simulated) -> None:
+    def act(rank: int) -> None:
+        group = group_of(simulated)
+        if rank != 1:
+            simulated.collectives.exchange(group, rank, timeout_s=50.0 if rank else 500.0)
+
+    ranks(simulated, act)
+    simulated.run()
+    assert [(rank, round(now)) for now, (rank, _) in simulated.trace] == [(2, 50), (0, 50)]
+    assert "closed by peer [node-2]" in simulated.said[1][1]
+
+
 def test_lost_node_is_noticed_by_the_timeout_only(simulated: Simulated) -> None:
     def act(rank: int) -> None:
         agreement = Agreement(TIMEOUT_S)

@@ -122,6 +122,24 @@ def test_node_that_came_back_knows_no_connection(simulated: Simulated) -> None:
     assert simulated.said == [ConnectionResetError]
 
 
+def test_node_that_came_back_resets_who_waits_for_an_answer(simulated: Simulated) -> None:
+    def ask(connection: socket.socket) -> None:
+        connection.send(b"x")
+        simulated.say(type(error_of(lambda: connection.recv(1))))
+
+    _, lost = connected(simulated, ask, lambda _: simulated.kernel.sleep(100.0))
+
+    def lose() -> None:
+        simulated.network.lose("node-b")
+        simulated.kernel.kill(lost)
+
+    simulated.later(1.0, lose)
+    simulated.later(10.0, lambda: simulated.network.restore("node-b"))
+    simulated.run()
+    assert simulated.said == [ConnectionResetError]
+    assert 10.0 < simulated.trace[0][0] < 13.1
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_nobody_answers_for_a_lost_node(seed: int) -> None:
     with Simulated(seed) as simulated:
