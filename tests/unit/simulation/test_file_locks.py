@@ -1,6 +1,7 @@
 """Locks of the package filelock between simulated processes."""
 
 import fcntl
+import threading
 import time
 from pathlib import Path
 
@@ -70,3 +71,21 @@ def test_thread_that_waits_for_its_own_lock_is_told_so() -> None:
         path = node_of(world) / "lock"
         run(world, lambda: take_twice(path))
         assert "Deadlock" in str(errors_of(world)[0])
+
+
+def test_lock_of_one_thread_is_not_that_of_another() -> None:
+    held: list[bool] = []
+
+    def act(path: Path) -> None:
+        lock = filelock.FileLock(path)
+        with lock:
+            thread = threading.Thread(target=lambda: held.append(lock.is_locked))
+            thread.start()
+            thread.join()
+            held.append(lock.is_locked)
+
+    with small_world() as world:
+        path = node_of(world) / "lock"
+        run(world, lambda: act(path))
+        assert not errors_of(world)
+    assert held == [False, True]
