@@ -64,12 +64,15 @@ class Durability:
         self._count = 0
         self._changes: list[_Change] = []
         self._unsynced: dict[int, bytes] = {}  # by inode: what is on the disk
+        self._inodes: dict[str, int] = {}  # of directories in which something has changed
         self._lost: set[int] = set()  # inodes whose pages are gone for good, as after a failed sync
 
     # Data of files
 
     def before_open(self, path: str, flags: int) -> bytes | None:
         """Return what a file holds if opening it may remove that; None for a file that is not there."""
+        if flags & os.O_EXCL:
+            return None
         try:
             if not flags & os.O_TRUNC:
                 posix.stat(self._root + path)
@@ -118,6 +121,7 @@ class Durability:
 
     def made(self, path: str) -> None:
         """Note a new directory."""
+        self._inodes.pop(path, None)
         self._note("mkdir", path)
 
     def removing(self, path: str) -> Callable[[], None]:
@@ -132,7 +136,7 @@ class Durability:
 
     def renaming(self, source: str, path: str) -> Callable[[], None]:
         """Prepare for a rename of a file; call the result once it is done."""
-        assert not os.path.isdir(self._root + source), "renaming directories is not foreseen here"
+        assert source not in self._inodes, "renaming directories is not foreseen here"
         saved = self._save(path)
         parent = self._parent(source)
         return lambda: self._note(
@@ -162,7 +166,11 @@ class Durability:
         )
 
     def _parent(self, path: str) -> int:
-        return posix.stat((self._root + path).rpartition("/")[0]).st_ino
+        directory = path.rpartition("/")[0]
+        found = self._inodes.get(directory)
+        if found is None:
+            found = self._inodes[directory] = posix.stat(self._root + directory).st_ino
+        return found
 
     def _save(self, path: str) -> str:
         saved = f"{self._aside}{self._count}"
@@ -193,6 +201,7 @@ class Durability:
             if change.saved and os.path.exists(change.saved):
                 posix.unlink(change.saved)
         self._changes.clear()
+        self._inodes.clear()
         self._unsynced.clear()
         self._lost.clear()
         return undone + lost
@@ -214,6 +223,7 @@ class Durability:
 
     def _has_directory(self, change: _Change, again: dict[int, int]) -> bool:
         try:
+            self._inodes.clear()
             return self._parent(change.path) == again.get(change.directory, change.directory)
         except OSError:
             return False

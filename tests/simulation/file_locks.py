@@ -5,6 +5,7 @@ against forks, which would close the descriptors of all other simulated processe
 destructors that run when their process is dead.
 """
 
+import os
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any
@@ -93,6 +94,7 @@ def install(patches: Patches) -> None:
     """Let locks of the package filelock belong to simulated processes and threads."""
     for name in ("ensure_current_process", "register_owned_descriptor", "register_fork_object"):
         patches.divert(_api, name, _ignore)
+    patches.divert(_api, "_RESOLVE_DIR", lambda world, path: os.path.abspath(path))  # has no links
     patches.divert(_api, "fork_transition", lambda world, owner=None: _NOTHING)
     patches.set(_api, "_REGISTRY", _Registry(_api._REGISTRY))
     patches.set(_api, "ThreadLocalFileContext", _PerThread)

@@ -5,7 +5,6 @@ The system calls below them are file_calls.py.
 
 import io
 import os
-import posix
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.active import World
@@ -59,6 +58,7 @@ def _flags_of(mode: str) -> int:
 
 
 _real_open = io.open
+_READING = ("r", "rb", "rt", "br", "tr")
 
 
 def open_file(
@@ -72,27 +72,30 @@ def open_file(
     closefd: bool = True,
     opener: Any = None,
 ) -> Any:
-    files, rest = world.files, (encoding, errors, newline, closefd, opener)
+    files, found = world.files, None
     if type(file) is int:
         found = files.held(file) if closefd else None
+        place = None if found is None else found.path
     else:
-        path = files.relative(file)
-        if path is None and type(file) is not int and str(file).startswith("/proc/"):
-            text = _proc_file(world, str(file))
-            if text is not None:
-                return io.StringIO(text) if "b" not in mode else io.BytesIO(text.encode())
-        found = None
-        if path is not None:
-            assert opener is None
-            found = files.held(files.open(path, os.fspath(file), _flags_of(mode), 0o666))
-    if found is None or found.path is None:
-        return _real_open(file, mode, buffering, *rest)
-    try:
-        raw = RawFile(files, found, mode.replace("b", "").replace("t", ""), file)
-    except OSError:  # a directory
-        files.forget(found.number)
-        posix.close(found.number)
-        raise
+        place = files.relative(file)
+        if place is None and (shown := _shown_by_proc(world, str(file))):
+            return io.StringIO(shown) if "b" not in mode else io.BytesIO(shown.encode())
+    if place is None:
+        return _real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+    assert opener is None
+    if mode in _READING:
+        if found is None:
+            files.reach("open", place)
+        opened = _real_open(file, mode, buffering, encoding, errors, newline)
+        if found is not None:
+            files.forget(file)
+        files.own_object(opened)
+        return opened
+    if found is None:
+        number = files.open(place, os.fspath(file), _flags_of(mode), 0o666)
+        found = files.held(number)
+        assert found is not None
+    raw = RawFile(files, found, mode.replace("b", "").replace("t", ""), file)
     return _buffered(raw, mode, buffering, encoding, errors, newline)
 
 
@@ -107,23 +110,19 @@ def _buffered(
     if buffering == 0:
         return raw
     size = io.DEFAULT_BUFFER_SIZE if buffering in (-1, 1) else buffering
-    buffer: Any
-    if "+" in mode:
-        buffer = io.BufferedRandom(raw, size)  # type: ignore[arg-type]
-    elif "r" in mode:
-        buffer = io.BufferedReader(raw, size)
-    else:
-        buffer = io.BufferedWriter(raw, size)
+    buffer: Any = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw, size)
     if "b" in mode:
         return buffer
     return io.TextIOWrapper(buffer, encoding, errors, newline, buffering == 1)
 
 
-def _proc_file(world: World, path: str) -> str | None:
-    """Return what a file of /proc shows that tells simulated processes apart, None for others."""
+def _shown_by_proc(world: World, path: str) -> str:
+    """Return what a file of /proc shows that tells simulated processes apart; nothing for others."""
+    if not path.startswith("/proc/"):
+        return ""
     if path == "/proc/sys/kernel/random/boot_id":
         return f"boot-of-{world.process.node}\n"
     number = path.removeprefix("/proc/").removesuffix("/stat")
     if path.endswith("/stat") and number.isdecimal():
         return f"{number} (launcher) S {' '.join([number] * 40)}\n"
-    return None
+    return ""

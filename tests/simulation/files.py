@@ -19,6 +19,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from greenlet import GreenletExit
 
@@ -76,6 +77,7 @@ class Files(FileFaults):
         self._prefix = f"{root}/"
         self._open: dict[int, OpenFile] = {}
         self._of_process: dict[Process, dict[int, OpenFile]] = {}
+        self._readers: dict[Process, WeakSet[Any]] = {}
         self._watched: dict[str, Changes] = {}
         with self.outside():
             for name in ("memory", STORAGE, ".aside"):
@@ -143,15 +145,25 @@ class Files(FileFaults):
 
     def own(self, number: int, path: str | None, inode: int = 0) -> OpenFile:
         """Note that the process that runs has opened something."""
+        process, held = self._held_by_running()
+        found = OpenFile(number, path, process, inode)
+        held[number] = self._open[number] = found
+        return found
+
+    def own_object(self, opened: Any) -> None:
+        """Note that the process that runs has a file object that only reads."""
+        process, _ = self._held_by_running()
+        self._readers[process].add(opened)
+
+    def _held_by_running(self) -> tuple[Process, dict[int, OpenFile]]:
         assert self._kernel.running is not None
         process = self._kernel.running.process
         held = self._of_process.get(process)
         if held is None:
             held = self._of_process[process] = {}
+            self._readers[process] = WeakSet()
             process.at_death.append(partial(self._process_died, process))
-        found = OpenFile(number, path, process, inode)
-        held[number] = self._open[number] = found
-        return found
+        return process, held
 
     def held(self, number: int) -> OpenFile | None:
         """Return a descriptor of the process that runs; None if it is none of those seen here.
@@ -182,6 +194,8 @@ class Files(FileFaults):
             self._close_all(process)
 
     def _close_all(self, process: Process) -> None:
+        for reader in self._readers.pop(process, ()):
+            reader.close()
         for number, found in self._of_process.pop(process, {}).items():
             del self._open[number]
             if found.raw is not None:

@@ -4,6 +4,8 @@ The writer process of a node is another simulated process in which the product's
 its settings and its priority is replaced.
 """
 
+import itertools
+import logging
 import os
 import resource
 import secrets
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -258,8 +261,17 @@ def _exit(world: World, status: int) -> None:
     world.kernel.end(world.process, status)
 
 
+def _install_pools(patches: Patches) -> None:
+    """Give the threads of pools the same names in each run, and let them end in silence with it."""
+    patches.set(ThreadPoolExecutor, "_counter", itertools.count().__next__)
+    patches.divert(
+        logging.getLogger("concurrent.futures"), "critical", lambda world, *_, **__: None
+    )
+
+
 def install(patches: Patches) -> None:
     """Show simulated processes an operating system of their own."""
+    _install_pools(patches)
     patches.set(os, "environ", _Environment(os.environ))
     patches.set(sys, "stderr", _Output(sys.stderr))
     patches.divert(os, "getpid", lambda world: world.process.pid)

@@ -1,0 +1,200 @@
+"""Faults of simulated files, and damage to them."""
+
+import errno
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pytest
+
+from moe_ft.engine.memory.private_files import write_atomically
+from tests.unit.simulation.small_world import errors_of, node_of, run, small_world, start
+
+OLD, NEW = b"old content", b"something else that is longer"
+
+
+def failing(act: Callable[[Path], Any], **fault: Any) -> OSError | None:
+    """Return the error with which something fails on storage."""
+    caught: list[OSError] = []
+
+    def attempt(path: Path) -> None:
+        try:
+            act(path)
+        except OSError as error:
+            caught.append(error)
+
+    with small_world() as world:
+        path = world.files.storage / "file"
+        path.write_bytes(OLD)
+        world.files.fail(**{"where": "storage", **fault})
+        run(world, lambda: attempt(path))
+        assert not errors_of(world)
+    return caught[0] if caught else None
+
+
+def sync(path: Path) -> None:
+    """Sync a file."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "act"),
+    [
+        ("write", errno.ENOSPC, lambda path: path.write_bytes(NEW)),
+        ("write", errno.EIO, lambda path: path.write_text("text")),
+        ("read", errno.EIO, lambda path: path.read_bytes()),
+        ("read", errno.ESTALE, lambda path: os.listdir(path.parent)),
+        ("read", errno.ESTALE, lambda path: path.exists() and path.stat()),
+        ("create", errno.EACCES, lambda path: path.with_name("other").write_bytes(NEW)),
+        ("create", errno.ENOSPC, lambda path: path.with_name("other").mkdir()),
+        ("create", errno.EIO, lambda path: path.with_name("other").hardlink_to(path)),
+        ("rename", errno.EIO, lambda path: path.rename(path.with_name("other"))),
+        ("remove", errno.EACCES, lambda path: path.unlink()),
+        ("fsync", errno.EIO, sync),
+        ("", errno.EIO, lambda path: path.read_bytes()),
+    ],
+)
+def test_fault_surfaces_as_an_error_of_its_number(
+    kind: str, error: int, act: Callable[[Path], Any]
+) -> None:
+    caught = failing(act, kind=kind, error=error)
+    assert caught is not None
+    assert caught.errno == error
+    assert type(caught) is type(OSError(error, ""))
+
+
+def test_fault_of_a_later_operation_spares_the_earlier_ones() -> None:
+    read: list[bytes] = []
+
+    def read_thrice(path: Path) -> None:
+        read.extend(path.read_bytes() for _ in range(3))
+
+    caught = failing(read_thrice, kind="read", error=errno.EIO, at=3)
+    assert caught is not None
+    assert read == [OLD, OLD]
+
+
+def test_fault_elsewhere_does_no_harm() -> None:
+    assert failing(lambda path: path.read_bytes(), kind="", error=5, where="memory") is None
+    assert failing(lambda path: path.read_bytes(), kind="", error=5, where="stor") is None
+    assert failing(lambda path: path.read_bytes(), kind="", error=5, node="b") is None
+
+
+def test_fault_is_over_after_its_time() -> None:
+    def try_twice(path: Path) -> None:
+        with suppress(OSError):
+            path.read_bytes()
+        time.sleep(5)
+        path.read_bytes()
+
+    assert failing(try_twice, kind="", error=errno.EIO, for_s=5) is None
+
+
+def test_full_disk_takes_a_part_at_most_and_has_no_room_left() -> None:
+    sizes = set()
+
+    def fill(path: Path) -> None:
+        with pytest.raises(OSError, match="No space") as caught:
+            write_atomically(path, NEW)
+        assert caught.value.errno == errno.ENOSPC
+        assert shutil.disk_usage(path.parent).free == 0
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+        with pytest.raises(OSError, match="No space"):
+            os.posix_fallocate(descriptor, 0, 100)
+        with suppress(OSError):
+            os.write(descriptor, NEW)
+        sizes.add(os.fstat(descriptor).st_size)
+        os.close(descriptor)
+
+    for seed in range(30):
+        with small_world(seed) as world:
+            path = node_of(world) / "state"
+            fault = world.files.full("memory/job/a")
+            run(world, lambda path=path: fill(path))
+            world.files.mend(fault)
+            run(world, lambda path=path: write_atomically(path, NEW))
+            assert not errors_of(world)
+            assert path.read_bytes() == NEW
+    assert len(sizes) > 3
+    assert max(sizes) < len(NEW)
+
+
+def test_slow_storage_takes_its_time_and_stuck_storage_returns_when_it_is_over() -> None:
+    with small_world() as world:
+        path = world.files.storage / "file"
+        path.write_bytes(OLD)
+        world.files.slow("storage", 0.5, for_s=10)
+        run(world, path.read_bytes)
+        assert world.kernel.now == pytest.approx(0.5, abs=0.01)
+        world.files.stuck("storage", for_s=100)
+        run(world, path.read_bytes)
+        assert world.kernel.now == pytest.approx(100.5, abs=0.01)
+
+
+def test_process_that_is_killed_in_a_stuck_operation_keeps_its_lock_until_that_returns() -> None:
+    def hold(path: Path, other: Path) -> None:
+        with filelock.FileLock(path):
+            other.read_bytes()
+
+    with small_world() as world:
+        path, other = node_of(world) / "lock", world.files.storage / "file"
+        world.files.stuck("storage", for_s=50)
+        process = start(world, lambda: hold(path, other))
+        world.kernel.run(lambda: False, 10)
+        world.kernel.end(process)
+        run(world, lambda: filelock.FileLock(path).acquire())
+        assert not errors_of(world)
+        assert world.kernel.now == pytest.approx(50, abs=0.2)
+        assert world.files.stuck_until(process) == 50
+
+
+def test_flipped_bit_is_the_only_difference() -> None:
+    with small_world() as world:
+        for number in range(3):
+            (node_of(world) / f"file_{number}").write_bytes(bytes(100))
+        before = world.files.snapshot("memory")
+        found = world.files.flip(random.Random(1), "memory/job/a")
+        assert found is not None
+        path, offset = found
+        after = world.files.snapshot("memory")
+        assert [name for name in before if before[name] != after[name]] == [path]
+        assert after[path][offset].bit_count() == 1
+        assert sum(after[path]) == after[path][offset]
+        assert world.files.flip(random.Random(1), "storage") is None
+
+
+def test_truncated_file_is_shorter() -> None:
+    with small_world() as world:
+        (node_of(world) / "file").write_bytes(OLD)
+        found = world.files.truncate(random.Random(1), "memory")
+        assert found is not None
+        assert found[0] == "memory/job/a/file"
+        assert (node_of(world) / "file").read_bytes() == OLD[: found[1]]
+
+
+def test_lost_node_leaves_those_of_others() -> None:
+    with small_world() as world:
+        (node_of(world) / "file").write_bytes(OLD)
+        (world.files.memory / "job" / "b").mkdir()
+        world.files.lose_node("a")
+        assert os.listdir(world.files.memory / "job") == ["b"]
+
+
+def test_node_that_was_set_aside_comes_back_with_its_old_memory() -> None:
+    with small_world() as world:
+        (node_of(world) / "file").write_bytes(OLD)
+        world.files.set_aside("a")
+        assert world.files.paths("memory") == []
+        (node_of(world) / "file").write_bytes(NEW)
+        assert world.files.bring_back("a")
+        assert world.files.snapshot("memory") == {"memory/job/a/file": OLD}
