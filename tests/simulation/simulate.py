@@ -1,5 +1,6 @@
 """Runs one schedule: the job with its faults, until training has ended, or may refuse to."""
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
     job = Job(world, schedule.setup, root)
     oracle = Oracle(job)
     injection = Injection(job, oracle)
+    gc.disable()  # destructors at any time would make two runs of a seed different
     try:
         with active(world):
             try:
@@ -70,6 +72,7 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
             finally:
                 world.kernel.close()
     finally:
+        gc.enable()
         shutil.rmtree(root, ignore_errors=True)
     for thread, error in world.kernel.errors:
         oracle.violations.append(f"{thread} ended with {describe(error)}")
