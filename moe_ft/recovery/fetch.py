@@ -55,8 +55,10 @@ class Fetched:
 
     def position_of(self, fetched: FetchedUnit) -> int:
         """Return the number of the snapshot that has a unit at FULL."""
+        if not self.compute:
+            return 0
         assert self.index is not None
-        return fetched.entry.iteration - _first_iteration(self.index) if self.compute else 0
+        return fetched.entry.iteration - _first_iteration(self.index)
 
     def snapshot(self, position: int) -> tuple[list[FetchedUnit], list[FetchedUnit]]:
         """Return the units of a snapshot: at FULL, and at COMPUTE."""
