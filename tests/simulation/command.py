@@ -4,7 +4,6 @@ import argparse
 import itertools
 import os
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,8 +81,7 @@ def _schedules(arguments: argparse.Namespace) -> Iterator[Schedule]:
         yield draw(arguments.seed)
         return
     first = random.SystemRandom().randrange(_SEEDS) if arguments.random else arguments.first or 0
-    print(f"first seed {first}")
-    sys.stdout.flush()
+    print(f"first seed {first}", flush=True)
     count = arguments.count
     if count is None and arguments.seconds == float("inf"):
         count = 100

@@ -165,6 +165,7 @@ class Campaign:
         if verdict.violations:
             self._failed += 1
             self._keep(schedule, schedule, verdict, "")
+            print(f"again: python -m tests.simulation --seed {schedule.seed} --verbose", flush=True)
         return bool(verdict.violations)
 
     def _tell_smaller(self, schedule: Schedule, future: Future[Any]) -> None:
