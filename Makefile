@@ -3,7 +3,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-matrix test-power chaos check bench clean
+.PHONY: help venv demo test test-matrix test-power soak chaos check bench clean
 
 help:
 	@echo "make venv         create .venv with everything that constraints.txt pins"
@@ -11,7 +11,8 @@ help:
 	@echo "make check        check formatting, lint and types, run the unit tests"
 	@echo "make test         run the whole test suite"
 	@echo "make test-matrix  run the full fault matrices and print a table of the recoveries"
-	@echo "make test-power   break recovery in ten ways and show which tests of 'make test' notice"
+	@echo "make test-power   put mistakes into the product and show which tests and simulations notice"
+	@echo "make soak         simulate random jobs with faults on all cores until Ctrl-C, or for SECONDS=..."
 	@echo "make chaos        kill processes of a small job at random, 50 times, and compare the final state"
 	@echo "make bench        run the benchmarks and print their tables"
 	@echo "make clean        remove runs and caches"
@@ -33,6 +34,10 @@ test-matrix: .venv/installed
 
 test-power: .venv/installed
 	$(BIN)/python -W ignore -m tests.power
+
+soak: .venv/installed
+	$(BIN)/python -W ignore -m tests.simulation --jobs 0 --seconds $(or $(SECONDS),inf) --shrink \
+	    --keep runs/soak $(if $(FIRST),--first $(FIRST),--random)
 
 chaos: .venv/installed
 	$(BIN)/python -m pytest tests/distributed/test_chaos.py -m chaos -rP --tb=short | grep -vE "Warning|warn|^$$"

@@ -1,13 +1,16 @@
-"""Proof that the tests notice a broken recovery: some of them run with each breakage of tests/breakages.py.
+"""Proof that the tests notice a broken product: some of them run with each breakage of tests/breakages.py.
 
 python -m tests.power [--all] [BREAKAGE ...] prints the tests that fail with each breakage, and their
 messages. It fails if no test notices a breakage, if a breakage did no damage, or if a test fails with
 nothing broken. `make test` runs all of these tests with nothing broken.
+
+Unless breakages are named, it also has the simulation look for each mistake of tests/simulation/mutations.py.
 """
 
 import argparse
 import io
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -51,6 +54,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("breakages", nargs="*", metavar="BREAKAGE", help=", ".join(BREAKAGES))
     parser.add_argument("--all", action="store_true", help="each breakage with every test")
     options = parser.parse_args(words)
+    is_found = bool(options.breakages) or find_mutations()
     wanted = options.breakages or list(BREAKAGES)
     if unknown := set(wanted) - set(BREAKAGES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; name some of {', '.join(BREAKAGES)}")
@@ -61,7 +65,13 @@ def main(words: list[str]) -> int:
         return 1
     num_noticed = sum(try_breakage(name, every if options.all else TESTS[name]) for name in wanted)
     print(f"{num_noticed} of {len(wanted)} breakages are noticed")
-    return int(num_noticed < len(wanted))
+    return int(num_noticed < len(wanted) or not is_found)
+
+
+def find_mutations() -> bool:
+    """Have the simulation look for all mistakes that it knows; return whether it finds all of them."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.simulation", "--jobs", "0", "--power"]
+    return subprocess.run(command, check=False).returncode == 0
 
 
 def try_breakage(name: str, tests: Sequence[str]) -> bool:
