@@ -196,10 +196,11 @@ class Oracle:
     def _raise_floors(self, start: Start) -> None:
         floors, lives = self.floors, start.lives
         recovered = {life.outcome.iteration for life in lives if life.outcome is not None}
-        floors.memory = max(floors.memory, *recovered, *(life.complete for life in lives), 0)
-        protected = [life.replicated for life in lives]
-        both = set.intersection(*protected) if self.job.setup.nodes > 1 else set()
-        floors.protected = max(floors.protected, *both, floors.storage)
+        complete = set[int]().union(*(life.complete for life in lives))
+        floors.memory = max(floors.memory, *recovered, *complete)
+        # A peer that has the last snapshot of a window has all of it.
+        at_peers = set.intersection(*(life.replicated for life in lives)) & complete
+        floors.protected = max(floors.protected, *at_peers, floors.storage)
         floors.storage = max(floors.storage, *(life.confirmed for life in lives))
 
     def _check_end(self, start: Start) -> None:

@@ -57,7 +57,7 @@ class Life:
         units: checksums of the rank's experts, by iteration and unit; for a lossy strategy alone, as `rests`.
         rests: checksums of everything else, by iteration.
         reports: what the engine has reported, with the iteration at which that was seen.
-        complete: newest iteration that this rank knows all ranks to have in memory.
+        complete: iterations that this rank has known all ranks to have in memory, 0 included.
         replicated: iterations that all peers of this rank have.
         confirmed: newest iteration that this rank knows to be a checkpoint on storage.
         error: what has ended the rank.
@@ -72,7 +72,7 @@ class Life:
     units: dict[int, dict[str, str]] = field(default_factory=dict)
     rests: dict[int, str] = field(default_factory=dict)
     reports: list[tuple[int, Report]] = field(default_factory=list)
-    complete: int = 0
+    complete: set[int] = field(default_factory=lambda: {0})
     replicated: set[int] = field(default_factory=set)
     confirmed: int = 0
     error: BaseException | None = None
@@ -213,7 +213,7 @@ class Rank:
     def _note_promises(self) -> None:
         assert self._running is not None
         engine = self._running.engine
-        self._life.complete = engine._windows.complete_iteration or 0
+        self._life.complete.add(engine._windows.complete_iteration or 0)
         confirmed = engine._storage._confirmed
         self._life.confirmed = 0 if confirmed is None else confirmed.iteration
 
