@@ -62,6 +62,7 @@ class Life:
         confirmed: newest iteration that this rank knows to be a checkpoint on storage.
         error: what has ended the rank.
         is_saved: whether training has ended and its last state is where it should be; None before.
+        may_lose_memory: whether it has ended so that nothing in memory is needed any more.
     """
 
     rank: int
@@ -77,6 +78,7 @@ class Life:
     confirmed: int = 0
     error: BaseException | None = None
     is_saved: bool | None = None
+    may_lose_memory: bool = False
 
 
 class Rank:
@@ -104,7 +106,7 @@ class Rank:
                 self._running.note_failure("recovery", error)
         try:
             if self._running is not None:
-                is_over = code == 0 and self._may_lose_memory
+                is_over = code == 0 and self._life.may_lose_memory
                 self._running.close(removes_memory=is_over)
         except Exception as error:
             code, self._life.error = 1, error
@@ -120,7 +122,6 @@ class Rank:
         gather = partial(groups.exchange, dp_cp, timeout_s=COLLECTIVE_TIMEOUT_S)
         self._model = Model(shape, self._rank, gather, self._training.first)
         self._world.process.local["model"] = self._model
-        self._may_lose_memory = False
         facts = self._facts(dp_cp, expt_dp)
         self._running = start(self._training.config, facts, self._model.built, self._pass_phase)
         outcome = self._running.outcome
@@ -208,7 +209,7 @@ class Rank:
         ending = running.finish(iteration, facts, partial(self._report, iteration))
         self._note_promises()
         self._life.is_saved = ending.is_saved
-        self._may_lose_memory = ending.may_lose_memory(is_complete=True)
+        self._life.may_lose_memory = ending.may_lose_memory(is_complete=True)
 
     def _note_promises(self) -> None:
         assert self._running is not None
