@@ -19,6 +19,7 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _AT_LEAST_1 = (
     *_REQUIRED,
     *("ffn_hidden_size", "moe_ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size"),
+    "moe_shared_expert_intermediate_size",
     *("padded_vocab_size", "make_vocab_size_divisible_by", "moe_router_topk", "ddp_bucket_size"),
     *("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
     *("max_position_embeddings", "train_iters", "train_samples", "global_batch_size"),

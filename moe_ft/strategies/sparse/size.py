@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moe_ft.errors import PlanError
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.model_size import ByteModel
-from moe_ft.planning.ownership import SavingLayout, Sharding, owned_slices
+from moe_ft.planning.ownership import SavingLayout, owned_slices
 from moe_ft.strategies.sparse.popularity import Scores, fractions_of_layers, order_experts
 from moe_ft.strategies.sparse.positions import order_modules, spread_over_ranks
 from moe_ft.strategies.sparse.windows import (
@@ -58,11 +57,8 @@ def position_sizes(
         is_grouped: whether a rank's experts of a layer are one module, frozen only as a whole.
 
     Raises:
-        PlanError: if the layout is adaptive, its ranks cannot share the experts equally, or COMPUTE is
-            larger than FULL.
+        PlanError: if COMPUTE is larger than FULL.
     """
-    if layout.sharding is Sharding.ADAPTIVE:
-        raise PlanError("sparse windows hold every unit, so there is nothing to adapt shares to")
     columns = _columns(units, layout, popularity, is_grouped=is_grouped)
     experts = np.zeros((layout.dp, len(columns[0].units)), np.int64)
     for ep_rank, column in enumerate(columns):
@@ -245,10 +241,10 @@ def choose_length(stages: Sequence[PositionSizes], budget_bytes: float, longest:
 
     Source: MoEvement, Algorithm 1, FindWindowSize, by bytes; see windows.py.
     """
-    fits = [shortest_window(stage, budget_bytes, longest) for stage in stages]
+    shortest = [shortest_window(stage, budget_bytes, longest) for stage in stages]
     return max(
-        fit.length if fit.fits else _longest(stage, longest)
-        for stage, fit in zip(stages, fits, strict=True)
+        cuts.length if cuts.largest_bytes <= budget_bytes else _longest(stage, longest)
+        for stage, cuts in zip(stages, shortest, strict=True)
     )
 
 
