@@ -81,7 +81,7 @@ def start(
             identity = make_identity(met, found.inventory, continued, is_chosen=recovery.is_chosen)
             outcome = make_outcome(met, restored, identity, phases_s, recovery.problems)
             engine = protect(met, claimed, identity, lock, origins, restored)
-        is_replayed = restored is not None and restored.conversion.num_replays
+        conversion = None if restored is None else restored.conversion
         return Checkpointing(
             met=met,
             lock=lock,
@@ -89,7 +89,7 @@ def start(
             plan=continued,
             outcome=outcome,
             opened=opened.pop_all(),
-            _pending=[restored.conversion] if restored is not None and is_replayed else [],
+            _replay=conversion if conversion is not None and conversion.num_replays else None,
         )
 
 

@@ -110,6 +110,18 @@ def most_window_bytes(sizes: PositionSizes, shortest: int, longest: int) -> Byte
     return np.stack([snapshot_bytes(sizes, ends).sum(axis=1) for ends in cuts]).max(axis=0)
 
 
+def reserved_window_bytes(
+    sizes: PositionSizes, shortest: int, longest: int
+) -> npt.NDArray[np.float64]:
+    """Return ``[rank]`` the bytes for which memory is made, but for a margin.
+
+    Windows take them in this order, or in one that is as good as random, in which a unit is at COMPUTE in
+    half of the other snapshots.
+    """
+    by_chance = sizes.full.sum(axis=1) + sizes.compute.sum(axis=1) * (longest - 1) / 2
+    return np.maximum(most_window_bytes(sizes, shortest, longest), by_chance)
+
+
 def count_splits(columns: Iterable[Sequence[Hashable | None]], num_positions: int) -> Bytes:
     """Return ``[border]`` the number of modules with units on both sides, as in `PositionSizes`.
 
