@@ -179,17 +179,12 @@ def _quiet(loop: LoopParts, args: argparse.Namespace) -> Iterator[None]:
                 patches.set(config, name, False)
         for name in ("no_sync_func", "grad_sync_func", "param_sync_func", "timers"):
             patches.set(loop.config, name, None)
-        for config in {
-            id(each.config): each.config for each in _optimizers(loop.optimizer)
-        }.values():
+        optimizers = [loop.optimizer, *loop.optimizer.chained_optimizers]
+        for config in {id(each.config): each.config for each in optimizers}.values():
             patches.set(config, "timers", None)
             patches.set(config, "log_num_zeros_in_grad", False)
         patches.set(args, "check_for_nan_in_loss_and_grad", False)
         yield
-
-
-def _optimizers(optimizer: Any) -> list[Any]:
-    return [optimizer, *optimizer.chained_optimizers]
 
 
 def _ddp_configs(loop: LoopParts) -> Iterator[Any]:

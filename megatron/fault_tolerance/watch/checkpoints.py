@@ -82,7 +82,7 @@ class Checkpoints(LoopListener):
             self._config,
             facts,
             built,
-            self._enter_background,
+            lambda phase, iteration: self._faults.enter_phase(iteration, phase),  # any thread
             lambda site: self._faults.set_node(lambda: _node_of(site)),
         )
         self._running = running
@@ -141,10 +141,6 @@ class Checkpoints(LoopListener):
         self._loop.iteration = iteration
         self._log.progress(iteration, Phase.REPLAY)
         self._faults.enter_phase(iteration, Phase.REPLAY)
-
-    def _enter_background(self, phase: Phase, iteration: int) -> None:
-        """Inflict the faults that wait in a phase outside the iteration. Any thread."""
-        self._faults.enter_phase(iteration, phase)
 
     def before_batch(self) -> None:
         """Let the engine act on the state that was evaluated, if that was postponed."""
