@@ -53,10 +53,8 @@ def build_engine(
     clock = clock or Clock()
     ranks = context.topology.ranks
     first = next(each for each in ranks if each.stage == ranks[context.rank].stage)
-    is_first_of_stage = first.rank == context.rank
-    messages = Messages(
-        context.rank, clock, is_first_of_stage=is_first_of_stage, raises=settings.raises
-    )
+    is_first = first.rank == context.rank
+    messages = Messages(context.rank, clock, is_first_of_stage=is_first, raises=settings.raises)
     reports = messages.reports
     if replicator is None and context.peers:
         replicator = PeerReplicator(

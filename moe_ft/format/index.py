@@ -15,34 +15,7 @@ from moe_ft.format.entries import FileEntry, ParameterEntry, UnitEntry, tensor_b
 from moe_ft.format.records import Count, ExpertProgress, IterationRecord
 
 
-class IndexHead(Body, frozen=True, kw_only=True):
-    """The part of an index that identifies it; decoding skips the rest. See `Index`."""
-
-    rank: Count
-    iteration: Count
-    file: str
-    file_bytes: Count
-    header_checksum: Checksum
-    window: Annotated[int, msgspec.Meta(ge=1)] = 1
-    num_snapshots: Annotated[int, msgspec.Meta(ge=1)] = 1
-    complete_iteration: Count | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the file holds all snapshots of the window."""
-        return self.num_snapshots == self.window
-
-    def check(self, where: str) -> None:
-        """Raise CorruptStateError for a bad path."""
-        super().check(where)
-        check_path(self.file, where)
-        if "/" in self.file:
-            raise CorruptStateError(
-                f"{where}: the data file '{self.file}' is not in the directory of its index"
-            )
-
-
-class Index(IndexHead, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Index(Body, frozen=True, forbid_unknown_fields=True):
     """Description of one data file: a region, a replica or a persisted file.
 
     Attributes:
@@ -66,15 +39,28 @@ class Index(IndexHead, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if there was none, and then missing state of other ranks is no loss.
     """
 
+    rank: Count
     node: str
+    iteration: Count
+    file: str
+    file_bytes: Count
     header_bytes: Count
+    header_checksum: Checksum
     units: dict[str, UnitEntry]
     parameters: dict[str, ParameterEntry]
     records: tuple[IterationRecord, ...]
     origins: dict[str, Checksum] = {}
     progress: ExpertProgress | None = None
     older: tuple[FileEntry, ...] = ()
+    window: Annotated[int, msgspec.Meta(ge=1)] = 1
+    num_snapshots: Annotated[int, msgspec.Meta(ge=1)] = 1
     compute: tuple[dict[str, UnitEntry], ...] = ()
+    complete_iteration: Count | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the file holds all snapshots of the window."""
+        return self.num_snapshots == self.window
 
     def entries(self) -> Iterator[tuple[str, UnitEntry]]:
         """Yield all unit versions with the names of their units."""
@@ -85,6 +71,7 @@ class Index(IndexHead, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def check(self, where: str) -> None:
         """Raise CorruptStateError for a bad path, window or record, or a place outside the file."""
         super().check(where)
+        _check_file_name(self.file, where)
         for entry in self.older:
             entry.check_paths(where)
         if not self.records or self.records[-1].iteration != self.iteration:
@@ -120,3 +107,34 @@ class Index(IndexHead, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 end = tensor.offset + tensor_bytes(tensor)
                 if tensor.end < tensor.start or end > unit.num_bytes:
                     raise CorruptStateError(f"{where}: unit {name} has an impossible tensor")
+
+
+class IndexHead(Body, frozen=True):
+    """The part of an index that identifies it; decoding skips the rest. See `Index`."""
+
+    rank: Count
+    iteration: Count
+    file: str
+    file_bytes: Count
+    header_checksum: Checksum
+    window: int = 1
+    num_snapshots: int = 1
+    complete_iteration: Count | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the file holds all snapshots of the window."""
+        return self.num_snapshots == self.window
+
+    def check(self, where: str) -> None:
+        """Raise CorruptStateError for a bad path."""
+        super().check(where)
+        _check_file_name(self.file, where)
+
+
+def _check_file_name(file: str, where: str) -> None:
+    check_path(file, where)
+    if "/" in file:
+        raise CorruptStateError(
+            f"{where}: the data file '{file}' is not in the directory of its index"
+        )

@@ -8,7 +8,6 @@ import argparse
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
@@ -58,11 +57,7 @@ def can_freeze(args: argparse.Namespace) -> bool:
 
 
 class Replay:
-    """One recovery's replay on one rank. Owned by the training thread; `run` is called by all ranks.
-
-    Attributes:
-        records: of the state that it begins with, and of those that its iterations make.
-    """
+    """One recovery's replay on one rank. Owned by the training thread; `run` is called by all ranks."""
 
     def __init__(
         self,
@@ -79,12 +74,26 @@ class Replay:
             note: called with the iteration before each optimizer step.
         """
         self._conversion, self._args, self._note = conversion, args, note
-        self.records = conversion.records
         self._freezing = Freezing(
             list(parameters),
             tp_size=args.tensor_model_parallel_size,
             is_possible=can_freeze(args),
         )
+
+    @property
+    def first_record(self) -> IterationRecord:
+        """Record of the state that the replay begins with."""
+        return self._conversion.records[0]
+
+    @property
+    def last_record(self) -> IterationRecord:
+        """Record of the state that the replay ends with."""
+        return self._conversion.records[-1]
+
+    @property
+    def num_iterations(self) -> int:
+        """Number of iterations to run again."""
+        return self._conversion.num_replays
 
     def run(self, loop: LoopParts) -> None:
         """Run the iterations of the window again, which makes the state of its last one.
@@ -92,7 +101,8 @@ class Replay:
         The caller restores the random numbers of that state.
         """
         with _quiet(loop, self._args):
-            for position, (before, after) in enumerate(pairwise(self.records)):
+            for position in range(self.num_iterations):
+                before, after = self._conversion.records[position : position + 2]
                 self._run_iteration(loop, before, after, self._conversion.frozen_units(position))
                 self._conversion.load(position + 1)
         get_moe_metrics_tracker().clear()

@@ -33,7 +33,7 @@ class Resumption:
         if (
             replay is not None
         ):  # the data iterators begin with the batch that the replay reads first
-            args.consumed_train_samples = replay.records[0].consumed_train_samples
+            args.consumed_train_samples = replay.first_record.consumed_train_samples
 
     @property
     def is_replay_due(self) -> bool:
@@ -58,8 +58,8 @@ class Resumption:
             parts = replace(parts, forward_backward=forward_backward)
         replay.run(parts)
         self._replay = None
-        loop_facts.resume(self._args, replay.records[-1])
-        return len(replay.records) - 1
+        loop_facts.resume(self._args, replay.last_record)
+        return replay.num_iterations
 
     def restore_rng(self) -> None:
         """Restore the random numbers, once: nothing may draw any between this and the next forward pass."""

@@ -170,7 +170,7 @@ def _check_size(sizes: Storage | Listings, file: FileEntry) -> None:
         )
 
 
-def check_region(index: IndexHead, path: Path) -> None:
+def check_region(index: Index | IndexHead, path: Path) -> None:
     """Raise OSError unless a region in memory is its rank's, and is as long as it says."""
     owner, _ = rank_and_holder(path.parent.name)
     if owner != index.rank:
