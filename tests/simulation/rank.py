@@ -188,7 +188,7 @@ class Rank:
             grad_norm = None if model.is_skipped(signal) else model.total_norm([n for _, n in told])
             self._world.kernel.event("before step")
             if grad_norm is not None:
-                tokens = model.tokens if running.counted_layers else None
+                tokens = model.tokens if running.met.strategy.counted_layers else None
                 running.engine.before_step(tokens)
                 model.step(signal, grad_norm)
                 self._world.kernel.event("in step")
