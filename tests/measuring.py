@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 
 TEST = "PYTEST_CURRENT_TEST"  # set by pytest
 _PAUSE_S = 1.0
@@ -16,8 +17,7 @@ def save_coverage_regularly() -> None:
     under the name of the test.
     """
     coverage = sys.modules.get("coverage")
-    measured = coverage and coverage.Coverage.current()
-    if measured is None:
+    if coverage is None or (measured := coverage.Coverage.current()) is None:
         return
     # It would forget what it has saved, and with it the lines that another thread runs at that moment.
     measured._collector._clear_data = lambda: None
@@ -30,9 +30,12 @@ def save_coverage_regularly() -> None:
         kill(pid, number)
 
     def save_again_and_again() -> None:
-        while True:
-            time.sleep(_PAUSE_S)
-            measured.save()
+        with suppress(
+            coverage.CoverageException
+        ):  # a rank may become a user who may not write there
+            while True:
+                time.sleep(_PAUSE_S)
+                measured.save()
 
     os.kill = save_and_kill
     threading.Thread(target=save_again_and_again, daemon=True).start()
