@@ -22,15 +22,22 @@ from typing import Any
 import pytest
 
 from tests.breakages import BREAKAGE, BREAKAGES, MARKS
+from tests.covering_array import case_of, runs
 
 _FOLDER = "tests/distributed/"
-_DENSE = "test_recovery.py::test_dead_process_is_recovered_from_the_memory_of_its_own_node"
-_BUFFERS = "test_recovery.py::test_feature_survives_a_recovery_bit_for_bit[ramp-up-and-expert-bias]"
-_SCALED = (
-    "test_fault_matrix.py::test_run_with_faults_recovers_and_ends_in_the_state_of_a_run_without"
-    "[ep2-dp2_kill-one_snapshot_distributed_fp16_2]"
-)
-_PARTIAL = "test_partial.py::test_all_experts_in_every_snapshot_lose_nothing_and_recover_bitwise"
+
+
+def _run_with(**values: str) -> str:
+    """Return the first run of the covering array in `make test` that has these values."""
+    found = next(run for run in runs("test") if values.items() <= run.items())
+    name = "test_run_with_faults_recovers_and_ends_in_the_state_of_a_run_without"
+    return f"test_covering_array.py::{name}[{case_of(found)}]"
+
+
+_DENSE = _run_with(strategy="dense-2", layout="ep2", optimizer="distributed")
+_BUFFERS = _run_with(model="expert-bias", layout="cp2-ep2", strategy="dense-1")
+_SCALED = _run_with(precision="fp16", layout="ep2", strategy="sparse-3")
+_PARTIAL = _run_with(strategy="partial-4", layout="ep2", model="moe")
 _SPARSE = "test_sparse.py::test_window_is_recovered_bitwise_and_the_next_one_follows_it"
 # Quick tests. Each breakage runs with the tests that it affects; --all runs every test with it.
 TESTS: dict[str, tuple[str, ...]] = {
