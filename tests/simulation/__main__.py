@@ -1,6 +1,7 @@
 """Command line of the simulation: `python -m tests.simulation --help`."""
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -33,6 +34,8 @@ def main() -> None:
             [sys.executable, "-W", "ignore", "-m", "tests.simulation", *sys.argv[1:]],
         )
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # collections between schedules need not look at modules again
     begun, failed, events, recoveries, done = time.monotonic(), 0, 0, 0, 0
     mistakes = Patches()
     if arguments.mutation:
