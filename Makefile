@@ -1,17 +1,20 @@
 # Every target sets up .venv first if it has to. PYTHON=/path/to/python3.12 chooses the interpreter.
 SHELL := /bin/bash
 BIN := .venv/bin
+PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-matrix test-power chaos check bench clean
+.PHONY: help venv demo test test-all test-power soak chaos coverage clean-coverage check bench clean
 
 help:
 	@echo "make venv         create .venv with everything that constraints.txt pins"
 	@echo "make demo         prepare text and train a small MoE GPT on 4 ranks (a few minutes)"
-	@echo "make check        check formatting, lint and types, run the unit tests"
-	@echo "make test         run the whole test suite"
-	@echo "make test-matrix  run the full fault matrices and print a table of the recoveries"
-	@echo "make test-power   break recovery in ten ways and show which tests of 'make test' notice"
+	@echo "make check        check formatting, lint and types"
+	@echo "make test         run the tests that every commit passes, in about 12 minutes"
+	@echo "make test-all     run all other tests, in an hour or two: more faults, layouts and random kills"
+	@echo "make test-power   put mistakes into the product and show which tests and simulations notice"
+	@echo "make soak         simulate random jobs with faults on all cores until Ctrl-C, or for SECONDS=..."
+	@echo "make coverage     run 'make test' and name the lines of the product that it does not run"
 	@echo "make chaos        kill processes of a small job at random, 50 times, and compare the final state"
 	@echo "make bench        run the benchmarks and print their tables"
 	@echo "make clean        remove runs and caches"
@@ -25,23 +28,35 @@ demo: .venv/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart.sh
 
 test: .venv/installed
-	$(BIN)/python -m pytest tests
+	$(PYTEST) tests/unit --numprocesses 2 --quiet
+	$(PYTEST) tests/simulation
+	$(PYTEST) tests/distributed tests/gpu
 
-test-matrix: .venv/installed
-	$(BIN)/python -m pytest tests/distributed/test_fault_matrix.py tests/distributed/test_sparse_matrix.py \
-	    -m "matrix or not matrix" -rP --tb=short --durations=0 | grep -vE "Warning|warn|^$$"
+test-all: .venv/installed
+	$(PYTEST) tests/distributed -m "rest or chaos"
 
 test-power: .venv/installed
 	$(BIN)/python -W ignore -m tests.power
 
+soak: .venv/installed
+	$(BIN)/python -W ignore -m tests.simulation --jobs 0 --seconds $(or $(SECONDS),inf) --shrink \
+	    --keep runs/soak $(if $(FIRST),--first $(FIRST),--random)
+
 chaos: .venv/installed
-	$(BIN)/python -m pytest tests/distributed/test_chaos.py -m chaos -rP --tb=short | grep -vE "Warning|warn|^$$"
+	$(PYTEST) tests/distributed/test_chaos.py -m chaos
+
+coverage: PYTEST = $(BIN)/coverage run -m pytest
+coverage: clean-coverage test
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --show-missing --skip-covered
+
+clean-coverage:
+	rm -rf runs/coverage
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy moe_ft megatron/fault_tolerance kernels
-	$(BIN)/python -m pytest tests/unit --quiet
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.layouts

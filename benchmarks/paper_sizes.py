@@ -8,13 +8,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from heapq import heapify, heapreplace
 
 from benchmarks.paper_models import non_expert_modules
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.model_size import ByteModel, ModelShape
 from moe_ft.planning.ownership import SavingLayout, Sharding
-from moe_ft.planning.sharding import adaptive_shares, assign_greedy
-from moe_ft.strategies.partial.selection import advance, check_k, rank_counts, select_sequential
+from moe_ft.planning.sharding import adaptive_shares
+from moe_ft.strategies.partial.selection import advance, rank_counts, select_sequential
 from moe_ft.strategies.partial.size import Workload
 
 
@@ -47,15 +48,27 @@ class PaperLayout(SavingLayout):
     non_expert_unit: NonExpertUnit = NonExpertUnit.ELEMENT
 
 
-def checkpoint_bytes(shape: ModelShape, k: int, byte_model: ByteModel) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperBytes(ByteModel):
+    """Bytes per parameter, those of the weights that the forward pass uses among them.
+
+    Attributes:
+        weights_always_full: whether experts that are not selected save their weights too.
+    """
+
+    weights_always_full: bool = False
+
+    @property
+    def weights_by_rule(self) -> tuple[int, int]:
+        """Bytes of the weights that (only selected, all) experts save."""
+        return (0, self.weights) if self.weights_always_full else (self.weights, 0)
+
+
+def checkpoint_bytes(shape: ModelShape, k: int, byte_model: PaperBytes) -> int:
     """Return the bytes of a checkpoint with k experts of each MoE layer, over all ranks.
 
     Source: MoC-System, equations 5 (k = N) and 6, with the classes of bytes kept apart.
-
-    Raises:
-        PlanError: unless 1 <= k <= the experts of a layer.
     """
-    _check_k(shape, k)
     partial = byte_model.weights_by_rule[0] + byte_model.optimizer_by_rule[0]
     experts = k * partial + shape.num_experts * (byte_model.total - partial)
     return (
@@ -65,7 +78,7 @@ def checkpoint_bytes(shape: ModelShape, k: int, byte_model: ByteModel) -> int:
 
 
 def rank_bytes(
-    shape: ModelShape, expert_counts: Sequence[int], byte_model: ByteModel, layout: PaperLayout
+    shape: ModelShape, expert_counts: Sequence[int], byte_model: PaperBytes, layout: PaperLayout
 ) -> list[int]:
     """Return ``[rank]`` the bytes that each saves in one snapshot.
 
@@ -88,7 +101,7 @@ def rank_bytes(
 
 
 def paper_workload(
-    shape: ModelShape, k: int, byte_model: ByteModel, layout: PaperLayout
+    shape: ModelShape, k: int, byte_model: PaperBytes, layout: PaperLayout
 ) -> Workload:
     """Return what every rank saves while sequential selection goes around the ranks once.
 
@@ -97,11 +110,7 @@ def paper_workload(
         k: experts of each MoE layer in a snapshot.
         byte_model: bytes per parameter.
         layout: of the ranks.
-
-    Raises:
-        PlanError: unless 1 <= k <= the experts of a layer, which the expert-parallel ranks must divide.
     """
-    _check_k(shape, k)
     experts = _experts_of(shape, layout.ep)
     cursors = experts.first_cursors(k)
     rotation = []
@@ -130,12 +139,8 @@ def _experts_of(shape: ModelShape, ep: int) -> ExpertLayout:
     return ExpertLayout(num_layers=shape.num_moe_layers, num_experts=shape.num_experts, ep_size=ep)
 
 
-def _check_k(shape: ModelShape, k: int) -> None:
-    check_k(_experts_of(shape, 1), k)
-
-
 def _expert_loads(
-    shape: ModelShape, counts: Sequence[int], byte_model: ByteModel, layout: PaperLayout
+    shape: ModelShape, counts: Sequence[int], byte_model: PaperBytes, layout: PaperLayout
 ) -> list[int]:
     """Return ``[rank]`` the bytes of experts that each saves."""
     owned, shared = byte_model.optimizer_by_rule, byte_model.weights_by_rule
@@ -181,6 +186,29 @@ def _non_expert_shares(
     for size, rank in zip(sizes, ranks, strict=True):
         shares[rank] += size
     return shares
+
+
+def assign_greedy(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Assign whole modules to ranks: the largest first, each to the rank with the least load so far.
+
+    Args:
+        sizes: ``[module]`` bytes.
+        loads: ``[rank]`` bytes that a rank saves anyway.
+
+    Returns:
+        ``[module]`` rank that saves it. Of equal modules the first is assigned first; of equally loaded
+        ranks the lowest is chosen.
+
+    Source: MoC-System, section 4.3, adaptive sharding; with loads of 0 its equal sharding (4.2).
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapify(heap)
+    ranks = [0] * len(sizes)
+    for module in sorted(range(len(sizes)), key=lambda module: -sizes[module]):
+        load, rank = heap[0]
+        ranks[module] = rank
+        heapreplace(heap, (load + sizes[module], rank))
+    return ranks
 
 
 def _equal_parts(total: int, count: int) -> list[int]:

@@ -22,18 +22,19 @@ from benchmarks.output import markdown_table, show
 from benchmarks.paper_models import PRESETS
 from benchmarks.paper_sizes import (
     NonExpertUnit,
+    PaperBytes,
     PaperLayout,
     checkpoint_bytes,
     paper_workload,
 )
-from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
+from moe_ft.planning.model_size import ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.report import reduction
 from moe_ft.strategies.partial.size import SavedModel
 
 CASES = {"Case 1": (8, 8), "Case 2": (16, 16), "Case 3": (16, 8)}  # Table 2: (dp, ep)
 KS = (1, 2, 4, 8, 16)
-BYTE_MODELS = {"eq. 6": ByteModel(), "master in full": ByteModel(master_always_full=True)}
+BYTE_MODELS = {"eq. 6": PaperBytes(), "master in full": PaperBytes(master_always_full=True)}
 UNITS = {"elements": NonExpertUnit.ELEMENT, "modules": NonExpertUnit.MODULE}
 CLOSE = 0.05
 SMALL, LARGE = PRESETS["gpt-125m-8e"], PRESETS["gpt-350m-16e"]
@@ -61,7 +62,7 @@ def model_rows() -> Iterator[Row]:
     yield "GPT-350M-16E, parameters, 1e9", f"{large:.3f}", "1.7", verdict(large, 1.7, 1)
     large = LARGE.num_parameters / 2**30
     yield "GPT-350M-16E, parameters, 2^30", f"{large:.3f}", "1.7", verdict(large, 1.7, 1)
-    bytes_of, total = ByteModel(), checkpoint_bytes(LARGE, LARGE.num_experts, ByteModel())
+    bytes_of, total = PaperBytes(), checkpoint_bytes(LARGE, LARGE.num_experts, PaperBytes())
     expert, other = LARGE.num_expert_parameters, LARGE.num_non_expert_parameters
     for name, num_bytes, printed in (
         ("expert weights", expert * bytes_of.weights, 12),
@@ -89,7 +90,7 @@ def size_rows() -> Iterator[Row]:
 
 def table_3_rows() -> Iterator[Row]:
     """Yield the relative sizes of Table 3, whose rows leave experts out of some classes of bytes only."""
-    full = checkpoint_bytes(LARGE, LARGE.num_experts, ByteModel())
+    full = checkpoint_bytes(LARGE, LARGE.num_experts, PaperBytes())
     for name, printed, weights_full, optimizer_full in (
         ("W: weights only", 0.88, False, True),
         ("O: optimizer only", 0.54, True, False),
@@ -97,7 +98,7 @@ def table_3_rows() -> Iterator[Row]:
     ):
         cells: list[object] = []
         for master_full in (False, True):
-            byte_model = ByteModel(
+            byte_model = PaperBytes(
                 weights_always_full=weights_full,
                 master_always_full=optimizer_full or master_full,
                 moments_always_full=optimizer_full,
@@ -108,7 +109,7 @@ def table_3_rows() -> Iterator[Row]:
 
 
 def bottlenecks(
-    shape: ModelShape, case: str, k: int, byte_model: ByteModel, unit: NonExpertUnit
+    shape: ModelShape, case: str, k: int, byte_model: PaperBytes, unit: NonExpertUnit
 ) -> dict[Sharding, int]:
     """Return the bytes of the bottleneck rank with every sharding."""
     dp, ep = CASES[case]
@@ -196,7 +197,7 @@ def training_rows() -> Iterator[Row]:
                     shape=shape,
                     stages=tuple(stage_units(shape, 1)),
                     layout=layout,
-                    byte_model=ByteModel(weights=0),
+                    byte_model=PaperBytes(weights=0),
                 ).plan_workload(k)
                 for layout in _training_layouts(dp, ep)
             ]

@@ -173,12 +173,10 @@ class ReplayTurns:
         # Spread over all kinds and layers alike.
         chosen = {units[index * len(units) // num_frozen] for index in range(num_frozen)}
         conversion: Any = OneIteration(records=(record, record), frozen=frozenset(chosen))
-        args, patches = get_args(), Patches()
-        if not variant.skips:  # this is what rules freezing out; it is asked for only here
-            patches.set(args, "delay_wgrad_compute", True)
-        replay = Replay(conversion, parameters, args, lambda iteration: None)
-        patches.restore()
-        return replay
+        with Patches() as patches:
+            if not variant.skips:  # this is what rules freezing out; it is asked for only here
+                patches.set(get_args(), "delay_wgrad_compute", True)
+            return Replay(conversion, parameters, get_args(), lambda iteration: None)
 
 
 def _now() -> tuple[float, float]:

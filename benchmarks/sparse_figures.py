@@ -174,8 +174,8 @@ def model_sizes(case: Case) -> PositionSizes:
 def own_window(case: Case, gigabytes_per_s: float) -> int:
     """Return the window of sparse/windows.py; longer than `LONGEST` if none fits."""
     budget = case.iteration_s * gigabytes_per_s * 1e9
-    fit = shortest_window(model_sizes(case), budget, LONGEST)
-    return fit.length if fit.fits else LONGEST + 1
+    cuts = shortest_window(model_sizes(case), budget, LONGEST)
+    return cuts.length if cuts.largest_bytes <= budget else LONGEST + 1
 
 
 def plain_window(case: Case, gigabytes_per_s: float) -> int:

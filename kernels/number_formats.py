@@ -32,11 +32,6 @@ class NumberFormat:
     nan_code: int
 
     @property
-    def bias(self) -> int:
-        """The number that is added to an exponent to store it."""
-        return (1 << (self.exponent_bits - 1)) - 1
-
-    @property
     def largest(self) -> float:
         """The largest finite number."""
         return torch.finfo(self.dtype).max

@@ -15,6 +15,7 @@ from tests.harness import (
     run_with_restarts,
 )
 from tests.recoveries import RecoveryWatch
+from tests.references import Digests, References
 
 NUM_RANKS = 2
 NUM_ITERATIONS = 6
@@ -24,8 +25,15 @@ TWO_NODES = ("node0", "node1")
 class CheckpointJob:
     """Job of two ranks with expert parallelism, on one or two nodes, with the tiers that a test needs."""
 
-    def __init__(self, dataset_flags: Sequence[str], folder: Path, memory_dir: Path) -> None:
+    def __init__(
+        self,
+        dataset_flags: Sequence[str],
+        folder: Path,
+        memory_dir: Path,
+        references: References,
+    ) -> None:
         self.folder, self.memory_dir = folder, memory_dir
+        self._references = references
         self.storage = folder / "storage"
         self.events_dir = folder / "events"
         self.train: Train | None = None  # runs instead of pretrain_gpt_moe.py
@@ -35,13 +43,9 @@ class CheckpointJob:
             *dataset_flags,
         ]
 
-    def reference(self, *flags: str) -> list[tuple[str, str]]:
-        """Train without checkpoints; return the digests."""
-        log = self.folder / "reference"
-        run_training(
-            [*self.base, *event_flags(log), *flags], NUM_RANKS, log_dir=log, train=self.train
-        ).check()
-        return digests(log, NUM_RANKS)
+    def reference(self, *flags: str) -> Digests:
+        """Return the digests of the job without checkpoints and faults."""
+        return self._references.digests([*self.base, *flags], NUM_RANKS, self.train)
 
     def flags(self, *flags: str, storage: bool = False) -> list[str]:
         """Return the job's flags with checkpoints in memory, and on storage if asked for."""
@@ -157,7 +161,7 @@ class CheckpointJob:
         manifests = self.storage.glob("iter_*/manifest.json")
         return sorted(int(path.parent.name.removeprefix("iter_")) for path in manifests)
 
-    def digests(self) -> list[tuple[str, str]]:
+    def digests(self) -> Digests:
         """Return the last digests of all ranks."""
         return digests(self.events_dir, NUM_RANKS)
 

@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 
@@ -22,12 +23,21 @@ from megatron.fault_tolerance.program.text_dataset import TextSource, write_data
 
 
 @pytest.fixture(scope="session")
-def dataset_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that all processes of this test run share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def dataset_flags(shared_folder: Path) -> list[str]:
     """Return the flags that train on a small byte-level dataset of real text."""
-    folder = tmp_path_factory.mktemp("dataset")
-    # Not the text of this project: each change of it would change all losses.
-    source = TextSource(paths=(str(Path(asyncio.__file__).parent),))
-    write_dataset(source, folder / "text")
+    folder = shared_folder / "dataset"
+    with filelock.FileLock(shared_folder / "dataset.lock"):
+        if not folder.exists():
+            # Not the text of this project: each change of it would change all losses.
+            source = TextSource(paths=(str(Path(asyncio.__file__).parent),))
+            write_dataset(source, folder / "text")
     paths = ["--data-path", str(folder / "text"), "--data-cache-path", str(folder / "cache")]
     return [*paths, "--split", "80,10,10"]
 

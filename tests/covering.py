@@ -1,72 +1,90 @@
-"""Pairwise covering arrays: runs chosen so that every pair of circumstances occurs."""
+"""Pairwise covering arrays: runs chosen so that all circumstances that can meet do meet in some run.
+
+The circumstances themselves are in covering_array.py.
+"""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations, product
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations_with_replacement, product
 
-import pytest
-
-Factors = Mapping[str, tuple[str, ...]]
+Values = Mapping[str, str]
+# Two circumstances of a run. One circumstance alone is a pair with itself.
 Pair = tuple[tuple[str, str], tuple[str, str]]
+_NUM_TRIES = 200
 
 
-def pairs_of(values: Mapping[str, str]) -> set[Pair]:
-    """Return the pairs of values that a run has."""
-    return set(combinations(values.items(), 2))
+def pairs_of(view: Values) -> set[Pair]:
+    """Return the pairs of circumstances in a view of a run."""
+    return set(combinations_with_replacement(sorted(view.items()), 2))
 
 
-def all_pairs(factors: Factors) -> set[Pair]:
-    """Return every pair of values of two factors."""
-    return {
-        ((first, a), (second, b))
-        for first, second in combinations(factors, 2)
-        for a, b in product(factors[first], factors[second])
-    }
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Runs that there could be.
 
+    Attributes:
+        factors: the values of each factor of a run.
+        is_possible: returns False if some of the values given exclude each other.
+        views: returns what a run shows, once for each of its steps. Pairs are of values in one view.
+        cost: returns the relative time of a run.
+    """
 
-def covering_array(factors: Factors, seed: int = 0, num_tries: int = 60) -> list[dict[str, str]]:
-    """Return runs in which every pair occurs; each is the best of several random runs with a missing pair."""
-    generator = random.Random(seed)
-    missing, runs = all_pairs(factors), []
-    while missing:
-        wanted = dict(min(missing))
-        tries = [
-            {name: wanted.get(name, generator.choice(factors[name])) for name in factors}
-            for _ in range(num_tries)
-        ]
-        best = max(tries, key=lambda values: len(pairs_of(values) & missing))
-        runs.append(best)
-        missing -= pairs_of(best)
-    return runs
+    factors: Mapping[str, tuple[str, ...]]
+    is_possible: Callable[[Values], bool]
+    views: Callable[[Values], Sequence[Values]]
+    cost: Callable[[Values], float]
 
+    def shown_by(self, runs: Iterable[Values]) -> set[Pair]:
+        """Return the pairs that runs show."""
+        return {pair for run in runs for view in self.views(run) for pair in pairs_of(view)}
 
-def first_runs[Run](
-    runs: Sequence[Run],
-    count: int,
-    values_of: Callable[[Run], Mapping[str, str]],
-    cost: Callable[[Run], int],
-) -> list[Run]:
-    """Return ``count`` of the runs, chosen to hold as many values of all factors as possible."""
-    chosen: list[Run] = []
-    seen: set[tuple[str, str]] = set()
+    @cached_property
+    def examples(self) -> dict[Pair, Values]:
+        """The pairs that some run can show, and values with which every run shows them."""
+        generator, found = random.Random(0), dict[Pair, Values]()
+        met: set[Pair] = set()  # in one run, whether or not in one view of it
+        for one, other in combinations_with_replacement(sorted(self.factors), 2):
+            for a, b in product(self.factors[one], self.factors[other]):
+                wanted = {one: a, other: b}
+                if wanted[one] != a:  # another value of the same factor
+                    continue
+                if ((one, a), (other, b)) not in met:
+                    run = self.complete(wanted, generator)
+                    if run is None:
+                        continue
+                    met |= pairs_of(run)
+                found.update(dict.fromkeys(self.shown_by([wanted]), wanted))
+        return found
 
-    def worth(run: Run) -> tuple[int, int]:
-        return len(set(values_of(run).items()) - seen), -cost(run)
+    def complete(self, values: Values, generator: random.Random) -> Values | None:
+        """Return a random possible run with these values, None if there is none."""
+        if not self.is_possible(values):
+            return None
+        name = next((name for name in self.factors if name not in values), None)
+        if name is None:
+            return values
+        for value in generator.sample(self.factors[name], len(self.factors[name])):
+            run = self.complete({**values, name: value}, generator)
+            if run is not None:
+                return run
+        return None
 
-    while len(chosen) < count:
-        best = max((run for run in runs if run not in chosen), key=worth)
-        chosen.append(best)
-        seen |= set(values_of(best).items())
-    return chosen
+    def cover(self, wanted: Iterable[Pair], chosen: Sequence[Values] = ()) -> list[Values]:
+        """Return runs that show the wanted pairs that the chosen runs do not show.
 
-
-def coverage(runs: Sequence[Mapping[str, str]], factors: Factors) -> float:
-    """Return the fraction of all pairs that the runs hold."""
-    covered = set().union(*(pairs_of(values) for values in runs))
-    return len(covered) / len(all_pairs(factors))
-
-
-def parameters[Case](cases: Sequence[Case], some: Sequence[Case]) -> list[Any]:
-    """Return cases for pytest; those outside of ``some`` run in `make test-matrix` only."""
-    return [pytest.param(each, marks=() if each in some else pytest.mark.matrix) for each in cases]
+        Each is the one of several random runs with a missing pair that shows most missing pairs for its cost.
+        """
+        generator, runs = random.Random(0), list[Values]()
+        missing = set(wanted) - self.shown_by(chosen)
+        while missing:
+            example = self.examples[min(missing)]
+            tries = (self.complete(example, generator) for _ in range(_NUM_TRIES))
+            best = max(
+                (run for run in tries if run is not None),
+                key=lambda run: len(self.shown_by([run]) & missing) / self.cost(run),
+            )
+            runs.append(best)
+            missing -= self.shown_by([best])
+        return runs

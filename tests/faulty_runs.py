@@ -75,6 +75,6 @@ def faults_fired(folder: Path, world_size: int) -> list[dict[str, Any]]:
 
 
 def describe(case: object, recovered: Sequence[Expected | None]) -> str:
-    """Return one line for the table of `make test-matrix`."""
+    """Return one line for the table of recoveries at the end of a test run."""
     steps = [str(each or "began again") for each in recovered]
     return f"{case}: {'; '.join(steps) or 'no recovery needed'}"

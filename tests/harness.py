@@ -22,6 +22,7 @@ from typing import Any
 import pretrain_gpt_moe
 from moe_ft.events import event_path, read_events
 from tests.breakages import BREAKAGE, MARKS, apply_breakage
+from tests.measuring import TEST, save_coverage_regularly
 
 KILL_AFTER_S = 30.0  # torchrun's --shutdown-timeout
 _POLL_S = 0.02
@@ -80,7 +81,7 @@ def run_ranks(
     paths = tuple(log_dir / f"output_{rank}.log" for rank in range(world_size))
     common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", **(env or {})}
     # The fork server has the environment of its own start.
-    common |= {name: os.environ[name] for name in (BREAKAGE, MARKS) if name in os.environ}
+    common |= {name: os.environ[name] for name in (BREAKAGE, MARKS, TEST) if name in os.environ}
     common.setdefault("MASTER_PORT", str(free_port()))
     common.setdefault("CUDA_VISIBLE_DEVICES", "")
     start = time.monotonic()
@@ -196,6 +197,7 @@ def _rank_main(
     for stream in (1, 2):
         os.dup2(output, stream)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    save_coverage_regularly()
     try:
         apply_breakage()
         target(*args)

@@ -1,6 +1,9 @@
 """Small jobs with partial checkpoints, and a recount of what their recoveries lose."""
 
+from pathlib import Path
+
 from tests.checkpoint_job import CheckpointJob
+from tests.harness import events
 from tests.recount import Recount
 
 LAYERS = tuple(f"layer.{number}" for number in range(4))
@@ -12,22 +15,23 @@ def recount(job: CheckpointJob, k: int, **rules: object) -> Recount:
     return Recount(folder=job.events_dir, k_snapshot=k, **{**known, **rules})  # type: ignore[arg-type]
 
 
-def taken(job: CheckpointJob, incarnation: int, until: int) -> list[int]:
+def taken(log: Path, num_ranks: int, incarnation: int, until: int) -> list[int]:
     """Return the iterations of an incarnation's snapshots; a slow machine may skip some."""
-    assert not [line for rank in range(2) for line in job.events("degraded", rank)]
-    lines = job.events("snapshot")
+    assert not [line for rank in range(num_ranks) for line in events(log, rank, "degraded")]
+    lines = events(log, 0, "snapshot")
     found = {line["iteration"] for line in lines if line["incarnation"] == incarnation}
     return sorted(iteration for iteration in found if iteration <= until)
 
 
-def follow(counted: Recount, job: CheckpointJob, incarnation: int, after: int, until: int) -> None:
+def follow(counted: Recount, incarnation: int, after: int, until: int) -> None:
     """Tell the recount of the snapshots that an incarnation has completed.
 
     The snapshot of the recovered iteration may have left no event: its rank may have died before writing it.
     """
     counted.read(incarnation, after)
     last = {until} if until > after else set()
-    for iteration in sorted({*taken(job, incarnation, until), *last}):
+    known = taken(counted.folder, counted.num_ranks, incarnation, until)
+    for iteration in sorted({*known, *last}):
         counted.snapshot(iteration)
 
 

@@ -1,13 +1,16 @@
-"""Proof that the tests notice a broken recovery: some of them run with each breakage of tests/breakages.py.
+"""Proof that the tests notice a broken product: some of them run with each breakage of tests/breakages.py.
 
 python -m tests.power [--all] [BREAKAGE ...] prints the tests that fail with each breakage, and their
 messages. It fails if no test notices a breakage, if a breakage did no damage, or if a test fails with
 nothing broken. `make test` runs all of these tests with nothing broken.
+
+Unless breakages are named, it also has the simulation look for each mistake of tests/simulation/mutations.py.
 """
 
 import argparse
 import io
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,15 +22,22 @@ from typing import Any
 import pytest
 
 from tests.breakages import BREAKAGE, BREAKAGES, MARKS
+from tests.covering_array import case_of, runs
 
 _FOLDER = "tests/distributed/"
-_DENSE = "test_recovery.py::test_dead_process_is_recovered_from_the_memory_of_its_own_node"
-_BUFFERS = "test_recovery.py::test_feature_survives_a_recovery_bit_for_bit[ramp-up-and-expert-bias]"
-_SCALED = (
-    "test_fault_matrix.py::test_run_with_faults_recovers_and_ends_in_the_state_of_a_run_without"
-    "[ep2-dp2_kill-one_snapshot_distributed_fp16_2]"
-)
-_PARTIAL = "test_partial.py::test_all_experts_in_every_snapshot_lose_nothing_and_recover_bitwise"
+
+
+def _run_with(**values: str) -> str:
+    """Return the first run of the covering array in `make test` that has these values."""
+    found = next(run for run in runs("test") if values.items() <= run.items())
+    name = "test_run_with_faults_recovers_and_ends_in_the_state_of_a_run_without"
+    return f"test_covering_array.py::{name}[{case_of(found)}]"
+
+
+_DENSE = _run_with(strategy="dense-2", layout="ep2", optimizer="distributed")
+_BUFFERS = _run_with(model="expert-bias", layout="cp2-ep2", strategy="dense-1")
+_SCALED = _run_with(precision="fp16", layout="ep2", strategy="sparse-3")
+_PARTIAL = _run_with(strategy="partial-4", layout="ep2", model="moe")
 _SPARSE = "test_sparse.py::test_window_is_recovered_bitwise_and_the_next_one_follows_it"
 # Quick tests. Each breakage runs with the tests that it affects; --all runs every test with it.
 TESTS: dict[str, tuple[str, ...]] = {
@@ -51,6 +61,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("breakages", nargs="*", metavar="BREAKAGE", help=", ".join(BREAKAGES))
     parser.add_argument("--all", action="store_true", help="each breakage with every test")
     options = parser.parse_args(words)
+    is_found = bool(options.breakages) or find_mutations()
     wanted = options.breakages or list(BREAKAGES)
     if unknown := set(wanted) - set(BREAKAGES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; name some of {', '.join(BREAKAGES)}")
@@ -61,7 +72,13 @@ def main(words: list[str]) -> int:
         return 1
     num_noticed = sum(try_breakage(name, every if options.all else TESTS[name]) for name in wanted)
     print(f"{num_noticed} of {len(wanted)} breakages are noticed")
-    return int(num_noticed < len(wanted))
+    return int(num_noticed < len(wanted) or not is_found)
+
+
+def find_mutations() -> bool:
+    """Have the simulation look for all mistakes that it knows; return whether it finds all of them."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.simulation", "--jobs", "0", "--power"]
+    return subprocess.run(command, check=False).returncode == 0
 
 
 def try_breakage(name: str, tests: Sequence[str]) -> bool:

@@ -32,6 +32,10 @@ MESSAGE
     return 1
 }
 
+if [ -L .venv ]; then
+    echo "error: .venv is a link to $(readlink .venv): making it again would empty that. Remove the link first" >&2
+    exit 1
+fi
 python=$(find_python)
 echo "using $("$python" --version) ($python)"
 "$python" -m venv --clear .venv

@@ -22,7 +22,7 @@ from moe_ft.events import (
     read_progress,
 )
 
-NUM_AROUND_RECOVERY = 5
+_NUM_AROUND_RECOVERY = 5
 _MAX_FILES_NAMED = 8
 
 
@@ -130,37 +130,11 @@ class RankSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecoverySummary:
-    """One recovery, and the loss around it; None where the log does not say.
-
-    Attributes:
-        target_iteration: where training continued.
-        num_replayed: iterations that ran again to get there.
-        kept: "exact", or the formats of what was put back from fewer bits than it has.
-        lost_tokens, plt: by this recovery; total_plt: by all so far.
-        loss_before: median over the last iterations that were kept.
-        loss_after: over the first that follow.
-        highest_loss: of the first that follow.
-    """
-
-    incarnation: int
-    target_iteration: int
-    num_replayed: int
-    sources: str
-    kept: str
-    lost_tokens: int
-    plt: float
-    total_plt: float
-    loss_before: float | None
-    loss_after: float | None
-    highest_loss: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
     """Course of a run over all its incarnations; None where the log does not say.
 
     Attributes:
+        recoveries: rows of a table for people.
         left_out: a line for people on each part of the log that could not be read.
     """
 
@@ -171,8 +145,8 @@ class RunSummary:
     iteration_s: float | None
     tokens_per_s: float | None
     ranks: tuple[RankSummary, ...]
-    recoveries: tuple[RecoverySummary, ...] = ()
-    left_out: tuple[str, ...] = ()
+    recoveries: tuple[dict[str, object], ...]
+    left_out: tuple[str, ...]
 
 
 def summarize(directory: Path) -> RunSummary:
@@ -255,7 +229,13 @@ def _loss(event: _Line) -> float | None:
     return float(event.loss)
 
 
-def _summarize_recoveries(events: Sequence[_Line]) -> Iterator[RecoverySummary]:
+def show(value: float | None, form: str = ".3f") -> str:
+    """Return a number as text, a dash where the log does not say."""
+    return "-" if value is None else format(value, form)
+
+
+def _summarize_recoveries(events: Sequence[_Line]) -> Iterator[dict[str, object]]:
+    """Yield the row of each recovery: what it cost, and the loss around it."""
     losses: dict[int, float] = {}  # as the last attempt at each iteration had them
     for position, event in enumerate(events):
         if (own := _loss(event)) is not None:
@@ -264,25 +244,25 @@ def _summarize_recoveries(events: Sequence[_Line]) -> Iterator[RecoverySummary]:
             continue
         target = event.target_iteration
         losses = {iteration: loss for iteration, loss in losses.items() if iteration <= target}
-        before = [losses[iteration] for iteration in sorted(losses)][-NUM_AROUND_RECOVERY:]
+        before = [losses[iteration] for iteration in sorted(losses)][-_NUM_AROUND_RECOVERY:]
         after = [
             loss
             for line in events[position:]
             if line.incarnation == event.incarnation and (loss := _loss(line)) is not None
-        ][:NUM_AROUND_RECOVERY]
-        yield RecoverySummary(
-            incarnation=event.incarnation,
-            target_iteration=target,
-            num_replayed=event.replayed_iterations,
-            sources=", ".join(f"{tier} {count}" for tier, count in event.sources.items()),
-            kept=", ".join(f"{key} {as_}" for key, as_ in event.lossy.items()) or "exact",
-            lost_tokens=event.lost_tokens,
-            plt=event.plt,
-            total_plt=event.total_plt,
-            loss_before=median(before) if before else None,
-            loss_after=median(after) if after else None,
-            highest_loss=max(after, default=None),
-        )
+        ][:_NUM_AROUND_RECOVERY]
+        yield {
+            "start": event.incarnation,
+            "continued from": target,
+            "replayed": event.replayed_iterations,
+            "units from": ", ".join(f"{tier} {count}" for tier, count in event.sources.items()),
+            "kept": ", ".join(f"{key} {as_}" for key, as_ in event.lossy.items()) or "exact",
+            "lost tokens": event.lost_tokens,
+            "PLT %": f"{100 * event.plt:.3f}",
+            "in all %": f"{100 * event.total_plt:.3f}",
+            f"loss of {_NUM_AROUND_RECOVERY} before": show(median(before) if before else None),
+            "after": show(median(after) if after else None),
+            "highest": show(max(after, default=None)),
+        }
 
 
 def _summarize_rank(directory: Path, rank: int, left_out: _LeftOut) -> RankSummary | None:

@@ -1,8 +1,13 @@
 """Table of Megatron's flags by subject and class, each once, as argparse calls them (``dest``).
 
-flag_classes.py explains the classes and reads the table. A test compares the table with the installed parser:
+flag_classes.py explains the classes. A test compares the table with the installed parser:
 a flag of a new Megatron version must be examined and added here before it is accepted.
 """
+
+import functools
+from collections.abc import Mapping
+from enum import Enum
+from typing import NamedTuple
 
 FLAGS: dict[str, dict[str, str]] = {
     "layout": {
@@ -395,3 +400,32 @@ FLAGS: dict[str, dict[str, str]] = {
 
 # Not flags: what Megatron derives from several of them, or from the launcher.
 DERIVED = {"fingerprint": "virtual_pipeline_model_parallel_size world_size"}
+
+
+class Kind(Enum):
+    """Meaning of a flag for checkpoints; see flag_classes.py."""
+
+    NEUTRAL = "neutral"
+    FINGERPRINT = "fingerprint"
+    REPLAY = "replay"
+    RECORD = "record"
+    BEGINNING = "beginning"
+    REFUSED = "refused"
+
+
+class FlagClass(NamedTuple):
+    """Meaning of one flag for checkpoints, and whether it is without the mark ``untested``."""
+
+    kind: Kind
+    is_tested: bool
+
+
+@functools.cache
+def flag_classes() -> Mapping[str, FlagClass]:
+    """Return the class of every flag, by argparse's ``dest``."""
+    return {
+        name: FlagClass(Kind(heading.split()[0]), is_tested=not heading.endswith(" untested"))
+        for classes in FLAGS.values()
+        for heading, names in classes.items()
+        for name in names.split()
+    }

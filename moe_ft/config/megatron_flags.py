@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from moe_ft.config.flag_table import FLAGS
+from moe_ft.config.flag_table import Kind, flag_classes
 from moe_ft.errors import ConfigError
 
 _POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
@@ -187,10 +187,7 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
 @functools.cache
 def spellings() -> Mapping[str, str]:
     """Return the ``dest`` of every flag of Megatron, by each way to write it."""
-    names = (
-        name for classes in FLAGS.values() for listed in classes.values() for name in listed.split()
-    )
-    return {spelled: name for name in names for spelled in _spelling(name)}
+    return {spelled: name for name in flag_classes() for spelled in _spelling(name)}
 
 
 @functools.cache
@@ -257,12 +254,12 @@ def _note(flag: str, known: Sequence[str]) -> str:
         raise ConfigError(f"{flag} is neither a flag of Megatron nor of moe_ft.{hint} Correct it.")
     if name in _NOTED:
         return _NOTED[name]
-    kind = _kinds()[name]
-    if kind == "refused":
+    kind = flag_classes()[name].kind
+    if kind is Kind.REFUSED:
         raise ConfigError(
             f"{flag} cannot be planned: training refuses it, or most values of it. Leave it out."
         )
-    is_sized = kind == "fingerprint" and name not in _SAME_SIZE.split()
+    is_sized = kind is Kind.FINGERPRINT and name not in _SAME_SIZE.split()
     if name == "help":
         raise ConfigError(
             f"{flag} starts no training. For help, leave out the command line of training."
@@ -273,16 +270,6 @@ def _note(flag: str, known: Sequence[str]) -> str:
             "out to plan a job without it."
         )
     return ""
-
-
-@functools.cache
-def _kinds() -> Mapping[str, str]:
-    return {
-        name: heading.split()[0]
-        for classes in FLAGS.values()
-        for heading, names in classes.items()
-        for name in names.split()
-    }
 
 
 def refuse(message: str) -> NoReturn:

@@ -26,19 +26,15 @@ class Reduction[Given, Found](Protocol):
     @property
     def is_under_way(self) -> bool:
         """True if a value was put in and the result was not read."""
-        ...
 
     def begin(self, values: Given) -> None:
         """Put in this rank's value."""
-        ...
 
     def result(self) -> Found:
         """Return the value of all of them."""
-        ...
 
     def leave(self) -> None:
         """Take no further part."""
-        ...
 
 
 Minimum = Reduction[Sequence[int], list[int]]

@@ -8,20 +8,19 @@ from collections.abc import Callable
 from moe_ft.engine.agreement import Minimum
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.context import EngineContext, EngineSettings, Layouts
+from moe_ft.engine.context import EngineContext, EngineSettings
 from moe_ft.engine.decisions import Decisions
-from moe_ft.engine.engine import CheckpointEngine, EngineParts
+from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.links.peers import PeerReplicator
 from moe_ft.engine.links.replica_sender import ReplicaSender, Replicator
-from moe_ft.engine.memory.pool import PoolVersions
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.messages import Messages
 from moe_ft.engine.persist.client import PersistClient, WriterSupervisor, writer_command
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import SnapshotIndexer
-from moe_ft.engine.snapshots.profile import FixedInterval, IntervalTuner, SnapshotProfile
+from moe_ft.engine.snapshots.profile import FixedInterval, IntervalTuner
 from moe_ft.engine.snapshots.record_log import RecordLog
-from moe_ft.engine.snapshots.stall import Stall
 from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.engine.snapshots.writer import SnapshotWriter
 from moe_ft.engine.worker import ThreadWorker, Worker
@@ -36,7 +35,7 @@ def build_engine(
     context: EngineContext,
     strategy: Strategy,
     agreement: Minimum,
-    layouts: Layouts,
+    layouts: UnitLayouts,
     complete_record: Callable[[CapturedRecord], None],
     *,
     clock: Clock | None = None,
@@ -54,10 +53,8 @@ def build_engine(
     clock = clock or Clock()
     ranks = context.topology.ranks
     first = next(each for each in ranks if each.stage == ranks[context.rank].stage)
-    is_first_of_stage = first.rank == context.rank
-    messages = Messages(
-        context.rank, clock, is_first_of_stage=is_first_of_stage, raises=settings.raises
-    )
+    is_first = first.rank == context.rank
+    messages = Messages(context.rank, clock, is_first_of_stage=is_first, raises=settings.raises)
     reports = messages.reports
     if replicator is None and context.peers:
         replicator = PeerReplicator(
@@ -66,25 +63,32 @@ def build_engine(
     records = RecordLog(complete_record)
     writer = _build_writer(settings, context, records, replicator, reports, clock, make_worker)
     windows = Windows(context.memory, strategy, layouts, writer, records, reports)
-    interval = settings.interval
+    directory = context.persist_dir
+    client = PersistClient(directory, context.rank, reports, context.phase_hook, clock, len(ranks))
+    storage = StorageSchedule(
+        settings.persist_interval,
+        client,
+        windows.versions,
+        strategy,
+        context.identity,
+        context.rank,
+    )
     return CheckpointEngine(
         settings,
         context,
         strategy,
-        EngineParts(
-            clock=clock,
-            messages=messages,
-            decisions=Decisions(agreement, context.stage_load, reports, clock),
-            interval=IntervalTuner(settings.overhead_limit)
-            if interval is None
-            else FixedInterval(interval),
-            profile=SnapshotProfile(),
-            stall=Stall(clock),
-            writer=writer,
-            windows=windows,
-            storage=_build_storage(settings, context, strategy, windows.versions, reports, clock),
-            supervisor=_build_supervisor(context, reports, clock),
-        ),
+        clock=clock,
+        messages=messages,
+        decisions=Decisions(agreement, context.stage_load, reports, clock),
+        interval=IntervalTuner(settings.overhead_limit)
+        if settings.interval is None
+        else FixedInterval(settings.interval),
+        writer=writer,
+        windows=windows,
+        storage=storage,
+        supervisor=None
+        if context.writer is None
+        else WriterSupervisor(directory, writer_command(directory), reports, clock, context.writer),
     )
 
 
@@ -121,33 +125,3 @@ def _build_writer(
         make_worker("snapshot"),
         clock,
     )
-
-
-def _build_storage(
-    settings: EngineSettings,
-    context: EngineContext,
-    strategy: Strategy,
-    versions: PoolVersions,
-    reports: Reports,
-    clock: Clock,
-) -> StorageSchedule:
-    client = PersistClient(
-        context.persist_dir,
-        context.rank,
-        reports,
-        context.phase_hook,
-        clock,
-        len(context.topology.ranks),
-    )
-    return StorageSchedule(
-        settings.persist_interval, client, versions, strategy, context.identity, context.rank
-    )
-
-
-def _build_supervisor(
-    context: EngineContext, reports: Reports, clock: Clock
-) -> WriterSupervisor | None:
-    if context.writer is None:
-        return None
-    directory = context.persist_dir
-    return WriterSupervisor(directory, writer_command(directory), reports, clock, context.writer)

@@ -3,12 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from moe_ft.engine.agreement import Sum
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.links.server import PeerServer
-from moe_ft.engine.memory.layout import FileLayout, UnitPlace
 from moe_ft.engine.memory.pool import FetchedVersion
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.persist.writer import WriterSettings
@@ -16,9 +14,7 @@ from moe_ft.format.identity import Identity, Start
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Family
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.strategies.interface import WindowPlan
 from moe_ft.topology import RankInfo, Topology
-from moe_ft.units import UnitId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,15 +114,3 @@ class Handover:
     def start(self) -> Start:
         """The start that wrote the state."""
         return self.family[-1]
-
-
-class Layouts(Protocol):
-    """Places units in files."""
-
-    def lay_out(self, plan: WindowPlan) -> FileLayout:
-        """Return the layout of a region."""
-        ...
-
-    def place(self, unit: UnitId, offset: int) -> UnitPlace:
-        """Return how a rotating unit lies in a slot."""
-        ...

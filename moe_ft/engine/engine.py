@@ -11,7 +11,6 @@ Neither ends training.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,7 +27,7 @@ from moe_ft.engine.messages import Messages
 from moe_ft.engine.persist.client import WriterSupervisor, persist_deadline_s
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.snapshots.job import SnapshotState
-from moe_ft.engine.snapshots.profile import Interval, SnapshotProfile
+from moe_ft.engine.snapshots.profile import FixedInterval, SnapshotProfile
 from moe_ft.engine.snapshots.stall import Stall
 from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.engine.snapshots.writer import SnapshotWriter
@@ -40,26 +39,6 @@ FENCE_DEADLINE_S = 120.0
 _CLOSE_DEADLINE_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineParts:
-    """Parts of one rank's engine.
-
-    Attributes:
-        supervisor: of the node's writer process; None unless this rank has to start it.
-    """
-
-    clock: Clock
-    messages: Messages
-    decisions: Decisions
-    interval: Interval
-    profile: SnapshotProfile
-    stall: Stall
-    writer: SnapshotWriter
-    windows: Windows
-    storage: StorageSchedule
-    supervisor: WriterSupervisor | None
-
-
 class CheckpointEngine:
     """Takes snapshots of one rank. Owned by the training thread."""
 
@@ -68,15 +47,23 @@ class CheckpointEngine:
         settings: EngineSettings,
         context: EngineContext,
         strategy: Strategy,
-        parts: EngineParts,
+        *,
+        clock: Clock,
+        messages: Messages,
+        decisions: Decisions,
+        interval: FixedInterval,
+        writer: SnapshotWriter,
+        windows: Windows,
+        storage: StorageSchedule,
+        supervisor: WriterSupervisor | None,
     ) -> None:
         self._settings, self._context, self._strategy = settings, context, strategy
-        self._memory, self._clock = context.memory, parts.clock
-        self._messages, self._reports = parts.messages, parts.messages.reports
-        self._decisions, self._interval = parts.decisions, parts.interval
-        self._profile, self._stall = parts.profile, parts.stall
-        self._writer, self._windows = parts.writer, parts.windows
-        self._storage, self._supervisor = parts.storage, parts.supervisor
+        self._memory, self._clock = context.memory, clock
+        self._messages, self._reports = messages, messages.reports
+        self._decisions, self._interval = decisions, interval
+        self._profile, self._stall = SnapshotProfile(), Stall(clock)
+        self._writer, self._windows = writer, windows
+        self._storage, self._supervisor = storage, supervisor
         self._has_removed_left_overs = False
         self._restored_replica: Replica | None = None
         self._forward_start_s: float | None = None

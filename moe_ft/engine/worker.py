@@ -12,22 +12,18 @@ class Worker(Protocol):
 
     def start(self) -> None:
         """Begin to work."""
-        ...
 
     def submit[Result](self, act: Callable[[], Result]) -> Future[Result]:
         """Have a function called after everything submitted before. Any thread."""
-        ...
 
     def when_idle(self, idle_s: float, act: Callable[[], None]) -> None:
         """Call a function once nothing was submitted for a while; forget it if something is.
 
         Only the worker's own work may call this.
         """
-        ...
 
     def close(self, timeout_s: float) -> None:
         """End after everything that was submitted, or leave the rest after a timeout."""
-        ...
 
 
 class ThreadWorker:

@@ -5,20 +5,21 @@ The flags are declared in config/megatron_flags.py and config/flags.py.
 
 import argparse
 import math
-from dataclasses import replace
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
+from moe_ft.planning.parallel_sizes import check_experts, check_world_size
 from moe_ft.planning.placement import default_replication_factor
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _AT_LEAST_1 = (
     *_REQUIRED,
     *("ffn_hidden_size", "moe_ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size"),
+    "moe_shared_expert_intermediate_size",
     *("padded_vocab_size", "make_vocab_size_divisible_by", "moe_router_topk", "ddp_bucket_size"),
     *("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
     *("max_position_embeddings", "train_iters", "train_samples", "global_batch_size"),
@@ -48,7 +49,8 @@ def describe_job(
     for name in _AT_LEAST_1:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(
-                f"{_flag(name)}={getattr(args, name)} must be a whole number, at least 1. Give a larger one."
+                f"{flag_of(name)}={getattr(args, name)} must be a whole number, at least 1. Give a larger "
+                "one."
             )
     shape = shape_of(args)
     pp = args.pipeline_model_parallel_size
@@ -85,7 +87,7 @@ def shape_of(args: argparse.Namespace) -> ModelShape:
     Raises:
         ConfigError: if a flag is missing or does not fit another one.
     """
-    missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
+    missing = [flag_of(name) for name in _REQUIRED if getattr(args, name) is None]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} not given: the sizes of the model follow from the flags of training. "
@@ -97,11 +99,6 @@ def shape_of(args: argparse.Namespace) -> ModelShape:
     groups = args.num_query_groups if args.group_query_attention else heads
     _check_divides(groups, "--num-query-groups", heads, "--num-attention-heads")
     num_experts = args.num_experts or 0
-    if num_experts and args.moe_router_topk > num_experts:
-        raise ConfigError(
-            f"--moe-router-topk={args.moe_router_topk} must be at most --num-experts={num_experts}. "
-            "Lower it."
-        )
     # Megatron keeps gated FFNs at the parameters of plain ones, in multiples of 64.
     ffn = args.ffn_hidden_size or (int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden)
     return ModelShape(
@@ -181,27 +178,14 @@ def layout_of(args: argparse.Namespace, world_size: int, sharding: str) -> Savin
     for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
         if getattr(args, name) not in (None, 1):
             raise ConfigError(
-                f"{_flag(name)}={getattr(args, name)} cannot be planned: sizes are known without tensor "
+                f"{flag_of(name)}={getattr(args, name)} cannot be planned: sizes are known without tensor "
                 "parallelism only. Use 1, and as many ranks more per node."
             )
-    pp, cp = args.pipeline_model_parallel_size, args.context_parallel_size
-    ep, num_experts = args.expert_model_parallel_size, args.num_experts or 0
-    if ep > 1 and not num_experts:
-        raise ConfigError(
-            f"--expert-model-parallel-size={ep} needs a model with experts. Add --num-experts, or use 1."
-        )
-    for flags, size in (
-        (f"--pipeline-model-parallel-size={pp} x --context-parallel-size={cp}", pp * cp),
-        (f"--pipeline-model-parallel-size={pp} x --expert-model-parallel-size={ep}", pp * ep),
-    ):
-        if world_size % size:
-            raise ConfigError(
-                f"world size {world_size} must be a multiple of {flags} = {size}. Start another number of "
-                "ranks, or change one of the sizes."
-            )
-    _check_divides(ep, "--expert-model-parallel-size", num_experts, "--num-experts")
+    check_world_size(args, world_size)
+    ep = args.expert_model_parallel_size
+    check_experts(args.num_experts or None, ep, args.moe_router_topk)
     return SavingLayout(
-        dp=world_size // pp,
+        dp=world_size // args.pipeline_model_parallel_size,
         ep=ep,
         sharding=Sharding(sharding),
         is_optimizer_distributed=args.use_distributed_optimizer,
@@ -231,8 +215,7 @@ def bytes_of(args: argparse.Namespace, config: MoeFtConfig) -> ByteModel:
         else _PACKED_BYTES.get(packing, 1)
         for part, packing in config.precision.packings.items()
     }
-    return replace(
-        ByteModel(),
+    return ByteModel(
         weights=2 if args.bf16 or args.fp16 else 4,
         master=sizes["master"],
         moments=sizes["exp_avg"] + sizes["exp_avg_sq"],
@@ -264,7 +247,3 @@ def _check_divides(part: int, part_flag: str, whole: int, whole_flag: str) -> No
         raise ConfigError(
             f"{part_flag}={part} must divide {whole_flag}={whole}. Change one of them."
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moe_ft.errors import PlanError
 from moe_ft.units import UnitId, UnitKind
 
 Counts = npt.NDArray[np.int64]  # [layer, expert]
@@ -56,12 +55,6 @@ class ExpertLayout:
     num_layers: int
     num_experts: int
     ep_size: int
-
-    def __post_init__(self) -> None:
-        if self.num_experts < 1 or self.ep_size < 1 or self.num_experts % self.ep_size:
-            raise PlanError(
-                f"{self.num_experts} experts cannot be divided equally among {self.ep_size} ranks"
-            )
 
     @property
     def num_local(self) -> int:

@@ -9,7 +9,6 @@ they are trained again and not lost, even if an earlier recovery had lost them.
 
 from collections.abc import Callable
 
-from moe_ft.errors import PlanError
 from moe_ft.planning.experts import Counts
 
 Gaps = tuple[tuple[int, int], ...]  # disjoint ranges of token numbers, ascending
@@ -67,8 +66,6 @@ def plt(lost: Counts, planned_tokens: int) -> float:
     Returns:
         A fraction, 0 if nothing is planned.
     """
-    if planned_tokens < 0:
-        raise PlanError(f"planned_tokens={planned_tokens} must not be negative")
     if planned_tokens == 0 or lost.shape[0] == 0:
         return 0.0
     return float(lost.sum()) / int(lost.shape[0]) / planned_tokens

@@ -4,9 +4,8 @@ Computed from hyper-parameters, for planning before there is a model. The parame
 found by state/parameters.py. The share of them that a rank saves is ownership.py.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from moe_ft.errors import PlanError
 from moe_ft.units import UnitId, UnitKind
 
 
@@ -56,29 +55,6 @@ class ModelShape:
     has_norm_bias: bool = True
     has_qk_norm: bool = False
     has_shared_expert_gate: bool = False
-
-    def __post_init__(self) -> None:
-        at_least_1 = ("num_layers", "hidden_size", "num_experts", "num_attention_heads")
-        for each in fields(self):
-            value = getattr(self, each.name)
-            least = int(each.name in at_least_1)
-            if each.name != "moe_layers" and value < least:
-                raise PlanError(f"{each.name}={value} must be at least {least}")
-        in_order = list(self.moe_layers) == sorted(set(self.moe_layers))
-        if not in_order or not set(self.moe_layers) <= set(range(self.num_layers)):
-            raise PlanError(
-                f"moe_layers={self.moe_layers} must be ascending layers below {self.num_layers}"
-            )
-        if self.num_attention_heads % (self.num_query_groups or 1):
-            raise PlanError(
-                f"num_query_groups={self.num_query_groups} must divide "
-                f"num_attention_heads={self.num_attention_heads}"
-            )
-        if not self.kv_channels and self.hidden_size % self.num_attention_heads:
-            raise PlanError(
-                f"num_attention_heads={self.num_attention_heads} must divide "
-                f"hidden_size={self.hidden_size} where kv_channels is not given"
-            )
 
     @property
     def num_moe_layers(self) -> int:
@@ -181,12 +157,7 @@ def stage_units(shape: ModelShape, num_stages: int) -> list[dict[UnitId, int]]:
     """Return ``[stage]`` the parameters of its units, in the order of the model.
 
     Layers are divided equally; tied word embeddings are on the first stage and again on the last.
-
-    Raises:
-        PlanError: if the stages do not divide the layers.
     """
-    if num_stages < 1 or shape.num_layers % num_stages:
-        raise PlanError(f"{num_stages} stages must divide {shape.num_layers} layers, at least 1")
     units = unit_parameters(shape)
     if num_stages > 1:
         units.setdefault(UnitId(kind=UnitKind.OUTPUT), shape.vocab_size * shape.hidden_size)
@@ -211,22 +182,15 @@ class ByteModel:
         weights: of the weights that the forward pass uses.
         master: of the optimizer's own weights.
         moments: of its first and second moments.
-        weights_always_full: whether experts that are not selected save their weights too.
-        master_always_full: the same for master weights.
+        master_always_full: whether experts that are not selected save their master weights too.
         moments_always_full: the same for moments.
     """
 
     weights: int = 2
     master: int = 4
     moments: int = 8
-    weights_always_full: bool = False
     master_always_full: bool = False
     moments_always_full: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("weights", "master", "moments"):
-            if getattr(self, name) < 0:
-                raise PlanError(f"{name}={getattr(self, name)} must not be negative")
 
     @property
     def optimizer(self) -> int:
@@ -239,18 +203,7 @@ class ByteModel:
         return self.weights + self.optimizer
 
     @property
-    def weights_by_rule(self) -> tuple[int, int]:
-        """Bytes of the weights that (only selected, all) experts save."""
-        return _by_rule((self.weights, self.weights_always_full))
-
-    @property
     def optimizer_by_rule(self) -> tuple[int, int]:
         """Bytes of the optimizer's state that (only selected, all) experts save."""
-        return _by_rule(
-            (self.master, self.master_always_full), (self.moments, self.moments_always_full)
-        )
-
-
-def _by_rule(*classes: tuple[int, bool]) -> tuple[int, int]:
-    always = sum(num_bytes for num_bytes, is_always_full in classes if is_always_full)
-    return sum(num_bytes for num_bytes, _ in classes) - always, always
+        always = self.master * self.master_always_full + self.moments * self.moments_always_full
+        return self.optimizer - always, always

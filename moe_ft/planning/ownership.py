@@ -12,7 +12,6 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from moe_ft.errors import PlanError
 from moe_ft.planning.model_size import ModelShape
 from moe_ft.units import UnitId, UnitKind
 
@@ -45,10 +44,6 @@ class SavingLayout:
     ep: int
     sharding: Sharding = Sharding.EQUAL
     is_optimizer_distributed: bool = True
-
-    def __post_init__(self) -> None:
-        if self.dp < 1 or self.ep < 1 or self.dp % self.ep:
-            raise PlanError(f"ep={self.ep} must divide dp={self.dp}, both at least 1")
 
     @property
     def num_groups(self) -> int:
@@ -154,16 +149,8 @@ def _buckets(tensors: Sequence[_Tensor], bucket_parameters: int | None) -> Itera
 
 def _cut(bucket: Sequence[_Tensor], owned: Owned) -> None:
     """Add an equal piece of the tensors, which lie end to end, to each rank."""
-    num_ranks = len(owned)
-    total = sum(count for _, count in bucket)
-    start = rank = 0
-    for unit, count in bucket:
-        end = start + count
-        while start < end:
-            limit = total * (rank + 1) // num_ranks
-            if limit == start:
-                rank += 1
-                continue
-            piece = min(end, limit) - start
-            owned[rank, unit] += piece
-            start += piece
+    units, counts = np.array(bucket, np.int64).T
+    ends = np.cumsum(counts)
+    cuts = ends[-1] * np.arange(len(owned) + 1)[:, None] // len(owned)
+    pieces = np.diff(np.clip(cuts, ends - counts, ends), axis=0)
+    np.add.at(owned.T, units, pieces.T)

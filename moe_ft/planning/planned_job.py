@@ -11,6 +11,12 @@ from moe_ft.planning.model_size import ByteModel, ModelShape
 from moe_ft.planning.ownership import SavingLayout
 from moe_ft.units import UnitId
 
+_UNPLANNED = {
+    "network_bandwidth": "the time to send replicas is not planned",
+    "mtbf_s": "the time of a recovery is not planned",
+    "restart_s": "the time of a recovery is not planned",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
@@ -46,7 +52,7 @@ class Measured:
             )
         for name in ("bandwidth", "storage_bandwidth"):
             if getattr(self, name) is not None and self.iteration_s is None:
-                flag = _flag(name)
+                flag = flag_of(name)
                 raise ConfigError(
                     f"{flag}={getattr(self, name):g} needs --iteration-s: the time of a copy is compared "
                     f"with an iteration. Give it, or leave {flag} out."
@@ -59,7 +65,7 @@ class Measured:
             return
         fits = 0 <= value < math.inf if above is None else above < value < math.inf
         if not fits:
-            raise ConfigError(f"{_flag(name)}={value} must be {rule}. Give a measured value.")
+            raise ConfigError(f"{flag_of(name)}={value} must be {rule}. Give a measured value.")
 
     @property
     def hidden_s(self) -> float:
@@ -71,21 +77,18 @@ class Measured:
         """Bytes that a rank can copy during forward and backward; None if that is not known."""
         return None if self.bandwidth is None else self.bandwidth * self.hidden_s
 
-    def refuse(self, strategy: str, reasons: Mapping[str, str]) -> None:
-        """Raise ConfigError if a value was given that the plan of a strategy would ignore.
-
-        Args:
-            reasons: by name of the value.
-        """
-        for name, reason in reasons.items():
+    def refuse_unplanned(self, strategy: str) -> None:
+        """Raise ConfigError if a value was given that only plans of replays and replicas use."""
+        for name, reason in _UNPLANNED.items():
             if getattr(self, name):
                 raise ConfigError(
-                    f"{_flag(name)}={getattr(self, name):g} does not go with "
+                    f"{flag_of(name)}={getattr(self, name):g} does not go with "
                     f"--moe-ft-strategy={strategy}: {reason}. Leave it out."
                 )
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """Return the flag that gives a value, as people write it."""
     return "--" + name.replace("_", "-")
 
 

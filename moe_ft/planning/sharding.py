@@ -3,13 +3,8 @@
 With the distributed optimizer every rank already owns a slice, and this file decides nothing.
 """
 
-import math
 from collections.abc import Sequence
-from fractions import Fraction
-from heapq import heapify, heapreplace
 from itertools import accumulate
-
-from moe_ft.errors import PlanError
 
 Slice = tuple[int, int]
 
@@ -27,11 +22,7 @@ def assign_equal_slices(num_elements: Sequence[int], num_ranks: int) -> list[lis
     Returns:
         ``[rank][parameter]``: the flat range (start, end) of each parameter that a rank saves, empty
         ranges included. The ranges of one parameter over all ranks are disjoint and cover it.
-
-    Raises:
-        PlanError: if there is no rank.
     """
-    _check_num_ranks(num_ranks)
     total = sum(num_elements)
     return _cut(num_elements, [total * rank // num_ranks for rank in range(num_ranks + 1)])
 
@@ -47,46 +38,31 @@ def assign_baseline_slices(num_elements: Sequence[int], num_ranks: int) -> list[
 
     Returns:
         ``[rank][parameter]`` as of `assign_equal_slices`.
-
-    Raises:
-        PlanError: if there is no rank.
     """
-    _check_num_ranks(num_ranks)
     return _cut(num_elements, [0, *[sum(num_elements)] * num_ranks])
 
 
-def assign_weighted_slices(
-    num_elements: Sequence[int], shares: Sequence[float]
-) -> list[list[Slice]]:
+def assign_weighted_slices(num_elements: Sequence[int], shares: Sequence[int]) -> list[list[Slice]]:
     """Cut replicated parameters so that the ranks save unequal shares.
 
     Args:
         num_elements: elements of each parameter, in an order that all ranks share.
-        shares: ``[rank]`` non-negative; rank r saves shares[r] / sum(shares) of all elements, to
+        shares: ``[rank]`` non-negative, not all 0; rank r saves shares[r] / sum(shares) of all elements, to
             within one element. If they add up to the number of elements, it saves exactly shares[r].
 
     Returns:
         ``[rank][parameter]`` as of `assign_equal_slices`.
-
-    Raises:
-        PlanError: if there is no rank, a share is negative or not finite, or all shares are 0 although
-            there are elements to save.
     """
-    _check_num_ranks(len(shares))
-    if not all(math.isfinite(share) and share >= 0 for share in shares):
-        raise PlanError(f"shares must be finite and not negative, got {list(shares)}")
     total = sum(num_elements)
-    ends = [Fraction(0), *accumulate(Fraction(share) for share in shares)]
-    if ends[-1] == 0 and total > 0:
-        raise PlanError(f"shares of {total} elements must not all be 0, got {list(shares)}")
-    return _cut(num_elements, [math.floor(total * end / (ends[-1] or 1)) for end in ends])
+    ends = list(accumulate(shares, initial=0))
+    return _cut(num_elements, [total * end // (ends[-1] or 1) for end in ends])
 
 
 def adaptive_shares(total_bytes: int, loads: Sequence[int]) -> list[int]:
     """Spread bytes that any rank can save so that the heaviest rank is as light as possible.
 
     The lightest ranks are filled to a common level (MoC-System, section 4.3, adaptive sharding, without its
-    restriction to whole modules; for that see `assign_greedy`).
+    restriction to whole modules).
 
     Args:
         total_bytes: bytes of state that every rank holds.
@@ -95,13 +71,7 @@ def adaptive_shares(total_bytes: int, loads: Sequence[int]) -> list[int]:
     Returns:
         ``[rank]`` bytes that each takes; their sum is total_bytes. In any other division the heaviest rank
         is at least as heavy.
-
-    Raises:
-        PlanError: if there is no rank or a number is negative.
     """
-    _check_num_ranks(len(loads))
-    if total_bytes < 0 or min(loads) < 0:
-        raise PlanError(f"total_bytes={total_bytes} and loads={list(loads)} must not be negative")
     order = sorted(range(len(loads)), key=lambda rank: loads[rank])
     in_lightest = 0  # loads of the lightest ranks so far
     for count, rank in enumerate(order, 1):
@@ -113,38 +83,6 @@ def adaptive_shares(total_bytes: int, loads: Sequence[int]) -> list[int]:
     for position, rank in enumerate(sorted(order[:count])):
         shares[rank] = level - loads[rank] + (position < rest)
     return shares
-
-
-def assign_greedy(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Assign whole modules to ranks: the largest first, each to the rank with the least load so far.
-
-    Args:
-        sizes: ``[module]`` bytes.
-        loads: ``[rank]`` bytes that a rank saves anyway.
-
-    Returns:
-        ``[module]`` rank that saves it. Of equal modules the first is assigned first; of equally loaded
-        ranks the lowest is chosen.
-
-    Raises:
-        PlanError: if there is no rank.
-
-    Source: MoC-System, section 4.3, adaptive sharding; with loads of 0 its equal sharding (4.2).
-    """
-    _check_num_ranks(len(loads))
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapify(heap)
-    ranks = [0] * len(sizes)
-    for module in sorted(range(len(sizes)), key=lambda module: -sizes[module]):
-        load, rank = heap[0]
-        ranks[module] = rank
-        heapreplace(heap, (load + sizes[module], rank))
-    return ranks
-
-
-def _check_num_ranks(num_ranks: int) -> None:
-    if num_ranks < 1:
-        raise PlanError(f"num_ranks must be at least 1, got {num_ranks}")
 
 
 def _cut(num_elements: Sequence[int], cuts: Sequence[int]) -> list[list[Slice]]:

@@ -55,8 +55,10 @@ class Fetched:
 
     def position_of(self, fetched: FetchedUnit) -> int:
         """Return the number of the snapshot that has a unit at FULL."""
+        if not self.compute:
+            return 0
         assert self.index is not None
-        return fetched.entry.iteration - _first_iteration(self.index) if self.compute else 0
+        return fetched.entry.iteration - _first_iteration(self.index)
 
     def snapshot(self, position: int) -> tuple[list[FetchedUnit], list[FetchedUnit]]:
         """Return the units of a snapshot: at FULL, and at COMPUTE."""
@@ -162,62 +164,36 @@ def read_window(
         catalog: parameters and units of this rank.
     """
     opened = (readers.open(source) for source in sources)
-    # A rank that owns nothing needs an index too: it has a record.
     index = next((reader.index for reader in opened if reader is not None), None)
     if index is None:
         return Fetched()
+    first = _first_iteration(index)
     full: Units = {}
     compute: list[Units] = [{} for _ in range(index.window)] if index.window > 1 else []
     missing: list[str] = []
-    for unit in units:
-        if _is_expected(unit, index, catalog):
-            _read_versions(unit, index, sources, catalog, readers, full, compute, missing)
+
+    def read(unit: UnitId, iteration: int, position: int | None = None) -> FetchedUnit | None:
+        found = (
+            fetch_unit(source, unit, catalog, readers, iteration=iteration, position=position)
+            for source in sources
+        )
+        return next((each for each in found if each is not None), None)
+
+    for unit in (each for each in units if _is_expected(each, index, catalog)):
+        # With another strategy this run may have saved the unit at another iteration only.
+        is_of_window = compute and str(unit) in index.units
+        found = read(unit, index.units[str(unit)].iteration if is_of_window else index.iteration)
+        if found is None:
+            missing.append(str(unit))
+            continue
+        full[str(unit)] = found
+        for position in range(found.entry.iteration - first if compute else 0):
+            weights = read(unit, first + position, position)
+            if weights is None:
+                missing.append(f"weights of {unit} at iteration {first + position}")
+            else:
+                compute[position][str(unit)] = weights
     return Fetched(index=index, units=full, compute=compute, missing=tuple(missing))
-
-
-def _read_versions(
-    unit: UnitId,
-    index: Index,
-    sources: Sequence[Source],
-    catalog: UnitCatalog,
-    readers: Readers,
-    full: Units,
-    compute: Sequence[Units],
-    missing: list[str],
-) -> None:
-    """Read all versions of a unit in a window: its state, and its weights in the snapshots before."""
-    # With another strategy this run may have saved the unit at another iteration only.
-    iteration = index.iteration
-    if compute and str(unit) in index.units:
-        iteration = index.units[str(unit)].iteration
-    found = _first_intact(sources, unit, catalog, readers, iteration, None)
-    if found is None:
-        missing.append(str(unit))
-        return
-    full[str(unit)] = found
-    first = _first_iteration(index)
-    for position in range(found.entry.iteration - first if compute else 0):
-        weights = _first_intact(sources, unit, catalog, readers, first + position, position)
-        if weights is None:
-            missing.append(f"weights of {unit} at iteration {first + position}")
-        else:
-            compute[position][str(unit)] = weights
-
-
-def _first_intact(
-    sources: Sequence[Source],
-    unit: UnitId,
-    catalog: UnitCatalog,
-    readers: Readers,
-    iteration: int,
-    position: int | None,
-) -> FetchedUnit | None:
-    """Return a unit from the best source that has it; see `fetch_unit`."""
-    for source in sources:
-        found = fetch_unit(source, unit, catalog, readers, iteration=iteration, position=position)
-        if found is not None:
-            return found
-    return None
 
 
 def _is_expected(unit: UnitId, index: Index, catalog: UnitCatalog) -> bool:

@@ -120,7 +120,12 @@ def meet(
     # Each rank alone, since already the groups need the descriptors.
     allow_descriptors(facts.world_size, facts.world_size // facts.groups.pp.size())
     ranks = join_ranks(facts, opened)
-    job_id, node = ranks.check_together(lambda: _resolve_names(config))
+    job_id, node = ranks.check_together(
+        lambda: (
+            config.memory.resolve_job_id(os.environ),
+            config.memory.resolve_node_id(os.environ, socket.gethostname()),
+        )
+    )
     live = ranks.check_together(lambda: _read_live_state(config, facts, built, phase_hook))
     strategy = ranks.check_together(lambda: _build_strategy(config, facts, live, ranks))
     node_dir = node_directory(config.memory.memory_dir, job_id, node)
@@ -149,15 +154,6 @@ def meet(
         server=server,
         token=token,
         names=names,
-    )
-
-
-def _resolve_names(config: MoeFtConfig) -> tuple[str, str]:
-    """Return the names of the job and of this node."""
-    memory = config.memory
-    return (
-        memory.resolve_job_id(os.environ),
-        memory.resolve_node_id(os.environ, socket.gethostname()),
     )
 
 

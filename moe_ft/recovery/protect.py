@@ -82,8 +82,15 @@ def _build(
     lock: StorageLock | None,
     origins: Mapping[str, str],
 ) -> CheckpointEngine:
+    config = met.config
     return build_engine(
-        _settings(met),
+        EngineSettings(
+            interval=config.strategy.interval_iterations,
+            overhead_limit=config.strategy.overhead_limit,
+            persist_interval=config.storage.persist_interval if config.storage.persists else 0,
+            raises=config.strategy.on_error == "raise",
+            staging_bytes=config.precision.staging,
+        ),
         EngineContext(
             rank=met.site.rank,
             topology=met.site.topology,
@@ -108,17 +115,6 @@ def _build(
 def _peers_of(met: Met) -> tuple[RankInfo, ...]:
     """Return the ranks that keep this rank's replicas."""
     return tuple(met.site.topology.ranks[peer] for peer in met.peers[met.site.rank])
-
-
-def _settings(met: Met) -> EngineSettings:
-    config = met.config
-    return EngineSettings(
-        interval=config.strategy.interval_iterations,
-        overhead_limit=config.strategy.overhead_limit,
-        persist_interval=config.storage.persist_interval if met.site.writes_to_storage else 0,
-        raises=config.strategy.on_error == "raise",
-        staging_bytes=config.precision.staging,
-    )
 
 
 def _writer_settings(site: Site, lock: StorageLock | None) -> WriterSettings | None:

@@ -142,7 +142,7 @@ def _existing(
     keys = [
         (index, entry.key, DTYPES[entry.dtype])
         for index, local in enumerate(shared)
-        for entry in describe(_whole(local), level)
+        for entry in describe(local.whole, level)
     ]
     device = shared[0].parameter.device
     exists = torch.tensor(
@@ -168,10 +168,5 @@ def _existing(
     return found
 
 
-def _whole(local: LocalParameter) -> LocalParameter:
-    """Return the parameter as if this rank saved all of it."""
-    return replace(local, start=0, end=local.parameter.numel())
-
-
 def _live(local: LocalParameter, key: str) -> torch.Tensor | None:
-    return live_tensor(_whole(local), key)
+    return live_tensor(local.whole, key)

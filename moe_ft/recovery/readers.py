@@ -3,7 +3,7 @@
 import mmap
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
-from typing import Protocol, Self
+from typing import Self
 
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.memory.private_files import open_private, read_private
@@ -19,26 +19,25 @@ from moe_ft.planning.recovery import Source, Version
 from moe_ft.units import Level
 
 
-class StateReader(Protocol):
+class StateReader:
     """Reads one rank's state at one place. All methods raise OSError if it cannot be read."""
 
     index: Index
 
     def read(self, unit: UnitEntry) -> memoryview:
         """Return the bytes of a unit version that the index names."""
-        ...
+        raise NotImplementedError
 
     def read_header(self) -> memoryview:
         """Return the safetensors header of the index's own file."""
-        ...
+        raise NotImplementedError
 
     def stays(self, unit: UnitEntry) -> bool:
         """Return whether a unit version is in memory that this rank will use again."""
-        ...
+        return False
 
     def close(self) -> None:
         """Release files and connections."""
-        ...
 
 
 def read_unit(
@@ -67,8 +66,11 @@ def read_unit(
     return unit, content
 
 
-class MemoryReader:
-    """Reads a region or replica in this node's memory, and the pool in the same directory."""
+class MemoryReader(StateReader):
+    """Reads a region or replica in this node's memory, and the pool in the same directory.
+
+    Closing leaves files mapped: callers may still hold parts of them.
+    """
 
     def __init__(self, path: Path, reusable: Iterable[MappedFile] = ()) -> None:
         """Open an index.
@@ -113,11 +115,8 @@ class MemoryReader:
         """Return the safetensors header of the region."""
         return self._mapped(self.index.file)[: self.index.header_bytes]
 
-    def close(self) -> None:
-        """Do nothing: the garbage collector unmaps files, of which callers may still hold parts."""
 
-
-class PeerReader:
+class PeerReader(StateReader):
     """Reads a region or replica in another node's memory."""
 
     def __init__(self, connection: PeerConnection, version: Version) -> None:
@@ -136,16 +135,12 @@ class PeerReader:
         path = str(self._directory / self.index.file)
         return memoryview(self._connection.get(path, 0, self.index.header_bytes))
 
-    def stays(self, unit: UnitEntry) -> bool:
-        """Return False: it is on another node."""
-        return False
-
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
 
 
-class StorageReader:
+class StorageReader(StateReader):
     """Reads a persisted file."""
 
     def __init__(self, storage: Storage, version: Version) -> None:
@@ -169,13 +164,6 @@ class StorageReader:
     def read_header(self) -> memoryview:
         """Read the safetensors header of this rank's file."""
         return memoryview(self._storage.read(self._own, 0, self.index.header_bytes))
-
-    def stays(self, unit: UnitEntry) -> bool:
-        """Return False: it is on storage."""
-        return False
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 Opener = Callable[[Source], StateReader]

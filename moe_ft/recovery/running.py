@@ -19,7 +19,7 @@ from moe_ft.recovery.site import say
 from moe_ft.state.record import CapturedRecord, IterationFacts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Checkpointing:
     """A start that has recovered and takes checkpoints. Owned by the training thread.
 
@@ -38,19 +38,15 @@ class Checkpointing:
     plan: Plan | None
     outcome: Outcome
     opened: ExitStack
-    _pending: list[Conversion]
+    _replay: Conversion | None
 
     def take_replay(self) -> Conversion | None:
         """Return the window whose iterations must be run again before training continues, if there is one.
 
         It holds all that was fetched, so it is given away once.
         """
-        return self._pending.pop() if self._pending else None
-
-    @property
-    def counted_layers(self) -> tuple[str, ...]:
-        """The MoE layers whose tokens the engine wants to know."""
-        return self.met.strategy.counted_layers
+        replay, self._replay = self._replay, None
+        return replay
 
     def capture(self, facts: IterationFacts) -> CapturedRecord:
         """Copy the record of the state as it is now."""

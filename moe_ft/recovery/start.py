@@ -68,7 +68,8 @@ def start(
         met = meet(config, facts, built, phase_hook, opened)
         note_site(met.site)
         claimed = claim(met, opened)
-        origins = _read_origins(met)
+        strategy = met.strategy  # checksums only of weights that are not always saved
+        origins = {} if strategy.saves_all else met.live.catalog.origins(sorted(strategy.rotating))
         with _timed(phases_s, "inventory"):
             found = look(met, claimed)
         with _timed(phases_s, "plan"):
@@ -81,7 +82,7 @@ def start(
             identity = make_identity(met, found.inventory, continued, is_chosen=recovery.is_chosen)
             outcome = make_outcome(met, restored, identity, phases_s, recovery.problems)
             engine = protect(met, claimed, identity, lock, origins, restored)
-        is_replayed = restored is not None and restored.conversion.num_replays
+        conversion = None if restored is None else restored.conversion
         return Checkpointing(
             met=met,
             lock=lock,
@@ -89,7 +90,7 @@ def start(
             plan=continued,
             outcome=outcome,
             opened=opened.pop_all(),
-            _pending=[restored.conversion] if restored is not None and is_replayed else [],
+            _replay=conversion if conversion is not None and conversion.num_replays else None,
         )
 
 
@@ -153,13 +154,6 @@ def _recover(
             check_settings(identity, inventory, met, verdict)
         verdict.check_is_empty(inventory, candidates.plans, problems())
     return _Recovery(restored=None, is_chosen=found.wish.is_choice, problems=problems())
-
-
-def _read_origins(met: Met) -> Mapping[str, str]:
-    """Return checksums of the weights that this start has begun with, if some units are not always saved."""
-    if met.strategy.saves_all:
-        return {}
-    return met.live.catalog.origins(sorted(met.strategy.rotating))
 
 
 def _warn_of_lossy(met: Met, restored: Restored) -> None:

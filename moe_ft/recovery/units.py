@@ -1,7 +1,7 @@
 """Reading one unit version from one source, verified against its index and this rank's parameters."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe_ft.engine.finite import check_is_finite
 from moe_ft.errors import CorruptStateError
@@ -86,7 +86,7 @@ def _check_tensors(parameters: Sequence[LocalParameter], unit: UnitId, entry: Un
         (each.parameter, each.key, each.dtype): each.end
         for local in parameters
         if not local.is_sharded
-        for each in describe(_whole(local), level, unit.part)
+        for each in describe(local.whole, level, unit.part)
     }
     found = set()
     for each in entry.tensors:
@@ -98,7 +98,3 @@ def _check_tensors(parameters: Sequence[LocalParameter], unit: UnitId, entry: Un
         raise CorruptStateError(
             f"unit {unit} is cut differently there, for example {odd[0]}/{odd[1]}[{odd[2]}:{odd[3]}]"
         )
-
-
-def _whole(local: LocalParameter) -> LocalParameter:
-    return replace(local, start=0, end=local.parameter.numel())

@@ -129,9 +129,7 @@ class UnitCatalog:
 def _checksum_of(parameters: Sequence[LocalParameter]) -> str:
     sums = []
     for local in parameters:
-        whole = local
-        if not local.is_sharded:
-            whole = replace(local, start=0, end=local.parameter.numel())
+        whole = local if local.is_sharded else local.whole
         key = "weight" if local.optimizer is None or local.master is None else "param"
         tensor = live_tensor(whole, key)
         if tensor is not None and whole.start < whole.end:

@@ -6,7 +6,7 @@ tensors of a slice.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ class LocalParameter:
     master: torch.Tensor | None = field(repr=False)
     is_sharded: bool
     is_expert: bool
+
+    @property
+    def whole(self) -> "LocalParameter":
+        """All of it, as if this rank saved it alone."""
+        return replace(self, start=0, end=self.parameter.numel())
 
 
 def local_parameters(

@@ -236,15 +236,12 @@ class UnitSizes(Protocol):
     @property
     def units(self) -> tuple[UnitId, ...]:
         """Whole units."""
-        ...
 
     def owns(self, unit: UnitId) -> bool:
         """Return whether this rank saves something of a unit or a part of one."""
-        ...
 
     def num_bytes(self, unit: UnitId, level: Level = Level.FULL, *, alignment: int = 1) -> int:
         """Return the bytes that this rank saves of it, each tensor rounded up to an alignment."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

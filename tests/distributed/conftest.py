@@ -8,40 +8,42 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_job import CheckpointJob
-from tests.demo_model import event_flags
-from tests.harness import digests, run_training
+from tests.references import Digests, References
 
-Digests = list[tuple[str, str]]
-Reference = Callable[[list[str], int], Digests]
+RECOVERIES = "recoveries"  # property of a test: a line that says what its run has recovered
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print a table of the recoveries of the tests that have passed."""
+    properties = [
+        found
+        for report in terminalreporter.getreports("passed")
+        for found in report.user_properties
+    ]
+    lines = [str(value) for name, value in properties if name == RECOVERIES]
+    if lines:
+        terminalreporter.section(f"recoveries of {len(lines)} runs of the covering array")
+        terminalreporter.write_line("\n".join(sorted(lines)))
+
+
+@pytest.fixture(scope="session")
+def references(shared_folder: Path) -> References:
+    """Return the digests of undisturbed runs."""
+    return References(shared_folder / "references")
 
 
 @pytest.fixture
-def job(dataset_flags: list[str], tmp_path: Path, memory_dir: Path) -> CheckpointJob:
+def job(
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path, references: References
+) -> CheckpointJob:
     """Return a job that takes checkpoints."""
-    return CheckpointJob(dataset_flags, tmp_path, memory_dir)
+    return CheckpointJob(dataset_flags, tmp_path, memory_dir, references)
 
 
-@pytest.fixture(scope="session")
-def expected(dataset_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Digests:
+@pytest.fixture
+def expected(job: CheckpointJob) -> Digests:
     """Return the digests of the job's ranks when it takes no checkpoints and nothing fails."""
-    folder = tmp_path_factory.mktemp("reference_job")
-    return CheckpointJob(dataset_flags, folder, folder).reference()
-
-
-@pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Return a function that trains without checkpoints and faults; equal flags share one run."""
-    known: dict[tuple[str, ...], Digests] = {}
-
-    def train(flags: list[str], world_size: int) -> Digests:
-        """Return every rank's digest."""
-        if (key := (str(world_size), *flags)) not in known:
-            folder = tmp_path_factory.mktemp("reference")
-            run_training([*flags, *event_flags(folder)], world_size, log_dir=folder).check()
-            known[key] = digests(folder, world_size)
-        return known[key]
-
-    return train
+    return job.reference()
 
 
 @pytest.fixture

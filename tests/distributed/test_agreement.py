@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -155,6 +156,7 @@ agreement.close()
 """
 
 
+@pytest.mark.rest
 def test_process_that_leaves_a_vote_that_is_under_way_ends_well(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen([sys.executable, "-c", LEAVE, str(rank), str(tmp_path / "store")])

@@ -55,19 +55,3 @@ def test_empty_dataset_is_named(tmp_path: Path) -> None:
     result = run_training(flags, 1, log_dir=tmp_path)
     assert result.exit_codes == (2,)
     assert "data.bin is empty, a dataset must hold at least one token" in result.output(0)
-
-
-def test_split_without_a_document_is_named_instead_of_hanging(
-    dataset_flags: list[str], tmp_path: Path
-) -> None:
-    flags = [*model_flags(), *dataset_flags, "--split", "999999,1,1"]
-    result = run_training(flags, 1, log_dir=tmp_path)
-    assert result.exit_codes == (2,)
-    assert "--split=999999,1,1 leaves the valid part of" in result.output(0)
-
-
-def test_restart_under_a_shared_store_is_refused(tmp_path: Path) -> None:
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    result = run_training([*model_flags(), *MOCK], 1, log_dir=tmp_path, env=env)
-    assert result.exit_codes == (2,)
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in result.output(0)

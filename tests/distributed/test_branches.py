@@ -1,18 +1,14 @@
 """Starts that do not know of each other, flags that apply once, and state that cannot be used."""
 
 import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import pretrain_gpt_moe
-from moe_ft.recovery import put_back as written
-from moe_ft.recovery import replay
+import pytest
+
 from tests.checkpoint_job import NUM_RANKS, CheckpointJob, flip_byte, refusal
 from tests.harness import run_training
 
 Digests = list[tuple[str, str]]
-Reference = Callable[[list[str], int], Digests]
 
 
 def kill_all(iteration: int) -> list[str]:
@@ -20,6 +16,7 @@ def kill_all(iteration: int) -> list[str]:
     return [word for fault in faults for word in ("--moe-ft-inject-fault", fault)]
 
 
+@pytest.mark.rest
 def test_nodes_that_come_back_with_an_older_branch_do_not_beat_the_run(
     job: CheckpointJob, expected: Digests
 ) -> None:
@@ -39,6 +36,7 @@ def test_nodes_that_come_back_with_an_older_branch_do_not_beat_the_run(
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_iteration_that_the_flag_names_holds_for_the_first_start_only(
     job: CheckpointJob, expected: Digests
 ) -> None:
@@ -55,16 +53,7 @@ def test_iteration_that_the_flag_names_holds_for_the_first_start_only(
     assert job.digests() == expected
 
 
-def test_iteration_that_is_not_there_is_refused_and_nothing_is_touched(job: CheckpointJob) -> None:
-    job.run("--exit-interval", "3", storage=True).check()
-    before = {path: path.read_bytes() for path in job.storage.rglob("*") if path.is_file()}
-    line = refusal(job.run("--moe-ft-recover-from", "iter_99999", storage=True))
-    assert "--moe-ft-recover-from=iter_99999 cannot be used" in line
-    assert f": {', '.join(map(str, job.stored()))}. " in line
-    after = {path: path.read_bytes() for path in job.storage.rglob("*") if path.is_file()}
-    assert {path: after.get(path) for path in before} == before
-
-
+@pytest.mark.rest
 def test_state_that_exists_and_is_damaged_is_refused_until_the_user_says_so(
     job: CheckpointJob, expected: Digests
 ) -> None:
@@ -84,51 +73,13 @@ def test_state_that_exists_and_is_damaged_is_refused_until_the_user_says_so(
     assert job.digests() == expected
 
 
-def fail_to_put_back(iteration: int, flags: list[str]) -> None:
-    """Train on a machine that cannot restore the state of one iteration."""
-    original = written.put_back
-
-    def put_back(units: object, catalog: object, at: int, hook: object) -> None:
-        if at == iteration:
-            raise ValueError("this cannot be put back")
-        original(units, catalog, at, hook)  # type: ignore[arg-type]
-
-    replay.put_back = put_back  # type: ignore[assignment]
-    pretrain_gpt_moe.main(flags)
-
-
-def test_state_that_failed_twice_in_the_same_way_is_passed_over(
-    job: CheckpointJob, expected: Digests
-) -> None:
-    job.run("--exit-interval", "5", "--moe-ft-keep", "9", storage=True).check()
-    older = job.stored()[-2]
-    job.train = partial(fail_to_put_back, 5)
-    results = job.run_with_faults(storage=True, is_intact=False)
-    assert [any(result.exit_codes) for result in results] == [True, True, False]
-    assert "two starts failed from there in the same way (recovery: ValueError: this cannot be" in (
-        results[-1].output(0)
-    )
-    assert job.recovered() == [(older, older)]
-    assert job.digests() == expected
-
-
 def megatron_flags(flag: str, folder: Path) -> list[str]:
     """Return flags that use a checkpoint of Megatron itself and save none before training ends."""
     directory = str(folder / "megatron")
     return [flag, directory, "--ckpt-format", "torch_dist", "--save-interval", "9"]
 
 
-def test_flag_that_begins_a_run_is_refused_where_there_is_another_run(
-    job: CheckpointJob, tmp_path: Path
-) -> None:
-    saved = megatron_flags("--save", tmp_path)
-    job.run(*saved, "--exit-interval", "2", storage=True).check()
-    load = megatron_flags("--load", tmp_path)
-    line = refusal(job.run(*load, "--finetune", storage=True))
-    assert f"--finetune --load {tmp_path / 'megatron'} begins a run" in line
-    assert "that began without it, at iteration 2" in line
-
-
+@pytest.mark.rest
 def test_newer_load_is_used_as_a_new_run_and_older_state_stays(
     job: CheckpointJob, tmp_path: Path
 ) -> None:
@@ -143,28 +94,3 @@ def test_newer_load_is_used_as_a_new_run_and_older_state_stays(
     )
     assert job.events("start")[-1]["iteration"] == 4
     assert job.stored()[0] == 2
-
-
-def test_run_that_began_next_to_another_models_is_restarted(
-    job: CheckpointJob, reference: Reference
-) -> None:
-    job.run("--exit-interval", "3", storage=True).check()
-    flags = ("--seed", "5", "--moe-ft-recover-from", "load")
-    job.run_with_faults("kill:1@4:before-step", flags=flags, storage=True)
-    ((restored, _),) = job.recovered()
-    assert restored in (3, 4)
-    assert job.digests() == reference([*job.base, "--seed", "5"], NUM_RANKS)
-
-
-def test_experts_of_a_chosen_iteration_are_those_of_the_newest_after_a_restart(
-    job: CheckpointJob, expected: Digests
-) -> None:
-    all_experts = ("--moe-ft-k-snapshot", "4", "--moe-ft-k-persist", "4", "--moe-ft-keep", "9")
-    flags = ("--moe-ft-strategy", "partial", *all_experts)
-    job.run(*flags, "--exit-interval", "5", storage=True).check()
-    wanted = ("--moe-ft-recover-from", f"iter_{job.stored()[0]}")
-    job.run_with_faults("kill:1@4:before-step", flags=(*flags, *wanted), storage=True)
-    first, second = job.events("recovery")
-    assert second["writer"] == first["start"]
-    assert (first["lost_tokens"], second["lost_tokens"]) == (0, 0)
-    assert job.digests() == expected

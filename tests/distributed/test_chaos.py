@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from moe_ft.events import event_path
-from tests.demo_model import event_flags, layout_flags, model_flags
+from tests.demo_model import layout_flags, model_flags
 from tests.faulty_runs import run_until_it_ends
-from tests.harness import digests, events, run_training
+from tests.harness import digests, events
+from tests.references import References
 
 NUM_RANKS = 4
 NUM_ITERATIONS = 120
@@ -73,17 +74,6 @@ class Killer:
         return [line["pid"] for line in newest] if has_started else None
 
 
-@pytest.fixture(scope="module")
-def reference(
-    dataset_flags: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[str, str]]:
-    """Return the digests of the run that nobody kills."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    flags = [*job_flags(dataset_flags), *event_flags(folder)]
-    run_training(flags, NUM_RANKS, log_dir=folder).check()
-    return digests(folder, NUM_RANKS)
-
-
 def job_flags(dataset_flags: list[str]) -> list[str]:
     """Return the flags of the job, killed or not."""
     model = model_flags(
@@ -98,7 +88,7 @@ def job_flags(dataset_flags: list[str]) -> list[str]:
 def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_not(
     seed: int,
     window: str,
-    reference: list[tuple[str, str]],
+    references: References,
     dataset_flags: list[str],
     tmp_path: Path,
     memory_dir: Path,
@@ -125,4 +115,4 @@ def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_no
     targets = [each.target_iteration if each else 0 for each in recovered]
     assert targets == sorted(targets)
     assert len(killer.kills) == KILLS_PER_RUN
-    assert digests(log, NUM_RANKS) == reference
+    assert digests(log, NUM_RANKS) == references.digests(job_flags(dataset_flags), NUM_RANKS)

@@ -27,6 +27,7 @@ from moe_ft.recovery import claim
 from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import JobResult, Train, events, run_training
+from tests.shares import share_of
 
 REFUSED = 2
 NOBODY = 65534
@@ -76,6 +77,7 @@ def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Checkpointed:
     return Checkpointed(result, directory)
 
 
+@pytest.mark.rest
 def test_event_log_of_lines_that_are_no_events_is_said_and_continued(
     checkpointed: Checkpointed,
 ) -> None:
@@ -86,6 +88,7 @@ def test_event_log_of_lines_that_are_no_events_is_said_and_continued(
     assert start["incarnation"] == 0
 
 
+@pytest.mark.rest
 def test_memory_directory_that_is_not_on_tmpfs_is_warned_about(
     checkpointed: Checkpointed,
 ) -> None:
@@ -300,7 +303,7 @@ def content_of(storage: Path) -> dict[Path, bytes | None]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", share_of(CASES, "memory directory that is a file", "later format"))
 def test_start_that_cannot_work_is_refused_with_its_reason_and_changes_nothing_on_storage(
     name: str, directory: Path, memory_dir: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -319,6 +322,7 @@ def test_start_that_cannot_work_is_refused_with_its_reason_and_changes_nothing_o
     assert content_of(storage) == before
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
 def test_url_whose_package_is_not_installed_is_refused(directory: Path, memory_dir: Path) -> None:
     line = refusal("--moe-ft-persist-dir s3://x/y", directory, memory_dir)
@@ -326,6 +330,7 @@ def test_url_whose_package_is_not_installed_is_refused(directory: Path, memory_d
     assert "Install s3fs to access S3" in line
 
 
+@pytest.mark.rest
 def test_file_systems_that_are_small_or_read_only_are_refused(
     directory: Path, memory_dir: Path, mount_small: Callable[[str], Path]
 ) -> None:
@@ -339,6 +344,7 @@ def test_file_systems_that_are_small_or_read_only_are_refused(
     assert "Read-only file system" in line
 
 
+@pytest.mark.rest
 def test_everything_in_memory_is_private(directory: Path, memory_dir: Path) -> None:
     flags = ["--moe-ft-job-id", "job", "--moe-ft-memory-dir", str(memory_dir)]
     flags += ["--exit-interval", "1"]
@@ -370,6 +376,7 @@ def train_impatiently(flags: list[str]) -> None:
     pretrain_gpt_moe.main(flags)
 
 
+@pytest.mark.rest
 def test_second_job_of_the_same_name_is_refused_by_rank_0_where_another_rank_finds_it(
     job: CheckpointJob,
 ) -> None:
@@ -382,6 +389,7 @@ def test_second_job_of_the_same_name_is_refused_by_rank_0_where_another_rank_fin
     assert "Give this job another name, or end the other one." in line
 
 
+@pytest.mark.rest
 def test_state_of_another_layout_is_refused_with_what_differs(job: CheckpointJob) -> None:
     job.run("--exit-interval", "1", storage=True).check()
     line = line_of(job.run(*layout_flags({"pp": 2, "ep": 1}), storage=True))

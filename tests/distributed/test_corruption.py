@@ -7,6 +7,7 @@ import pytest
 
 from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
 from tests.recoveries import find_held
+from tests.shares import share_of
 
 KILL = "kill:1@4:backward"
 Damage = Callable[[Path], None]
@@ -41,7 +42,7 @@ def remove_index(index: Path) -> None:
 DAMAGES = (flip_data, truncate_data, flip_index, truncate_index, remove_index)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", share_of(DAMAGES, flip_data))
 def test_damaged_own_memory_is_replaced_by_the_peers_copy(
     damage: Damage,
     job: CheckpointJob,
@@ -62,6 +63,7 @@ def test_damaged_own_memory_is_replaced_by_the_peers_copy(
         assert any("region_" in problem for problem in recovery["problems"])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("damage", (flip_data, flip_index))
 def test_damaged_newest_state_in_all_memory_gives_way_to_the_one_before(
     damage: Damage,
@@ -82,6 +84,7 @@ def test_damaged_newest_state_in_all_memory_gives_way_to_the_one_before(
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_newest_checkpoint_on_storage_gives_way_to_the_one_before(
     damage: Damage,
@@ -98,6 +101,7 @@ def test_damaged_newest_checkpoint_on_storage_gives_way_to_the_one_before(
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("position", (5, 300, -3))
 def test_damaged_manifest_makes_its_directory_no_checkpoint(
     position: int,

@@ -29,6 +29,7 @@ from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.recovery.start import start
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import run_ranks
+from tests.shares import share_of
 
 NUM_RANKS = 2
 LARGEST_FILE_BYTES = 1 << 16  # far too small for a region, large enough for any other file
@@ -141,7 +142,7 @@ def fail_twice(flags: list[str], folder: Path, memory_dir: Path, flaw: str) -> N
     pretrain_gpt_moe.main(flags)
 
 
-@pytest.mark.parametrize("flaw", FLAWS)
+@pytest.mark.parametrize("flaw", share_of(FLAWS, "memory-dir"))
 def test_start_that_fails_leaves_nothing_in_its_process(
     dataset_flags: list[str], tmp_path: Path, memory_dir: Path, flaw: str
 ) -> None:

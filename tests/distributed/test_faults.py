@@ -6,7 +6,8 @@ import pytest
 
 from moe_ft.faults import ITERATION_PHASES, Phase
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import JobResult, events, run_training, run_with_restarts
+from tests.harness import JobResult, events, run_training
+from tests.shares import share_of
 
 RANKS = 4
 FAILED, KILLED, TERMINATED = 1, -9, 128 + 15
@@ -26,7 +27,7 @@ def run_with_fault(fault: str, dataset_flags: list[str], folder: Path, *flags: s
     return run_training([*fault_flags(fault, dataset_flags, folder), *flags], RANKS, log_dir=folder)
 
 
-@pytest.mark.parametrize("phase", ITERATION_PHASES)
+@pytest.mark.parametrize("phase", share_of(ITERATION_PHASES, Phase.IN_STEP))
 def test_killed_rank_dies_in_its_phase_and_the_others_report_it(
     phase: Phase, dataset_flags: list[str], tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_death_of_the_rank_that_keeps_the_store_is_reported(
     assert "the job's store, which rank 0 (last in iteration 1, backward) keeps" in result.output(1)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("phase", ITERATION_PHASES)
 def test_exception_ends_the_rank_with_a_traceback_in_its_phase(
     phase: Phase, dataset_flags: list[str], tmp_path: Path
@@ -67,7 +69,7 @@ def test_exception_ends_the_rank_with_a_traceback_in_its_phase(
     assert (stopped["event"], stopped["phase"], stopped["silent_ranks"]) == ("stopped", phase, [])
 
 
-@pytest.mark.parametrize("phase", ITERATION_PHASES)
+@pytest.mark.parametrize("phase", share_of(ITERATION_PHASES, Phase.BACKWARD))
 def test_hang_ends_by_the_timeout_and_the_report_names_the_hung_rank(
     phase: Phase, dataset_flags: list[str], tmp_path: Path
 ) -> None:
@@ -82,15 +84,3 @@ def test_hang_ends_by_the_timeout_and_the_report_names_the_hung_rank(
     assert f"2 (last in iteration 1, {phase})" in outputs
     assert "probably hung" in outputs
     assert events(tmp_path, 2, "stopped")[-1]["phase"] == phase
-
-
-def test_fault_that_fired_does_not_fire_again_after_a_restart(
-    dataset_flags: list[str], tmp_path: Path
-) -> None:
-    flags = fault_flags("exception:0@1:before-step", dataset_flags, tmp_path)
-    first, second = run_with_restarts(flags, RANKS, log_dir=tmp_path, max_restarts=3)
-    assert set(first.exit_codes) <= {FAILED, TERMINATED}
-    second.check()
-    assert len(events(tmp_path, 0, "fault_injected")) == 1
-    ends = events(tmp_path, 0, "end")
-    assert [(line["incarnation"], line["iteration"]) for line in ends] == [(1, 3)]

@@ -9,9 +9,9 @@ import pretrain_gpt_moe
 from moe_ft.state.freezing import Freezing
 from tests.checkpoint_job import CheckpointJob, refusal
 from tests.demo_model import deepseek_flags, event_flags, layout_flags
-from tests.distributed.conftest import Reference
 from tests.harness import events, run_training
 from tests.recount import Recount
+from tests.shares import share_of
 
 BATCH, LENGTH, TOP_K, NUM_EXPERTS = 8, 32, 2, 4
 PIPELINE = {"pp": 2}
@@ -49,6 +49,7 @@ def check_replay(job: CheckpointJob) -> list[str]:
     """Continue from a sparse window, check the recovery, and return the parameters frozen on rank 1."""
     job.train = train_and_say_what_is_frozen
     result = job.run(*SPARSE).check()
+    job.train = None
     for rank in range(2):
         recovery = job.events("recovery", rank)[-1]
         assert set(recovery["sources"]) == {"memory"}
@@ -59,9 +60,9 @@ def check_replay(job: CheckpointJob) -> list[str]:
     return [line.removeprefix("frozen: ") for line in lines if line.startswith("frozen: ")]
 
 
-@pytest.mark.parametrize("layout", [PIPELINE, CONTEXT], ids=str)
+@pytest.mark.parametrize("layout", share_of([PIPELINE, CONTEXT], CONTEXT), ids=str)
 def test_deepseek_model_recovers_bit_for_bit_from_dense_and_from_sparse_snapshots(
-    layout: dict[str, int], job: CheckpointJob, dataset_flags: list[str], reference: Reference
+    layout: dict[str, int], job: CheckpointJob, dataset_flags: list[str]
 ) -> None:
     set_model(job, layout, dataset_flags)
     job.run("--moe-ft-inject-fault", "kill:1@2:backward")
@@ -77,20 +78,22 @@ def test_deepseek_model_recovers_bit_for_bit_from_dense_and_from_sparse_snapshot
     assert not [
         name for name in frozen if name.startswith("embedding.")
     ]  # because of the copy in MTP
-    assert job.digests() == reference(job.base, 2)
+    assert job.digests() == job.reference()
 
 
+@pytest.mark.rest
 def test_norms_of_latent_attention_are_not_frozen_where_tensor_parallel_ranks_add_them_up(
-    job: CheckpointJob, dataset_flags: list[str], reference: Reference
+    job: CheckpointJob, dataset_flags: list[str]
 ) -> None:
     set_model(job, TENSOR, dataset_flags)
     job.run(*SPARSE, "--moe-ft-inject-fault", "kill:0@7:before-step")
     frozen = check_replay(job)
     assert "mtp.layers.0.mtp_model_layer.self_attention.linear_q_down_proj.weight" in frozen
     assert not [name for name in frozen if "norm" in name or "router" in name]
-    assert job.digests() == reference(job.base, 2)
+    assert job.digests() == job.reference()
 
 
+@pytest.mark.rest
 def test_partial_snapshots_lose_what_the_routing_log_says_also_in_further_token_prediction(
     job: CheckpointJob, dataset_flags: list[str]
 ) -> None:
@@ -123,6 +126,7 @@ def test_partial_snapshots_lose_what_the_routing_log_says_also_in_further_token_
     assert recovery["plt"] == pytest.approx(share)
 
 
+@pytest.mark.rest
 def test_gradients_are_those_of_one_rank_whatever_ranks_share(
     dataset_flags: list[str], tmp_path: Path
 ) -> None:
@@ -162,6 +166,7 @@ def test_gradients_are_those_of_one_rank_whatever_ranks_share(
     assert divided == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.rest
 def test_latent_attention_with_wrong_gradients_is_refused(
     job: CheckpointJob, dataset_flags: list[str]
 ) -> None:

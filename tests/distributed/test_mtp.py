@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import digests, events, run_training, run_with_restarts
+from tests.harness import digests, events, run_with_restarts
+from tests.references import References
+from tests.shares import share_of
 
 NUM_RANKS = 3
 LAYOUT = ("--pipeline-model-parallel-layout", "Ett|ttm|L", "--mtp-num-layers", "1")
@@ -25,19 +27,11 @@ def flags(dataset_flags: list[str]) -> list[str]:
     return [*model, *layout_flags({"pp": NUM_RANKS}), *LAYOUT, *dataset_flags]
 
 
-@pytest.fixture(scope="module")
-def expected(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
-    """Return the digests of the job's ranks when nothing fails."""
-    folder = tmp_path_factory.mktemp("reference")
-    run_training(flags + event_flags(folder), NUM_RANKS, log_dir=folder).check()
-    return digests(folder, NUM_RANKS)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", share_of(STRATEGIES, "sparse"))
 def test_killed_mtp_stage_is_recovered(
     strategy: str,
     flags: list[str],
-    expected: list[tuple[str, str]],
+    references: References,
     tmp_path: Path,
     memory_dir: Path,
 ) -> None:
@@ -51,4 +45,4 @@ def test_killed_mtp_stage_is_recovered(
     results = run_with_restarts(job, NUM_RANKS, log_dir=tmp_path, max_restarts=1)
     results[-1].check()
     assert events(tmp_path, 1, "recovery")[0]["restored_iteration"] >= 2
-    assert digests(tmp_path, NUM_RANKS) == expected
+    assert digests(tmp_path, NUM_RANKS) == references.digests(flags, NUM_RANKS)

@@ -12,44 +12,11 @@ from tests.checkpoint_job import TWO_NODES, CheckpointJob
 from tests.demo_model import event_flags
 from tests.harness import digests, run_ranks
 from tests.partial_runs import PARTIAL, follow, killed_with_storage, recount, taken
+from tests.shares import share_of
 from tests.unit.moe_ft.builders import manifest_of
 
 
-@pytest.mark.parametrize("selection", ["sequential", "load-aware"])
-def test_killed_ranks_lose_exactly_the_tokens_that_the_routing_log_says(
-    job: CheckpointJob, selection: str
-) -> None:
-    job.run_with_faults(
-        "kill:1@7:backward",
-        "kill:0@11:forward",
-        flags=(
-            *PARTIAL,
-            *("--train-iters", "14", "--moe-ft-k-snapshot", "1"),
-            *("--moe-ft-selection", selection),
-        ),
-    )
-    counted = recount(job, 1, is_load_aware=selection == "load-aware")
-    after = 0
-    for incarnation, recovery in enumerate(job.events("recovery")):
-        iteration = recovery["restored_iteration"]
-        assert set(recovery["sources"]) == {"memory"}
-        follow(counted, job, incarnation, after, iteration)
-        lost = counted.recover(iteration)
-        assert recovery["lost_per_expert"] == lost
-        assert recovery["lost_tokens"] == sum(map(sum, lost.values())) > 0
-        assert recovery["repeated_tokens"] == 0
-        assert recovery["total_lost_tokens"] == counted.total
-        planned = 14 * 16 * 32 * 2
-        assert recovery["plt"] == pytest.approx(recovery["lost_tokens"] / 4 / planned)
-        after = iteration
-    assert 0 < after <= 10
-    assert (
-        job.events("recovery", 1)[0]["lost_per_expert"]
-        == job.events("recovery", 0)[0]["lost_per_expert"]
-    )
-
-
-@pytest.mark.parametrize("selection", ["sequential", "load-aware"])
+@pytest.mark.parametrize("selection", share_of(["sequential", "load-aware"], "load-aware"))
 def test_lost_node_gets_its_experts_from_storage_and_the_other_from_memory(
     job: CheckpointJob, selection: str
 ) -> None:
@@ -69,14 +36,15 @@ def test_lost_node_gets_its_experts_from_storage_and_the_other_from_memory(
     first, second = job.events("recovery")
     counted = recount(job, 2, is_load_aware=selection == "load-aware")
     counted.read(0, 0)
-    for at in sorted({*taken(job, 0, first["restored_iteration"]), first["restored_iteration"]}):
+    until = first["restored_iteration"]
+    for at in sorted({*taken(job.events_dir, 2, 0, until), until}):
         counted.snapshot(at)
         if at in job.stored():
             counted.persist()
     assert first["lost_per_expert"] == counted.recover(first["restored_iteration"])
     assert first["total_lost_tokens"] == counted.total
     counted.read(1, first["restored_iteration"])
-    for at in taken(job, 1, 9):
+    for at in taken(job.events_dir, 2, 1, 9):
         counted.snapshot(at)
         if at in job.stored() and at <= second["restored_iteration"]:
             counted.persist()
@@ -87,18 +55,7 @@ def test_lost_node_gets_its_experts_from_storage_and_the_other_from_memory(
     assert second["total_lost_tokens"] == counted.total
 
 
-def test_all_experts_in_every_snapshot_lose_nothing_and_recover_bitwise(
-    job: CheckpointJob, expected: list[tuple[str, str]]
-) -> None:
-    job.run_with_faults(
-        "kill:1@4:backward",
-        flags=("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4"),
-    )
-    (recovery,) = job.events("recovery")
-    assert recovery["lost_tokens"] == 0
-    assert job.digests() == expected
-
-
+@pytest.mark.rest
 def test_last_checkpoint_holds_every_expert_of_the_trained_model(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
@@ -114,22 +71,7 @@ def test_last_checkpoint_holds_every_expert_of_the_trained_model(
     assert job.digests() == expected
 
 
-def test_peers_keep_experts_that_were_saved_long_ago(job: CheckpointJob) -> None:
-    job.run_with_faults(
-        "lose-node:1@9:backward",
-        flags=(*PARTIAL, "--train-iters", "10", "--moe-ft-k-snapshot", "1"),
-        storage=True,
-        nodes=lambda start: TWO_NODES,
-    )
-    (recovery,) = job.events("recovery", 1)
-    iteration = recovery["restored_iteration"]
-    assert set(recovery["sources"]) == {"peer"}
-    assert not [line for rank in range(2) for line in job.events("degraded", rank)]
-    counted = recount(job, 1)
-    follow(counted, job, 0, 0, iteration)
-    assert recovery["lost_per_expert"] == counted.recover(iteration)
-
-
+@pytest.mark.rest
 def test_damaged_expert_falls_back_to_its_older_version_and_the_loss_says_so(
     job: CheckpointJob,
 ) -> None:
@@ -145,7 +87,7 @@ def test_damaged_expert_falls_back_to_its_older_version_and_the_loss_says_so(
     counted = recount(job, 2)
     counted.read(0, 0)
     until = recovery["restored_iteration"]
-    for at in sorted({*taken(job, 0, until), until}):
+    for at in sorted({*taken(job.events_dir, 2, 0, until), until}):
         counted.snapshot(at)
         if at in stored:
             counted.persist()
@@ -153,20 +95,7 @@ def test_damaged_expert_falls_back_to_its_older_version_and_the_loss_says_so(
     assert recovery["lost_per_expert"] == lost
 
 
-def test_experts_that_were_never_saved_keep_the_weights_that_the_run_began_with(
-    job: CheckpointJob,
-) -> None:
-    # Two snapshots hold two of the four experts in each layer; the others have not been saved.
-    job.run_with_faults(
-        "kill:1@5:backward",
-        flags=(*PARTIAL, "--moe-ft-k-snapshot", "1", "--moe-ft-state-digest-interval", "1"),
-    )
-    (recovery,) = job.events("recovery")
-    counted = recount(job, 1)
-    follow(counted, job, 0, 0, recovery["restored_iteration"])
-    assert recovery["lost_per_expert"] == counted.recover(recovery["restored_iteration"])
-
-
+@pytest.mark.rest
 def test_other_first_weights_than_those_of_the_run_are_not_taken_for_them(
     job: CheckpointJob,
 ) -> None:
@@ -200,6 +129,7 @@ def train_with_frozen_parts(flags: list[str]) -> None:
     pretrain_gpt_moe.main(flags)
 
 
+@pytest.mark.rest
 def test_frozen_parts_are_never_saved_and_stay_what_they_were(job: CheckpointJob) -> None:
     reference = job.folder / "frozen"
     run_ranks(
@@ -220,6 +150,7 @@ def test_frozen_parts_are_never_saved_and_stay_what_they_were(job: CheckpointJob
     assert job.digests() == digests(reference, 2)
 
 
+@pytest.mark.rest
 def test_fine_tuning_goes_back_to_the_loaded_weights_where_nothing_was_saved(
     job: CheckpointJob,
 ) -> None:
@@ -231,10 +162,11 @@ def test_fine_tuning_goes_back_to_the_loaded_weights_where_nothing_was_saved(
     job.run_with_faults("kill:1@5:backward", flags=(*PARTIAL, *tuning))
     (recovery,) = job.events("recovery")
     counted = recount(job, 1)
-    follow(counted, job, 0, 0, recovery["restored_iteration"])
+    follow(counted, 0, 0, recovery["restored_iteration"])
     assert recovery["lost_per_expert"] == counted.recover(recovery["restored_iteration"])
 
 
+@pytest.mark.rest
 def test_crashes_before_the_first_new_snapshot_lose_nothing_more(job: CheckpointJob) -> None:
     # Rank 1 dies while it takes a snapshot that rank 0 completes; then both die again and again.
     job.run_with_faults(
@@ -247,7 +179,7 @@ def test_crashes_before_the_first_new_snapshot_lose_nothing_more(job: Checkpoint
     assert len(recoveries) == 3
     assert len(set(job.recovered())) == 1
     counted = recount(job, 1)
-    follow(counted, job, 0, 0, recoveries[0]["restored_iteration"])
+    follow(counted, 0, 0, recoveries[0]["restored_iteration"])
     most = sum(map(sum, counted.recover(recoveries[0]["restored_iteration"]).values()))
     assert all(line["total_lost_tokens"] <= most for line in recoveries)
     assert recoveries[0]["total_lost_tokens"] == recoveries[2]["total_lost_tokens"]

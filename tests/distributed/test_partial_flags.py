@@ -6,10 +6,12 @@ from moe_ft.cli import main
 from moe_ft.engine.persist.storage import Storage
 from tests.checkpoint_job import CheckpointJob, flip_byte
 from tests.partial_runs import PARTIAL, follow, killed_with_storage, recount
+from tests.shares import share_of
 from tests.stalled_training import COUNTS_S, RECORD_S, train_on_slow_copies
 from tests.unit.moe_ft.builders import manifest_of
 
 
+@pytest.mark.rest
 def test_commands_show_versions_of_experts_and_check_older_files(
     job: CheckpointJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -34,6 +36,7 @@ def test_commands_show_versions_of_experts_and_check_older_files(
     assert "does not match its checksum" in capsys.readouterr().out
 
 
+@pytest.mark.rest
 def test_report_shows_each_recovery_with_its_losses(
     job: CheckpointJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,14 +49,14 @@ def test_report_shows_each_recovery_with_its_losses(
     assert "loss of 5 before" in text
 
 
-@pytest.mark.parametrize(
-    "covers",
-    [
-        ("--moe-ft-partial-covers", "weights"),
-        ("--moe-ft-partial-covers", "optimizer"),
-        ("--moe-ft-master-always-full",),
-    ],
+COVERS = (
+    ("--moe-ft-partial-covers", "weights"),
+    ("--moe-ft-partial-covers", "optimizer"),
+    ("--moe-ft-master-always-full",),
 )
+
+
+@pytest.mark.parametrize("covers", share_of(COVERS, COVERS[0]), ids=str)
 def test_part_of_an_expert_that_is_always_saved_does_not_rotate(
     job: CheckpointJob, covers: tuple[str, ...]
 ) -> None:
@@ -64,12 +67,13 @@ def test_part_of_an_expert_that_is_always_saved_does_not_rotate(
     )
     (recovery,) = job.events("recovery")
     counted = recount(job, 1)
-    follow(counted, job, 0, 0, recovery["restored_iteration"])
+    follow(counted, 0, 0, recovery["restored_iteration"])
     assert recovery["lost_per_expert"] == counted.recover(recovery["restored_iteration"])
     units = manifest_of(Storage(str(job.storage)), 6).units
     assert {"layer.0.expert.0.weights", "layer.0.expert.0.moments"} <= set(units)
 
 
+@pytest.mark.rest
 def test_automatic_k_takes_as_many_experts_as_forward_and_backward_hide(
     job: CheckpointJob,
 ) -> None:
@@ -83,6 +87,7 @@ def test_automatic_k_takes_as_many_experts_as_forward_and_backward_hide(
     assert job.events("recovery")[0]["k_snapshot"] == changes[0]["k_snapshot"]
 
 
+@pytest.mark.rest
 def test_dynamic_k_doubles_after_recoveries_and_survives_them(job: CheckpointJob) -> None:
     job.run_with_faults(
         "kill:1@5:backward",
@@ -104,6 +109,7 @@ def test_copies_that_training_waits_for_are_counted_as_stalls(job: CheckpointJob
     assert stalls == [COUNTS_S, COUNTS_S + RECORD_S]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -126,11 +132,3 @@ def test_start_that_cannot_use_what_partial_snapshots_left_says_so(
     assert message in " ".join(result.output(0).split())
     # Nothing was touched: with its own flags the run continues.
     job.resume(*PARTIAL, "--moe-ft-k-snapshot", "1")
-
-
-def test_cuda_graphs_that_run_no_router_hooks_are_refused(job: CheckpointJob) -> None:
-    result = job.run("--moe-ft-strategy", "partial", "--cuda-graph-impl", "local")
-    assert result.exit_codes[0] == 2
-    assert "--cuda-graph-impl=local is not supported with --moe-ft-strategy=partial" in (
-        result.output(0)
-    )

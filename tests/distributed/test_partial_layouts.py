@@ -13,6 +13,7 @@ from tests.demo_model import RERUNS, layout_flags, model_flags
 from tests.harness import run_with_restarts
 from tests.partial_runs import LAYERS, PARTIAL, follow, recount
 from tests.recoveries import RecoveryWatch
+from tests.shares import share_of
 
 # The model of tests/demo_model.py, as `plan` describes it.
 DEMO = ModelShape(
@@ -53,7 +54,7 @@ def saved_bytes(job: CheckpointJob, num_ranks: int, until: int) -> list[list[int
     ]
 
 
-@pytest.mark.parametrize("sharding", ["none", "equal", "adaptive"])
+@pytest.mark.parametrize("sharding", share_of(["none", "equal", "adaptive"], "adaptive"))
 def test_replicated_state_is_saved_and_recovered_however_it_is_divided(
     dataset_flags: list[str], job: CheckpointJob, sharding: str
 ) -> None:
@@ -71,27 +72,25 @@ def test_replicated_state_is_saved_and_recovered_however_it_is_divided(
     assert job.stored()[-1] == 8
     (recovery,) = job.events("recovery")
     counted = recount(job, 1, layers=LAYERS[:3])
-    follow(counted, job, 0, 0, recovery["restored_iteration"])
+    follow(counted, 0, 0, recovery["restored_iteration"])
     assert recovery["lost_per_expert"] == counted.recover(recovery["restored_iteration"])
     layout = SavingLayout(dp=2, ep=2, sharding=Sharding(sharding), is_optimizer_distributed=False)
     planned = planned_bytes(layout, num_layers=3, moe_layers=(0, 1, 2))
     assert saved_bytes(job, 2, 6) == [of_rank[:3] for of_rank in planned]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("layout", "is_sharded"),
     [
         ({"pp": 2, "ep": 2}, True),
-        ({"ep": 2}, True),
         ({"ep": 2}, False),  # two ranks hold each expert and share its parts
-        ({"tp": 2, "ep": 2}, True),
     ],
 )
 def test_layouts_count_the_tokens_of_each_stage(
     dataset_flags: list[str], job: CheckpointJob, layout: dict[str, int], is_sharded: bool
 ) -> None:
     num_ranks = 4
-    extra = ["--sequence-parallel"] if "tp" in layout else []
     optimizer = {} if is_sharded else {"use_distributed_optimizer": False}
     # Odd without stages: two ranks that share an expert then save unequal parts of it.
     num_layers = 4 if "pp" in layout else 3
@@ -99,7 +98,6 @@ def test_layouts_count_the_tokens_of_each_stage(
     base = [
         *model_flags(train_iters=8, hidden_dropout=0.1, num_layers=num_layers, **optimizer),
         *layout_flags(layout),
-        *extra,
         *dataset_flags,
     ]
     flags = [*job.flags(*PARTIAL, "--moe-ft-k-snapshot", "1")[len(job.base) :], *base]
@@ -118,22 +116,21 @@ def test_layouts_count_the_tokens_of_each_stage(
     lost: dict[str, list[int]] = {}
     for of_stage in stages:
         counted = recount(job, 1, num_ranks=num_ranks, layers=of_stage)
-        follow(counted, job, 0, 0, recovery["restored_iteration"])
+        follow(counted, 0, 0, recovery["restored_iteration"])
         lost.update(counted.recover(recovery["restored_iteration"]))
     assert recovery["lost_per_expert"] == lost
     assert recovery["lost_tokens"] == sum(map(sum, lost.values())) > 0
-    if "tp" not in layout:
-        num_stages = layout.get("pp", 1)
-        saving = SavingLayout(
-            dp=4 // num_stages,
-            ep=2,
-            sharding=Sharding.ADAPTIVE,
-            is_optimizer_distributed=is_sharded,
-        )
-        planned = planned_bytes(
-            saving, num_stages, num_layers=num_layers, moe_layers=tuple(range(num_layers))
-        )
-        assert saved_bytes(job, num_ranks, 4) == [of_rank[:2] for of_rank in planned]
+    num_stages = layout.get("pp", 1)
+    saving = SavingLayout(
+        dp=4 // num_stages,
+        ep=2,
+        sharding=Sharding.ADAPTIVE,
+        is_optimizer_distributed=is_sharded,
+    )
+    planned = planned_bytes(
+        saving, num_stages, num_layers=num_layers, moe_layers=tuple(range(num_layers))
+    )
+    assert saved_bytes(job, num_ranks, 4) == [of_rank[:2] for of_rank in planned]
 
 
 def test_router_load_counts_each_processed_token_once(

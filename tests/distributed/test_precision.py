@@ -1,14 +1,11 @@
 """State that is packed and kept in other formats is recovered as exactly as these formats keep it."""
 
-import shutil
-from collections.abc import Sequence
-
 import pytest
 
 from moe_ft.commands.report import render
 from moe_ft.commands.run_summary import summarize
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
-from tests.checkpoint_job import NUM_ITERATIONS, TWO_NODES, CheckpointJob, refusal
+from tests.checkpoint_job import NUM_ITERATIONS, CheckpointJob
 
 Digests = list[tuple[str, str]]
 KILL = "kill:1@4:backward"
@@ -23,42 +20,6 @@ KEPT = {"exp_avg": "bf16", "exp_avg_sq": "fp8-e4m3-block", "param": "fp16"}
 def shown(job: CheckpointJob) -> str:
     """Return the output of `inspect` on the storage."""
     return render_holdings(find_holdings(str(job.storage)), lists_units=False)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        SMALL_STAGING,
-        SPLIT,
-        (*SPLIT, "--moe-ft-strategy", "sparse", "--moe-ft-window", "2"),
-    ],
-    ids=["exact-dense", "split-dense", "split-sparse"],
-)
-def test_packed_state_is_recovered_bitwise(
-    job: CheckpointJob, expected: Digests, flags: Sequence[str]
-) -> None:
-    job.run_with_faults(KILL, flags=flags)
-    (recovery,) = job.events("recovery")
-    assert recovery["lossy"] == {}
-    assert job.events("degraded") == []
-    assert job.digests() == expected
-
-
-def test_split_masters_are_recovered_bitwise_from_a_peer_and_from_storage(
-    job: CheckpointJob, expected: Digests
-) -> None:
-    job.run_with_faults(
-        "lose-node:1@4:backward",
-        "kill:0@5:backward",
-        flags=SPLIT,
-        storage=True,
-        nodes=lambda start: TWO_NODES,
-        between=lambda start: shutil.rmtree(job.memory_dir / "test") if start == 1 else None,
-    )
-    tiers = [set(line["sources"]) for line in job.events("recovery", rank=1)]
-    assert tiers == [{"peer"}, {"storage"}]
-    assert job.digests() == expected
-    assert "nothing is lost" in shown(job)
 
 
 def test_lossy_formats_are_stated_by_the_event_log_report_and_inspect(
@@ -79,13 +40,7 @@ def test_lossy_formats_are_stated_by_the_event_log_report_and_inspect(
     assert job.digests() != expected
 
 
-@pytest.mark.parametrize("strategy", ["dense", "sparse"])
-def test_exact_strategy_refuses_lossy_formats(job: CheckpointJob, strategy: str) -> None:
-    line = refusal(job.run(*LOSSY, "--moe-ft-strategy", strategy))
-    assert f"{STATE_DTYPE}={LOSSY[1]} loses precision" in line
-    assert "Add --moe-ft-allow-lossy" in line
-
-
+@pytest.mark.rest
 def test_partial_strategy_keeps_lossy_formats_without_further_ado(job: CheckpointJob) -> None:
     job.run_with_faults(
         KILL, flags=[*LOSSY, "--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "2"]
@@ -93,6 +48,7 @@ def test_partial_strategy_keeps_lossy_formats_without_further_ado(job: Checkpoin
     assert job.events("recovery")[0]["lossy"] == KEPT
 
 
+@pytest.mark.rest
 def test_formats_may_change_between_starts(job: CheckpointJob, expected: Digests) -> None:
     job.run(*SPLIT, "--exit-interval", "2", storage=True).check()
     job.run("--exit-interval", "4", storage=True).check()
@@ -105,6 +61,7 @@ def test_formats_may_change_between_starts(job: CheckpointJob, expected: Digests
     assert job.recovered()[2:] == [(6, 6), (7, 7)]
 
 
+@pytest.mark.rest
 def test_versions_of_other_formats_have_room_in_the_slots_of_a_start(job: CheckpointJob) -> None:
     partial = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "1")
     fault = "--moe-ft-inject-fault"

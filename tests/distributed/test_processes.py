@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.demo_model import event_flags, model_flags
 from tests.harness import free_port
 from tests.processes import wait_until_group_is_gone
@@ -13,6 +15,7 @@ from tests.processes import wait_until_group_is_gone
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@pytest.mark.rest
 def test_checkpoint_writers_of_a_killed_rank_end_with_it(
     dataset_flags: list[str], tmp_path: Path
 ) -> None:

@@ -1,20 +1,15 @@
 """The tier, the iteration and the run that a start recovers from, and when it must not recover."""
 
-import json
-import shutil
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.checkpoint_job import NUM_ITERATIONS, NUM_RANKS, TWO_NODES, CheckpointJob
-from tests.demo_model import RERUNS, event_flags, layout_flags
-from tests.harness import events, run_training
 
 KILL = "kill:1@4:backward"
 OVERHEAD_LIMIT = 0.05
 
 
-def test_undisturbed_run_takes_every_snapshot_and_has_nothing_to_complain_about(
+def test_undisturbed_run_takes_every_snapshot_and_leaves_its_last_state_on_storage_alone(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
     job.run(storage=True, nodes=TWO_NODES).check()
@@ -26,29 +21,12 @@ def test_undisturbed_run_takes_every_snapshot_and_has_nothing_to_complain_about(
         assert [line["iteration"] for line in job.events("replicate", rank)] == taken
         assert job.events("persist", rank)[-1]["iteration"] == NUM_ITERATIONS
     assert job.digests() == expected
+    assert not (job.memory_dir / "test").exists()
+    assert (job.storage / f"iter_{NUM_ITERATIONS:07d}" / "manifest.json").exists()
+    assert not (job.storage / "moe_ft.lock").exists()
 
 
-def test_dead_process_is_recovered_from_the_memory_of_its_own_node(
-    job: CheckpointJob, expected: list[tuple[str, str]]
-) -> None:
-    # Snapshots of iterations 2 and 4 are in memory.
-    job.run_with_faults("kill:1@5:backward", flags=("--moe-ft-interval", "2"))
-    for rank in range(NUM_RANKS):
-        (recovery,) = job.events("recovery", rank)
-        assert set(recovery["sources"]) == {"memory"}
-        assert recovery["restored_iteration"] == 4
-    assert job.digests() == expected
-
-
-def test_lost_node_is_recovered_from_its_peers(
-    job: CheckpointJob, expected: list[tuple[str, str]]
-) -> None:
-    job.run_with_faults("lose-node:1@4:backward", nodes=lambda start: TWO_NODES)
-    assert set(job.events("recovery", 0)[0]["sources"]) == {"memory"}
-    assert set(job.events("recovery", 1)[0]["sources"]) == {"peer"}
-    assert job.digests() == expected
-
-
+@pytest.mark.rest
 def test_ranks_that_change_places_find_their_state_on_the_other_node(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
@@ -62,6 +40,7 @@ def test_ranks_that_change_places_find_their_state_on_the_other_node(
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_rank_on_a_new_node_is_recovered_from_its_peer_and_protected_again(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
@@ -76,26 +55,7 @@ def test_rank_on_a_new_node_is_recovered_from_its_peer_and_protected_again(
     assert job.digests() == expected
 
 
-def test_job_whose_nodes_are_all_lost_is_recovered_from_storage(
-    job: CheckpointJob, expected: list[tuple[str, str]]
-) -> None:
-    job.run_with_faults(
-        KILL, storage=True, between=lambda start: shutil.rmtree(job.memory_dir / "test")
-    )
-    for rank in range(NUM_RANKS):
-        assert set(job.events("recovery", rank)[0]["sources"]) == {"storage"}
-    assert job.digests() == expected
-
-
-def test_clean_end_removes_the_memory_and_leaves_the_last_state_on_storage(
-    job: CheckpointJob,
-) -> None:
-    job.run(storage=True).check()
-    assert not (job.memory_dir / "test").exists()
-    assert (job.storage / f"iter_{NUM_ITERATIONS:07d}" / "manifest.json").exists()
-    assert not (job.storage / "moe_ft.lock").exists()
-
-
+@pytest.mark.rest
 def test_finished_run_that_is_started_again_trains_nothing_and_has_the_last_state(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
@@ -108,6 +68,7 @@ def test_finished_run_that_is_started_again_trains_nothing_and_has_the_last_stat
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_longer_training_goes_on_from_storage_with_the_same_bits(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
@@ -118,6 +79,7 @@ def test_longer_training_goes_on_from_storage_with_the_same_bits(
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_recover_from_names_an_iteration(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
@@ -129,6 +91,7 @@ def test_recover_from_names_an_iteration(
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_newest_state_wins_over_load_unless_the_user_says_so(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
@@ -153,6 +116,7 @@ def test_newest_state_wins_over_load_unless_the_user_says_so(
     assert [digest for digest, _ in job.digests()] == [digest for digest, _ in expected]
 
 
+@pytest.mark.rest
 def test_memory_that_is_there_and_unusable_is_explained_and_never_overwritten_unasked(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
@@ -169,68 +133,13 @@ def test_memory_that_is_there_and_unusable_is_explained_and_never_overwritten_un
     assert job.digests() == expected
 
 
-def test_nothing_usable_is_the_end_if_the_user_says_so(job: CheckpointJob) -> None:
-    result = job.run("--moe-ft-on-missing", "fail")
-    assert result.exit_codes[0] == 2
-    assert "--moe-ft-on-missing=fail: nothing to recover from" in result.output(0)
-
-
+@pytest.mark.rest
 def test_failures_before_the_first_snapshot_start_the_run_again_from_its_beginning(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
     job.run_with_faults("kill:0@0:backward")
     assert job.recovered() == []
     assert job.digests() == expected
-
-
-def test_every_line_of_a_recovery_event_is_there(job: CheckpointJob) -> None:
-    job.run_with_faults(KILL)
-    (recovery,) = job.events("recovery")
-    assert recovery["scope"] == "global"
-    assert recovery["target_iteration"] == recovery["restored_iteration"]
-    assert (recovery["replayed_iterations"], recovery["lost_tokens"], recovery["plt"]) == (0, 0, 0)
-    assert set(recovery["phases_s"]) == {"inventory", "plan", "restore"}
-    assert recovery["deterministic"] is True
-    json.dumps(recovery)
-
-
-FEATURES = {
-    # The jitter of the router draws random numbers in evaluation too, and iteration 4 is evaluated.
-    "evaluation-with-jitter": (
-        *("--eval-iters", "1", "--eval-interval", "2", "--moe-input-jitter-eps", "0.01"),
-        *("--moe-ft-interval", "2"),
-    ),
-    "ramp-up-and-expert-bias": (
-        *("--eval-iters", "2", "--eval-interval", "2", "--calculate-per-token-loss"),
-        *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
-        *("--lr-decay-style", "cosine", "--lr-warmup-iters", "2"),
-        *("--rampup-batch-size", "8", "4", "64"),
-    ),
-    "virtual-stages-and-overlap": (
-        *layout_flags({"pp": 2, "ep": 1}),
-        *("--num-layers-per-virtual-pipeline-stage", "1"),
-        *("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3"),
-    ),
-    "full-recomputation-and-shared-experts-and-reruns": (
-        *RERUNS,
-        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
-        *("--recompute-num-layers", "1", "--moe-shared-expert-intermediate-size", "64"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_feature_survives_a_recovery_bit_for_bit(name: str, job: CheckpointJob) -> None:
-    features = FEATURES[name]
-    log = job.folder / "features"
-    stock = [*job.base, *features, *event_flags(log)]
-    run_training(stock, NUM_RANKS, log_dir=log).check()
-    job.run_with_faults("kill:1@4:before-step", flags=features)
-    ((restored, _),) = job.recovered()
-    assert restored in range(2, 5)
-    for rank in range(NUM_RANKS):
-        wanted = events(log, rank, "state_digest")[-1]["sha256_all"]
-        assert job.events("state_digest", rank)[-1]["sha256_all"] == wanted
 
 
 def test_automatic_interval_follows_from_measurements_and_is_the_same_on_all_ranks(

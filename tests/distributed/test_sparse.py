@@ -1,4 +1,4 @@
-"""Sparse windows in the training loop: the cases that sparse_matrix.py does not cover."""
+"""Sparse windows in the training loop: the cases that the covering array does not have."""
 
 import os
 from collections.abc import Sequence
@@ -13,8 +13,7 @@ from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.recovery.running import Checkpointing
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob, flip_byte
-from tests.demo_model import event_flags
-from tests.harness import digests, events, run_training
+from tests.harness import events, run_training
 from tests.slow_copies import train_with_budgets
 from tests.watched_replays import replays_of, train_watched
 
@@ -61,6 +60,7 @@ def check_gradients(replay: Sequence[dict[str, Any]]) -> None:
     assert any(each["is_trained"] and each["has_gradient"] for each in replay)
 
 
+@pytest.mark.rest
 def test_failure_before_the_first_window_is_complete_begins_again(
     job: CheckpointJob, expected: Digests
 ) -> None:
@@ -69,34 +69,7 @@ def test_failure_before_the_first_window_is_complete_begins_again(
     assert job.digests() == expected
 
 
-def test_snapshot_that_fails_costs_its_window_and_no_other(
-    job: CheckpointJob, expected: Digests
-) -> None:
-    job.run_with_faults(
-        "exception:1@2:snapshot", "kill:0@5:before-step", flags=[*SPARSE, "2"], storage=False
-    )
-    assert [line["iteration"] for line in job.events("degraded", rank=1)][0] == 2
-    assert all(first > 2 or last < 2 for first, last in windows(job))
-    assert recoveries(job) == [(3, 4)]
-    assert job.digests() == expected
-
-
-def test_peer_that_missed_a_snapshot_gets_the_whole_window(
-    job: CheckpointJob, expected: Digests
-) -> None:
-    nodes = [TWO_NODES, TWO_NODES]
-    job.run_with_faults(
-        "exception:1@1:replicate",
-        "lose-node:1@5:forward",
-        flags=[*SPARSE, "3"],
-        nodes=lambda start: nodes[min(start, 1)],
-    )
-    assert recoveries(job) == [(1, 3)]
-    (recovery,) = job.events("recovery", rank=1)
-    assert set(recovery["sources"]) == {"peer"}
-    assert job.digests() == expected
-
-
+@pytest.mark.rest
 def test_second_node_may_be_lost_before_the_first_new_window_is_complete(
     job: CheckpointJob, expected: Digests
 ) -> None:
@@ -124,6 +97,7 @@ def spoil_window(memory_dir: Path, node: str, pattern: str) -> None:
             flip_byte(path.with_name(index.file), unit.offset)
 
 
+@pytest.mark.rest
 def test_damaged_weights_of_a_window_are_taken_from_a_peer(
     job: CheckpointJob, expected: Digests
 ) -> None:
@@ -139,6 +113,7 @@ def test_damaged_weights_of_a_window_are_taken_from_a_peer(
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_window_that_is_damaged_everywhere_is_replaced_by_an_older_one_on_storage(
     job: CheckpointJob, expected: Digests
 ) -> None:
@@ -161,6 +136,7 @@ def test_window_that_is_damaged_everywhere_is_replaced_by_an_older_one_on_storag
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_training_that_ends_leaves_everything_at_once_on_storage(job: CheckpointJob) -> None:
     job.run(*SPARSE, "2", storage=True).check()
     last = job.stored()[-1]
@@ -171,17 +147,7 @@ def test_training_that_ends_leaves_everything_at_once_on_storage(job: Checkpoint
     assert {unit.iteration for index in indexes for unit in index.units.values()} == {6}
 
 
-@pytest.mark.parametrize("strategy", [("dense",), ("sparse", "--moe-ft-window", "2")], ids=str)
-def test_last_state_gets_to_storage_although_a_fault_came_between(
-    strategy: tuple[str, ...], job: CheckpointJob, expected: Digests
-) -> None:
-    flags = ["--moe-ft-strategy", *strategy, "--moe-ft-persist-interval", "4"]
-    job.run_with_faults("kill:0@6:persist", flags=flags, storage=True)
-    assert recoveries(job) == [(5, 6)] or recoveries(job) == [(6, 6)]
-    assert job.stored()[-1] == 6
-    assert job.digests() == expected
-
-
+@pytest.mark.rest
 @pytest.mark.parametrize(("first", "second"), [("dense", "sparse"), ("sparse", "dense")])
 def test_other_strategy_goes_on_from_what_one_left(
     first: str, second: str, job: CheckpointJob, expected: Digests
@@ -194,6 +160,7 @@ def test_other_strategy_goes_on_from_what_one_left(
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_length_and_rules_of_order_may_change_with_a_start(
     job: CheckpointJob, expected: Digests
 ) -> None:
@@ -228,6 +195,7 @@ def train_and_die_at_the_end(flags: list[str]) -> None:
     pretrain_gpt_moe.main(flags)
 
 
+@pytest.mark.rest
 def test_replay_behind_the_last_iteration_happens_before_training_ends(
     job: CheckpointJob, expected: Digests
 ) -> None:
@@ -239,6 +207,7 @@ def test_replay_behind_the_last_iteration_happens_before_training_ends(
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_other_length_of_training_which_may_order_data_otherwise_is_refused_with_a_window(
     job: CheckpointJob,
 ) -> None:
@@ -247,29 +216,7 @@ def test_other_length_of_training_which_may_order_data_otherwise_is_refused_with
     assert "settings that have changed: --train-iters: 6 there, 5 now." in message
 
 
-def test_evaluation_inside_of_a_window_changes_nothing(job: CheckpointJob) -> None:
-    evaluation = ("--eval-interval", "3", "--eval-iters", "1")
-    log = job.folder / "evaluated"
-    run_training([*job.base, *evaluation, *event_flags(log)], NUM_RANKS, log_dir=log).check()
-    order = ("--moe-ft-unit-order", "soft-count")  # every forward pass reads the gate
-    job.run_with_faults("kill:1@5:backward", flags=[*SPARSE, "2", *order, *evaluation])
-    assert len(recoveries(job)) == 1
-    assert job.digests() == digests(log, NUM_RANKS)
-
-
-@pytest.mark.parametrize("strategy", [("dense",), ("sparse", "--moe-ft-window", "2")], ids=str)
-def test_iteration_that_is_skipped_behind_an_evaluation_changes_nothing(
-    strategy: tuple[str, ...], job: CheckpointJob
-) -> None:
-    skipping = ("--iterations-to-skip", "5", "--eval-interval", "4", "--eval-iters", "1")
-    log = job.folder / "skipping"
-    run_training([*job.base, *skipping, *event_flags(log)], NUM_RANKS, log_dir=log).check()
-    flags = ["--moe-ft-strategy", *strategy, *skipping]
-    job.run_with_faults("kill:1@5:backward", flags=flags)
-    assert len(recoveries(job)) == 1
-    assert job.digests() == digests(log, NUM_RANKS)
-
-
+@pytest.mark.rest
 def test_automatic_window_takes_the_length_that_the_budget_allows(job: CheckpointJob) -> None:
     flags = job.flags(*SPARSE, "auto", "--moe-ft-max-window", "4", "--train-iters", "14")
     total = whole_bytes(job)
@@ -297,22 +244,14 @@ def refusal_of(job: CheckpointJob, flags: Sequence[str]) -> str:
     return result.output(0)
 
 
-def test_window_longer_than_training_is_refused(job: CheckpointJob) -> None:
-    output = refusal_of(job, [*SPARSE, "7"])
-    assert "--moe-ft-window=7 must be at most --train-iters=6" in output
-
-
+@pytest.mark.rest
 def test_window_that_does_not_fit_into_the_host_memory_limit_is_refused(job: CheckpointJob) -> None:
     output = refusal_of(job, [*SPARSE, "3", "--moe-ft-host-memory-limit", "100kB"])
     assert "--moe-ft-host-memory-limit=100kB" in output
     assert "--moe-ft-window" in output
 
 
-def test_interval_beside_a_window_is_refused(job: CheckpointJob) -> None:
-    output = refusal_of(job, [*SPARSE, "2", "--moe-ft-interval", "5"])
-    assert "--moe-ft-interval=5 must be 1 with --moe-ft-strategy sparse" in output
-
-
+@pytest.mark.rest
 def test_replay_with_other_settings_is_refused_and_nothing_is_lost(
     job: CheckpointJob, expected: Digests
 ) -> None:

@@ -15,6 +15,7 @@ from moe_ft.state.tensors import named_optimizer_tensors, named_parameters
 from moe_ft.units import Level, UnitKind, parse_unit
 from tests.demo_model import DEEPSEEK, event_flags, layout_flags, model_flags
 from tests.harness import run_ranks
+from tests.shares import share_of
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
     "ep2-dp2": ({}, {"ep": 2}, 4),
@@ -111,7 +112,7 @@ def check_slices(met: Met) -> None:
         assert all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False)), (key, ends)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", share_of(MODELS, "fp32-replicated", "deepseek", "tp2-ep2"))
 def test_every_tensor_belongs_to_one_unit_and_one_slice(
     name: str, dataset_flags: list[str], tmp_path: Path, memory_dir: Path
 ) -> None:

@@ -16,6 +16,7 @@ def losses(directory: Path, rank: int) -> dict[int, float]:
     return {line["iteration"]: line["loss"] for line in events(directory, rank, "iteration")}
 
 
+@pytest.mark.rest
 def test_saved_checkpoint_is_loaded_and_training_goes_on_with_the_same_bits(
     dataset_flags: list[str], tmp_path: Path
 ) -> None:
@@ -40,6 +41,7 @@ def test_saved_checkpoint_is_loaded_and_training_goes_on_with_the_same_bits(
     assert [end[0] for end in digests(second, RANKS)] == [end[0] for end in digests(whole, RANKS)]
 
 
+@pytest.mark.rest
 def test_evaluation_and_tensorboard_write_their_numbers(
     dataset_flags: list[str], tmp_path: Path
 ) -> None:
@@ -68,6 +70,7 @@ def loss_curve_from(
     return losses(folder, ranks - 1)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("precision", "ranks", "layout", "tolerance", "placement"),
     [
@@ -104,14 +107,7 @@ def test_layout_follows_the_loss_curve_of_one_rank(
     assert reference[9] < 0.9 * reference[1]  # the curve is not flat, so agreement means something
 
 
-def test_exit_interval_ends_every_rank_with_code_0(
-    dataset_flags: list[str], tmp_path: Path
-) -> None:
-    flags = [*model_flags(), *layout_flags(LAYOUT), *dataset_flags, "--exit-interval", "1"]
-    run_training(flags + event_flags(tmp_path), RANKS, log_dir=tmp_path).check()
-    assert [line["iteration"] for line in events(tmp_path, 0, "end")] == [1]
-
-
+@pytest.mark.rest
 def test_text_directory_is_prepared_once_and_trained_on(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()

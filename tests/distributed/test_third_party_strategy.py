@@ -124,6 +124,7 @@ def test_killed_ranks_recover_a_window_from_memory_and_end_as_without_a_failure(
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_lost_node_recovers_a_longer_window_from_its_peer_and_ends_as_without_a_failure(
     job: CheckpointJob, expected: Digests
 ) -> None:
@@ -138,6 +139,7 @@ def test_lost_node_recovers_a_longer_window_from_its_peer_and_ends_as_without_a_
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
@@ -155,5 +157,6 @@ def test_values_that_the_strategy_does_not_allow_are_refused(
     assert message in refusal(job.run(*TURNS, flag))
 
 
+@pytest.mark.rest
 def test_program_that_does_not_know_the_strategy_refuses_its_name(job: CheckpointJob) -> None:
     assert "--moe-ft-strategy: invalid choice: 'turns'" in refusal(job.run(*TURNS))

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import digests, events, free_port, run_training
+from tests.harness import digests, events, free_port
 from tests.processes import wait_until_group_is_gone
+from tests.references import References
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -31,6 +34,7 @@ def start_torchrun(
         )
 
 
+@pytest.mark.rest
 def test_torchrun_ends_soon_after_a_kill_and_the_survivors_name_the_dead_rank(
     dataset_flags: list[str], tmp_path: Path
 ) -> None:
@@ -47,15 +51,13 @@ def test_torchrun_ends_soon_after_a_kill_and_the_survivors_name_the_dead_rank(
 
 
 def test_lost_node_of_two_torchrun_agents_is_recovered_from_its_peer(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path, references: References
 ) -> None:
     job = [
         *model_flags(train_iters=6, hidden_dropout=0.1),
         *layout_flags({"ep": 2}),
         *dataset_flags,
     ]
-    alone = tmp_path / "alone"
-    run_training([*job, *event_flags(alone)], 2, log_dir=alone).check()
     flags = [
         *(*job, *event_flags(tmp_path), "--moe-ft-strategy", "dense"),
         *("--moe-ft-memory-dir", str(memory_dir)),
@@ -90,4 +92,4 @@ def test_lost_node_of_two_torchrun_agents_is_recovered_from_its_peer(
     # The agents may have swapped their ranks since.
     assert sorted([*one["sources"], *other["sources"]]) == ["memory", "peer"]
     assert one["restored_iteration"] == other["restored_iteration"] in range(1, 5)
-    assert digests(tmp_path, 2) == digests(alone, 2)
+    assert digests(tmp_path, 2) == references.digests(job, 2)

@@ -242,3 +242,4 @@ class Injection:
     def corrupt(self, fault: Fault, start: Start | None) -> None:
         """Flip a bit in what one node sends to another."""
         self._network.corrupt_next(self._node(fault), self._other(fault))
+        self._oracle.is_garbled = True

@@ -10,6 +10,7 @@ The code of a process that has died never runs again, not even its `finally` cla
 import heapq
 import itertools
 import random
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,6 +115,7 @@ class Kernel:
         random: decides everything that is left to chance.
         now: virtual seconds since the beginning.
         num_events: events so far.
+        trace: checksum of their names in order.
         errors: exceptions that ended threads, in order.
         triggers: a heap of (number of an event, tie, action): called when that event is reached.
         switching: probability with which another thread runs after an event.
@@ -123,7 +125,7 @@ class Kernel:
         self, seed: int | str, *, switching: float = 0.2, max_events: int = 2_000_000
     ) -> None:
         self.random = random.Random(seed)
-        self.now, self.num_events = 0.0, 0
+        self.now, self.num_events, self.trace = 0.0, 0, 0
         self.switching, self._max_events = switching, max_events
         self.hub = getcurrent()
         self.errors: list[tuple[Thread, BaseException]] = []
@@ -191,6 +193,7 @@ class Kernel:
         ):  # in a `finally` clause when the simulation is closed
             raise GreenletExit
         self.num_events += 1
+        self.trace = zlib.crc32(what.encode(), self.trace)
         self.now += EVENT_S
         if self.num_events >= self._next_trigger:
             self._pull_triggers(what)

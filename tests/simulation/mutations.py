@@ -4,10 +4,10 @@ They are mistakes that this product or others have had, or that are easily made.
 is an error. `tests/power.py` replays all of them; `python -m tests.simulation --mutation NAME` one.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -81,8 +81,17 @@ def oldest_start_preferred(patches: Patches) -> None:
 @mutation
 def no_fsync(patches: Patches) -> None:
     """Files on storage are not brought to the disk."""
-    names = {each: getattr(storage.os, each) for each in dir(storage.os)}
-    patches.set(storage, "os", SimpleNamespace(**{**names, "fsync": lambda descriptor: None}))
+    patches.set(storage, "os", _WithoutFsync())
+
+
+class _WithoutFsync:
+    """The module `os`, but for one function."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def fsync(self, descriptor: int) -> None:
+        """Do nothing."""
 
 
 @mutation

@@ -64,6 +64,7 @@ class Oracle:
 
     Attributes:
         is_damaged: whether bits of state have been changed.
+        is_garbled: whether a connection has changed bits in the start that runs.
         has_strangers: whether a node has come back with old memory, so that branches exist.
         is_disturbed: whether a fault has happened in the start that runs, or has not ended before it.
         disturbed_until_s: when the last fault ends.
@@ -74,6 +75,7 @@ class Oracle:
     job: Job
     floors: Floors = field(default_factory=Floors)
     is_damaged: bool = False
+    is_garbled: bool = False
     has_strangers: bool = False
     is_disturbed: bool = False
     disturbed_until_s: float = 0.0
@@ -119,7 +121,7 @@ class Oracle:
     def before_start(self) -> None:
         """Look at what the dead processes have left."""
         self.is_disturbed = self.job.world.kernel.now < self.disturbed_until_s
-        self._floor = self.floors.highest
+        self._floor, self.is_garbled = self.floors.highest, False
         self.left = look(self.job.root, self.job.setup.shape.num_ranks)
 
     def after_start(self, start: Start, *, has_ended: bool) -> None:
@@ -155,6 +157,8 @@ class Oracle:
             return
         found, newest = life.outcome.iteration, self.left.newest
         where = f"rank {life.rank} recovered iteration {found}"
+        if self.is_garbled:
+            return
         if found < self._floor:
             self._fail(start, f"{where}, and {self._floor} was acknowledged")
         if self.has_strangers or newest is None:
@@ -196,11 +200,14 @@ class Oracle:
     def _raise_floors(self, start: Start) -> None:
         floors, lives = self.floors, start.lives
         recovered = {life.outcome.iteration for life in lives if life.outcome is not None}
-        floors.memory = max(floors.memory, *recovered, *(life.complete for life in lives), 0)
-        protected = [life.replicated for life in lives]
-        both = set.intersection(*protected) if self.job.setup.nodes > 1 else set()
-        floors.protected = max(floors.protected, *both, floors.storage)
+        complete = set[int]().union(*(life.complete for life in lives))
+        floors.memory = max(floors.memory, *recovered, *complete)
+        # A peer that has the last snapshot of a window has all of it.
+        at_peers = set.intersection(*(life.replicated for life in lives)) & complete
+        floors.protected = max(floors.protected, *at_peers, floors.storage)
         floors.storage = max(floors.storage, *(life.confirmed for life in lives))
+        if any(life.may_lose_memory for life in lives):
+            floors.lose_memory()
 
     def _check_end(self, start: Start) -> None:
         setup, root = self.job.setup, self.job.root
@@ -212,6 +219,11 @@ class Oracle:
             left = look(root, setup.shape.num_ranks)
             if left.newest != setup.iterations and not self.is_disturbed:
                 self._fail(start, f"storage ends with iteration {left.newest}")
-        memory = [each for each in (root / "memory").glob("job/node-*/rank_*") if each.is_dir()]
+        memory = [
+            each
+            for node in sorted(set(start.nodes))  # nodes that the job has left keep what they have
+            for each in (root / "memory" / "job" / node).glob("rank_*")
+            if each.is_dir()
+        ]
         if memory and not self.has_strangers and not self.is_disturbed:
             self._fail(start, f"{memory[0].name} is still in memory")

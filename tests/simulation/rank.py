@@ -57,11 +57,12 @@ class Life:
         units: checksums of the rank's experts, by iteration and unit; for a lossy strategy alone, as `rests`.
         rests: checksums of everything else, by iteration.
         reports: what the engine has reported, with the iteration at which that was seen.
-        complete: newest iteration that this rank knows all ranks to have in memory.
+        complete: iterations that this rank has known all ranks to have in memory, 0 included.
         replicated: iterations that all peers of this rank have.
         confirmed: newest iteration that this rank knows to be a checkpoint on storage.
         error: what has ended the rank.
         is_saved: whether training has ended and its last state is where it should be; None before.
+        may_lose_memory: whether it has ended so that nothing in memory is needed any more.
     """
 
     rank: int
@@ -72,11 +73,12 @@ class Life:
     units: dict[int, dict[str, str]] = field(default_factory=dict)
     rests: dict[int, str] = field(default_factory=dict)
     reports: list[tuple[int, Report]] = field(default_factory=list)
-    complete: int = 0
+    complete: set[int] = field(default_factory=lambda: {0})
     replicated: set[int] = field(default_factory=set)
     confirmed: int = 0
     error: BaseException | None = None
     is_saved: bool | None = None
+    may_lose_memory: bool = False
 
 
 class Rank:
@@ -104,7 +106,7 @@ class Rank:
                 self._running.note_failure("recovery", error)
         try:
             if self._running is not None:
-                is_over = code == 0 and self._may_lose_memory
+                is_over = code == 0 and self._life.may_lose_memory
                 self._running.close(removes_memory=is_over)
         except Exception as error:
             code, self._life.error = 1, error
@@ -120,7 +122,6 @@ class Rank:
         gather = partial(groups.exchange, dp_cp, timeout_s=COLLECTIVE_TIMEOUT_S)
         self._model = Model(shape, self._rank, gather, self._training.first)
         self._world.process.local["model"] = self._model
-        self._may_lose_memory = False
         facts = self._facts(dp_cp, expt_dp)
         self._running = start(self._training.config, facts, self._model.built, self._pass_phase)
         outcome = self._running.outcome
@@ -187,7 +188,7 @@ class Rank:
             grad_norm = None if model.is_skipped(signal) else model.total_norm([n for _, n in told])
             self._world.kernel.event("before step")
             if grad_norm is not None:
-                tokens = model.tokens if running.counted_layers else None
+                tokens = model.tokens if running.met.strategy.counted_layers else None
                 running.engine.before_step(tokens)
                 model.step(signal, grad_norm)
                 self._world.kernel.event("in step")
@@ -208,12 +209,12 @@ class Rank:
         ending = running.finish(iteration, facts, partial(self._report, iteration))
         self._note_promises()
         self._life.is_saved = ending.is_saved
-        self._may_lose_memory = ending.may_lose_memory(is_complete=True)
+        self._life.may_lose_memory = ending.may_lose_memory(is_complete=True)
 
     def _note_promises(self) -> None:
         assert self._running is not None
         engine = self._running.engine
-        self._life.complete = engine._windows.complete_iteration or 0
+        self._life.complete.add(engine._windows.complete_iteration or 0)
         confirmed = engine._storage._confirmed
         self._life.confirmed = 0 if confirmed is None else confirmed.iteration
 

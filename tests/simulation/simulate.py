@@ -12,7 +12,7 @@ from tests.simulation import collectives, file_locks, files, network, processes,
 from tests.simulation.active import Patches, active
 from tests.simulation.injection import Injection
 from tests.simulation.job import Job, Start, make_world
-from tests.simulation.kernel import HangError
+from tests.simulation.kernel import HangError, Kernel
 from tests.simulation.oracle import Oracle, describe
 from tests.simulation.schedule import Schedule
 
@@ -30,13 +30,19 @@ class Verdict:
         num_events: events in all.
         num_starts: starts of the job.
         num_recoveries: starts that have recovered something.
+        trace: checksum of all events in their order.
+        lines: what processes have printed.
+        is_crash: whether the simulation itself has failed.
     """
 
     violations: tuple[str, ...]
-    log: tuple[str, ...]
-    num_events: int
-    num_starts: int
-    num_recoveries: int
+    log: tuple[str, ...] = ()
+    num_events: int = 0
+    num_starts: int = 0
+    num_recoveries: int = 0
+    trace: int = 0
+    lines: tuple[str, ...] = ()
+    is_crash: bool = False
 
 
 @contextmanager
@@ -85,6 +91,8 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
             any(life.outcome is not None and life.outcome.record is not None for life in each.lives)
             for each in job.starts
         ),
+        trace=world.kernel.trace,
+        lines=tuple(_printed(world.kernel)),
     )
 
 
@@ -96,6 +104,11 @@ def _remove(directory: str) -> None:
             else:
                 posix.unlink(each.path)
     posix.rmdir(directory)
+
+
+def _printed(kernel: Kernel) -> Iterator[str]:
+    for process in kernel.processes:
+        yield from (f"{process!r}: {line}" for line in processes.lines_of(process))
 
 
 def _run_starts(schedule: Schedule, job: Job, oracle: Oracle, injection: Injection) -> None:

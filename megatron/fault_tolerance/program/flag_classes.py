@@ -21,59 +21,8 @@ otherwise.
 """
 
 import argparse
-import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
 
-from moe_ft.config.flag_table import DERIVED, FLAGS
-
-
-class Kind(Enum):
-    """Meaning of a flag for checkpoints; see the docstring of the file."""
-
-    NEUTRAL = "neutral"
-    FINGERPRINT = "fingerprint"
-    REPLAY = "replay"
-    RECORD = "record"
-    BEGINNING = "beginning"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlagClass:
-    """Class of one flag.
-
-    Attributes:
-        subject: its heading in the table.
-        kind: its meaning for checkpoints.
-        is_tested: False with the mark ``untested``.
-    """
-
-    subject: str
-    kind: Kind
-    is_tested: bool
-
-
-@functools.cache
-def flag_classes() -> Mapping[str, FlagClass]:
-    """Return the class of every flag, by argparse's ``dest``.
-
-    Raises:
-        ValueError: if the table has a flag twice, or a class that does not exist.
-    """
-    found: dict[str, FlagClass] = {}
-    for subject, classes in FLAGS.items():
-        for heading, names in classes.items():
-            kind, *mark = heading.split()
-            if mark not in ([], ["untested"]):
-                raise ValueError(f"class '{heading}' of flags about {subject}: unknown mark")
-            each = FlagClass(subject=subject, kind=Kind(kind), is_tested=not mark)
-            for name in names.split():
-                if name in found:
-                    raise ValueError(f"flag {name} is in the table twice")
-                found[name] = each
-    return found
+from moe_ft.config.flag_table import DERIVED, Kind, flag_classes
 
 
 def names_of(kind: Kind) -> list[str]:

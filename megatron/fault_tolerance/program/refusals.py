@@ -23,61 +23,41 @@ _LEAVE = "Leave it out"
 _OWN_PARAMETERS = "Leave it out, so that every expert has parameters of its own"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """Rule that refuses a flag, or some values of it.
 
     Attributes:
         dest: the flag, as argparse calls it.
         flag: as messages name it.
-        remedy: what to do instead; {others} stands for the strategies that it is not refused with.
         is_used: says whether parsed arguments use it.
+        remedy: what to do instead; {others} stands for the strategies that it is not refused with.
         strategies: says with which it is refused; None for always, also without a strategy.
         covers_flag: whether any use of the flag is refused, not only some values or combinations.
     """
 
     dest: str
     flag: str
-    reason: str
-    remedy: str
     is_used: Callable[[Any], bool]
+    reason: str
+    remedy: str = _LEAVE
     strategies: Strategies | None = None
-    covers_flag: bool = True
+    covers_flag: bool = False
 
 
 def _flag(
     dest: str, reason: str, remedy: str = _LEAVE, strategies: Strategies | None = None
 ) -> Refusal:
     """Return a rule that refuses a flag whose default is false or None."""
+    flag = "--" + dest.replace("_", "-")
     return Refusal(
-        dest=dest,
-        flag="--" + dest.replace("_", "-"),
-        reason=reason,
-        remedy=remedy,
-        is_used=lambda args: bool(getattr(args, dest, None)),
-        strategies=strategies,
-    )
-
-
-def _values(
-    dest: str,
-    flag: str,
-    is_used: Callable[[Any], bool],
-    reason: str,
-    remedy: str = _LEAVE,
-    *,
-    strategies: Strategies | None = None,
-    covers_flag: bool = False,
-) -> Refusal:
-    """Return a rule that refuses some values of a flag."""
-    return Refusal(
-        dest=dest,
-        flag=flag,
-        reason=reason,
-        remedy=remedy,
-        is_used=is_used,
-        strategies=strategies,
-        covers_flag=covers_flag,
+        dest,
+        flag,
+        lambda args: bool(getattr(args, dest, None)),
+        reason,
+        remedy,
+        strategies,
+        covers_flag=True,
     )
 
 
@@ -112,7 +92,7 @@ _SHARDED_WEIGHTS = "snapshots do not know the process groups of its weight shard
 
 REFUSALS: tuple[Refusal, ...] = (
     # State that snapshots cannot hold.
-    _values(
+    Refusal(
         "cuda_graph_impl",
         "--cuda-graph-impl full_iteration",
         lambda args: args.cuda_graph_impl == "full_iteration",
@@ -122,7 +102,7 @@ REFUSALS: tuple[Refusal, ...] = (
     _flag("optimizer_cuda_graph", _NO_UNITS),
     _flag("use_megatron_fsdp", _NO_UNITS, "Use --use-distributed-optimizer"),
     _flag("use_torch_fsdp2", _NO_UNITS, "Use --use-distributed-optimizer"),
-    _values(
+    Refusal(
         "optimizer",
         f"--optimizer with a layer-wise optimizer ({', '.join(_LAYER_WISE)})",
         lambda args: args.optimizer in _LAYER_WISE,
@@ -130,7 +110,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --optimizer adam",
     ),
     _flag("optimizer_cpu_offload", _NO_UNITS),
-    _values(
+    Refusal(
         "num_distributed_optimizer_instances",
         "--num-distributed-optimizer-instances above 1",
         lambda args: args.num_distributed_optimizer_instances > 1,
@@ -138,7 +118,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use one instance",
         covers_flag=True,
     ),
-    _values(
+    Refusal(
         "reuse_grad_buf_for_mxfp8_param_ag",
         "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
         lambda args: (
@@ -162,7 +142,7 @@ REFUSALS: tuple[Refusal, ...] = (
     _flag("moe_single_grouped_weight", _NO_UNITS, _OWN_PARAMETERS),
     _flag("moe_single_grouped_bias", _NO_UNITS, _OWN_PARAMETERS),
     _flag("hybrid_context_parallel", _NO_UNITS, "Use --context-parallel-size alone"),
-    _values(
+    Refusal(
         "tensor_parallel_num_weight_shards",
         "--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
         _shards_weights,
@@ -171,7 +151,7 @@ REFUSALS: tuple[Refusal, ...] = (
         strategies=_any,
         covers_flag=True,
     ),
-    _values(
+    Refusal(
         "expert_tensor_parallel_num_weight_shards",
         "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
         _shards_experts,
@@ -186,7 +166,7 @@ REFUSALS: tuple[Refusal, ...] = (
         strategies=_any,
     ),
     # Features that some strategies cannot support.
-    _values(
+    Refusal(
         "cuda_graph_impl",
         "--cuda-graph-impl",
         _has_graphs,
@@ -194,7 +174,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --cuda-graph-impl none",
         strategies=_loses_tokens,
     ),
-    _values(
+    Refusal(
         "cuda_graph_impl",
         "--cuda-graph-impl",
         _has_graphs,
@@ -203,7 +183,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --cuda-graph-impl none",
         strategies=_replays,
     ),
-    _values(
+    Refusal(
         "qk_clip",
         "--qk-clip",
         lambda args: args.qk_clip,
@@ -211,7 +191,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Leave it out, or use {others}",
         strategies=_replays,
     ),
-    _values(
+    Refusal(
         "phase_transition_iterations",
         "--phase-transition-iterations",
         lambda args: bool(args.phase_transition_iterations),
@@ -264,7 +244,7 @@ REFUSALS: tuple[Refusal, ...] = (
     # Flags that nothing reads, although a user would expect an effect.
     _flag("apply_residual_connection_post_layernorm", _UNREAD),
     _flag("openai_gelu", _UNREAD),
-    _values(
+    Refusal(
         "sample_rate",
         "--sample-rate",
         lambda args: args.sample_rate != 1.0,
@@ -277,7 +257,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Megatron 0.19.2 passes it to a configuration that does not know it, and fails",
         "Use --init-method-std",
     ),
-    _values(
+    Refusal(
         "full_validation",
         "--full-validation without --multiple-validation-sets",
         lambda args: args.full_validation and not getattr(args, "multiple_validation_sets", 0),

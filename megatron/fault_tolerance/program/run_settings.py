@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron.fault_tolerance.program.flag_classes import Kind, names_of
+from megatron.fault_tolerance.program.flag_classes import names_of
+from moe_ft.config.flag_table import Kind
 
 # Of paths the last part counts: where files lie may change.
 _PATH_LISTS = frozenset({"data_path", "train_data_path"})

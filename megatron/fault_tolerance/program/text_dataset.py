@@ -127,7 +127,7 @@ def write_dataset(
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         builder = IndexedDatasetBuilder(str(parts[".bin"]), dtype=token_type)
-        for text in _texts(progress(files)):
+        for text in filter(None, map(read_text, progress(files))):
             num_text_files += 1
             for document in split_documents(text):
                 tokens = encode(document)
@@ -189,22 +189,15 @@ def prepare_cached(source: TextSource, cache_dir: str | None) -> Path:
     return prefix
 
 
-def _texts(files: Iterable[Path]) -> Iterator[str]:
-    for path in files:
-        text = read_text(path)
-        if text is not None:
-            yield text
-
-
-def _encode_bytes(text: str) -> np.ndarray[Any, Any]:
-    return np.frombuffer(text.encode() + bytes([END_OF_DOCUMENT_BYTE]), dtype=np.uint8)
-
-
 def _encoder(tokenizer: str | None) -> tuple[Encode, int]:
     """Return a function from text to tokens, document end included, and the vocabulary's size."""
     if tokenizer is None:
         # torch warns about numpy arrays over immutable bytes: copy, to the right type at the same time.
-        return lambda text: _encode_bytes(text).astype(np.uint16), BYTE_VOCABULARY
+        end = bytes([END_OF_DOCUMENT_BYTE])
+        return (
+            lambda text: np.frombuffer(text.encode() + end, np.uint8).astype(np.uint16),
+            BYTE_VOCABULARY,
+        )
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:

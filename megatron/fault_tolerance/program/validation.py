@@ -16,6 +16,7 @@ from megatron.fault_tolerance.program.refusals import check_refusals
 from moe_ft.config.precision import PrecisionConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
+from moe_ft.planning.parallel_sizes import check_experts, check_world_size
 
 TESTED_MEGATRON_VERSIONS = ("0.19.2",)
 
@@ -26,8 +27,7 @@ _PARTS_OF_OPTIMIZERS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "lion": ("m
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError on the first rule that Megatron's parsed arguments break."""
     _check_megatron_version(args.moe_ft_allow_untested_megatron)
-    _check_world_size(args)
-    _check_experts(args)
+    _check_sizes(args)
     check_refusals(args)
     _check_local_norm(args)
     _check_transformer_engine(args)
@@ -104,61 +104,18 @@ _SIZES = (
 )
 
 
-def _check_world_size(args: argparse.Namespace) -> None:
-    tp, pp, cp = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
-    world_size = args.world_size
+def _check_sizes(args: argparse.Namespace) -> None:
     for flag in _SIZES:
         size = getattr(args, flag[2:].replace("-", "_"))
         if size is not None and size < 1:
             raise ConfigError(f"{flag}={size} must be at least 1. Give a number of ranks.")
-    if world_size % (tp * pp * cp):
+    check_world_size(args, args.world_size)
+    check_experts(args.num_experts, args.expert_model_parallel_size, args.moe_router_topk)
+    if args.num_experts and args.transformer_impl == "local" and args.add_bias_linear:
         raise ConfigError(
-            f"world size {world_size} must be a multiple of --tensor-model-parallel-size={tp} x "
-            f"--pipeline-model-parallel-size={pp} x --context-parallel-size={cp} = {tp * pp * cp}. "
-            "Start another number of ranks or change one of the sizes."
-        )
-    etp = tp if args.expert_tensor_parallel_size is None else args.expert_tensor_parallel_size
-    ep = args.expert_model_parallel_size
-    if world_size % (etp * ep * pp):
-        is_default = args.expert_tensor_parallel_size is None
-        etp_source = " (default: the tensor parallel size)" if is_default else ""
-        raise ConfigError(
-            f"world size {world_size} must be a multiple of --expert-tensor-parallel-size={etp}"
-            f"{etp_source} x --expert-model-parallel-size={ep} x "
-            f"--pipeline-model-parallel-size={pp} = {etp * ep * pp}. "
-            "Start another number of ranks or change one of the sizes."
-        )
-
-
-def _check_experts(args: argparse.Namespace) -> None:
-    ep, num_experts = args.expert_model_parallel_size, args.num_experts
-    if num_experts is None:
-        if ep > 1:
-            raise ConfigError(
-                f"--expert-model-parallel-size={ep} needs a model with experts. "
-                "Add --num-experts, or use --expert-model-parallel-size 1."
-            )
-        return
-    if num_experts % ep:
-        raise ConfigError(
-            f"--num-experts={num_experts} must be a multiple of --expert-model-parallel-size={ep}: "
-            "every expert-parallel rank holds the same number of experts. Change one of the two."
-        )
-    if args.transformer_impl == "local" and args.add_bias_linear:
-        raise ConfigError(
-            f"--num-experts={num_experts} with --transformer-impl=local needs --disable-bias-linear: "
-            "Megatron's local experts fail to add a bias. Add the flag, or use "
+            f"--num-experts={args.num_experts} with --transformer-impl=local needs "
+            "--disable-bias-linear: Megatron's local experts fail to add a bias. Add the flag, or use "
             "--transformer-impl transformer_engine."
-        )
-    top_k = args.moe_router_topk
-    if top_k > num_experts:
-        raise ConfigError(
-            f"--moe-router-topk={top_k} must be at most --num-experts={num_experts}. "
-            "Lower the first or raise the second."
         )
 
 

@@ -1,6 +1,8 @@
 """Temporary replacement of attributes."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, Self
 
 
 class Patches:
@@ -9,18 +11,10 @@ class Patches:
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, bool, Any]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._originals)
+    def __enter__(self) -> Self:
+        return self
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace ``owner.name``.
-
-        `restore` removes an attribute that the owner only inherited, or lacked.
-        """
-        self._originals.append((owner, name, name in vars(owner), vars(owner).get(name)))
-        setattr(owner, name, value)
-
-    def restore(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Put every replaced attribute back."""
         while self._originals:
             owner, name, own, original = self._originals.pop()
@@ -28,3 +22,16 @@ class Patches:
                 setattr(owner, name, original)
             else:
                 delattr(owner, name)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace ``owner.name``.
+
+        An attribute that the owner only inherited, or lacked, is removed in the end.
+        """
+        self._originals.append((owner, name, name in vars(owner), vars(owner).get(name)))
+        setattr(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Call `around` instead of ``owner.name``, with that function before the arguments."""
+        original = getattr(owner, name)
+        self.set(owner, name, wraps(original)(partial(around, original)))

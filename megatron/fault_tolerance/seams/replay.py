@@ -100,15 +100,10 @@ class Replay:
 
         The caller restores the random numbers of that state.
         """
-        records = self._conversion.records
         with _quiet(loop, self._args):
             for position in range(self.num_iterations):
-                self._run_iteration(
-                    loop,
-                    records[position],
-                    records[position + 1],
-                    self._conversion.frozen_units(position),
-                )
+                before, after = self._conversion.records[position : position + 2]
+                self._run_iteration(loop, before, after, self._conversion.frozen_units(position))
                 self._conversion.load(position + 1)
         get_moe_metrics_tracker().clear()
         MTPLossLoggingHelper.tracker = {}
@@ -154,7 +149,6 @@ class Replay:
         self, optimizer: ChainedOptimizer, record: IterationRecord, frozen: frozenset[UnitId]
     ) -> Iterator[None]:
         """Make the optimizer use the logged values: frozen units have no gradients to compute them from."""
-        patches = Patches()
         prepare, step = optimizer.prepare_grads, optimizer.step_with_ready_grads
 
         def prepare_grads() -> bool:
@@ -172,43 +166,35 @@ class Replay:
             optimizer.grad_norms_by_group = norms
             return norms
 
-        patches.set(optimizer, "prepare_grads", prepare_grads)
-        patches.set(optimizer, "step_with_ready_grads", step_with_ready_grads)
-        patches.set(optimizer, "get_grad_norm", lambda: float(record.grad_norm or 0.0))
-        patches.set(optimizer, "_compute_grad_norms_by_group", compute_grad_norms_by_group)
-        try:
+        with Patches() as patches:
+            patches.set(optimizer, "prepare_grads", prepare_grads)
+            patches.set(optimizer, "step_with_ready_grads", step_with_ready_grads)
+            patches.set(optimizer, "get_grad_norm", lambda: float(record.grad_norm or 0.0))
+            patches.set(optimizer, "_compute_grad_norms_by_group", compute_grad_norms_by_group)
             yield
-        finally:
-            patches.restore()
 
 
 @contextmanager
 def _quiet(loop: LoopParts, args: argparse.Namespace) -> Iterator[None]:
     """Turn off timers, checks that need the loop, and overlap, which frozen units would break."""
-    patches = Patches()
-    configs = {id(each): each for each in _ddp_configs(loop)}.values()
-    for config in configs:
-        for name in (
-            "overlap_grad_reduce",
-            "overlap_param_gather",
-            "check_for_nan_in_grad",
-            "check_for_large_grads",
-        ):
-            patches.set(config, name, False)
-    for name in ("no_sync_func", "grad_sync_func", "param_sync_func", "timers"):
-        patches.set(loop.config, name, None)
-    for config in {id(each.config): each.config for each in _optimizers(loop.optimizer)}.values():
-        patches.set(config, "timers", None)
-        patches.set(config, "log_num_zeros_in_grad", False)
-    patches.set(args, "check_for_nan_in_loss_and_grad", False)
-    try:
+    with Patches() as patches:
+        configs = {id(each): each for each in _ddp_configs(loop)}.values()
+        for config in configs:
+            for name in (
+                "overlap_grad_reduce",
+                "overlap_param_gather",
+                "check_for_nan_in_grad",
+                "check_for_large_grads",
+            ):
+                patches.set(config, name, False)
+        for name in ("no_sync_func", "grad_sync_func", "param_sync_func", "timers"):
+            patches.set(loop.config, name, None)
+        optimizers = [loop.optimizer, *loop.optimizer.chained_optimizers]
+        for config in {id(each.config): each.config for each in optimizers}.values():
+            patches.set(config, "timers", None)
+            patches.set(config, "log_num_zeros_in_grad", False)
+        patches.set(args, "check_for_nan_in_loss_and_grad", False)
         yield
-    finally:
-        patches.restore()
-
-
-def _optimizers(optimizer: Any) -> list[Any]:
-    return [optimizer, *optimizer.chained_optimizers]
 
 
 def _ddp_configs(loop: LoopParts) -> Iterator[Any]:

@@ -82,7 +82,7 @@ class Checkpoints(LoopListener):
             self._config,
             facts,
             built,
-            self._enter_background,
+            lambda phase, iteration: self._faults.enter_phase(iteration, phase),  # any thread
             lambda site: self._faults.set_node(lambda: _node_of(site)),
         )
         self._running = running
@@ -93,12 +93,17 @@ class Checkpoints(LoopListener):
                 replay = Replay(window, parameters, args, self._note_replayed)
             self._resumption = Resumption(args, running.outcome.record, replay)
             self._loop.iteration = args.iteration
-        self._seam = StateSeam(self._loop, self._act, self._routers.counts)
+
+        def act(state: IterationFacts, iteration_s: float) -> float:
+            return running.engine.end_iteration(
+                state.iteration, iteration_s, lambda: running.capture(state)
+            )
+
+        self._seam = StateSeam(self._loop, act, self._routers.counts)
 
     def after_recovery(self) -> None:
         """Write the event "recovery", unless a replay is still to come."""
-        if self._resumption is not None and not self._resumption.is_replay_due:
-            assert self._running is not None
+        if self._running and self._resumption and not self._resumption.is_replay_due:
             self._write_recovery(self._running.outcome, 0)
 
     def begin_training(self, parts: LoopParts) -> None:
@@ -114,17 +119,16 @@ class Checkpoints(LoopListener):
         Args:
             forward_backward: the loop's own, if it is about to call it.
         """
-        if self._resumption is None or not self._resumption.is_replay_due:
+        running, resumption = self._running, self._resumption
+        if running is None or resumption is None or not resumption.is_replay_due:
             return
-        assert self._running is not None
         loop, start_s = self._loop, time.perf_counter()
         loop.is_replaying, loop.phase = True, Phase.REPLAY
-        num_replayed = self._resumption.replay(forward_backward)
+        num_replayed = resumption.replay(forward_backward)
         loop.is_replaying, loop.phase = False, Phase.SETUP
         loop.iteration = get_args().iteration
-        outcome = self._running.outcome
-        phases_s = {**outcome.phases_s, "replay": time.perf_counter() - start_s}
-        self._write_recovery(replace(outcome, phases_s=phases_s), num_replayed)
+        phases_s = {**running.outcome.phases_s, "replay": time.perf_counter() - start_s}
+        self._write_recovery(replace(running.outcome, phases_s=phases_s), num_replayed)
 
     def _write_recovery(self, outcome: Outcome, num_replayed: int) -> None:
         iteration, loss = outcome.iteration, outcome.loss
@@ -138,10 +142,6 @@ class Checkpoints(LoopListener):
         self._log.progress(iteration, Phase.REPLAY)
         self._faults.enter_phase(iteration, Phase.REPLAY)
 
-    def _enter_background(self, phase: Phase, iteration: int) -> None:
-        """Inflict the faults that wait in a phase outside the iteration. Any thread."""
-        self._faults.enter_phase(iteration, phase)
-
     def before_batch(self) -> None:
         """Let the engine act on the state that was evaluated, if that was postponed."""
         if self._seam is not None:
@@ -154,9 +154,8 @@ class Checkpoints(LoopListener):
 
     def before_step(self) -> None:
         """Wait until no copy reads weights any more, and count the tokens of the experts."""
-        if self._seam is not None:
-            assert self._running is not None
-            layers = self._running.counted_layers
+        if self._running is not None:
+            layers = self._running.met.strategy.counted_layers
             tokens = self._routers.popularity(layers, get_args().num_experts)
             self._running.engine.before_step(tokens)
 
@@ -165,17 +164,9 @@ class Checkpoints(LoopListener):
         if self._seam is not None:
             self._seam.end_iteration(ended)
 
-    def _act(self, facts: IterationFacts, iteration_s: float) -> float:
-        assert self._running is not None
-        running = self._running
-        return running.engine.end_iteration(
-            facts.iteration, iteration_s, lambda: running.capture(facts)
-        )
-
     def after_iteration(self, ended: EndedIteration) -> None:
         """Write what the threads of the engine have reported."""
-        if self._seam is not None:
-            assert self._running is not None
+        if self._running is not None:
             self._running.engine.drain(self._write_report)
 
     def _write_report(self, report: Report) -> None:
@@ -193,8 +184,7 @@ class Checkpoints(LoopListener):
         if self._resumption is not None:
             self._resumption.restore_rng()  # nothing was left to train
         # An exit in the middle of an iteration leaves half of it in the buffers: that is no state.
-        if self._seam is not None and not loop.is_in_iteration:
-            assert self._running is not None
+        if self._running is not None and self._seam is not None and not loop.is_in_iteration:
             self._seam.pass_postponed()
             facts = self._seam.last_facts()
             ending = self._running.finish(loop.iteration, facts, self._write_report)

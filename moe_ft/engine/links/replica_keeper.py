@@ -153,7 +153,11 @@ def _region_for(request: Put, index: Index, memory: ReplicaMemory) -> Region:
             if region.iteration == index.iteration - 1 and _goes_on(region, index):
                 return region
         raise CorruptStateError(f"there is no window that iteration {index.iteration} continues")
-    free = [each for each in memory.regions if _may_go(each, request.keep_iteration)]
+    free = [
+        each
+        for each in memory.regions
+        if each.iteration is None or each.iteration != request.keep_iteration
+    ]
     if not free and len(memory.regions) == 1:
         raise CorruptStateError(
             f"all regions hold iteration {request.keep_iteration}, which must be kept"
@@ -168,8 +172,8 @@ def _region_for(request: Put, index: Index, memory: ReplicaMemory) -> Region:
 def _worth(region: Region) -> tuple[int, Family | tuple[()]]:
     """Return how much a recovery would prefer what a region holds to what others do."""
     try:
-        index = decode(region.index_path.read_bytes(), IndexHead, str(region.index_path))
-    except (OSError, CorruptStateError):
+        index = region.index(IndexHead)
+    except OSError:
         return 1, ()
     if not index.is_whole:
         return 0, ()  # it would still look like the beginning of something
@@ -179,16 +183,11 @@ def _worth(region: Region) -> tuple[int, Family | tuple[()]]:
 def _goes_on(region: Region, index: Index) -> bool:
     """Return whether a region holds all snapshots of a window but the newest."""
     try:
-        found = decode(region.index_path.read_bytes(), IndexHead, str(region.index_path))
+        found = region.index(IndexHead)
     except OSError:
         return False
     before = (index.identity, index.window, index.num_snapshots - 1, index.header_checksum)
     return before == (found.identity, found.window, found.num_snapshots, found.header_checksum)
-
-
-def _may_go(region: Region, keep_iteration: int | None) -> bool:
-    """Return whether a region holds nothing, or nothing that must be kept."""
-    return region.iteration is None or region.iteration != keep_iteration
 
 
 def _slots_for(
@@ -222,7 +221,7 @@ def _slots_for(
 def _names_another(region: Region, slots: Mapping[int, UnitEntry]) -> bool:
     """Return whether a region's index names another version than the one that a slot will hold."""
     try:
-        index = decode(region.index_path.read_bytes(), Index, str(region.index_path))
+        index = region.index(Index)
     except OSError:
         return False
     named = [(slots[unit.offset], unit) for unit in index.units.values() if unit.offset in slots]

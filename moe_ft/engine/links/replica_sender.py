@@ -18,11 +18,9 @@ class Replicator(Protocol):
 
     def replicate(self, replica: Replica) -> bool:
         """Send a snapshot; return whether all peers have it. Failures are reported, not raised."""
-        ...
 
     def close(self) -> None:
         """Close all connections."""
-        ...
 
 
 class ReplicaSender:

@@ -57,7 +57,7 @@ class RankMemory:
         *,
         persists: bool,
     ) -> None:
-        self._node_dir, self._rank, self._topology = node_dir, rank, topology
+        self.node_dir, self._rank, self._topology = node_dir, rank, topology
         own = topology.ranks[rank]
         self._node = own.node
         self._pinned: list[MappedFile] = []
@@ -74,11 +74,6 @@ class RankMemory:
             )
             for source in sources
         }
-
-    @property
-    def node_dir(self) -> Path:
-        """The node's memory directory of this job."""
-        return self._node_dir
 
     @property
     def num_own_bytes(self) -> int:
@@ -132,7 +127,7 @@ class RankMemory:
         """Remove what other placements, settings or starts have left in this rank's share of the node."""
         here = {info.rank for info in self._topology.on_node(self._node)}
         is_lowest = self._rank == self._topology.lowest_on_node(self._node).rank
-        for directory in self._node_dir.iterdir() if self._node_dir.is_dir() else ():
+        for directory in self.node_dir.iterdir() if self.node_dir.is_dir() else ():
             owner, holder = rank_and_holder(directory.name)
             is_orphan = holder is not None and holder not in here
             is_dismissed = holder == self._rank and owner != holder and owner not in self.replicas
@@ -149,7 +144,7 @@ class RankMemory:
         for directory in sorted({file.data_path.parent for file in self._files()}):
             shutil.rmtree(directory, ignore_errors=True)
         if self._rank == self._topology.lowest_on_node(self._node).rank:
-            remove_node(self._node_dir)
+            remove_node(self.node_dir)
 
 
 def _paths(file: MappedFile) -> tuple[Path, ...]:

@@ -22,6 +22,7 @@ from moe_ft.engine.memory.private_files import (
     write_atomically,
 )
 from moe_ft.errors import SnapshotError
+from moe_ft.format.encoding import Body, decode
 
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
@@ -172,6 +173,10 @@ class Region(MappedFile):
         """
         write_atomically(self.index_path, content)
         self.iteration = iteration
+
+    def index[B: Body](self, kind: type[B]) -> B:
+        """Return what was committed; raise OSError if there is nothing, or it is damaged."""
+        return decode(self.index_path.read_bytes(), kind, str(self.index_path))
 
     def advance(self, to: Role) -> None:
         """Take the next role; any other move is a mistake of the caller and raises SnapshotError."""

@@ -16,7 +16,7 @@ from moe_ft.engine.memory.layout import lay_out_again
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.errors import SnapshotError
-from moe_ft.format.encoding import decode, encode
+from moe_ft.format.encoding import encode
 from moe_ft.format.index import Index, IndexHead
 from moe_ft.planning.recovery import Family, family_of
 
@@ -49,7 +49,7 @@ def keep_restored(memory: RankMemory, restored: Handover) -> list[Region]:
 
 
 def _family_of(region: Region) -> Family:
-    index = decode(region.index_path.read_bytes(), IndexHead, str(region.index_path))
+    index = region.index(IndexHead)
     return family_of(index.iteration, index.window, index.identity.history)
 
 
@@ -81,7 +81,7 @@ def replica_to_send(kept: Sequence[Region], restored: Handover) -> Replica | Non
     if not kept or _family_of(kept[0]) != restored.family:
         return None
     region = kept[0]
-    index = decode(region.index_path.read_bytes(), Index, str(region.index_path))
+    index = region.index(Index)
     if any(unit.file for unit in index.units.values()):
         return None  # it is in more than the region
     ends = (unit.offset + unit.num_bytes for _, unit in index.entries())

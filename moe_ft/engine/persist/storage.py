@@ -206,14 +206,13 @@ class Storage:
         """Return the iterations that have a directory, newest first, with or without a manifest."""
         if not self._is_there(self._root):
             return []
-        names = (entry.rstrip("/").rpartition("/")[2] for entry in self._list(self._root))
-        matches = (_ITERATION.fullmatch(name) for name in names)
+        matches = (_ITERATION.fullmatch(_last_part(entry)) for entry in self._list(self._root))
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
-    def _list(self, full: str) -> list[str]:
-        def look() -> list[str]:
+    def _list(self, full: str, *, has_sizes: bool = False) -> list[Any]:
+        def look() -> list[Any]:
             self._file_system.invalidate_cache()
-            return list(self._file_system.ls(full, detail=False))
+            return list(self._file_system.ls(full, detail=has_sizes))
 
         return self.within_patience(f"list {full}", look)
 
@@ -222,7 +221,7 @@ class Storage:
         full = self._full(directory)
         if not self._is_there(full):
             return []
-        return [entry.rstrip("/").rpartition("/")[2] for entry in self._list(full)]
+        return [_last_part(entry) for entry in self._list(full)]
 
     def sizes_in(self, directory: str) -> dict[str, int]:
         """Return the sizes of plain files in a directory by name, from one listing; none if it is not there.
@@ -233,17 +232,12 @@ class Storage:
         full = self._full(directory)
         if not self._is_there(full):
             return {}
-
-        def look() -> list[dict[str, Any]]:
-            self._file_system.invalidate_cache()
-            return list(self._file_system.ls(full, detail=True))
-
         try:
-            entries = self.within_patience(f"list {full}", look)
+            entries = self._list(full, has_sizes=True)
         except FileNotFoundError as error:
             raise OSError(f"{self.url}/{directory} changed while it was listed: {error}") from error
         files = (each for each in entries if each["type"] == "file" and each["size"] is not None)
-        return {str(entry["name"]).rpartition("/")[2]: int(entry["size"]) for entry in files}
+        return {_last_part(entry["name"]): int(entry["size"]) for entry in files}
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
@@ -285,6 +279,10 @@ class Listings:
         listed = self._sizes[directory].get(name)
         # A listing alone makes nothing missing: it may show a link without the size of its file.
         return self._storage.size(path) if listed is None else listed
+
+
+def _last_part(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def hide_password(url: str) -> str:

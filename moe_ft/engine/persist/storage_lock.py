@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -74,26 +73,6 @@ class SeenLock:
         return f"job '{self.lock.job_id}' on {self.lock.host}"
 
 
-class _LockFile(Protocol):
-    """Place of a lock."""
-
-    def create(self, content: bytes) -> None:
-        """Write it; raise FileExistsError if there is one."""
-        ...
-
-    def replace(self, before: bytes, content: bytes) -> None:
-        """Put another in the place of exactly what was seen, as far as that can be made sure of."""
-        ...
-
-    def renew(self, advance: Callable[[bytes], bytes]) -> None:
-        """Write what follows from what is there."""
-        ...
-
-    def remove(self, before: bytes) -> bool:
-        """Remove exactly what was seen; return whether it was there."""
-        ...
-
-
 class StorageLock:
     """The lock as one start has it, or wants it. Any thread may use it."""
 
@@ -106,7 +85,7 @@ class StorageLock:
         self.owner = owner or secrets.token_hex(16)
         self._storage = storage
         path = storage.local_path(LOCK_NAME)
-        self._file: _LockFile = _StoredLock(storage) if path is None else _LocalLock(storage, path)
+        self._file = _StoredLock(storage) if path is None else _LocalLock(storage, path)
         self._should_end = threading.Event()
         self._thread: threading.Thread | None = None
 

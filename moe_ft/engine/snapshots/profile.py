@@ -2,7 +2,6 @@
 
 from collections import deque
 from statistics import median
-from typing import Protocol
 
 from moe_ft.planning.interval import CheckpointCost, choose_interval
 
@@ -12,50 +11,28 @@ _WINDOW = 20
 _MICROSECONDS = 1e6
 
 
-class Interval(Protocol):
-    """Iterations between checkpoints, 0 for none. Owned by the training thread."""
-
-    interval: int
-
-    def end_iteration(self, iteration_s: float, *, is_busy: bool) -> None:
-        """Note the time of an iteration, and whether a checkpoint was under way in it."""
-        ...
-
-    def end_checkpoint(self, completion_s: float) -> None:
-        """Note that a checkpoint is complete, and the time since its begin."""
-        ...
-
-    def values(self) -> tuple[int, ...]:
-        """Return what goes into the agreement, which takes the least."""
-        ...
-
-    def agree(self, values: tuple[int, ...]) -> CheckpointCost | None:
-        """Act on the agreed values; return the cost if that changed the interval."""
-        ...
-
-
 class FixedInterval:
-    """An interval that a flag sets. It measures nothing."""
+    """Iterations between checkpoints, 0 for none, as a flag sets them. Owned by the training thread."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
 
     def end_iteration(self, iteration_s: float, *, is_busy: bool) -> None:
-        """Do nothing."""
+        """Note the time of an iteration, and whether a checkpoint was under way in it."""
 
     def end_checkpoint(self, completion_s: float) -> None:
-        """Do nothing."""
+        """Note that a checkpoint is complete, and the time since its begin."""
 
     def values(self) -> tuple[int, ...]:
-        """Return nothing to agree on."""
+        """Return what goes into the agreement, which takes the least."""
         return ()
 
     def agree(self, values: tuple[int, ...]) -> CheckpointCost | None:
-        """Keep the interval."""
+        """Act on the agreed values; return the cost if that changed the interval."""
         return None
 
 
-class IntervalTuner:
+class IntervalTuner(FixedInterval):
     """Chooses the interval from profiled iterations and adapts it.
 
     The first iterations run without a checkpoint, the next one with. All ranks agree on the measurements, so
@@ -73,7 +50,7 @@ class IntervalTuner:
         self._complete: deque[float] = deque(maxlen=_WINDOW)
         self._extra_now = 0.0
         self._chosen = 0
-        self.interval = 0
+        super().__init__(0)
 
     def end_iteration(self, iteration_s: float, *, is_busy: bool) -> None:
         """Note the time of an iteration, and whether a checkpoint was under way in it."""

@@ -10,17 +10,17 @@ from collections.abc import Callable, Hashable
 from functools import partial
 
 from moe_ft.engine.background import BackgroundPart, Reports
-from moe_ft.engine.context import Handover, Layouts
+from moe_ft.engine.context import Handover
 from moe_ft.engine.memory.layout import LazyLayout
 from moe_ft.engine.memory.pool import PoolVersions
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.engine.memory.restored import keep_restored
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.snapshots.job import SnapshotJob, SnapshotRequest, SnapshotState
 from moe_ft.engine.snapshots.open_window import OpenWindow
 from moe_ft.engine.snapshots.record_log import RecordLog
 from moe_ft.engine.snapshots.writer import SnapshotWriter
-from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy, WindowPlan
@@ -42,7 +42,7 @@ class Windows:
         self,
         memory: RankMemory,
         strategy: Strategy,
-        layouts: Layouts,
+        layouts: UnitLayouts,
         writer: SnapshotWriter,
         records: RecordLog,
         reports: Reports,
@@ -63,10 +63,7 @@ class Windows:
         """Begin with what was recovered, in memory that is open; lay out the first windows."""
         if restored is not None:
             self.retained = keep_restored(self._memory, restored)
-            self.versions.retain(
-                decode(region.index_path.read_bytes(), Index, str(region.index_path))
-                for region in self.retained
-            )
+            self.versions.retain(region.index(Index) for region in self.retained)
             self.versions.adopt(restored.rotating)
             self.complete_iteration = iteration
         self.last_iteration = iteration

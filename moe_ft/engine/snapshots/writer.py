@@ -16,7 +16,7 @@ from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import Replica
 from moe_ft.engine.links.replica_sender import ReplicaSender
 from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.snapshots.copying import Absent, StateCopier
+from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import SnapshotIndexer
 from moe_ft.engine.snapshots.job import SnapshotJob, SnapshotRequest, SnapshotResult
 from moe_ft.engine.snapshots.record_log import RecordLog
@@ -99,7 +99,13 @@ class SnapshotWriter:
         if request.position == 0:
             request.region.invalidate()
             self._window = None
-        absent = self._copy(request, ready)
+            request.region.mapping[: len(request.layout.header)] = request.layout.header
+        absent = self._copier.copy(
+            request,
+            ready,
+            lambda: self._phase_hook(Phase.SNAPSHOT, request.iteration),
+            lambda: self._records.complete(request.iteration),
+        )
         copied.set()
         copy_s = self._clock.perf_counter() - start
         self._copier.check()
@@ -125,17 +131,6 @@ class SnapshotWriter:
             commit_s=commit_s,
             pooled={name: entry for name, entry in index.units.items() if entry.file},
             replication=None if sender is None else sender.submit(self._replica(request, index)),
-        )
-
-    def _copy(self, request: SnapshotRequest, ready: Any) -> Absent:
-        """Copy all tensors; return those that do not exist yet."""
-        if request.position == 0:
-            request.region.mapping[: len(request.layout.header)] = request.layout.header
-        return self._copier.copy(
-            request,
-            ready,
-            lambda: self._phase_hook(Phase.SNAPSHOT, request.iteration),
-            lambda: self._records.complete(request.iteration),
         )
 
     def _replica(self, request: SnapshotRequest, index: Index) -> Replica:

@@ -208,7 +208,7 @@ def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
     if not usable:
         return text
     newest = _newest(usable)
-    parts = [each for each in usable if _is_part(each, newest)]
+    parts = [each for each in usable if _snapshot_of(each) == _snapshot_of(newest)]
     return f"{text}\n\n{_describe(newest, parts, lists_units=lists_units)}"
 
 
@@ -225,19 +225,10 @@ def _newest(holdings: list[Holding]) -> Holding:
     return max(own, key=lambda each: each.iteration)
 
 
-def _is_part(holding: Holding, newest: Holding) -> bool:
-    """Return whether something is of the same state, in the same tier."""
-    mine, its = (
-        (
-            each.identity.start if each.identity else None,
-            each.iteration,
-            each.tier,
-            each.window,
-            each.num_snapshots,
-        )
-        for each in (holding, newest)
-    )
-    return mine == its
+def _snapshot_of(holding: Holding) -> tuple[object, ...]:
+    """Return the same for all ranks' parts of one snapshot in one tier."""
+    start = holding.identity.start if holding.identity else None
+    return start, holding.iteration, holding.tier, holding.window, holding.num_snapshots
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

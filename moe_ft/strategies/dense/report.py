@@ -5,12 +5,6 @@ from moe_ft.planning.ownership import saved_parameters
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import describe_ranks, memory_table, persist_line
 
-_IGNORED = {
-    "network_bandwidth": "the time to send replicas is not planned",
-    "mtbf_s": "the time of a recovery is not planned",
-    "restart_s": "the time of a recovery is not planned",
-}
-
 
 def render(job: PlannedJob) -> str:
     """Return the plan as text.
@@ -18,7 +12,7 @@ def render(job: PlannedJob) -> str:
     Raises:
         ConfigError: if a measured value would be ignored.
     """
-    job.measured.refuse("dense", _IGNORED)
+    job.measured.refuse_unplanned("dense")
     parameters = [
         count
         for number, units in enumerate(job.stages)

@@ -39,35 +39,32 @@ class PartialLoss(JobLoss):
         }
 
 
-def add_up(losses: Iterable[Loss]) -> Loss:
-    """Return the loss of the job from that of all ranks; ranks of one stage have equal ones."""
-    job = Loss(lost={}, repeated={}, accumulated={})
-    for loss in losses:
-        job = Loss(
-            lost={**job.lost, **loss.lost},
-            repeated={**job.repeated, **loss.repeated},
-            accumulated={**job.accumulated, **loss.accumulated},
-        )
-    return job
-
-
-def job_loss(loss: Loss, planned_tokens: int, k_snapshot: int, k_persist: int) -> PartialLoss:
+def job_loss(
+    losses: Iterable[Loss], planned_tokens: int, k_snapshot: int, k_persist: int
+) -> PartialLoss:
     """Return what a recovery has cost the whole job.
 
     Args:
+        losses: of all ranks; ranks of one stage have equal ones.
         planned_tokens: tokens times top-k that a layer processes in the whole planned run.
         k_snapshot: from now on, as `k_persist`.
         k_persist: see `k_snapshot`.
     """
-    lost_tokens, plt = job_plt(loss.lost, planned_tokens)
-    total_lost_tokens, total_plt = job_plt(loss.accumulated, planned_tokens)
+    lost: dict[str, tuple[int, ...]] = {}
+    repeated, accumulated = dict(lost), dict(lost)
+    for loss in losses:
+        lost |= loss.lost
+        repeated |= loss.repeated
+        accumulated |= loss.accumulated
+    lost_tokens, plt = job_plt(lost, planned_tokens)
+    total_lost_tokens, total_plt = job_plt(accumulated, planned_tokens)
     return PartialLoss(
         lost_tokens=lost_tokens,
         plt=plt,
-        repeated_tokens=job_plt(loss.repeated, planned_tokens)[0],
+        repeated_tokens=job_plt(repeated, planned_tokens)[0],
         total_lost_tokens=total_lost_tokens,
         total_plt=total_plt,
-        per_expert=loss.lost,
+        per_expert=lost,
         k_snapshot=k_snapshot,
         k_persist=k_persist,
     )

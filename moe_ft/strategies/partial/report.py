@@ -20,11 +20,6 @@ from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.size import SavedModel, Workload, largest_hidden_k
 
 _MAX_RANK_ROWS = 16
-_IGNORED = {
-    "network_bandwidth": "the time to send replicas is not planned",
-    "mtbf_s": "the time of a recovery is not planned",
-    "restart_s": "the time of a recovery is not planned",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +56,7 @@ def render(job: PlannedJob, options: PartialConfig) -> str:
     Raises:
         ConfigError: if flags do not fit together, or a measured value would be ignored.
     """
-    job.measured.refuse("partial", _IGNORED)
+    job.measured.refuse_unplanned("partial")
     model = saved_model(job, options)
     k_snapshot = _read_k(job, options, model)
     plan = PartialPlan(

@@ -7,16 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_ft.errors import PlanError
 from moe_ft.planning.experts import Counts, ExpertLayout
 
 Selection = tuple[tuple[int, ...], ...]  # per MoE layer the selected experts, ascending
-
-
-def check_k(experts: ExpertLayout, k: int) -> None:
-    """Raise PlanError unless 1 <= k <= the experts of a layer."""
-    if not 1 <= k <= experts.num_experts:
-        raise PlanError(f"k={k} must be between 1 and the {experts.num_experts} experts of a layer")
 
 
 def select_sequential(experts: ExpertLayout, cursors: Sequence[int], k: int) -> Selection:
@@ -26,7 +19,6 @@ def select_sequential(experts: ExpertLayout, cursors: Sequence[int], k: int) -> 
         cursors: ``[layer]`` positions where the layers continue; see `advance`.
         k: experts per layer.
     """
-    check_k(experts, k)
     return tuple(
         tuple(sorted(experts.expert_at(cursor + step) for step in range(k))) for cursor in cursors
     )
@@ -47,7 +39,6 @@ def select_load_aware(
         unsaved: ``[layer, expert]`` tokens that an expert has been trained with since it was last saved.
         k: experts per layer.
     """
-    check_k(experts, k)
     return select_by_keys(experts, cursors, [-unsaved], k)
 
 

@@ -22,7 +22,6 @@ from moe_ft.planning.sharding import adaptive_shares
 from moe_ft.strategies.partial.selection import (
     Selection,
     advance,
-    check_k,
     rank_counts,
     select_sequential,
     sequential_bottleneck,
@@ -90,9 +89,6 @@ class SavedModel:
 
         Args:
             k: experts of each MoE layer in a snapshot.
-
-        Raises:
-            PlanError: unless 1 <= k <= the experts of a layer, which the expert-parallel ranks must divide.
         """
         by_stage = [stage.rotation(k) for stage in self._stages()]
         return Workload(tuple(tuple(chain(*of_ranks)) for of_ranks in zip(*by_stage, strict=True)))
@@ -150,7 +146,6 @@ class _Stage:
     def rotation(self, k: int) -> Iterator[list[int]]:
         """Yield ``[rank]`` bytes, for each snapshot until the selection is that of the first."""
         experts = self._experts
-        check_k(experts, k)
         cursors = experts.first_cursors(k)
         for _ in range(experts.num_experts // math.gcd(experts.num_experts, k)):
             yield self._rank_bytes(select_sequential(experts, cursors, k))

@@ -24,7 +24,7 @@ from moe_ft.strategies.interface import (
 )
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.experts_per_layer import ExpertsPerLayer, PlannedRun
-from moe_ft.strategies.partial.loss import add_up, job_loss
+from moe_ft.strategies.partial.loss import job_loss
 from moe_ft.strategies.partial.selection import (
     Selection,
     advance,
@@ -304,8 +304,8 @@ class PartialStrategy(Strategy):
 
     def settle_losses(self, losses: Sequence[Loss | None]) -> JobLoss:
         """Add up what all stages have lost, and raise k if Dynamic-K asks for it."""
-        job = add_up(loss for loss in losses if loss is not None)
-        cost = job_loss(job, self._run.planned_tokens, self.k.snapshot, self.k.persist)
+        found = (loss for loss in losses if loss is not None)
+        cost = job_loss(found, self._run.planned_tokens, self.k.snapshot, self.k.persist)
         self.k.raise_for(cost.total_plt, cost.plt, self._interval)
         return replace(cost, k_snapshot=self.k.snapshot, k_persist=self.k.persist)
 

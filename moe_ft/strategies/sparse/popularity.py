@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from moe_ft.errors import PlanError
-
 Scores = npt.NDArray[np.float64]  # [layer, expert]
 
 MEASURES = ("count", "soft-count", "decayed")
@@ -35,14 +33,7 @@ class Popularity:
         Args:
             measure: one of `MEASURES`.
             decay: alpha of "decayed", at least 0 and less than 1; other measures ignore it.
-
-        Raises:
-            PlanError: if the measure is unknown, or the decay out of range.
         """
-        if measure not in MEASURES:
-            raise PlanError(f"measure {measure!r} must be one of {', '.join(MEASURES)}")
-        if measure == "decayed" and not 0 <= decay < 1:
-            raise PlanError(f"decay={decay} must be at least 0 and less than 1")
         self._decay = decay if measure == "decayed" else None
         self._total: Scores | None = None
 
@@ -51,16 +42,8 @@ class Popularity:
 
         Args:
             counts: ``[layer, expert]`` tokens; for "soft-count" probabilities, summed over tokens.
-
-        Raises:
-            PlanError: if the shape is not that of earlier counts.
         """
         total = np.zeros(counts.shape) if self._total is None else self._total
-        if counts.ndim != 2 or counts.shape != total.shape:
-            raise PlanError(
-                f"counts of shape {counts.shape} must be [layer, expert], "
-                f"as those before them, which were {total.shape}"
-            )
         if self._decay is None:
             self._total = total + counts
         else:
@@ -72,21 +55,12 @@ class Popularity:
         return self._total is not None and bool(self._total.any())
 
     def scores(self) -> Scores:
-        """Return ``[layer, expert]`` popularity; its unit depends on the measure.
-
-        Raises:
-            PlanError: if nothing was ever added.
-        """
-        if self._total is None:
-            raise PlanError("popularity is unknown before the counts of the first iteration")
+        """Return ``[layer, expert]`` popularity; its unit depends on the measure."""
+        assert self._total is not None, "something was counted"
         return self._total.copy()
 
     def frequencies(self) -> Scores:
-        """Return ``[layer, expert]`` the scores as fractions of their layer.
-
-        Raises:
-            PlanError: if nothing was ever added.
-        """
+        """Return ``[layer, expert]`` the scores as fractions of their layer."""
         return fractions_of_layers(self.scores())
 
     def restart(self) -> None:
@@ -114,14 +88,7 @@ def has_moved(before: Scores, now: Scores, *, change: float = 0.10, fraction: fl
         change: an expert has changed if its frequency differs by more than this, relative to before. One
             that was at 0 has changed if it is not any more.
         fraction: of all experts of the stage that must have changed, at least.
-
-    Raises:
-        PlanError: if the shapes differ.
     """
-    if before.shape != now.shape:
-        raise PlanError(
-            f"frequencies before, {before.shape}, and now, {now.shape}, must be of the same experts"
-        )
     has_changed = np.abs(now - before) > change * before
     return has_changed.size > 0 and bool(has_changed.mean() >= fraction)
 

@@ -4,7 +4,7 @@ A position is one unit of every rank: the k-th experts of the expert-parallel ra
 ones, or the same unit of all. Windows divide positions (windows.py).
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,14 @@ import numpy.typing as npt
 from moe_ft.strategies.sparse.popularity import Scores, fractions_of_layers, order_experts
 from moe_ft.strategies.sparse.windows import Bytes, PositionSizes, count_splits
 from moe_ft.units import UnitId, UnitKind
+
+_BACK_TO_FRONT = (
+    UnitKind.OUTPUT,
+    UnitKind.FINAL_NORM,
+    UnitKind.OTHER,
+    UnitKind.NON_EXPERT,
+    UnitKind.EMBEDDING,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +70,7 @@ class StageUnits:
             units = sorted(unit for unit in own if unit.kind is UnitKind.EXPERT)
             self._experts.append(_Experts(ep_rank, members, units, ranks, layers))
         found = {unit for each in ranks for unit in each.sizes if unit.kind is not UnitKind.EXPERT}
-        others = sorted(found, key=_from_back_to_front)
+        others = sorted(found, key=from_back_to_front)
         sizes = _sizes_of(ranks, others)
         order = spread_over_ranks(sizes[:, :, 0])
         self._others, self._other_sizes = [others[index] for index in order], sizes[:, order]
@@ -115,27 +123,43 @@ class _Experts:
         ]
         self.is_grouped = len(set(self.modules)) < len(self.modules)
         numbers = {layer: number for number, layer in enumerate(layers)}
-        # Experts of a layer in which nothing is counted, because none is trained, come first.
-        self._uncounted = [
-            index for index, unit in enumerate(units) if unit.layer_name not in numbers
+        # Nothing is counted in a layer in which no expert is trained.
+        self._places = [
+            (numbers[unit.layer_name], unit.expert) if unit.layer_name in numbers else None
+            for unit in units
         ]
-        self._counted = {
-            (numbers[unit.layer_name], unit.expert): index
-            for index, unit in enumerate(units)
-            if unit.layer_name in numbers
-        }
 
     def order(self, scores: Scores) -> list[int]:
         """Return the indices of the units in the order in which they are saved."""
-        if self.is_grouped:
-            fractions = fractions_of_layers(scores)
-            popularity = [-1.0] * len(self.units)
-            for key, index in self._counted.items():
-                popularity[index] = float(fractions[key])
-            return order_modules(popularity, self.modules, self.sizes[:, :, 0])
-        by_popularity = [self._counted[key] for key in order_experts(scores, list(self._counted))]
-        order = [*self._uncounted, *by_popularity]
-        return [order[place] for place in spread_over_ranks(self.sizes[:, order, 0])]
+        modules = self.modules if self.is_grouped else None
+        return order_units(scores, self._places, modules, self.sizes[:, :, 0])
+
+
+def order_units(
+    scores: Scores,
+    places: Sequence[tuple[int, int] | None],
+    modules: Sequence[Hashable] | None,
+    full: Bytes,
+) -> list[int]:
+    """Put the experts of a rank in ascending order of popularity, within what each of its owners has.
+
+    Args:
+        scores: ``[layer, expert]`` popularity.
+        places: ``[expert]`` where its score is; None if it has none, then it comes first.
+        modules: as of `order_modules`; None if each is a module of its own.
+        full: ``[rank, expert]`` bytes at FULL.
+
+    Returns:
+        Indices of the experts, in the new order.
+    """
+    if modules is not None:
+        fractions = fractions_of_layers(scores)
+        popularity = [-1.0 if place is None else float(fractions[place]) for place in places]
+        return order_modules(popularity, modules, full)
+    counted = {place: index for index, place in enumerate(places) if place is not None}
+    order = [index for index, place in enumerate(places) if place is None]
+    order += [counted[place] for place in order_experts(scores, list(counted))]
+    return [order[place] for place in spread_over_ranks(full[:, order])]
 
 
 def order_modules(
@@ -204,17 +228,7 @@ def _sizes_of(ranks: Sequence[RankUnits], units: Sequence[UnitId]) -> npt.NDArra
     return np.array(sizes, dtype=np.int64).reshape(len(ranks), len(units), 2)
 
 
-def _from_back_to_front(unit: UnitId) -> tuple[Any, ...]:
+def from_back_to_front(unit: UnitId) -> tuple[Any, ...]:
     """Sort units that are no experts: the output first, the embedding last (Appendix E)."""
-    kinds: Iterable[UnitKind] = (
-        UnitKind.OUTPUT,
-        UnitKind.FINAL_NORM,
-        UnitKind.OTHER,
-        UnitKind.NON_EXPERT,
-        UnitKind.ROUTER,
-        UnitKind.EMBEDDING,
-    )
-    place = list(kinds).index(unit.kind)
-    if unit.layer >= 0:  # a layer's parts stay together
-        place = list(kinds).index(UnitKind.NON_EXPERT)
-    return place, unit.block != "mtp", -unit.layer, str(unit)
+    kind = UnitKind.NON_EXPERT if unit.layer >= 0 else unit.kind  # a layer's parts stay together
+    return _BACK_TO_FRONT.index(kind), unit.block != "mtp", -unit.layer, str(unit)

@@ -12,18 +12,21 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moe_ft.errors import PlanError
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.model_size import ByteModel
-from moe_ft.planning.ownership import SavingLayout, Sharding, owned_slices
-from moe_ft.strategies.sparse.popularity import Scores, fractions_of_layers, order_experts
-from moe_ft.strategies.sparse.positions import order_modules, spread_over_ranks
+from moe_ft.planning.ownership import SavingLayout, owned_slices
+from moe_ft.strategies.sparse.popularity import Scores
+from moe_ft.strategies.sparse.positions import (
+    from_back_to_front,
+    order_units,
+    spread_over_ranks,
+)
 from moe_ft.strategies.sparse.windows import (
     PositionSizes,
     WindowCuts,
     count_splits,
     cut_window,
-    most_window_bytes,
+    reserved_window_bytes,
     shortest_window,
     snapshot_bytes,
 )
@@ -31,8 +34,6 @@ from moe_ft.units import UnitId, UnitKind
 
 Units = Mapping[UnitId, int]  # parameters of each
 Numbers = npt.NDArray[np.int64]
-
-_BACK_TO_FRONT = (UnitKind.OUTPUT, UnitKind.FINAL_NORM, UnitKind.NON_EXPERT, UnitKind.EMBEDDING)
 
 
 def position_sizes(
@@ -58,11 +59,8 @@ def position_sizes(
         is_grouped: whether a rank's experts of a layer are one module, frozen only as a whole.
 
     Raises:
-        PlanError: if the layout is adaptive, its ranks cannot share the experts equally, or COMPUTE is
-            larger than FULL.
+        PlanError: if COMPUTE is larger than FULL.
     """
-    if layout.sharding is Sharding.ADAPTIVE:
-        raise PlanError("sparse windows hold every unit, so there is nothing to adapt shares to")
     columns = _columns(units, layout, popularity, is_grouped=is_grouped)
     experts = np.zeros((layout.dp, len(columns[0].units)), np.int64)
     for ep_rank, column in enumerate(columns):
@@ -131,13 +129,8 @@ def _columns(
     columns = []
     for own in by_ep_rank:
         owned = owned_slices([[units[unit]] for unit in own], layout.num_groups, layout)
-        if is_grouped:
-            shares = fractions_of_layers(scores)
-            popular = [float(shares[place]) for place in _places(own)]
-            order = order_modules(popular, [unit.layer_name for unit in own], owned)
-        else:
-            order = _order_by_popularity(own, None if popularity is None else scores)
-            order = [order[place] for place in spread_over_ranks(owned[:, order])]
+        modules = [unit.layer_name for unit in own] if is_grouped else None
+        order = order_units(scores, _places(own), modules, owned)
         columns.append(_Column(units=[own[place] for place in order], owned=owned[:, order]))
     return columns
 
@@ -156,7 +149,7 @@ def _others_of(units: Units, layout: SavingLayout) -> tuple[list[UnitId], Number
     """Return the units that are no experts, in order, and ``[rank, unit]`` the parameters that it saves."""
     names = [unit for unit in units if unit.kind is not UnitKind.EXPERT]
     owned = owned_slices([[units[unit]] for unit in names], layout.dp, layout)
-    back_to_front = sorted(range(len(names)), key=lambda index: _place(names[index]))
+    back_to_front = sorted(range(len(names)), key=lambda index: from_back_to_front(names[index]))
     spread = spread_over_ranks(owned[:, back_to_front])
     order = [back_to_front[place] for place in spread]
     return [names[index] for index in order], owned[:, order]
@@ -175,20 +168,6 @@ def _places(experts: Sequence[UnitId]) -> list[tuple[int, int]]:
     """Return for each expert the index of its layer among the MoE layers, and its number."""
     index = {layer: number for number, layer in enumerate(sorted({u.layer for u in experts}))}
     return [(index[unit.layer], unit.expert) for unit in experts]
-
-
-def _order_by_popularity(experts: Sequence[UnitId], scores: Scores | None) -> list[int]:
-    """Return the indices of a rank's experts, the least popular first."""
-    if scores is None:
-        return list(range(len(experts)))
-    places = {place: index for index, place in enumerate(_places(experts))}
-    return [places[expert] for expert in order_experts(scores, list(places))]
-
-
-def _place(unit: UnitId) -> tuple[int, int, str]:
-    """Return the place of a unit that is no expert: later layers first (MoEvement, Appendix E)."""
-    kind = UnitKind.NON_EXPERT if unit.layer >= 0 else unit.kind
-    return _BACK_TO_FRONT.index(kind), -unit.layer, str(unit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,10 +224,10 @@ def choose_length(stages: Sequence[PositionSizes], budget_bytes: float, longest:
 
     Source: MoEvement, Algorithm 1, FindWindowSize, by bytes; see windows.py.
     """
-    fits = [shortest_window(stage, budget_bytes, longest) for stage in stages]
+    shortest = [shortest_window(stage, budget_bytes, longest) for stage in stages]
     return max(
-        fit.length if fit.fits else _longest(stage, longest)
-        for stage, fit in zip(stages, fits, strict=True)
+        cuts.length if cuts.largest_bytes <= budget_bytes else _longest(stage, longest)
+        for stage, cuts in zip(stages, shortest, strict=True)
     )
 
 
@@ -257,8 +236,7 @@ def region_bytes(
 ) -> int:
     """Return what a region of the rank that needs the most has room for.
 
-    It is made for the longest window, in the order that training begins with or in one that is as good as
-    random, in which a unit is at COMPUTE in half of the other snapshots (strategy.py).
+    It is made for the longest window, as the strategy's (see `reserved_window_bytes`).
 
     Args:
         stages: of the job, in the order that training begins with.
@@ -266,15 +244,13 @@ def region_bytes(
         margin: fraction that is also reserved, for other orders.
         shortest: snapshots that a window may have.
     """
-    most = max(_most_window_bytes(stage, shortest, _longest(stage, longest)) for stage in stages)
+    lengths = [_longest(stage, longest) for stage in stages]
+    most = max(
+        float(reserved_window_bytes(stage, min(shortest, length), length).max())
+        for stage, length in zip(stages, lengths, strict=True)
+    )
     return math.ceil(most * (1 + margin))
 
 
 def _longest(stage: PositionSizes, longest: int) -> int:
     return max(1, min(longest, stage.num_positions))
-
-
-def _most_window_bytes(stage: PositionSizes, shortest: int, longest: int) -> float:
-    of_window = most_window_bytes(stage, min(shortest, longest), longest)
-    by_chance = stage.full.sum(axis=1) + stage.compute.sum(axis=1) * (longest - 1) / 2
-    return float(np.maximum(of_window, by_chance).max())

@@ -22,6 +22,7 @@ from moe_ft.strategies.sparse.windows import (
     WindowCuts,
     cut_window,
     most_window_bytes,
+    reserved_window_bytes,
     snapshot_bytes,
 )
 from moe_ft.units import Level, UnitId
@@ -120,7 +121,8 @@ class SparseStrategy(Strategy):
             self._ordering.sizes.num_positions,
             saves_nothing=not self._largest_of_this_rank(1),
         )
-        self._limits = self._most_bytes() * (1 + MEMORY_MARGIN * _MARGIN_USED)
+        most = reserved_window_bytes(self._ordering.sizes, *self.length.limits)
+        self._limits = most * (1 + MEMORY_MARGIN * _MARGIN_USED)
         self._whole_iteration: int | None = None
 
     @property
@@ -128,21 +130,12 @@ class SparseStrategy(Strategy):
         """All units."""
         return self._own.sizes.keys()
 
-    def _most_bytes(self) -> Any:
-        """Return ``[rank of the stage]`` the bytes of a window: in this order, or one as good as random.
-
-        In a random order a unit is at COMPUTE in half of the other snapshots.
-        """
-        (shortest, longest), sizes = self.length.limits, self._ordering.sizes
-        by_chance = sizes.full.sum(axis=1) + sizes.compute.sum(axis=1) * (longest - 1) / 2
-        return np.maximum(most_window_bytes(sizes, shortest, longest), by_chance)
-
     @property
     def memory_margin(self) -> float:
         """Fraction by which a window of this rank may take more memory than `possible_windows`."""
         longest = _window_bytes(self._ordering.sizes, self.length.limits[1])[self._rank]
-        most = self._most_bytes()[self._rank] * (1 + MEMORY_MARGIN)
-        return float(most / longest - 1) if longest else MEMORY_MARGIN
+        most = reserved_window_bytes(self._ordering.sizes, *self.length.limits)[self._rank]
+        return float(most * (1 + MEMORY_MARGIN) / longest - 1) if longest else MEMORY_MARGIN
 
     def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
         """Return the snapshots of the next window; the last one of a training holds everything at once."""

@@ -11,22 +11,25 @@ from benchmarks.paper_models import PRESETS
 from benchmarks.paper_sizes import (
     ExpertUnit,
     NonExpertUnit,
+    PaperBytes,
     PaperLayout,
+    assign_greedy,
     checkpoint_bytes,
     is_imbalanced,
     paper_workload,
     rank_bytes,
 )
-from moe_ft.errors import PlanError
 from moe_ft.planning.experts import ExpertLayout
-from moe_ft.planning.model_size import ByteModel, ModelShape
+from moe_ft.planning.model_size import ModelShape
 from moe_ft.planning.ownership import Sharding
 from moe_ft.planning.report import reduction
 from moe_ft.strategies.partial.selection import advance, rank_counts, select_sequential
 from tests.unit.moe_ft.planning.shapes import TINY, shapes
 
 LARGE = PRESETS["gpt-350m-16e"]
-MASTER_IN_FULL = ByteModel(master_always_full=True)
+MASTER_IN_FULL = PaperBytes(master_always_full=True)
+SIZES = st.lists(st.integers(0, 50), max_size=12)
+LOADS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 CASES = [(8, 8), (16, 16), (16, 8)]
 
 # 2 MoE layers of 4 experts with 10 parameters each (width 1, no biases), 22 others.
@@ -34,10 +37,10 @@ TINY_OTHERS = 1 + 2 * (4 + 2 + 4) + 1  # embedding; per layer attention, two nor
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[ModelShape, int, ByteModel, PaperLayout]:
+def plans(draw: st.DrawFn) -> tuple[ModelShape, int, PaperBytes, PaperLayout]:
     ep = draw(st.integers(1, 4))
     shape = draw(shapes(ep))
-    byte_model = ByteModel(
+    byte_model = PaperBytes(
         weights_always_full=draw(st.booleans()),
         master_always_full=draw(st.booleans()),
         moments_always_full=draw(st.booleans()),
@@ -62,7 +65,7 @@ def most(k: int, case: tuple[int, int], sharding: Sharding, **changes: object) -
 
 @given(plans())
 def test_ranks_together_save_the_checkpoint_once(
-    plan: tuple[ModelShape, int, ByteModel, PaperLayout],
+    plan: tuple[ModelShape, int, PaperBytes, PaperLayout],
 ) -> None:
     shape, k, byte_model, layout = plan
     for of_snapshot in paper_workload(shape, k, byte_model, layout).rotation:
@@ -71,7 +74,7 @@ def test_ranks_together_save_the_checkpoint_once(
 
 @given(plans())
 def test_rotation_holds_every_load_of_the_whole_selection(
-    plan: tuple[ModelShape, int, ByteModel, PaperLayout],
+    plan: tuple[ModelShape, int, PaperBytes, PaperLayout],
 ) -> None:
     shape, k, byte_model, layout = plan
     experts = ExpertLayout(
@@ -88,7 +91,7 @@ def test_rotation_holds_every_load_of_the_whole_selection(
 
 @given(plans())
 def test_adaptive_sharding_never_has_a_heavier_bottleneck_than_equal_sharding(
-    plan: tuple[ModelShape, int, ByteModel, PaperLayout],
+    plan: tuple[ModelShape, int, PaperBytes, PaperLayout],
 ) -> None:
     shape, k, byte_model, layout = plan
     layout = replace(layout, non_expert_unit=NonExpertUnit.ELEMENT)
@@ -101,7 +104,7 @@ def test_adaptive_sharding_never_has_a_heavier_bottleneck_than_equal_sharding(
 
 @given(plans())
 def test_full_checkpoint_is_every_parameter_in_all_its_bytes(
-    plan: tuple[ModelShape, int, ByteModel, PaperLayout],
+    plan: tuple[ModelShape, int, PaperBytes, PaperLayout],
 ) -> None:
     shape, _, byte_model, _ = plan
     full = checkpoint_bytes(shape, shape.num_experts, byte_model)
@@ -109,7 +112,7 @@ def test_full_checkpoint_is_every_parameter_in_all_its_bytes(
 
 
 def test_checkpoint_of_a_tiny_model_is_as_large_as_counted_by_hand() -> None:
-    assert checkpoint_bytes(TINY, 1, ByteModel()) == (TINY_OTHERS + 2 * 10) * 14
+    assert checkpoint_bytes(TINY, 1, PaperBytes()) == (TINY_OTHERS + 2 * 10) * 14
     assert checkpoint_bytes(TINY, 1, MASTER_IN_FULL) == (TINY_OTHERS + 2 * 10) * 14 + 60 * 4
 
 
@@ -117,47 +120,47 @@ def test_baseline_has_the_first_rank_and_group_save_what_is_replicated() -> None
     # dp 4, ep 2, one expert selected on each expert-parallel rank; the optimizer's 12 bytes are owned:
     # 22 * 12 / 4 = 66 of non-experts and 10 * 12 / 2 = 60 of experts for each rank.
     layout = PaperLayout(dp=4, ep=2, sharding=Sharding.NONE)
-    of_ranks = rank_bytes(TINY, [1, 1], ByteModel(), layout)
+    of_ranks = rank_bytes(TINY, [1, 1], PaperBytes(), layout)
     assert of_ranks == [126 + 10 * 2 + 22 * 2, 126 + 10 * 2, 126, 126]
 
 
 def test_baseline_without_a_distributed_optimizer_leaves_everything_to_the_first_group() -> None:
     layout = PaperLayout(dp=4, ep=2, sharding=Sharding.NONE, is_optimizer_distributed=False)
-    of_ranks = rank_bytes(TINY, [2, 0], ByteModel(), layout)
+    of_ranks = rank_bytes(TINY, [2, 0], PaperBytes(), layout)
     assert of_ranks == [(22 + 2 * 10) * 14, 0, 0, 0]
 
 
 def test_equal_sharding_halves_experts_between_two_groups() -> None:
     layout = PaperLayout(dp=4, ep=2, is_optimizer_distributed=False)
     # Experts: 3 * 10 * 14 / 2 = 210 and 70; others: 22 * 14 / 4 = 77 each.
-    assert rank_bytes(TINY, [3, 1], ByteModel(), layout) == [287, 147, 287, 147]
+    assert rank_bytes(TINY, [3, 1], PaperBytes(), layout) == [287, 147, 287, 147]
 
 
 def test_whole_experts_leave_the_odd_one_to_the_first_group() -> None:
     layout = PaperLayout(dp=4, ep=2, is_optimizer_distributed=False, expert_unit=ExpertUnit.EXPERT)
     expected = [77 + 2 * 140, 77 + 140, 77 + 140, 77]
-    assert rank_bytes(TINY, [3, 1], ByteModel(), layout) == expected
+    assert rank_bytes(TINY, [3, 1], PaperBytes(), layout) == expected
 
 
 def test_adaptive_sharding_fills_the_ranks_with_fewer_experts() -> None:
     layout = PaperLayout(dp=2, ep=2, is_optimizer_distributed=False, sharding=Sharding.ADAPTIVE)
     # 308 bytes of non-experts on top of 280 and 140: both end at (308 + 420) / 2.
-    assert rank_bytes(TINY, [2, 1], ByteModel(), layout) == [364, 364]
+    assert rank_bytes(TINY, [2, 1], PaperBytes(), layout) == [364, 364]
 
 
 def test_figure_4_has_one_rank_save_two_experts_and_the_heavy_rank_move() -> None:
     shape = replace(TINY, num_layers=4, moe_layers=(0, 1, 2, 3), num_experts=3, num_positions=0)
     layout = PaperLayout(dp=3, ep=3, is_optimizer_distributed=False)
-    workload = paper_workload(shape, 1, ByteModel(), layout)
+    workload = paper_workload(shape, 1, PaperBytes(), layout)
     heavy = [of_ranks.index(max(of_ranks)) for of_ranks in workload.rotation]
     assert heavy == [0, 1, 2]
     assert is_imbalanced(shape, 1, layout)
 
 
 def test_one_expert_is_42_2_percent_with_all_master_weights_and_19_1_by_equation_6() -> None:
-    full = checkpoint_bytes(LARGE, 16, ByteModel())
+    full = checkpoint_bytes(LARGE, 16, PaperBytes())
     assert checkpoint_bytes(LARGE, 1, MASTER_IN_FULL) / full == pytest.approx(0.4219, abs=5e-5)
-    assert checkpoint_bytes(LARGE, 1, ByteModel()) / full == pytest.approx(0.1907, abs=5e-5)
+    assert checkpoint_bytes(LARGE, 1, PaperBytes()) / full == pytest.approx(0.1907, abs=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +174,8 @@ def test_one_expert_is_42_2_percent_with_all_master_weights_and_19_1_by_equation
 def test_sizes_of_table_3_follow_with_all_master_weights(
     classes_in_full: dict[str, bool], share: float
 ) -> None:
-    num_bytes = checkpoint_bytes(LARGE, 1, ByteModel(**classes_in_full))  # type: ignore[arg-type]
-    assert round(num_bytes / checkpoint_bytes(LARGE, 16, ByteModel()), 2) == share
+    num_bytes = checkpoint_bytes(LARGE, 1, PaperBytes(**classes_in_full))  # type: ignore[arg-type]
+    assert round(num_bytes / checkpoint_bytes(LARGE, 16, PaperBytes()), 2) == share
 
 
 @pytest.mark.parametrize(
@@ -201,24 +204,30 @@ def test_equal_sharding_of_the_three_cases_saves_what_was_worked_out(
 def test_imbalance_is_told_by_equation_9(unit: ExpertUnit) -> None:
     for (dp, ep), k in product(CASES, range(1, 17)):
         layout = PaperLayout(dp=dp, ep=ep, expert_unit=unit)
-        workload = paper_workload(LARGE, k, ByteModel(), layout)
+        workload = paper_workload(LARGE, k, PaperBytes(), layout)
         differs = any(max(ranks) - min(ranks) > ep for ranks in workload.rotation)
         assert is_imbalanced(LARGE, k, layout) == differs, (dp, ep, k)
 
 
-@pytest.mark.parametrize("k", [0, 17])
-def test_k_that_a_layer_does_not_have_is_refused(k: int) -> None:
-    with pytest.raises(PlanError, match=f"k={k} must be between 1 and the 16 experts"):
-        checkpoint_bytes(LARGE, k, ByteModel())
-    with pytest.raises(PlanError, match=f"k={k} must be between 1 and the 16 experts"):
-        paper_workload(LARGE, k, ByteModel(), PaperLayout(dp=8, ep=8))
+@given(SIZES, LOADS)
+def test_greedy_gives_every_module_to_a_rank_that_exists(
+    sizes: list[int], loads: list[int]
+) -> None:
+    ranks = assign_greedy(sizes, loads)
+    assert len(ranks) == len(sizes)
+    assert set(ranks) <= set(range(len(loads)))
 
 
-def test_expert_parallel_ranks_that_do_not_divide_the_data_parallel_are_refused() -> None:
-    with pytest.raises(PlanError, match="ep=8 must divide dp=12, both at least 1"):
-        PaperLayout(dp=12, ep=8)
+@given(SIZES, st.integers(1, 17))
+def test_greedy_without_loads_exceeds_the_mean_by_one_module_at_most(
+    sizes: list[int], num_ranks: int
+) -> None:
+    totals = [0] * num_ranks
+    for size, rank in zip(sizes, assign_greedy(sizes, totals), strict=True):
+        totals[rank] += size
+    assert max(totals) <= sum(sizes) / num_ranks + max(sizes, default=0)
 
 
-def test_experts_that_ranks_cannot_share_equally_are_refused() -> None:
-    with pytest.raises(PlanError, match="16 experts cannot be divided equally among 3 ranks"):
-        paper_workload(LARGE, 1, ByteModel(), PaperLayout(dp=3, ep=3))
+def test_greedy_modules_are_assigned_as_worked_by_hand() -> None:
+    # 6 to rank 1 (least: 0), 4 to rank 2 (1), 3 to rank 0 (5 = 5, lower), 3 to rank 2, 1 to rank 1.
+    assert assign_greedy([3, 6, 1, 4, 3], [5, 0, 1]) == [0, 1, 1, 2, 2]

@@ -36,7 +36,7 @@ def test_error_is_at_most_half_a_step_of_the_format_in_its_block(
     found = widen_blocks(rounded, scales).double()
     of_block = scales.double().repeat_interleave(BLOCK)[:count]
     # Normal numbers of the format: half of the last place; below, half of its smallest step.
-    step = 2.0 ** (1 - of.bias - of.mantissa_bits) * of_block
+    step = 2.0 ** (2 - (1 << (of.exponent_bits - 1)) - of.mantissa_bits) * of_block
     allowed = torch.maximum(values.double().abs() * 2.0 ** -(of.mantissa_bits + 1), step / 2)
     assert ((found - values.double()).abs() <= allowed * (1 + 1e-6)).all()
 

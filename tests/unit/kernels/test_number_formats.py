@@ -18,7 +18,7 @@ def value(code: int, of: NumberFormat) -> float:
 def test_sizes_and_codes_are_those_of_the_type(of: NumberFormat) -> None:
     assert of.num_bytes == of.dtype.itemsize == of.code_dtype.itemsize
     assert value(of.max_code, of) == of.largest == torch.finfo(of.dtype).max
-    assert value(of.bias << of.mantissa_bits, of) == 1.0
+    assert value(((1 << (of.exponent_bits - 1)) - 1) << of.mantissa_bits, of) == 1.0
     assert value(1 << of.mantissa_bits, of) == torch.finfo(of.dtype).smallest_normal
     assert math.isnan(value(of.nan_code, of))
 

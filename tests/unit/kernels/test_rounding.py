@@ -35,10 +35,10 @@ def codes(values: torch.Tensor, of: NumberFormat) -> list[int]:
 
 def finite(of: NumberFormat) -> np.ndarray:
     """Return the finite numbers >= 0 of a format in float64, ascending: the place is the code."""
-    found = []
+    found, bias = [], (1 << (of.exponent_bits - 1)) - 1
     for code in range(of.max_code + 1):
         exponent, mantissa = code >> of.mantissa_bits, code & ((1 << of.mantissa_bits) - 1)
-        unit = 2.0 ** (max(exponent, 1) - of.bias - of.mantissa_bits)
+        unit = 2.0 ** (max(exponent, 1) - bias - of.mantissa_bits)
         found.append((mantissa + ((1 << of.mantissa_bits) if exponent else 0)) * unit)
     return np.array(found)
 

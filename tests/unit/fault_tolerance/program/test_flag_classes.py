@@ -8,15 +8,9 @@ import pytest
 from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.program import arguments
-from megatron.fault_tolerance.program.flag_classes import (
-    FlagClass,
-    Kind,
-    flag_classes,
-    names_of,
-    untested_flags,
-)
+from megatron.fault_tolerance.program.flag_classes import names_of, untested_flags
 from megatron.fault_tolerance.program.refusals import check_refusals
-from moe_ft.config.flag_table import FLAGS
+from moe_ft.config.flag_table import FLAGS, FlagClass, Kind, flag_classes
 from moe_ft.strategies import registry
 
 TESTS = Path(__file__).parents[3]
@@ -43,10 +37,10 @@ def test_flag_that_decides_something_is_read_by_megatron() -> None:
     assert [dest for dest in read if dest not in words] == []
 
 
-def test_flag_that_is_in_the_table_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FLAGS, "a second time", {"neutral": "lr"})
-    with pytest.raises(ValueError, match="flag lr is in the table twice"):
-        flag_classes.__wrapped__()
+def test_no_flag_is_in_the_table_twice_and_no_class_has_another_mark() -> None:
+    found = [(names, *each.split()) for of in FLAGS.values() for each, names in of.items()]
+    assert sum(len(names.split()) for names, *_ in found) == len(flag_classes())
+    assert {tuple(mark) for _, _, *mark in found} == {(), ("untested",)}
 
 
 def test_names_are_sorted_within_their_class() -> None:
@@ -99,7 +93,6 @@ def test_captured_flag_that_is_not_called_untested_is_in_a_test(
     assert missing == []
 
 
-def test_class_names_subject_and_mark() -> None:
-    assert flag_classes()["fp8"] == FlagClass(
-        subject="precision", kind=Kind.REPLAY, is_tested=False
-    )
+def test_class_names_kind_and_mark() -> None:
+    assert flag_classes()["fp8"] == FlagClass(Kind.REPLAY, is_tested=False)
+    assert flag_classes()["lr"] == FlagClass(Kind.RECORD, is_tested=True)

@@ -6,14 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fault_tolerance.program.flag_classes import (
-    Kind,
-    flag_classes,
-    megatron_flags,
-    names_of,
-    untested_flags,
-)
+from megatron.fault_tolerance.program.flag_classes import megatron_flags, names_of, untested_flags
 from megatron.fault_tolerance.program.refusals import REFUSALS, Refusal, check_refusals
+from moe_ft.config.flag_table import Kind, flag_classes
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
 

@@ -1,5 +1,6 @@
 """Replaced attributes are restored."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,27 +25,34 @@ def owner() -> Any:
 
 
 def test_restoring_puts_back_what_was_there_before_the_first_of_several_changes(owner: Any) -> None:
-    patches = Patches()
-    patches.set(owner, "own", "first")
-    patches.set(owner, "own", "second")
-    assert owner.own == "second"
-    patches.restore()
+    with Patches() as patches:
+        patches.set(owner, "own", "first")
+        patches.set(owner, "own", "second")
+        assert owner.own == "second"
     assert owner.own == "original"
-    assert not patches
 
 
 def test_restoring_removes_what_an_object_only_inherited(owner: Any) -> None:
-    patches = Patches()
-    patches.set(owner, "method", lambda: "replaced")
-    assert owner.method() == "replaced"
-    patches.restore()
+    with Patches() as patches:
+        patches.set(owner, "method", lambda: "replaced")
+        assert owner.method() == "replaced"
     assert owner.method() == "inherited"
     assert "method" not in vars(owner)
 
 
 def test_restoring_removes_what_an_object_lacked(owner: Any) -> None:
-    patches = Patches()
-    patches.set(owner, "new", 1)
-    assert patches
-    patches.restore()
+    with Patches() as patches:
+        patches.set(owner, "new", 1)
+        assert owner.new == 1
     assert not hasattr(owner, "new")
+
+
+def test_wrapped_function_gets_the_original_and_what_it_is_called_with(owner: Any) -> None:
+    def around(original: Callable[[], str], mark: str) -> str:
+        return original() + mark
+
+    with Patches() as patches:
+        patches.wrap(owner, "method", around)
+        assert owner.method("!") == "inherited!"
+        assert owner.method.__name__ == "method"
+    assert owner.method() == "inherited"

@@ -28,25 +28,17 @@ from moe_ft.faults import Phase
 from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
-from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.record import CapturedRecord, IterationFacts
 from moe_ft.strategies.dense.strategy import DenseStrategy
-from moe_ft.strategies.interface import SnapshotPlan, Strategy, WindowPlan
+from moe_ft.strategies.interface import Strategy, WindowPlan
 from moe_ft.topology import RankInfo, Topology
-from moe_ft.units import Level
-from tests.unit.moe_ft.builders import (
-    WINDOW_UNITS,
-    make_identity,
-    make_optimizer,
-    make_parameter,
-    window_position,
-)
+from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
 from tests.unit.moe_ft.engine.clocks import ManualClock
 from tests.unit.moe_ft.engine.local_agreement import LocalAgreement, Meeting
 from tests.unit.moe_ft.engine.workers import ManualWorker
+from tests.unit.moe_ft.small_rank import SmallRank, window_plan
 from tests.unit.moe_ft.together import run_together
 
-NUM_ELEMENTS = 9
 RECORD_S = 0.25
 
 
@@ -59,17 +51,7 @@ class WindowStrategy(DenseStrategy):
 
     def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
         """Return a window in which each unit is FULL where `window_position` says."""
-        length = 1 if is_last else self._length
-        levels = (
-            {
-                unit: Level.FULL if window_position(unit, length) == position else Level.COMPUTE
-                for unit in WINDOW_UNITS
-                if window_position(unit, length) >= position
-            }
-            for position in range(length)
-        )
-        snapshots = tuple(SnapshotPlan(levels=each) for each in levels)
-        return WindowPlan(snapshots=snapshots, key=length)
+        return window_plan(1 if is_last else self._length)
 
     def possible_windows(self) -> list[WindowPlan]:
         """Return both kinds."""
@@ -156,8 +138,8 @@ class Rank:
         self.workers: dict[str, ManualWorker] = {}
         self.reports: list[Report] = []
         self.completed: list[int] = []
-        self.parameters = [self._parameter(unit) for unit in WINDOW_UNITS]
-        self.layouts = UnitLayouts(UnitCatalog(self.parameters, leaves_out_frozen=False), 0)
+        self.state = SmallRank(rank)
+        self.layouts = UnitLayouts(self.state.catalog(), 0)
         window = self.setup.window
         self.strategy: Strategy = (
             WindowStrategy(window) if window > 1 else DenseStrategy(WINDOW_UNITS)
@@ -170,14 +152,6 @@ class Rank:
         self.memory: RankMemory
         self.context: EngineContext
         self.engine: CheckpointEngine
-
-    def _parameter(self, unit: Any) -> Any:
-        weight = torch.zeros(NUM_ELEMENTS, dtype=torch.bfloat16)
-        master = torch.zeros(NUM_ELEMENTS)
-        optimizer = make_optimizer(master)
-        for key in ("exp_avg", "exp_avg_sq"):
-            optimizer.optimizer.state[master][key] = torch.zeros(NUM_ELEMENTS)
-        return make_parameter(unit, parameter=weight, optimizer=optimizer, master=master)
 
     @property
     def info(self) -> RankInfo:
@@ -207,7 +181,7 @@ class Rank:
             rank=self.rank,
             topology=topology,
             identity=make_identity(world_size=num_ranks),
-            parameters=self.parameters,
+            parameters=self.state.parameters,
             memory=self.memory,
             origins={},
             stage_load=None,
@@ -243,20 +217,6 @@ class Rank:
         self.workers[name] = ManualWorker()
         return self.workers[name]
 
-    def value(self, position: int, key: str, iteration: int) -> float:
-        """Return the value of all elements of a tensor at an iteration."""
-        offset = {"weight": 0.0, "param": 0.0, "exp_avg": 0.25, "exp_avg_sq": 0.5}[key]
-        return iteration + offset + 32 * position + 256 * self.rank
-
-    def step(self, iteration: int) -> None:
-        """Have the state of an iteration, as the optimizer leaves it."""
-        for position, local in enumerate(self.parameters):
-            state = local.optimizer.optimizer.state[local.master]
-            local.parameter.data.fill_(self.value(position, "weight", iteration))
-            local.master.fill_(self.value(position, "param", iteration))
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key].fill_(self.value(position, key, iteration))
-
     def capture(self, iteration: int) -> CapturedRecord:
         """Take a record, which takes a while."""
         self.clock.now += RECORD_S
@@ -277,20 +237,12 @@ class Rank:
         for region in self.memory.regions:
             if region.index_path.exists():
                 index = decode(region.index_path.read_bytes(), Index, str(region.index_path))
-                check_units(index, {"": memoryview(region.mapping)}, "the region")
-                self._check_values(index, memoryview(region.mapping))
+                content = memoryview(region.mapping)
+                check_units(index, {"": content}, "the region")
+                for name, entry in index.entries():
+                    assert self.state.has_written(content, name, entry), name
                 found.append(index)
         return sorted(found, key=lambda index: index.iteration)
-
-    def _check_values(self, index: Index, content: memoryview) -> None:
-        names = [str(unit) for unit in WINDOW_UNITS]
-        for name, entry in index.entries():
-            for tensor in entry.tensors:
-                dtype = torch.bfloat16 if tensor.dtype == "BF16" else torch.float32
-                offset = entry.offset + tensor.offset
-                found = torch.frombuffer(content, dtype=dtype, count=NUM_ELEMENTS, offset=offset)
-                value = self.value(names.index(name), tensor.key, entry.iteration)
-                assert torch.equal(found, torch.full((NUM_ELEMENTS,), value, dtype=dtype))
 
 
 @dataclass
@@ -341,7 +293,7 @@ class Job:
         """Step, and pass the end of an iteration; return the stalls that the engines measured."""
         self.iteration = iteration
         for rank in self.ranks:
-            rank.step(iteration)
+            rank.state.step(iteration)
         return [
             rank.engine.end_iteration(iteration, 1.0, lambda rank=rank: rank.capture(iteration))
             for rank in self.ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine import build
+from moe_ft.engine import build, engine
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.engine.snapshots.profile import FixedInterval, IntervalTuner
@@ -42,7 +42,7 @@ def test_default_clock_and_workers_are_those_of_the_system(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = []
-    monkeypatch.setattr(build, "Stall", clocks.append)
+    monkeypatch.setattr(engine, "Stall", clocks.append)
     rank.build()
     assert [type(clock) for clock in clocks] == [Clock]
     assert build.build_engine.__kwdefaults__["make_worker"] is ThreadWorker

@@ -1,10 +1,8 @@
 """Experts of a stage: their ranks, the interleaved order, and those that are not trained."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.errors import PlanError
 from moe_ft.planning.experts import ExpertFacts, ExpertLayout, experts_of_stage
 from moe_ft.units import UnitId, UnitKind
 
@@ -29,12 +27,6 @@ def test_tokens_are_samples_times_those_of_a_sample() -> None:
         samples_per_iteration=10,
     )
     assert (facts.planned_tokens, facts.tokens_per_iteration) == (64_000, 640)
-
-
-@pytest.mark.parametrize(("num_experts", "ep_size"), [(0, 1), (4, 0), (4, 3)])
-def test_experts_that_cannot_be_divided_equally_are_refused(num_experts: int, ep_size: int) -> None:
-    with pytest.raises(PlanError, match=f"{num_experts} experts cannot be divided .* {ep_size}"):
-        ExpertLayout(num_layers=1, num_experts=num_experts, ep_size=ep_size)
 
 
 @given(layouts())

@@ -5,13 +5,11 @@ from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from moe_ft.errors import PlanError
 from moe_ft.planning.model_size import ModelShape
 from moe_ft.planning.ownership import Owned, SavingLayout, Sharding, owned_experts
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
@@ -92,8 +90,3 @@ def test_other_slices_are_those_that_training_assigns(
         for place, (start, end) in zip(places, slices, strict=True):
             expected[place] += end - start
         assert (owned[group] == expected).all()
-
-
-def test_expert_parallel_ranks_that_do_not_divide_the_data_parallel_are_refused() -> None:
-    with pytest.raises(PlanError, match="ep=8 must divide dp=12, both at least 1"):
-        SavingLayout(dp=12, ep=8)

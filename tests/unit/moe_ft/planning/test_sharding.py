@@ -2,24 +2,21 @@
 
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.errors import PlanError
 from moe_ft.planning.sharding import (
     Slice,
     adaptive_shares,
     assign_baseline_slices,
     assign_equal_slices,
-    assign_greedy,
     assign_weighted_slices,
 )
 
 SIZES = st.lists(st.integers(0, 50), max_size=12)
 NUM_RANKS = st.integers(1, 17)
 LOADS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
-SHARES = st.lists(st.integers(0, 9) | st.floats(0, 1e6), min_size=1, max_size=9).filter(sum)
+SHARES = st.lists(st.integers(0, 10**12), min_size=1, max_size=9).filter(sum)
 
 
 @given(SIZES, NUM_RANKS)
@@ -53,11 +50,6 @@ def test_slices_of_very_large_parameters_are_exact() -> None:
     assert assign_equal_slices([size], 3)[2] == [(2 * size // 3, size)]
 
 
-def test_no_rank_is_refused() -> None:
-    with pytest.raises(PlanError, match="num_ranks must be at least 1, got 0"):
-        assign_equal_slices([1], 0)
-
-
 @given(SIZES, NUM_RANKS)
 def test_baseline_has_the_first_rank_save_everything(sizes: list[int], num_ranks: int) -> None:
     slices = assign_baseline_slices(sizes, num_ranks)
@@ -65,21 +57,16 @@ def test_baseline_has_the_first_rank_save_everything(sizes: list[int], num_ranks
     assert [_saved(of_rank) for of_rank in slices] == [sum(sizes), *[0] * (num_ranks - 1)]
 
 
-def test_baseline_without_a_rank_is_refused() -> None:
-    with pytest.raises(PlanError, match="num_ranks must be at least 1, got 0"):
-        assign_baseline_slices([1], 0)
-
-
 @given(SIZES, SHARES)
 def test_weighted_slices_of_every_parameter_are_disjoint_and_cover_it(
-    sizes: list[int], shares: list[float]
+    sizes: list[int], shares: list[int]
 ) -> None:
     assert _is_disjoint_cover(assign_weighted_slices(sizes, shares), sizes)
 
 
 @given(SIZES, SHARES)
 def test_weighted_slices_are_within_one_element_of_their_shares(
-    sizes: list[int], shares: list[float]
+    sizes: list[int], shares: list[int]
 ) -> None:
     for share, of_rank in zip(shares, assign_weighted_slices(sizes, shares), strict=True):
         exact = sum(map(Fraction, sizes)) * Fraction(share) / sum(map(Fraction, shares))
@@ -105,23 +92,7 @@ def test_weighted_slices_by_adaptive_shares_of_all_elements_are_exactly_those(
 def test_weighted_slices_of_two_parameters_on_three_ranks_are_those_worked_by_hand() -> None:
     # 5 + 3 = 8 elements end to end in parts 1 : 0 : 3, that is 2, 0 and 6.
     expected = [[(0, 2), (0, 0)], [(0, 0), (0, 0)], [(2, 5), (0, 3)]]
-    assert assign_weighted_slices([5, 3], [0.5, 0, 1.5]) == expected
-
-
-@pytest.mark.parametrize("share", [-1.0, float("nan"), float("inf")])
-def test_share_that_is_no_part_is_refused(share: float) -> None:
-    with pytest.raises(PlanError, match="shares must be finite and not negative"):
-        assign_weighted_slices([1], [1.0, share])
-
-
-def test_shares_of_nothing_for_something_are_refused() -> None:
-    with pytest.raises(PlanError, match="shares of 4 elements must not all be 0"):
-        assign_weighted_slices([4], [0, 0])
-
-
-def test_shares_of_no_rank_are_refused() -> None:
-    with pytest.raises(PlanError, match="num_ranks must be at least 1, got 0"):
-        assign_weighted_slices([4], [])
+    assert assign_weighted_slices([5, 3], [1, 0, 3]) == expected
 
 
 @given(st.integers(0, 200), LOADS)
@@ -157,40 +128,6 @@ def test_adaptive_shares_of_three_ranks_are_those_worked_by_hand() -> None:
 
 def test_adaptive_shares_of_very_many_bytes_are_exact() -> None:
     assert adaptive_shares(2**61 + 1, [0, 2**60]) == [2**60 + 2**59 + 1, 2**59]
-
-
-def test_adaptive_shares_of_negative_bytes_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"total_bytes=-1 and loads=\[0\] must not be negative"):
-        adaptive_shares(-1, [0])
-
-
-@given(SIZES, LOADS)
-def test_greedy_gives_every_module_to_a_rank_that_exists(
-    sizes: list[int], loads: list[int]
-) -> None:
-    ranks = assign_greedy(sizes, loads)
-    assert len(ranks) == len(sizes)
-    assert set(ranks) <= set(range(len(loads)))
-
-
-@given(SIZES, NUM_RANKS)
-def test_greedy_without_loads_exceeds_the_mean_by_one_module_at_most(
-    sizes: list[int], num_ranks: int
-) -> None:
-    totals = [0] * num_ranks
-    for size, rank in zip(sizes, assign_greedy(sizes, totals), strict=True):
-        totals[rank] += size
-    assert max(totals) <= sum(sizes) / num_ranks + max(sizes, default=0)
-
-
-def test_greedy_modules_are_assigned_as_worked_by_hand() -> None:
-    # 6 to rank 1 (least: 0), 4 to rank 2 (1), 3 to rank 0 (5 = 5, lower), 3 to rank 2, 1 to rank 1.
-    assert assign_greedy([3, 6, 1, 4, 3], [5, 0, 1]) == [0, 1, 1, 2, 2]
-
-
-def test_greedy_without_a_rank_is_refused() -> None:
-    with pytest.raises(PlanError, match="num_ranks must be at least 1, got 0"):
-        assign_greedy([1], [])
 
 
 def _saved(of_rank: list[Slice]) -> int:

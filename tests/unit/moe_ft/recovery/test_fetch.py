@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_ft.engine.memory.regions import own_directory
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Source, Tier
-from moe_ft.recovery.fetch import read_window
+from moe_ft.recovery.fetch import Fetched, read_window
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.readers import MemoryReader, Readers
 from moe_ft.state.catalog import UnitCatalog
@@ -233,6 +233,15 @@ def test_single_snapshot_has_no_weights_and_one_position(tmp_path: Path) -> None
     full, compute = fetched.snapshot(0)
     assert sorted(str(each.unit) for each in full) == sorted(NAMES)
     assert compute == []
+
+
+def test_units_of_older_snapshots_are_in_place_at_once_also_if_their_window_is_gone(
+    copies: Copies,
+) -> None:
+    name, unit = next(iter(copies.fetch().units.items()))
+    alone = Fetched(units={name: unit})
+    assert alone.snapshot(0) == ([unit], [])
+    assert len(alone.slices(make_catalog())) == 1
 
 
 def test_slices_of_what_ranks_hold_alike_are_listed_by_snapshot_and_level(copies: Copies) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
-import torch
 
 from moe_ft.engine.memory.regions import own_directory, replica_directory
 from moe_ft.format.encoding import encode
@@ -17,13 +16,8 @@ from moe_ft.recovery.units import FetchedUnit
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level
-from tests.unit.moe_ft.builders import (
-    WINDOW_UNITS,
-    fill_window,
-    make_optimizer,
-    make_parameter,
-    make_window,
-)
+from tests.unit.moe_ft.builders import WINDOW_UNITS, fill_window, make_window
+from tests.unit.moe_ft.small_rank import SmallRank
 
 NUM_ELEMENTS = 33
 WINDOW = make_window()
@@ -34,19 +28,8 @@ EMBEDDING = "embedding"
 
 def make_parameters(*, is_sharded: bool = True) -> list[LocalParameter]:
     """Return the parameters of `make_window`, as a start has them: all zero and without moments."""
-    found = []
-    for unit in WINDOW_UNITS:
-        master = torch.zeros(NUM_ELEMENTS)
-        found.append(
-            make_parameter(
-                unit,
-                parameter=torch.zeros(NUM_ELEMENTS, dtype=torch.bfloat16),
-                optimizer=make_optimizer(master, kind="lion"),  # which has one moment
-                master=master,
-                is_sharded=is_sharded,
-            )
-        )
-    return found
+    # This optimizer has one moment.
+    return SmallRank(num_elements=NUM_ELEMENTS, kind="lion", is_sharded=is_sharded).parameters
 
 
 def make_catalog(*, is_sharded: bool = True) -> UnitCatalog:

@@ -7,8 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import Replica
@@ -27,24 +25,18 @@ from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
-from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
-from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
     WINDOW_UNITS,
     make_identity,
-    make_optimizer,
-    make_parameter,
     make_record,
-    window_position,
 )
+from tests.unit.moe_ft.small_rank import SmallRank, window_plan
 from tests.waiting import wait_for
 
 RUNNING, FAILED, COMPLETE = SnapshotState.RUNNING, SnapshotState.FAILED, SnapshotState.COMPLETE
 FIRST_ITERATION, LENGTH, NUM_ELEMENTS = 5, 3, 9
 EXPERTS, EMBEDDING = [str(unit) for unit in WINDOW_UNITS[:3]], str(WINDOW_UNITS[3])
-KEYS = {"param": 0.0, "exp_avg": 0.25, "exp_avg_sq": 0.5, "weight": 0.0}
 SLACK_BYTES = 16384
 DEADLINE_S = 30.0
 
@@ -147,54 +139,18 @@ class Trainer(SnapshotRank):
     """A rank whose state says which iteration it is of, and the windows that hold it."""
 
     def __init__(self, directory: Path, recorder: Recorder | None = None) -> None:
-        self.parameters: list[LocalParameter] = []
-        for unit in WINDOW_UNITS:
-            weight = torch.zeros(NUM_ELEMENTS, dtype=torch.bfloat16)
-            master = torch.zeros(NUM_ELEMENTS)
-            optimizer = make_optimizer(master)
-            self.parameters.append(
-                make_parameter(unit, parameter=weight, optimizer=optimizer, master=master)
-            )
-        self.catalog = UnitCatalog(self.parameters, leaves_out_frozen=False)
+        self.state = SmallRank(num_elements=NUM_ELEMENTS)
+        self.catalog = self.state.catalog()
         self.layouts: dict[int, FileLayout] = {}
         size = self.layout(LENGTH).num_bytes + SLACK_BYTES
         regions = [Region(directory, number, size) for number in range(2)]
-        super().__init__(self.parameters, regions, recorder=recorder)
-
-    @staticmethod
-    def plan(length: int) -> WindowPlan:
-        """Return a window in which each unit is FULL where `window_position` says."""
-        levels = [
-            {
-                unit: Level.FULL if window_position(unit, length) == position else Level.COMPUTE
-                for unit in WINDOW_UNITS
-                if window_position(unit, length) >= position
-            }
-            for position in range(length)
-        ]
-        return WindowPlan(snapshots=tuple(SnapshotPlan(levels=each) for each in levels))
+        super().__init__(self.state.parameters, regions, recorder=recorder)
 
     def layout(self, length: int) -> FileLayout:
         """Return the layout of a window."""
         if length not in self.layouts:
-            self.layouts[length] = UnitLayouts(self.catalog, 0).lay_out(self.plan(length))
+            self.layouts[length] = UnitLayouts(self.catalog, 0).lay_out(window_plan(length))
         return self.layouts[length]
-
-    @staticmethod
-    def value(name: str, key: str, iteration: int) -> float:
-        """Return the value of all elements of a tensor at an iteration."""
-        return iteration + KEYS[key] + 32 * list(map(str, WINDOW_UNITS)).index(name)
-
-    def train(self, iteration: int, *, has_moments: bool = True) -> None:
-        """Have the state of an iteration."""
-        for local in self.parameters:
-            name, master = str(local.unit), local.master
-            assert master is not None
-            local.parameter.data.fill_(self.value(name, "weight", iteration))
-            master.fill_(self.value(name, "param", iteration))
-            for key in ("exp_avg", "exp_avg_sq") if has_moments else ():
-                state = local.optimizer.optimizer.state[master]
-                state[key] = torch.full((NUM_ELEMENTS,), self.value(name, key, iteration))
 
     def request(
         self,
@@ -207,14 +163,14 @@ class Trainer(SnapshotRank):
     ) -> SnapshotRequest:
         """Return the request for a window's snapshot, whose state is there."""
         layout = self.layout(length)
-        self.train(first + position)
+        self.state.step(first + position)
         request = SnapshotRequest(
             region=self.regions[region],
             window=LazyLayout(lambda: layout),
             position=position,
             iteration=first + position,
             keep_iteration=first - 1,
-            plan=self.plan(length).snapshots[position],
+            plan=window_plan(length).snapshots[position],
         )
         return replace(request, **changes)
 
@@ -224,14 +180,7 @@ class Trainer(SnapshotRank):
 
     def holds(self, entry: UnitEntry, name: str, region: int = 0) -> bool:
         """Return whether a unit version in a region is that of its iteration."""
-        content = memoryview(self.regions[region].mapping)[entry.offset :][: entry.num_bytes]
-        for tensor in entry.tensors:
-            dtype = torch.bfloat16 if tensor.dtype == "BF16" else torch.float32
-            found = torch.frombuffer(content, dtype=dtype, count=NUM_ELEMENTS, offset=tensor.offset)
-            value = self.value(name, tensor.key, entry.iteration)
-            if not torch.equal(found, torch.full((NUM_ELEMENTS,), value, dtype=dtype)):
-                return False
-        return True
+        return self.state.has_written(memoryview(self.regions[region].mapping), name, entry)
 
 
 def fail_at(iteration: int) -> Callable[[int], None]:

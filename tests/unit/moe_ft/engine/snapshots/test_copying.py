@@ -25,7 +25,7 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 @pytest.fixture
 def copier(trainer: Trainer) -> StateCopier:
-    copier = StateCopier(trainer.parameters, None, 0)
+    copier = StateCopier(trainer.state.parameters, None, 0)
     copier.start()
     return copier
 
@@ -48,7 +48,7 @@ def copied(trainer: Trainer, copier: StateCopier, **which: int) -> list[torch.Te
 
 def expected(trainer: Trainer, iteration: int) -> list[float]:
     return [
-        trainer.value(str(place.unit), tensor.key, iteration)
+        trainer.state.value(str(place.unit), tensor.key, iteration)
         for place in trainer.layout(3).snapshots[0]
         for tensor in place.tensors
     ]
@@ -90,7 +90,7 @@ def test_others_are_called_in_the_middle_and_at_the_end(
 
 def test_tensors_that_do_not_exist_yet_are_named(trainer: Trainer, copier: StateCopier) -> None:
     request = trainer.request(0)
-    local = trainer.parameters[0]
+    local = trainer.state.parameters[0]
     local.optimizer.optimizer.state.clear()
     absent = copier.copy(request, None, lambda: None, lambda: None)
     assert absent == {(local.name, "exp_avg"), (local.name, "exp_avg_sq")}
@@ -100,7 +100,7 @@ def test_tensor_of_another_type_is_an_error_with_both_types(
     trainer: Trainer, copier: StateCopier
 ) -> None:
     request = trainer.request(0)
-    local = trainer.parameters[0]
+    local = trainer.state.parameters[0]
     state = local.optimizer.optimizer.state[local.master]
     state["exp_avg"] = torch.zeros(NUM_ELEMENTS, dtype=torch.float16)
     with pytest.raises(SnapshotError, match=r"is torch\.float16, expected torch\.float32"):

@@ -72,7 +72,7 @@ def test_window_of_one_snapshot_is_whole_at_once_and_has_no_weights(trainer: Tra
 
 def test_moments_that_do_not_exist_yet_are_marked_where_they_would_be(trainer: Trainer) -> None:
     request = trainer.request(0)
-    for local in trainer.parameters:
+    for local in trainer.state.parameters:
         local.optimizer.optimizer.state.clear()
     trainer.run(request)
     absent = {
@@ -85,7 +85,7 @@ def test_moments_that_do_not_exist_yet_are_marked_where_they_would_be(trainer: T
 
 def test_moments_that_come_up_in_a_window_are_absent_only_before(trainer: Trainer) -> None:
     request = trainer.request(0)
-    for local in trainer.parameters:
+    for local in trainer.state.parameters:
         local.optimizer.optimizer.state.clear()
     trainer.run(request)
     trainer.take(1)

@@ -26,7 +26,7 @@ class Only:
     def take(self, iterations: range) -> None:
         """Take all snapshots of a window."""
         for iteration in iterations:
-            self.rank.step(iteration)
+            self.rank.state.step(iteration)
             capture = partial(self.rank.capture, iteration)
             if iteration == iterations.start:
                 self.windows.begin(iteration, capture)

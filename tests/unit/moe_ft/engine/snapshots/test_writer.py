@@ -24,6 +24,7 @@ from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
     Trainer,
     fail_at,
 )
+from tests.unit.moe_ft.small_rank import window_plan
 from tests.waiting import wait_for
 
 
@@ -63,7 +64,7 @@ def full_size(trainer: Trainer) -> FileLayout:
     """Return the layout of a window in a region that is larger than the window."""
     layouts = UnitLayouts(trainer.catalog, 0)
     layouts.region_bytes = trainer.regions[0].num_bytes
-    return layouts.lay_out(trainer.plan(LENGTH))
+    return layouts.lay_out(window_plan(LENGTH))
 
 
 def test_snapshot_writes_nothing_outside_of_its_stretch(trainer: Trainer) -> None:
@@ -218,7 +219,7 @@ def test_window_that_does_not_fit_into_its_region_fails_and_training_continues(
 ) -> None:
     layouts = UnitLayouts(trainer.catalog, 0)
     layouts.region_bytes = 4096
-    window = LazyLayout(lambda: layouts.lay_out(trainer.plan(LENGTH)))
+    window = LazyLayout(lambda: layouts.lay_out(window_plan(LENGTH)))
     job = trainer.run(trainer.request(0, window=window))
     assert job.state is FAILED
     (reason,) = trainer.reasons()
@@ -228,7 +229,7 @@ def test_window_that_does_not_fit_into_its_region_fails_and_training_continues(
 
 def test_tensor_of_another_type_than_at_start_fails(trainer: Trainer) -> None:
     request = trainer.request(0)
-    local = trainer.parameters[0]
+    local = trainer.state.parameters[0]
     local.optimizer.optimizer.state[local.master]["exp_avg"] = torch.zeros(
         NUM_ELEMENTS, dtype=torch.float16
     )

@@ -1,11 +1,9 @@
 """Every expert's turn comes, ranks are evenly loaded, and load-aware selection takes what is at risk."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.errors import PlanError
 from moe_ft.planning.experts import Counts, ExpertLayout
 from moe_ft.strategies.partial.selection import (
     advance,
@@ -237,17 +235,3 @@ def test_load_aware_persist_takes_the_version_with_most_tokens_beyond_storage() 
     saved_at, persisted_at = np.array([[9, 8, 7, 6]]), np.array([[3, 1, 1, 6]])
     tokens = np.array([[20, 10, 15, 99]])
     assert select_to_persist(FOUR_ON_TWO, (0,), saved_at, persisted_at, tokens, 1) == ((0,),)
-
-
-@pytest.mark.parametrize("k", [0, 5])
-def test_k_that_a_layer_does_not_have_is_refused(k: int) -> None:
-    message = f"k={k} must be between 1 and the 4 experts of a layer"
-    with pytest.raises(PlanError, match=message):
-        select_sequential(FOUR_ON_TWO, (0,), k)
-    with pytest.raises(PlanError, match=message):
-        select_load_aware(FOUR_ON_TWO, (0,), np.zeros((1, 4), dtype=np.int64), k)
-
-
-def test_experts_that_ranks_cannot_share_equally_are_refused() -> None:
-    with pytest.raises(PlanError, match="8 experts cannot be divided equally among 3 ranks"):
-        ExpertLayout(num_layers=1, num_experts=8, ep_size=3)

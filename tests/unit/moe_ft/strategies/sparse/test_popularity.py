@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.errors import PlanError
 from moe_ft.strategies.sparse.popularity import (
     MEASURES,
     Popularity,
@@ -211,41 +210,7 @@ def test_order_of_no_experts_is_empty() -> None:
     assert order_experts(np.zeros((2, 4)), []) == []
 
 
-def test_unknown_measure_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(PlanError, match="'tokens' must be one of count, soft-count, decayed"):
-        Popularity("tokens", 0.9)
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
-def test_decay_that_forgets_nothing_or_is_negative_is_refused(decay: float) -> None:
-    with pytest.raises(PlanError, match=f"decay={decay} must be at least 0 and less than 1"):
-        Popularity("decayed", decay)
-
-
 def test_decay_is_ignored_by_measures_without_it() -> None:
     popularity = Popularity("count", 7.0)
     popularity.add(FIRST)
     assert np.array_equal(popularity.scores(), FIRST)
-
-
-@pytest.mark.parametrize("counts", [np.ones((1, 3)), np.ones((2, 1))])
-def test_counts_of_another_shape_are_refused(counts: np.ndarray) -> None:
-    popularity = popularity_of("count", [FIRST])
-    with pytest.raises(PlanError, match=r"must be \[layer, expert\]"):
-        popularity.add(counts)
-
-
-def test_counts_without_layers_are_refused_from_the_first() -> None:
-    with pytest.raises(PlanError, match=r"counts of shape \(3,\) must be \[layer, expert\]"):
-        Popularity("count", 0.9).add(np.ones(3))
-
-
-@pytest.mark.parametrize("ask", [Popularity.scores, Popularity.frequencies])
-def test_popularity_before_the_first_iteration_is_refused(ask: object) -> None:
-    with pytest.raises(PlanError, match="unknown before the counts of the first iteration"):
-        ask(Popularity("count", 0.9))  # type: ignore[operator]
-
-
-def test_frequencies_of_different_experts_are_not_compared() -> None:
-    with pytest.raises(PlanError, match=r"before, \(2, 3\), and now, \(1, 3\)"):
-        has_moved(np.ones((2, 3)), np.ones((1, 3)))

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.paper_models import evenly_spaced_layers
-from moe_ft.errors import PlanError
 from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.sharding import assign_equal_slices
@@ -279,14 +278,3 @@ def test_work_of_a_module_is_where_the_first_of_its_experts_is() -> None:
     alone, shared = SavingLayout(dp=2, ep=2), SavingLayout(dp=4, ep=2)
     assert position_work(units, alone, 0.5, is_grouped=True)[:4].tolist() == [20, 0, 20, 0]
     assert position_work(units, shared, 0.5, is_grouped=True)[:4].tolist() == [20, 20, 0, 0]
-
-
-def test_adaptive_sharding_is_refused() -> None:
-    layout = SavingLayout(dp=2, ep=2, sharding=Sharding.ADAPTIVE)
-    with pytest.raises(PlanError, match="hold every unit, so there is nothing to adapt shares to"):
-        stages_of(TINY, layout)
-
-
-def test_experts_that_ranks_cannot_share_equally_are_refused() -> None:
-    with pytest.raises(PlanError, match="4 experts cannot be divided equally among 3 ranks"):
-        stages_of(TINY, SavingLayout(dp=3, ep=3))

@@ -262,11 +262,6 @@ def test_no_window_takes_more_than_the_most_of_its_lengths(
             assert np.all(snapshot_bytes(each, ends).sum(axis=1) <= most)
 
 
-def test_splits_that_are_not_of_every_border_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"splits of shape \(6,\) must be of 7 borders"):
-        replace(EQUAL, splits=np.zeros(6, np.int64))
-
-
 @pytest.mark.parametrize(
     ("budget", "length"), [(72, 1), (71.9, 2), (42, 2), (32, 3), (28, 4), (24, 5), (22, 6)]
 )
@@ -276,7 +271,8 @@ def test_shortest_window_of_equal_units_has_the_length_worked_by_hand(
     # Largest of 6: 72; of 3, 3: 36 + 3 x 2; of 2, 2, 2: 24 + 4 x 2; of 1, 1, 2, 2: 24 + 2 x 2;
     # of 1, 1, 1, 1, 2: 24; of single units: 12 + 5 x 2.
     fit = shortest_window(EQUAL, budget, 6)
-    assert (fit.length, fit.fits) == (length, True)
+    assert fit.length == length
+    assert fit.largest_bytes <= budget
 
 
 @given(small_sizes(), st.integers(-1, 60), st.integers(1, 9))
@@ -287,7 +283,8 @@ def test_shortest_window_is_the_first_that_fits_or_the_first_of_the_best(
     fitting = [cuts for cuts in windows if cuts.largest_bytes <= budget]
     expected = fitting[0] if fitting else min(windows, key=lambda cuts: cuts.largest_bytes)
     fit = shortest_window(sizes, budget, longest)
-    assert (fit.cuts, fit.length, fit.fits) == (expected, expected.length, bool(fitting))
+    assert fit == expected
+    assert (fit.largest_bytes <= budget) == bool(fitting)
 
 
 @given(small_sizes(), LENGTHS)
@@ -295,52 +292,21 @@ def test_budget_is_met_by_a_snapshot_of_just_that_size_and_missed_by_one_byte_mo
     sizes: PositionSizes, length: int
 ) -> None:
     largest = cut_window(sizes, length).largest_bytes
-    assert shortest_window(sizes, largest, length).fits
-    assert not shortest_window(sizes, largest - 1, length).fits
+    assert shortest_window(sizes, largest, length).largest_bytes == largest
+    assert shortest_window(sizes, largest - 1, length).largest_bytes == largest
 
 
 def test_budget_without_limit_takes_everything_at_once() -> None:
     fit = shortest_window(EQUAL, math.inf, 6)
-    assert (fit.length, fit.cuts.ends, fit.fits) == (1, (6,), True)
+    assert fit.ends == (6,)
 
 
 def test_stage_without_units_fits_into_a_window_of_one_snapshot() -> None:
     fit = shortest_window(NOTHING, 0, 5)
-    assert (fit.length, fit.cuts.ends, fit.fits) == (1, (0,), True)
-
-
-@pytest.mark.parametrize(
-    ("full", "compute"),
-    [
-        (np.zeros((2, 3), np.int64), np.zeros((2, 4), np.int64)),
-        (np.zeros(3, np.int64), np.zeros(3, np.int64)),
-        (np.zeros((0, 3), np.int64), np.zeros((0, 3), np.int64)),
-    ],
-)
-def test_sizes_that_are_not_of_the_same_ranks_and_positions_are_refused(
-    full: np.ndarray, compute: np.ndarray
-) -> None:
-    with pytest.raises(PlanError, match=r"must both be \[rank, position\]"):
-        PositionSizes(full=full, compute=compute)
+    assert (fit.ends, fit.largest_bytes) == ((0,), 0)
 
 
 @pytest.mark.parametrize("compute", [-1, 13])
 def test_compute_bytes_out_of_range_are_refused_by_rank_and_position(compute: int) -> None:
     with pytest.raises(PlanError, match=f"rank 1 has {compute} bytes at COMPUTE and 12 at FULL"):
         sizes_of([[12, 12], [12, 12]], [[2, 2], [2, compute]])
-
-
-def test_cutting_into_no_snapshots_is_refused() -> None:
-    with pytest.raises(PlanError, match="a window must have at least 1 snapshot, got 0"):
-        cut_window(EQUAL, 0)
-
-
-def test_shortest_window_of_at_most_no_snapshots_is_refused() -> None:
-    with pytest.raises(PlanError, match="the longest window must have at least 1 snapshot, got 0"):
-        shortest_window(EQUAL, 100, 0)
-
-
-@pytest.mark.parametrize("ends", [(), (2, 4), (4, 2, 6), (-1, 6), (2, 7)])
-def test_ends_that_do_not_divide_the_positions_are_refused(ends: tuple[int, ...]) -> None:
-    with pytest.raises(PlanError, match="must ascend from 0 and end at 6"):
-        snapshot_bytes(EQUAL, ends)

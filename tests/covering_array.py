@@ -1,0 +1,308 @@
+"""Factors of the runs with faults: what a run trains, how it is checkpointed, and its two faults.
+
+The runs are a pairwise covering array over these factors. `make test` runs a share of them, `make test-all`
+the rest. `python -m tests.covering_array` chooses the runs again and writes covering_array.txt. The flags of
+a run, and what is checked, are in faulty_case.py.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_ft.faults import BACKGROUND_PHASES, FAULT_PHASES, ITERATION_PHASES, Phase
+from tests.covering import Pair, Space, Values
+
+# The state that each fault strikes. The third window of 3 is under way when training ends.
+NUM_ITERATIONS, FAULT_ITERATIONS = 8, (5, 7)
+NUM_EXPERTS = 4
+
+# (ranks, sizes)
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "ep2": (2, {"ep": 2}),
+    "virtual-pp2": (2, {"pp": 2}),
+    "tp2": (2, {"tp": 2}),
+    "cp2-ep2": (2, {"cp": 2, "ep": 2}),
+    "ep2-dp2": (4, {"ep": 2}),
+    "pp2-ep2": (4, {"pp": 2, "ep": 2}),
+    "tp2-ep2": (4, {"tp": 2, "ep": 2}),
+    "tp4": (4, {"tp": 4}),
+    "pp2-ep2-dp2": (8, {"pp": 2, "ep": 2}),
+    "tp2-pp2-ep2": (8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+}
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    "dense-1": ("--moe-ft-strategy", "dense"),
+    "dense-2": ("--moe-ft-strategy", "dense", "--moe-ft-interval", "2"),
+    **{
+        f"sparse-{window}": ("--moe-ft-strategy", "sparse", "--moe-ft-window", window)
+        for window in ("1", "2", "3", "auto")
+    },
+    # Loses tokens, which are counted again.
+    "partial-1": (
+        *("--moe-ft-strategy", "partial", "--moe-ft-interval", "2", "--moe-ft-router-log"),
+        *("--moe-ft-k-snapshot", "1"),
+    ),
+    # Every expert in every snapshot: exact.
+    "partial-4": (
+        *("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4", "--moe-ft-k-persist", "4"),
+    ),
+}
+ORDERS: dict[str, tuple[str, ...]] = {
+    "fixed": (),
+    **{
+        order: ("--moe-ft-unit-order", order, "--moe-ft-reorder-change", "0")
+        for order in ("count", "soft-count", "decayed")
+    },
+    "sequential": ("--moe-ft-selection", "sequential"),
+    "load-aware": ("--moe-ft-selection", "load-aware"),
+}
+PACKINGS: dict[str, tuple[str, ...]] = {
+    "unpacked": (),
+    "packed": ("--moe-ft-staging-bytes", "1MiB"),
+    "split": ("--moe-ft-state-dtype", "master=split", "--moe-ft-staging-bytes", "1MiB"),
+}
+KINDS = ("kill", "kill-two", "exception", "lose-node")
+# The tier that a fault leaves to the ranks that lose something; "nothing" if it costs a snapshot at most.
+TIERS = ("memory", "peer", "storage", "nothing")
+MODELS = ("moe", "expert-bias", "tied", "no-experts", "deepseek", "grouped-query")
+FEATURES = ("dropout", "ramp", "recompute", "selective", "overlap", "evaluation", "reruns")
+
+RUN_FACTORS: dict[str, tuple[str, ...]] = {
+    "strategy": tuple(STRATEGIES),
+    "order": tuple(ORDERS),
+    "layout": tuple(LAYOUTS),
+    "packing": tuple(PACKINGS),
+    "precision": ("bf16", "fp16", "fp32"),
+    "optimizer": ("distributed", "replicated"),
+    "model": MODELS,
+    "feature": FEATURES,
+}
+FAULT_FACTORS: dict[str, tuple[str, ...]] = {
+    "kind": KINDS,
+    "phase": tuple(phase.value for phase in FAULT_PHASES),
+    "tier": TIERS,
+}
+# Those of the faults come first: they exclude each other, which then shows at once.
+FACTORS = {
+    f"{name} {step}": values for step in (1, 2) for name, values in FAULT_FACTORS.items()
+} | RUN_FACTORS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """Fault of a run.
+
+    Attributes:
+        victim: the rank that it strikes.
+        iteration: the state at which it strikes, or after it.
+    """
+
+    kind: str
+    phase: str
+    tier: str
+    victim: int
+    iteration: int
+
+    @property
+    def is_costly(self) -> bool:
+        """True if the fault ends the start."""
+        return self.tier != "nothing"
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.phase}-{self.tier}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One run with two faults."""
+
+    layout: str
+    strategy: str
+    order: str
+    packing: str
+    precision: str
+    optimizer: str
+    model: str
+    feature: str
+    faults: tuple[Fault, Fault]
+
+    def __str__(self) -> str:
+        names = [getattr(self, name) for name in RUN_FACTORS]
+        return "_".join([*names, *map(str, self.faults)])
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return LAYOUTS[self.layout][0]
+
+    @property
+    def family(self) -> str:
+        """The name of the strategy."""
+        return family_of(self.strategy)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if nothing may be lost."""
+        return self.strategy != "partial-1"
+
+    @property
+    def window(self) -> int | None:
+        """Snapshots that make a window, None for automatic."""
+        if self.family != "sparse":
+            return 1
+        length = self.strategy.partition("-")[2]
+        return None if length == "auto" else int(length)
+
+
+def family_of(strategy: str) -> str:
+    """Return the name of a strategy without its setting."""
+    return strategy.partition("-")[0]
+
+
+def mode_of(strategy: str) -> str:
+    """Return the name of a strategy, and another one for sparse if its windows have one snapshot."""
+    is_single = strategy in ("sparse-1", "sparse-auto")  # a fast machine has automatic windows of 1
+    return "single" if is_single else family_of(strategy)
+
+
+def case_of(values: Values) -> Case:
+    """Return the run of values of all factors."""
+    faults = [
+        Fault(
+            kind=values[f"kind {step}"],
+            phase=values[f"phase {step}"],
+            tier=values[f"tier {step}"],
+            victim=2 - step,
+            iteration=1 if is_in_recovery(values[f"phase {step}"]) else FAULT_ITERATIONS[step - 1],
+        )
+        for step in (1, 2)
+    ]
+    named = {name: values[name] for name in RUN_FACTORS}
+    return Case(**named, faults=(faults[0], faults[1]))
+
+
+def views(values: Values) -> list[Values]:
+    """Return what the run shows with its first fault, and with its second."""
+    run = {name: values[name] for name in RUN_FACTORS if name in values}
+    if "strategy" in run:
+        run["mode"] = mode_of(run["strategy"])
+    return [
+        {**run, **{n: values[f"{n} {step}"] for n in FAULT_FACTORS if f"{n} {step}" in values}}
+        for step in (1, 2)
+    ]
+
+
+def is_in_recovery(phase: str | None) -> bool:
+    """Return whether a phase is one of a recovery, so that there must have been a fault before."""
+    return phase in (Phase.RECOVERY, Phase.REPLAY)
+
+
+Rule = Callable[[Mapping[str, str | None]], bool]
+# Each returns whether the values of a run exclude each other. Absent values, None, exclude nothing.
+RULES: tuple[Rule, ...] = (
+    # The order and the selection are settings of one strategy each.
+    lambda run: (
+        run["strategy"] is not None
+        and run["order"] is not None
+        and run["order"] not in _orders_of(run["strategy"])
+    ),
+    lambda run: run["packing"] == "split" and run["precision"] in ("fp16", "fp32"),
+    lambda run: run["model"] == "no-experts" and (run["strategy"] or "").startswith("partial"),
+    # There are only two heads of keys.
+    lambda run: run["model"] == "grouped-query" and run["layout"] == "tp4",
+    # Its training is counted in samples, and its batches cannot grow.
+    lambda run: run["model"] == "grouped-query" and run["feature"] == "ramp",
+    # Megatron counts the tokens of an iteration that it runs again twice, and does not run the first one of
+    # a start again.
+    lambda run: run["feature"] == "reruns" and run["model"] in ("expert-bias", "deepseek"),
+)
+_BACKGROUND = tuple(phase for phase in BACKGROUND_PHASES if not is_in_recovery(phase))
+FAULT_RULES: tuple[Rule, ...] = (
+    # An exception on a thread other than that of training costs what the thread does.
+    lambda run: (
+        run["kind"] is not None
+        and run["phase"] is not None
+        and run["tier"] is not None
+        and (run["tier"] == "nothing")
+        != (run["kind"] == "exception" and run["phase"] in _BACKGROUND)
+    ),
+    lambda run: run["tier"] == "nothing" and run["kind"] not in (None, "exception"),
+    lambda run: run["tier"] == "nothing" and run["phase"] not in (None, *_BACKGROUND),
+    lambda run: run["kind"] == "lose-node" and run["tier"] == "memory",
+    lambda run: (
+        run["phase"] == Phase.REPLAY and run["strategy"] not in (None, "sparse-2", "sparse-3")
+    ),
+    # Its tokens are counted again from whole snapshots, of which no part has failed.
+    lambda run: run["strategy"] == "partial-1" and run["phase"] not in (None, *ITERATION_PHASES),
+    lambda run: run["strategy"] == "partial-1" and run["tier"] not in (None, "memory", "peer"),
+)
+
+
+def _orders_of(strategy: str) -> tuple[str, ...]:
+    if strategy == "sparse-1" or strategy.startswith("dense") or strategy == "partial-4":
+        return ("fixed",)
+    if strategy.startswith("partial"):
+        return ("sequential", "load-aware")
+    return ("count", "soft-count", "decayed")
+
+
+def is_possible(values: Values) -> bool:
+    """Return False if some of the values exclude each other."""
+    run = dict.fromkeys(FACTORS) | dict(values)
+    if any(rule(run) for rule in RULES):
+        return False
+    for step in (1, 2):
+        named = {name: run[f"{name} {step}"] for name in FAULT_FACTORS}
+        if any(rule({**run, **named}) for rule in FAULT_RULES):
+            return False
+    if is_in_recovery(run["phase 1"]) or run["tier 1"] == run["tier 2"] == "nothing":
+        return False
+    # A second fault in a recovery strikes the one from the first, whose source stays.
+    return not is_in_recovery(run["phase 2"]) or run["tier 1"] in (None, "memory")
+
+
+def cost(values: Values) -> float:
+    """Return the relative time of a run: tensor-parallel ranks exchange most, and all share a few cores."""
+    num_ranks, sizes = LAYOUTS[values["layout"]]
+    return (1 + num_ranks) * sizes.get("tp", 1) ** 0.5
+
+
+SPACE = Space(factors=FACTORS, is_possible=is_possible, views=views, cost=cost)
+# Too slow on two cores for `make test`.
+_NOT_IN_SHARE = "tp2-pp2-ep2"
+
+
+def is_important(pair: Pair) -> bool:
+    """Return whether `make test` shows the pair: each value, and each mode with each fault and precision."""
+    values = dict(pair)
+    if _NOT_IN_SHARE in values.values():
+        return False
+    mode = values.get("mode")
+    factors = {"kind", "phase", "tier", "precision", "packing", "optimizer"}
+    return len(values) == 1 or (mode not in (None, "single") and not factors.isdisjoint(values))
+
+
+# One run per line: its target of make, then its values in the order of FACTORS.
+TABLE = Path(__file__).with_name("covering_array.txt")
+
+
+def tabulate() -> str:
+    """Choose all runs, first those of `make test`, and return the table of them."""
+    share = SPACE.cover(filter(is_important, SPACE.examples))
+    rest = SPACE.cover(SPACE.examples, share)
+    lines = [("test", run) for run in share] + [("test-all", run) for run in rest]
+    rows = [(target, *(run[name] for name in FACTORS)) for target, run in lines]
+    return "".join(" ".join(row) + "\n" for row in rows)
+
+
+def runs(target: str | None = None) -> list[Values]:
+    """Return the runs in the table, or those that it gives to `test` or to `test-all`."""
+    rows = [line.split() for line in TABLE.read_text().splitlines()]
+    return [
+        dict(zip(FACTORS, values, strict=True))
+        for own_target, *values in rows
+        if target in (None, own_target)
+    ]
+
+
+if __name__ == "__main__":
+    TABLE.write_text(tabulate())

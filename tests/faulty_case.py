@@ -1,0 +1,330 @@
+"""Runs of the covering array: their flags, their faults, and the checks of what their restarts recover.
+
+A run of an exact strategy ends with the digests of a run that took no checkpoints and had no fault. One that
+loses tokens loses those that the routing log says. Each restart recovers the newest state that was left, from
+the nearest tier (recoveries.py), and also what the case itself says that it must.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_ft.faults import Phase
+from tests.covering_array import (
+    LAYOUTS,
+    NUM_EXPERTS,
+    NUM_ITERATIONS,
+    ORDERS,
+    PACKINGS,
+    STRATEGIES,
+    Case,
+    Fault,
+    is_in_recovery,
+)
+from tests.demo_model import DEEPSEEK, RERUNS, layout_flags, model_flags
+from tests.faulty_runs import JOB_ID, fault_flags, faults_fired, run_until_it_ends
+from tests.harness import events
+from tests.partial_runs import follow
+from tests.recount import Recount
+from tests.recoveries import Expected
+
+_BATCH, _MICRO_BATCH, _LENGTH = 8, 2, 32
+_MAX_RESTARTS = 5
+Changes = dict[str, Any]
+_MODELS: dict[str, Changes] = {
+    "moe": {},
+    "expert-bias": {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_aux_loss_coeff": 0,
+        "moe_router_load_balancing_type": "none",
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "tied": {
+        "untie_embeddings_and_output_weights": False,
+        "qk_layernorm": True,
+        "moe_layer_freq": 2,
+    },
+    "no-experts": {
+        name: False
+        for name in (
+            *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_aux_loss_coeff"),
+            *("moe_token_dispatcher_type", "moe_router_load_balancing_type"),
+        )
+    },
+    # All but one layer have experts, and so has the one that predicts a second token.
+    "deepseek": {
+        **DEEPSEEK,
+        "num_layers": 4,
+        "moe_layer_freq": "([0]+[1]*3)",
+        "mtp_loss_scaling_factor": 0.3,
+        "moe_router_bias_update_rate": 0.01,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    # With many flags that no other model here sets.
+    "grouped-query": {
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "qk_layernorm": True,
+        "add_qkv_bias": True,
+        "norm_epsilon": 1e-6,
+        "rotary_base": 500000,
+        "rotary_percent": 0.5,
+        "moe_router_dtype": "fp32",
+        "moe_router_pre_softmax": True,
+        "moe_z_loss_coeff": 1e-3,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_token_drop_policy": "position",
+        "attention_softmax_in_fp32": True,
+        "accumulate_allreduce_grads_in_fp32": True,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+        "adam_beta2": 0.95,
+        "weight_decay": 0.1,
+        "lr_decay_style": "cosine",
+        "dataloader_type": "cyclic",
+        "no_data_sharding": True,
+        "train_iters": False,
+        "train_samples": NUM_ITERATIONS * _BATCH,
+    },
+}
+_FEATURES: dict[str, Changes] = {
+    "dropout": {"attention_dropout": 0.1},
+    "ramp": {
+        "calculate_per_token_loss": True,
+        "global_batch_size": False,
+        "step_batch_size_schedule": (f"0:{_BATCH} {4 * _BATCH * _LENGTH}:{2 * _BATCH}",),
+    },
+    "recompute": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "selective": {"recompute_granularity": "selective", "recompute_modules": "core_attn moe"},
+    "overlap": {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "ddp_bucket_size": 20000,
+    },
+    # The jitter of the router draws random numbers in evaluation too. State 6 is evaluated, and the iteration
+    # that would lead to state 7 is skipped.
+    "evaluation": {
+        "eval_iters": 1,
+        "eval_interval": 3,
+        "iterations_to_skip": 7,
+        "moe_input_jitter_eps": 0.01,
+    },
+    "reruns": {},
+}
+
+
+def job_flags(case: Case, dataset_flags: Sequence[str]) -> list[str]:
+    """Return the flags that the run has with and without checkpoints."""
+    changes: Changes = {"hidden_dropout": 0.1, "train_iters": NUM_ITERATIONS}
+    changes |= {"clip_grad": 0.1, "global_batch_size": _BATCH}  # active in every iteration
+    changes |= _MODELS[case.model] | _FEATURES[case.feature] | _precision(case)
+    changes["use_distributed_optimizer"] = case.optimizer == "distributed"
+    if case.optimizer == "replicated":
+        changes.pop("overlap_param_gather", None)
+    layout = dict(LAYOUTS[case.layout][1])
+    if case.model == "no-experts":
+        layout = {name: size for name, size in layout.items() if name not in ("ep", "etp")}
+        changes.pop("moe_input_jitter_eps", None)
+        if case.feature == "selective":
+            changes["recompute_modules"] = "core_attn"
+    elif "tp" in layout:  # the local norms of a model without experts cannot do it
+        changes["sequence_parallel"] = True
+    if case.layout.startswith("virtual"):
+        changes["num_layers_per_virtual_pipeline_stage"] = 1
+    further = RERUNS if case.feature == "reruns" else ()
+    return [*model_flags(**changes), *layout_flags(layout), *further, *dataset_flags]
+
+
+def _precision(case: Case) -> Changes:
+    if case.precision != "fp16":
+        return {"bf16": case.precision == "bf16"}
+    is_calm = case.family == "partial" or Phase.IN_STEP in [fault.phase for fault in case.faults]
+    if is_calm:  # an iteration whose gradients overflow has no optimizer step
+        return {"bf16": False, "fp16": True, "initial_loss_scale": 4096}
+    # The scale grows after two iterations and overflows now and then. Losses per token are not averaged.
+    scale = 2**5 if case.feature == "ramp" else 2**16
+    overflowing = {"loss_scale_window": 2, "min_loss_scale": 1, "hysteresis": 1}
+    return {"bf16": False, "fp16": True, "initial_loss_scale": scale, **overflowing}
+
+
+def checkpoint_flags(case: Case) -> list[str]:
+    """Return the flags of the checkpoints that the run takes."""
+    return [
+        *(*STRATEGIES[case.strategy], *ORDERS[case.order], *PACKINGS[case.packing]),
+        *("--moe-ft-persist-interval", "1"),
+        *(("--moe-ft-max-window", "3") if case.family == "sparse" else ()),
+    ]
+
+
+def faults_of(case: Case) -> list[str]:
+    """Return the faults of the case, as --moe-ft-inject-fault takes them."""
+    found = []
+    for fault in case.faults:
+        kind = "kill" if fault.kind == "kill-two" else fault.kind
+        victims = [fault.victim]
+        if fault.kind == "kill-two":
+            victims.append((fault.victim + 1) % case.world_size)
+        found += [f"{kind}:{victim}@{fault.iteration}:{fault.phase}" for victim in victims]
+    return found
+
+
+def run_case(
+    case: Case, dataset_flags: Sequence[str], folder: Path, memory_dir: Path
+) -> list[Expected | None]:
+    """Train with the case's faults until the run has ended; return what its restarts have recovered.
+
+    Raises:
+        AssertionError: if the run does not end by itself, a fault did not fire, or a rank has not recovered
+            the newest state that was there from the nearest tier.
+    """
+
+    def between(start: int) -> None:
+        for fault in struck(case, faults_fired(folder, case.world_size), start):
+            if fault.tier == "storage":
+                shutil.rmtree(memory_dir / JOB_ID)
+            elif fault.tier == "peer":
+                shutil.rmtree(memory_dir / JOB_ID / f"node{fault.victim}", ignore_errors=True)
+
+    recovered = run_until_it_ends(
+        [
+            *job_flags(case, dataset_flags),
+            *checkpoint_flags(case),
+            *fault_flags(faults_of(case)),
+        ],
+        case.world_size,
+        folder=folder,
+        memory_dir=memory_dir,
+        max_restarts=_MAX_RESTARTS,
+        between=between,
+    )
+    check_case(case, faults_fired(folder, case.world_size), recovered)
+    if not case.is_exact:
+        check_losses(case, folder / "events")
+    return recovered
+
+
+def struck(case: Case, fired: Sequence[Mapping[str, Any]], start: int) -> list[Fault]:
+    """Return the faults of a case that have struck in a start."""
+    before = [line for line in fired if line["incarnation"] == start]
+    return [
+        fault
+        for fault in case.faults
+        if any(_is_of(line, fault, case.world_size) for line in before)
+    ]
+
+
+def _is_of(line: Mapping[str, Any], fault: Fault, world_size: int) -> bool:
+    ranks = [fault.victim]
+    if fault.kind == "kill-two":
+        ranks.append((fault.victim + 1) % world_size)
+    kind = "kill" if fault.kind == "kill-two" else fault.kind
+    return (
+        (line["kind"], line["phase"]) == (kind, fault.phase)
+        and line["rank"] in ranks
+        and (is_in_recovery(fault.phase) or line["iteration"] >= fault.iteration)
+    )
+
+
+def check_case(
+    case: Case, fired: Sequence[Mapping[str, Any]], recovered: Sequence[Expected | None]
+) -> None:
+    """Fail unless the faults fired, and each restart recovered what the case itself says that it must.
+
+    This does not depend on what was left between the starts: the first window is complete long before the
+    first fault. A slow machine may skip later ones.
+    """
+    of_starts = [struck(case, fired, start) for start in range(len(recovered) + 1)]
+    for fault in case.faults:
+        assert any(fault in faults for faults in of_starts), f"{case}: {fault} did not fire"
+    are_costly = [any(fault.is_costly for fault in faults) for faults in of_starts]
+    assert are_costly == [*[True] * len(recovered), False], f"{case}: a restart without a fault"
+    last: Expected | None = None
+    for start, each in enumerate(recovered):
+        faults = of_starts[start]
+        lines = [
+            line
+            for line in fired
+            if line["incarnation"] == start
+            and any(_is_of(line, fault, case.world_size) for fault in faults if fault.is_costly)
+        ]
+        where = f"{case}: start {start + 1} recovered {each or 'nothing'} after {lines}"
+        is_from_storage = any(fault.tier == "storage" for fault in faults)
+        if each is None:  # a slow writer had not written a window yet
+            assert is_from_storage, where
+            continue
+        length = each.target_iteration - each.restored_iteration + 1
+        at_the_end = each.target_iteration == NUM_ITERATIONS  # everything is in one snapshot
+        assert length == 1 if at_the_end else length in _lengths(case), where
+        for line in lines:
+            if line["phase"] in (Phase.RECOVERY, Phase.REPLAY):  # nothing was trained
+                assert last is None or each.target_iteration == last.target_iteration, where
+            elif (
+                line["phase"] != Phase.PERSIST
+            ):  # which is told to write a state that was taken before
+                # A state of which a snapshot is being taken is never complete.
+                newest = line["iteration"] - (line["phase"] == Phase.SNAPSHOT)
+                assert each.target_iteration <= newest, where
+        if last is not None and not is_from_storage:
+            assert each.target_iteration >= last.target_iteration, where
+        was_in_storage = last is not None and "storage" in last.tiers
+        if not each.has_parts and not was_in_storage:
+            assert list(each.tiers) == _tiers(case, faults), where
+        last = each
+
+
+def _lengths(case: Case) -> Sequence[int]:
+    return range(1, 4) if case.window is None else (case.window,)
+
+
+def _tiers(case: Case, faults: Sequence[Fault]) -> list[str]:
+    """Return ``[rank]`` the tier that the state must come from after faults in a start."""
+    if any(fault.tier == "storage" for fault in faults):
+        return ["storage"] * case.world_size
+    lost = {fault.victim for fault in faults if fault.tier == "peer"}
+    # Ranks take turns on two nodes.
+    return ["peer" if rank % 2 in lost else "memory" for rank in range(case.world_size)]
+
+
+def check_losses(case: Case, log: Path) -> None:
+    """Fail unless all recoveries lost the tokens that the routing log says, stage by stage."""
+    stages = _layers_of_stages(case, log)
+    counts = [
+        Recount(
+            folder=log,
+            num_ranks=case.world_size,
+            layers=layers,
+            num_experts=NUM_EXPERTS,
+            ep_size=LAYOUTS[case.layout][1].get("ep", 1),
+            k_snapshot=1,
+            is_load_aware=case.order == "load-aware",
+        )
+        for layers in stages
+    ]
+    after = 0
+    for incarnation, recovery in enumerate(events(log, 0, "recovery")):
+        lost: dict[str, list[int]] = {}
+        for counted in counts:
+            follow(counted, incarnation, after, recovery["restored_iteration"])
+            lost |= counted.recover(recovery["restored_iteration"])
+        where = f"{case}, incarnation {incarnation}"
+        assert recovery["lost_per_expert"] == lost, where
+        assert recovery["lost_tokens"] == sum(map(sum, lost.values())), where
+        assert recovery["total_lost_tokens"] == sum(counted.total for counted in counts), where
+        after = recovery["restored_iteration"]
+    assert after, f"{case}: nothing was recovered"
+
+
+def _layers_of_stages(case: Case, log: Path) -> list[tuple[str, ...]]:
+    """Return the layers with experts of each stage, as the routing log names them."""
+    found = {
+        tuple(events(log, rank, "router_load")[0]["tokens"]) for rank in range(case.world_size)
+    }
+    return sorted(found)

@@ -1,0 +1,88 @@
+"""Arguments of `python -m tests.simulation`, and the schedules that they ask for."""
+
+import argparse
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tests.simulation import power
+from tests.simulation.mutations import MUTATIONS
+from tests.simulation.schedule import Schedule, draw
+from tests.simulation.soak import Campaign, Options
+
+_SEEDS = 1 << 40  # that a random one is drawn from
+
+
+def main(words: list[str]) -> int:
+    """Run what the command line asks for; return the exit code."""
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    torch.set_num_threads(1)
+    jobs = arguments.jobs or len(os.sched_getaffinity(0))
+    if arguments.power is not None:
+        if unknown := set(arguments.power) - set(MUTATIONS):
+            parser.error(
+                f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(MUTATIONS)}"
+            )
+        names = arguments.power or list(MUTATIONS)
+        return power.run(names, arguments.first or 0, arguments.count or power.LIMIT, jobs)
+    options = Options(
+        folder=arguments.folder,
+        mutation=arguments.mutation,
+        shrinks=arguments.shrink,
+        is_verbose=arguments.verbose,
+        keep=arguments.keep,
+    )
+    campaign = Campaign(options, jobs=jobs, seconds=arguments.seconds)
+    return campaign.run(_schedules(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation", description="Simulate jobs with faults."
+    )
+    which = parser.add_argument_group("schedules")
+    which.add_argument("--first", type=int, help="seed of the first schedule (default 0)")
+    which.add_argument("--random", action="store_true", help="begin with a random seed instead")
+    which.add_argument("--count", type=int, help="number of schedules (default 100)")
+    which.add_argument("--seconds", type=float, default=float("inf"), help="when to stop")
+    which.add_argument("--seed", type=int, help="this one alone")
+    which.add_argument(
+        "--schedule", type=Path, help="the one in this file alone, as --keep writes it"
+    )
+    how = parser.add_argument_group("how they are run")
+    how.add_argument(
+        "--jobs", type=int, default=1, help="processes; 0 for one per core (default 1)"
+    )
+    how.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="for files, on a tmpfs")
+    how.add_argument("--mutation", choices=MUTATIONS, help="put in a mistake on purpose")
+    how.add_argument("--shrink", action="store_true", help="make failing schedules smaller")
+    how.add_argument("--verbose", action="store_true", help="print all that happens")
+    how.add_argument("--keep", type=Path, help="folder for failing schedules")
+    how.add_argument(
+        "--power",
+        nargs="*",
+        metavar="MUTATION",
+        help="look for a schedule that finds each of these mistakes, or of all; `--count` at most",
+    )
+    return parser
+
+
+def _schedules(arguments: argparse.Namespace) -> Iterator[Schedule]:
+    if arguments.schedule is not None:
+        yield msgspec.json.decode(arguments.schedule.read_bytes(), type=Schedule)
+        return
+    if arguments.seed is not None:
+        yield draw(arguments.seed)
+        return
+    first = random.SystemRandom().randrange(_SEEDS) if arguments.random else arguments.first or 0
+    print(f"first seed {first}", flush=True)
+    count = arguments.count
+    if count is None and arguments.seconds == float("inf"):
+        count = 100
+    yield from map(draw, itertools.count(first) if count is None else range(first, first + count))

@@ -1,0 +1,44 @@
+"""Seeded schedules of simulated jobs: a fixed set, and some that nobody has run before."""
+
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.source import ROOT
+
+NUM_FIXED = 480  # 45 s on two quiet cores
+RANDOM_S = 15
+_TIMEOUT_S = 3600  # on a machine that is busy with other things
+
+
+def run_schedules(*words: str) -> int:
+    """Run the command on two processes, print what it prints; return the number of schedules."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.simulation", "--jobs", "2", "--shrink"]
+    result = subprocess.run(
+        [*command, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    print(result.stdout)
+    assert result.returncode == 0, f"{result.stdout}{result.stderr}"
+    found = re.search(r"^(\d+) schedules, 0 failures$", result.stdout, re.MULTILINE)
+    assert found is not None, result.stdout
+    return int(found[1])
+
+
+@pytest.mark.timeout(_TIMEOUT_S)
+def test_fixed_schedules_break_no_promise() -> None:
+    assert run_schedules("--first", "0", "--count", str(NUM_FIXED)) == NUM_FIXED
+
+
+@pytest.mark.timeout(_TIMEOUT_S)
+def test_random_schedules_break_no_promise() -> None:
+    first = random.SystemRandom().randrange(1 << 40)
+    print(f"first seed {first}")
+    assert run_schedules("--first", str(first), "--seconds", str(RANDOM_S)) > 0

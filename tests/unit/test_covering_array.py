@@ -1,0 +1,101 @@
+"""The runs of the covering array show what they must, and their checks can fail."""
+
+from typing import Any
+
+import pytest
+
+from tests.covering import Space, pairs_of
+from tests.covering_array import (
+    FACTORS,
+    SPACE,
+    Case,
+    Fault,
+    case_of,
+    is_important,
+    is_possible,
+    runs,
+)
+from tests.faulty_case import check_case
+from tests.recoveries import Expected
+
+SMALL = Space(
+    factors={"color": ("red", "green"), "size": ("small", "large"), "shape": ("disc", "box")},
+    is_possible=lambda run: (run.get("color"), run.get("shape")) != ("red", "box"),
+    views=lambda run: [run],
+    cost=lambda run: 1.0,
+)
+CASE = case_of(
+    dict(zip(FACTORS, ["kill", "backward", "memory"] * 2, strict=False))
+    | {"strategy": "dense-1", "order": "fixed", "layout": "ep2", "packing": "unpacked"}
+    | {"precision": "bf16", "optimizer": "distributed", "model": "moe", "feature": "dropout"}
+)
+
+
+def test_small_array_shows_every_pair_but_those_that_exclude_each_other() -> None:
+    array = SMALL.cover(SMALL.examples)
+    shown = SMALL.shown_by(array)
+    assert shown == set(SMALL.examples)
+    assert (("color", "red"), ("shape", "box")) not in shown
+    assert len([pair for pair in shown if pair[0] != pair[1]]) == 3 * 4 - 1
+    assert len(array) < 6
+
+
+def test_pairs_of_a_view_hold_each_value_alone_too() -> None:
+    view = {"b": "2", "a": "1"}
+    a, b = ("a", "1"), ("b", "2")
+    assert pairs_of(view) == {(a, a), (a, b), (b, b)}
+
+
+def test_runs_of_the_table_show_every_pair_that_can_occur() -> None:
+    assert all(is_possible(run) for run in runs())
+    assert SPACE.shown_by(runs()) == set(SPACE.examples)
+
+
+def test_runs_of_make_test_show_every_value_and_every_important_pair() -> None:
+    assert SPACE.shown_by(runs("test")) >= set(filter(is_important, SPACE.examples))
+    assert len(runs("test")) <= 24
+
+
+def test_no_two_runs_of_the_table_are_the_same() -> None:
+    assert len({str(case_of(run)) for run in runs()}) == len(runs())
+
+
+def fired(fault: Fault, incarnation: int, **changes: Any) -> dict[str, Any]:
+    """Return the event of a fault."""
+    line = {"kind": fault.kind, "phase": fault.phase, "rank": fault.victim}
+    return {**line, "incarnation": incarnation, "iteration": fault.iteration, **changes}
+
+
+def recovered(iteration: int, tier: str = "memory", *, length: int = 1) -> Expected:
+    return Expected(
+        restored_iteration=iteration - length + 1,
+        target_iteration=iteration,
+        tiers=(tier,) * CASE.world_size,
+    )
+
+
+def both_fired(case: Case = CASE) -> list[dict[str, Any]]:
+    return [fired(fault, start) for start, fault in enumerate(case.faults)]
+
+
+def test_recoveries_of_what_the_faults_have_left_pass() -> None:
+    check_case(CASE, both_fired(), [recovered(5), recovered(7)])
+
+
+@pytest.mark.parametrize(
+    ("lines", "recoveries", "message"),
+    [
+        (both_fired()[:1], [recovered(5)], "did not fire"),
+        (both_fired(), [recovered(5)], "a restart without a fault"),
+        (both_fired(), [recovered(6), recovered(7)], "start 1 recovered 6"),
+        (both_fired(), [recovered(5), recovered(4)], "start 2 recovered 4"),
+        (both_fired(), [recovered(5), recovered(7, "storage")], "start 2 recovered 7 from storage"),
+        (both_fired(), [recovered(5), recovered(7, length=2)], "start 2 recovered 6"),
+        (both_fired(), [recovered(5), None], "start 2 recovered nothing"),
+    ],
+)
+def test_recoveries_that_the_case_does_not_allow_fail(
+    lines: list[dict[str, Any]], recoveries: list[Expected | None], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_case(CASE, lines, recoveries)
