@@ -6,7 +6,7 @@ on every rank and in every layout. state/parameters.py assigns parameters to uni
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from moe_ft.errors import PlanError
@@ -63,6 +63,11 @@ class UnitId:
     layer: int = -1
     expert: int = -1
     part: Part = Part.WHOLE
+
+    @property
+    def whole(self) -> "UnitId":
+        """The unit that a part belongs to."""
+        return self if self.part is Part.WHOLE else replace(self, part=Part.WHOLE)
 
     @property
     def layer_name(self) -> str:

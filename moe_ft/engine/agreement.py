@@ -135,7 +135,8 @@ class Agreement(_Reduction):
 
     def result(self) -> list[int]:
         """Return the least values over all ranks; raises RuntimeError if a rank does not answer in time."""
-        return [int(value) for value in self._result()]
+        values: list[int] = self._result().tolist()
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value. Setup and recovery only; called by all ranks."""

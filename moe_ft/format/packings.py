@@ -6,6 +6,7 @@ packed by kernels/packing.py and chosen by moe_ft/config/precision.py.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from moe_ft.arithmetic import ceil_div, round_up
 
@@ -88,6 +89,7 @@ class Piece:
         return self.count * DTYPE_BYTES[self.dtype]
 
 
+@cache
 def pieces(dtype: str, count: int, packing: Packing) -> tuple[Piece, ...]:
     """Return the parts of a packed tensor in a file.
 

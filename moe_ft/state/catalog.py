@@ -16,7 +16,7 @@ from moe_ft.format.entries import FROZEN, TensorEntry, tensor_bytes
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import MASTER_KEYS, describe, live_tensor
-from moe_ft.units import Level, Part, UnitId
+from moe_ft.units import Level, UnitId
 
 Slices = Mapping[str, tuple[int, int]]  # flat ranges by parameter name
 
@@ -59,11 +59,11 @@ class UnitCatalog:
 
     def has(self, unit: UnitId) -> bool:
         """Return whether this rank has a unit, even if others save it."""
-        return replace(unit, part=Part.WHOLE) in self._by_unit
+        return unit.whole in self._by_unit
 
     def parameters_of(self, unit: UnitId) -> list[LocalParameter]:
         """Return the parameters of a unit, or of the unit that a part belongs to."""
-        return self._by_unit[replace(unit, part=Part.WHOLE)]
+        return self._by_unit[unit.whole]
 
     def tensors(
         self, unit: UnitId, level: Level, slices: Slices | None = None

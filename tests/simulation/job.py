@@ -75,7 +75,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                 strategy=self.strategy, interval=self.interval, sharding=self.sharding
             ),
             options=options,
-            precision=PrecisionConfig(state_dtype=self.state_dtype or None),
+            precision=PrecisionConfig(
+                state_dtype=self.state_dtype or None,
+                staging_bytes="1MiB" if self.state_dtype else None,
+            ),
             memory=MemoryConfig(
                 memory_dir=str(root / "memory"), job_id="job", replication_factor=self.replication
             ),
@@ -100,6 +103,7 @@ class Start:
         lives: ``[rank]``.
         processes: ``[rank]``.
         first_event: number of events before it.
+        num_alive: processes that have not ended.
     """
 
     number: int
@@ -107,6 +111,7 @@ class Start:
     lives: list[Life]
     processes: list[Process] = field(default_factory=list)
     first_event: int = 0
+    num_alive: int = 0
 
     @property
     def has_ended_well(self) -> bool:
@@ -150,12 +155,14 @@ class Job:
             self.world.collectives.join(process, rank=rank, start=number, world_size=count)
             process.at_death.append(lambda: self._note_death(started))
             started.processes.append(process)
+            started.num_alive += 1
         for rank, process in enumerate(started.processes):
             self.world.kernel.spawn(process, Rank(self.world, self.training, lives[rank]).run)
         return started
 
     def _note_death(self, started: Start) -> None:
         """Have the launcher end the others soon, if a rank has failed."""
+        started.num_alive -= 1
         if any(each.exit_code for each in started.processes):
             self.world.kernel.call_later(
                 self.world.kernel.random.uniform(0.01, 1.0), lambda: self.kill(started)
@@ -169,11 +176,7 @@ class Job:
     def run(self, started: Start) -> bool:
         """Run a start to its end; return False if it does not come to one."""
         kernel = self.world.kernel
-
-        def is_over() -> bool:
-            return not any(each.is_alive for each in started.processes)
-
-        return kernel.run(is_over, kernel.now + START_DEADLINE_S)
+        return kernel.run(lambda: not started.num_alive, kernel.now + START_DEADLINE_S)
 
 
 def make_world(seed: int | str, root: Path, *, switching: float = 0.2) -> World:

@@ -188,15 +188,17 @@ class Kernel:
         thread = self.running
         if thread is None:
             return
-        if not thread.process.is_alive:  # in a `finally` clause when the simulation is closed
+        if (
+            thread.process.exit_code is not None
+        ):  # in a `finally` clause when the simulation is closed
             raise GreenletExit
         self.num_events += 1
         self.trace = zlib.crc32(what.encode(), self.trace)
         self.now += EVENT_S
         if self.num_events >= self._next_trigger:
             self._pull_triggers(what)
-        if not thread.process.is_alive:
-            self._leave()
+            if thread.process.exit_code is not None:
+                self._leave()
         if thread.process.is_suspended or (self._ready and self.random.random() < self.switching):
             self._ready.append(thread)
             self._leave()
@@ -227,7 +229,7 @@ class Kernel:
         """Let threads that wait continue: the first ones, or all."""
         while waiting.threads and count != 0:
             thread, ticket = waiting.threads.popleft()
-            if thread.ticket == ticket and thread.process.is_alive:
+            if thread.ticket == ticket and thread.process.exit_code is None:
                 thread.ticket += 1
                 thread.was_woken = True
                 self._ready.append(thread)
@@ -265,8 +267,9 @@ class Kernel:
         Raises:
             HangError: after too many events.
         """
+        timers = self._timers
         while not until():
-            while self._timers and self._timers[0][0] <= self.now:
+            while timers and timers[0][0] <= self.now:
                 self._fire()
             thread = self._choose()
             if thread is not None:
@@ -275,10 +278,10 @@ class Kernel:
                 self.running = None
                 if self._overrun:
                     raise HangError(self._overrun)
-            elif not self._timers or self._timers[0][0] > deadline_s:
+            elif not timers or timers[0][0] > deadline_s:
                 return False
             else:
-                self.now = max(self.now, self._timers[0][0])
+                self.now = max(self.now, timers[0][0])
             if self.now > deadline_s:
                 return until()
         return True
@@ -298,7 +301,7 @@ class Kernel:
             place = int(self.random.random() * len(ready))
             ready[place], ready[-1] = ready[-1], ready[place]
             thread = ready.pop()
-            if not thread.process.is_alive:
+            if thread.process.exit_code is not None:
                 continue
             if thread.process.is_suspended:
                 entry = (self.now + 0.01, next(self._count), thread, thread.ticket)

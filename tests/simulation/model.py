@@ -27,6 +27,7 @@ TOKENS_PER_SAMPLE = 8
 SAMPLES_PER_ITERATION = 4
 _SKIPS_ONE_OF = 9
 _MASK = (1 << 64) - 1
+_NONE: dict[str, torch.Tensor] = {}
 
 
 class Chunk(torch.nn.Module):
@@ -89,6 +90,9 @@ class Model:
         self._weight_bytes = self.weights.view(torch.uint8).numpy()
         self.bias = torch.zeros(shape.layers, shape.experts)
         masters = [self._view("param", each) for each in self.parts]
+        self._moments = [
+            {key: self._view(key, each) for key in ("exp_avg", "exp_avg_sq")} for each in self.parts
+        ]
         self.inner = Optimizer(masters, self.refresh)
         self.optimizer = SimpleNamespace(chained_optimizers=[self.inner])
         self.scheduler = SimpleNamespace(num_steps=0)
@@ -242,15 +246,19 @@ class Model:
     def _adopt(self, frozen: Collection[UnitId] = (), *, creates: bool = False) -> None:
         """Have the moments in one row again, where a restore may have made others."""
         state = self.inner.optimizer.state
-        for part, master in zip(self.parts, self.group["params"], strict=True):
-            if part.unit in frozen:
+        for part, master, views in zip(
+            self.parts, self.group["params"], self._moments, strict=True
+        ):
+            if frozen and part.unit in frozen:
                 continue
-            own = state[master] if creates else state.get(master, {})
-            for key in ("exp_avg", "exp_avg_sq"):
-                view, found = self._view(key, part), own.get(key)
+            own = state[master] if creates else state.get(master, _NONE)
+            for key, view in views.items():
+                found = own.get(key)
+                if found is view:
+                    continue
                 if found is None:
                     view.zero_()
-                elif found.data_ptr() != view.data_ptr():
+                else:
                     view.copy_(found)
                 if found is not None or creates:
                     own[key] = view
@@ -265,13 +273,18 @@ class Model:
     def digest(self, *, leaves_out_experts: bool = False) -> str:
         """Return a checksum of everything, or of everything but the experts."""
         state = xxhash.xxh3_128(b"" if leaves_out_experts else self._weight_bytes)
+        self._adopt()
         for part, master in zip(self.parts, self.group["params"], strict=True):
             if part.start == part.end or (leaves_out_experts and part.is_expert):
                 continue
-            state.update(master.numpy())
-            own = self.inner.optimizer.state.get(master, {})
-            for key in ("exp_avg", "exp_avg_sq"):
-                state.update(own[key].numpy() if key in own else part.name.encode())
+            own = self.inner.optimizer.state.get(master, _NONE)
+            state.update(bytes(key in own for key in self._arrays))
+            if leaves_out_experts:
+                for array in self._arrays.values():
+                    state.update(array[part.own_at : part.own_at + part.end - part.start])
+        if not leaves_out_experts:
+            for array in self._arrays.values():
+                state.update(array)
         state.update(self.bias.numpy())
         values = (self.draws, self.consumed, self.scheduler.num_steps, self.group["step"])
         state.update(struct.pack("<4Qd", *values, self.group["lr"]))

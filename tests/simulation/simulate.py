@@ -1,7 +1,7 @@
 """Runs one schedule: the job with its faults, until training has ended, or may refuse to."""
 
 import gc
-import shutil
+import posix
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,7 +79,7 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
                 world.kernel.close()
     finally:
         gc.enable()
-        shutil.rmtree(root, ignore_errors=True)
+        _remove(str(root))
     for thread, error in world.kernel.errors:
         oracle.violations.append(f"{thread} ended with {describe(error)}")
     return Verdict(
@@ -94,6 +94,16 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
         trace=world.kernel.trace,
         lines=tuple(_printed(world.kernel)),
     )
+
+
+def _remove(directory: str) -> None:
+    with posix.scandir(directory) as entries:
+        for each in entries:
+            if each.is_dir(follow_symlinks=False):
+                _remove(each.path)
+            else:
+                posix.unlink(each.path)
+    posix.rmdir(directory)
 
 
 def _printed(kernel: Kernel) -> Iterator[str]:

@@ -3,6 +3,7 @@
 A schedule that breaks a promise is printed at once, and then made smaller, which takes a while.
 """
 
+import gc
 import multiprocessing
 import signal
 import time
@@ -84,6 +85,7 @@ def _prepare(options: Options, stopping: Any) -> None:
     torch.set_num_threads(1)
     _patched.enter_context(mistaken(options.mutation))
     _patched.enter_context(installed())
+    gc.freeze()  # collections between schedules need not look at modules again
 
 
 def _attempt(schedule: Schedule) -> Verdict:

@@ -134,14 +134,14 @@ class RankMemory:
             if (is_orphan and is_lowest) or is_dismissed:
                 shutil.rmtree(directory, ignore_errors=True)
         in_use = {path for file in self._files() for path in _paths(file)}
-        for directory in {path.parent for path in in_use}:
+        for directory in sorted({path.parent for path in in_use}):
             for path in directory.iterdir():
                 if _OURS.fullmatch(path.name) and path not in in_use:
                     path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove this rank's memory, and the node's with the last rank; the run has ended cleanly."""
-        for directory in {file.data_path.parent for file in self._files()}:
+        for directory in sorted({file.data_path.parent for file in self._files()}):
             shutil.rmtree(directory, ignore_errors=True)
         if self._rank == self._topology.lowest_on_node(self._node).rank:
             remove_node(self.node_dir)
