@@ -53,22 +53,10 @@ def region_used_too_early(patches: Patches) -> None:
 
     def free(self: Windows) -> Region | None:
         if self.open is None and self.complete is not None and self.complete.role is Role.RECOVERY:
-            self.complete.advance(Role.FREE)
             return self.complete
         return original(self)
 
     patches.set(Windows, "_free_region", free)
-
-
-@mutation
-def stale_branch_preferred(patches: Patches) -> None:
-    """Recovery takes the highest iteration, whichever start wrote it."""
-    original = planning.order_starts
-
-    def order(progress: Any, known: Any) -> Any:
-        return sorted(original(progress, known), key=lambda start: (-progress[start], start.number))
-
-    patches.set(planning, "order_starts", order)
 
 
 @mutation
@@ -98,18 +86,6 @@ class _WithoutFsync:
 def no_fsync_of_directories(patches: Patches) -> None:
     """The names of files on storage are not brought to the disk."""
     patches.set(storage, "_sync_directory", lambda directory: None)
-
-
-@mutation
-def manifest_in_place(patches: Patches) -> None:
-    """Small files on storage are written in place, not renamed."""
-
-    def write(self: Storage, path: str, content: bytes) -> None:
-        full = self._full(path)
-        self._write(full, [memoryview(content)])
-        self._sync_directories(full)
-
-    patches.set(Storage, "_write_atomically", write)
 
 
 @mutation
@@ -216,13 +192,17 @@ class _Anything(str):
 
 @mutation
 def replica_overwrites_what_must_stay(patches: Patches) -> None:
-    """A peer fills the region of the newest complete window, not the other one."""
-    original = replica_keeper._may_go
-    patches.set(
-        replica_keeper,
-        "_may_go",
-        lambda region, keep: region.iteration is None or not original(region, keep),
-    )
+    """A peer fills the region with the most valuable state, not the least."""
+    original, worth = replica_keeper._region_for, replica_keeper._worth
+
+    def region_for(request: Any, index: Any, memory: Any) -> Region:
+        if request.start_byte:
+            return original(request, index, memory)
+        region: Region = max(memory.regions, key=worth)
+        region.invalidate()
+        return region
+
+    patches.set(replica_keeper, "_region_for", region_for)
 
 
 @mutation

@@ -69,7 +69,7 @@ def run(names: Sequence[str], first: int, limit: int, jobs: int) -> int:
     print(f"{'mistake':{width}}  schedules  CPU s  promise that is broken first")
     context = multiprocessing.get_context("fork")
     with context.Pool(jobs, maxtasksperchild=1) as pool:
-        for each in pool.imap(partial(hunt, first=first, limit=limit), names):
+        for each in pool.imap_unordered(partial(hunt, first=first, limit=limit), names):
             what = each.violations[0] if each.violations else ""
             if each.seed is None:
                 what = f"NOT FOUND {what}"
