@@ -38,7 +38,8 @@ def main(words: list[str]) -> int:
         is_verbose=arguments.verbose,
         keep=arguments.keep,
     )
-    campaign = Campaign(options, jobs=jobs, seconds=arguments.seconds)
+    seconds = float("inf") if arguments.seconds is None else arguments.seconds
+    campaign = Campaign(options, jobs=jobs, seconds=seconds)
     return campaign.run(_schedules(arguments))
 
 
@@ -49,8 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     which = parser.add_argument_group("schedules")
     which.add_argument("--first", type=int, help="seed of the first schedule (default 0)")
     which.add_argument("--random", action="store_true", help="begin with a random seed instead")
-    which.add_argument("--count", type=int, help="number of schedules (default 100)")
-    which.add_argument("--seconds", type=float, default=float("inf"), help="when to stop")
+    which.add_argument(
+        "--count", type=int, help="number of schedules (default 100; without end with --seconds)"
+    )
+    which.add_argument("--seconds", type=float, help="when to stop; inf for never")
     which.add_argument("--seed", type=int, help="this one alone")
     which.add_argument(
         "--schedule", type=Path, help="the one in this file alone, as --keep writes it"
@@ -83,6 +86,6 @@ def _schedules(arguments: argparse.Namespace) -> Iterator[Schedule]:
     first = random.SystemRandom().randrange(_SEEDS) if arguments.random else arguments.first or 0
     print(f"first seed {first}", flush=True)
     count = arguments.count
-    if count is None and arguments.seconds == float("inf"):
+    if count is None and arguments.seconds is None:
         count = 100
     yield from map(draw, itertools.count(first) if count is None else range(first, first + count))
