@@ -4,7 +4,8 @@ python -m tests.power [--all] [BREAKAGE ...] prints the tests that fail with eac
 messages. It fails if no test notices a breakage, if a breakage did no damage, or if a test fails with
 nothing broken. `make test` runs all of these tests with nothing broken.
 
-Unless breakages are named, it also has the simulation look for each mistake of tests/simulation/mutations.py.
+Unless breakages are named, it also has the simulation look for each mistake of tests/simulation/mutations.py;
+with --simulation it does nothing else.
 """
 
 import argparse
@@ -60,7 +61,10 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.power", description=__doc__)
     parser.add_argument("breakages", nargs="*", metavar="BREAKAGE", help=", ".join(BREAKAGES))
     parser.add_argument("--all", action="store_true", help="each breakage with every test")
+    parser.add_argument("--simulation", action="store_true", help="the simulation's mistakes alone")
     options = parser.parse_args(words)
+    if options.simulation:
+        return int(not find_mutations())
     is_found = bool(options.breakages) or find_mutations()
     wanted = options.breakages or list(BREAKAGES)
     if unknown := set(wanted) - set(BREAKAGES):

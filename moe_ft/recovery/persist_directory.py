@@ -117,4 +117,3 @@ def _wait_for_stale(
             )
     say(f"taking over {storage.url} from {seen.holder}, which is no longer running")
     return seen
-

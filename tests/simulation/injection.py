@@ -238,6 +238,7 @@ class Injection:
 
     def mend(self) -> None:
         """End the faults that wait for an operation that has not come: the start is over."""
+        self._network.end_corruption()
         while self._glitches:
             self._files.mend(self._glitches.pop())
         while self._vanished:

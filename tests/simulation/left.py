@@ -22,7 +22,7 @@ Family = tuple[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """What is left of a job.
+    """State that is left of a job.
 
     Attributes:
         intact: iterations and their families of which every rank has an intact copy, best first.

@@ -103,7 +103,7 @@ class Model:
 
     @property
     def built(self) -> tuple[Any, Any, Any]:
-        """What Megatron's `setup_model_and_optimizer` returns."""
+        """Model, optimizer and scheduler, as Megatron's `setup_model_and_optimizer` returns them."""
         return [self.chunk], self.optimizer, self.scheduler
 
     @property

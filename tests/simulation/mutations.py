@@ -198,7 +198,7 @@ def own_vote_counts(patches: Patches) -> None:
 
 @mutation
 def checksums_ignored(patches: Patches) -> None:
-    """What is read is not compared with its checksum."""
+    """Content that is read is not compared with its checksum."""
     patches.set(readers, "checksum", lambda content: _Anything())
 
 
@@ -298,7 +298,7 @@ def persisted_region_is_free(patches: Patches) -> None:
 
 @mutation
 def missing_units_are_no_loss(patches: Patches) -> None:
-    """What could not be read stays as it is."""
+    """Units that could not be read stay as they are."""
     original = fetch.read_window
 
     def read(*args: Any, **kwargs: Any) -> Any:

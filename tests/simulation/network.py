@@ -376,6 +376,11 @@ class Network:
         self._corrupting[source, target] = count
         self.has_corruption = True
 
+    def end_corruption(self) -> None:
+        """Flip no more bits."""
+        self._corrupting.clear()
+        self.has_corruption = False
+
 
 # What takes the places of Python's functions.
 

@@ -112,7 +112,7 @@ class Oracle:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the strategy promises the digest of no failure."""
+        """True if the strategy promises the digest of no failure."""
         return registry.chosen(self.job.training.config).is_exact
 
     @property

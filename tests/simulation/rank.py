@@ -37,7 +37,7 @@ ITERATION_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What the ranks of a job train."""
+    """Training that the ranks of a job do."""
 
     shape: Shape
     iterations: int

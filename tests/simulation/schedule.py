@@ -46,6 +46,7 @@ OFFLINE = {
     "bring-back": 3,
     "move-ranks": 3,
 }
+_EVENTS_PER_ITERATION = 75  # of a rank, and more than most have, so that some faults come too late
 ENDS_PROCESSES = ("kill-rank", "kill-node", "kill-all", "lose-node")
 
 
@@ -91,17 +92,20 @@ def draw(seed: int) -> Schedule:
     """Return the schedule of a seed."""
     rng = random.Random(f"schedule {seed}")
     setup = _draw_setup(rng)
-    num_events = 150 * setup.shape.num_ranks * setup.iterations
+    num_events = _EVENTS_PER_ITERATION * setup.shape.num_ranks * setup.iterations
     faults: list[Fault] = []
     for number in range(rng.choice((1, 1, 2, 2, 3, 4))):
-        num_here = rng.choice((1, 1, 1, 2, 3))
-        before = [_draw(rng, OFFLINE, number, lambda: -1)] if number and rng.random() < 0.4 else []
+        before = _draw_offline(rng, number, faults) if number and rng.random() < 0.5 else []
         during = [
-            _draw(rng, LIVE, number, lambda: _draw_event(rng, num_events)) for _ in range(num_here)
+            _draw(rng, LIVE, number, lambda: _draw_event(rng, num_events))
+            for _ in range(rng.choice((1, 1, 1, 2, 3)))
         ]
-        if not any(each.kind in ENDS_PROCESSES for each in during) and rng.random() < 0.8:
-            kills = dict.fromkeys(ENDS_PROCESSES, 1)
-            during.append(_draw(rng, kills, number, lambda: _draw_event(rng, num_events)))
+        kinds = {each.kind for each in during}
+        if not kinds & set(ENDS_PROCESSES) and rng.random() < 0.8:
+            # only a copy that is read shows that it is wrong
+            kills = ("lose-node",) if "corrupt" in kinds else ENDS_PROCESSES
+            weights = dict.fromkeys(kills, 1)
+            during.append(_draw(rng, weights, number, lambda: _draw_event(rng, num_events)))
         faults += [*before, *sorted(during, key=lambda fault: fault.event)]
     switching = rng.choice((0.02, 0.1, 0.3, 0.6))
     more = random.Random(f"variation {seed}")
@@ -120,6 +124,18 @@ def _add_faults(faults: list[Fault], rng: random.Random, num_events: int) -> lis
             here.append(_draw(rng, {kind: 1}, number, lambda: _draw_event(rng, num_events)))
         found += sorted(here, key=lambda fault: fault.event)
     return found
+
+
+def _draw_offline(rng: random.Random, start: int, faults: list[Fault]) -> list[Fault]:
+    """Return what happens before a start: a replaced node often comes back, bits often flip together."""
+    gone = [each for each in faults if each.kind == "set-aside"]
+    if gone and rng.random() < 0.7:
+        return [msgspec.structs.replace(gone[-1], kind="bring-back", start=start)]
+    first = _draw(rng, OFFLINE, start, lambda: -1)
+    if first.kind.startswith("flip-") and rng.random() < 0.5:
+        return [first] * rng.choice((2, 4, 8))
+    others = rng.choice((0, 0, 0, 1, 2))
+    return [first, *(_draw(rng, OFFLINE, start, lambda: -1) for _ in range(others))]
 
 
 def _draw_event(rng: random.Random, num_events: int) -> int:

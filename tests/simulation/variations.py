@@ -20,7 +20,6 @@ LIVE = {
 }
 # What happens between two starts.
 OFFLINE = {"reuse-name": 1}
-ENDS_PROCESSES = ("vanish", "hang")
 _EXTRA = 0.5
 
 
@@ -29,8 +28,6 @@ def vary(setup: Setup, rng: random.Random) -> Setup:
     changes: dict[str, Any] = {}
     if rng.random() < 0.5:
         changes |= {"persist_interval": rng.randint(0, 3), "keep": rng.randint(1, 3)}
-    if rng.random() < 0.15:
-        changes["stop_interval"] = rng.randint(1, max(1, setup.iterations - 1))
     if rng.random() < 0.1:
         changes["on_error"] = "raise"
     if rng.random() < 0.1:
@@ -49,6 +46,9 @@ def vary(setup: Setup, rng: random.Random) -> Setup:
         is_load_aware = options["selection"] == "load-aware"
         if not setup.is_sharded and not is_load_aware and rng.random() < 0.5:
             changes["sharding"] = "adaptive"
+    persists = changes.get("persist_interval", setup.persist_interval) > 0
+    if persists and rng.random() < 0.25:  # without storage, a stop keeps complete windows alone
+        changes["stop_interval"] = rng.randint(1, max(1, setup.iterations - 1))
     changed: Setup = msgspec.structs.replace(setup, options=options, **changes)
     return changed
 
