@@ -110,7 +110,7 @@ class Rank:
                 is_over = code == 0 and self._life.may_lose_memory
                 self._running.close(removes_memory=is_over)
         except Exception as error:
-            code, self._life.error = 1, error
+            code, self._life.error = 1, self._life.error or error
         self._world.kernel.end(self._world.process, code)
 
     def _setup(self) -> None:
