@@ -180,6 +180,7 @@ class Injection:
         other.run(started)
         other.kill(started)
         kinds = {type(life.error).__name__ for life in started.lives}
+        self.inflicted[f"reuse-name that ended with {sorted(kinds)}"] += 1
         if any(life.outcome is not None for life in started.lives):
             self._oracle.violations.append(f"a run with other settings was not refused: {kinds}")
 

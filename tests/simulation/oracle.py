@@ -117,7 +117,7 @@ class Oracle:
 
     @property
     def _has_whole_experts(self) -> bool:
-        """Whether all of an expert is of one iteration: else its bits say nothing about what was lost."""
+        """True if all of an expert is of one iteration: else its bits say nothing about what was lost."""
         return bool(self.job.setup.options.get("partial_covers", "both") == "both")
 
     def _fail(self, start: Start, what: str) -> None:
