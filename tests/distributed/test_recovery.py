@@ -4,6 +4,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.checkpoint_job import NUM_ITERATIONS, NUM_RANKS, TWO_NODES, CheckpointJob
+from tests.demo_model import event_flags
+from tests.harness import digests, run_training
 
 KILL = "kill:1@4:backward"
 OVERHEAD_LIMIT = 0.05
@@ -162,3 +164,19 @@ def test_automatic_interval_follows_from_measurements_and_is_the_same_on_all_ran
     )  # after two warm-up and three quiet iterations
     tags = EventAccumulator(str(board)).Reload().Tags()["scalars"]
     assert {"moe-ft/stall_s", "moe-ft/snapshot/seconds", "moe-ft/interval/interval"} <= set(tags)
+
+
+@pytest.mark.rest
+def test_run_whose_data_are_listed_in_a_file_and_whose_batch_ramps_up_is_recovered(
+    job: CheckpointJob,
+) -> None:
+    words, path, log = job.base, job.folder / "data.txt", job.folder / "without"
+    place = words.index("--data-path")
+    path.write_text(words[place + 1])
+    words[place : place + 2] = ["--data-args-path", str(path)]
+    ramp = ("--rampup-batch-size", "8", "4", "64")
+    run_training([*words, *ramp, *event_flags(log)], NUM_RANKS, log_dir=log).check()
+    job.run_with_faults("kill:1@4:before-step", flags=ramp)
+    ((restored, _),) = job.recovered()
+    assert restored in range(2, 5)
+    assert job.digests() == digests(log, NUM_RANKS)

@@ -3,6 +3,7 @@
 Each passes its moment first (`Files.reach`), where its process may die, and the call may fail.
 """
 
+import errno
 import fcntl
 import os
 import posix
@@ -86,7 +87,12 @@ def cut(files: "Files", found: "OpenFile", length: int) -> None:
 def _allocate(world: World, descriptor: int, offset: int, length: int) -> None:
     found = world.files.held(descriptor)
     if found is not None and found.path is not None:
-        world.files.reach("allocate", found.path)
+        try:
+            world.files.reach("allocate", found.path)
+        except OSError as error:
+            has_room = posix.fstat(descriptor).st_blocks * 512 >= offset + length
+            if error.errno != errno.ENOSPC or not has_room:
+                raise
     posix.posix_fallocate(descriptor, offset, length)
 
 

@@ -26,7 +26,7 @@ from greenlet import GreenletExit
 from tests.simulation import file_calls, file_objects
 from tests.simulation.active import Patches
 from tests.simulation.durability import STORAGE, Durability
-from tests.simulation.file_faults import FileFaults
+from tests.simulation.file_faults import FileFaults, is_below
 from tests.simulation.kernel import Kernel, Process, Waiting
 
 _CHANGES_CONTENT = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -68,12 +68,13 @@ class Files(FileFaults):
 
     Attributes:
         tearing: probability with which a write is done in two parts.
+        deadly: place where the next write ends its process after a part; empty for none.
     """
 
     def __init__(self, kernel: Kernel, root: Path | str) -> None:
         """Begin with empty directories below the root, which must be on tmpfs."""
         super().__init__(kernel, Path(root))
-        self.tearing = _TEARING
+        self.tearing, self.deadly = _TEARING, ""
         self._prefix = f"{root}/"
         self._open: dict[int, OpenFile] = {}
         self._of_process: dict[Process, dict[int, OpenFile]] = {}
@@ -228,7 +229,8 @@ class Files(FileFaults):
         view = memoryview(data).cast("B")
         total, chance = len(view), self._kernel.random
         cut = 0
-        if total > 1 and chance.random() < self.tearing:
+        is_deadly = self.deadly and is_below(path, self.deadly)
+        if total > 1 and (is_deadly or chance.random() < self.tearing):
             cut = 1 + int(chance.random() * (total - 1))
         try:
             self.reach("write", path)
@@ -238,6 +240,9 @@ class Files(FileFaults):
             return self._put(found, view[:cut], offset)
         if cut:
             self._put(found, view[:cut], offset)
+            if is_deadly:
+                self.deadly = ""
+                self._kernel.kill(found.process)
             self._kernel.event(f"files: write the rest of {path}")
             self._put(found, view[cut:], None if offset is None else offset + cut)
             return total

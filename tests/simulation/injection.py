@@ -1,16 +1,20 @@
 """Inflicts the faults of a schedule on a simulated job, and tells the oracle what they excuse."""
 
 import errno
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from tests.simulation.file_faults import Fault as FileFault
-from tests.simulation.job import Job, Start
+from tests.simulation.job import NOTICE_S, Job, Start
 from tests.simulation.kernel import Process
+from tests.simulation.left import has_any
 from tests.simulation.oracle import Oracle
 from tests.simulation.schedule import Fault
 
 _MEMORY = "memory"
 _STORAGE = "storage"
+_SLOW_NOTICE_S = 100.0
 _AFTERMATH_S = 2.0  # in which connections may still break
 
 
@@ -23,6 +27,8 @@ class Injection:
         self._network = job.world.network
         self.log: list[str] = []
         self._glitches: list[FileFault] = []
+        self._vanished: list[str] = []
+        self.inflicted = Counter[str]()
 
     def arm(self, start: Start, fault: Fault) -> None:
         """Have a fault happen in a start that has just begun."""
@@ -40,6 +46,7 @@ class Injection:
             start: that runs; None between two.
             what: the event at which it happens.
         """
+        self.inflicted[fault.kind] += 1
         self.log.append(f"{self._kernel.now:.3f} s: {fault} at {what or 'rest'}")
         self._oracle.is_disturbed = True
         act: Callable[[Fault, Start | None], None] = getattr(self, fault.kind.replace("-", "_"))
@@ -148,7 +155,53 @@ class Injection:
         """Have the launcher number the nodes in another order."""
         self._job.placement = self._job.placement[1:] + self._job.placement[:1]
 
+    def vanish(self, fault: Fault, start: Start | None) -> None:
+        """Lose a node, from which then nothing is heard, not even that its ranks have ended."""
+        node = self._node(fault)
+        self._network.lose(node)
+        self._job.notice_s = _SLOW_NOTICE_S
+        self._vanished.append(node)
+        self.lose_node(fault, start)
+
+    def hang(self, fault: Fault, start: Start | None) -> None:
+        """Kill a rank, which the others do not see: they wait for it in vain."""
+        self._job.world.collectives.hang_probability = 1.0
+        self._job.notice_s = _SLOW_NOTICE_S
+        self.kill_rank(fault, start)
+
+    def reuse_name(self, fault: Fault, start: Start | None) -> None:
+        """Start a fresh run of other settings with the name of this job; it must be refused."""
+        if not has_any(self._job.root):
+            return
+        other = Job(self._job.world, self._job.setup, self._job.root)
+        other.training = replace(other.training, first="another")
+        other.placement = list(self._job.placement)
+        started = other.start()
+        other.run(started)
+        other.kill(started)
+        kinds = {type(life.error).__name__ for life in started.lives}
+        self.inflicted[f"reuse-name that ended with {sorted(kinds)}"] += 1
+        if any(life.outcome is not None for life in started.lives):
+            self._oracle.violations.append(f"a run with other settings was not refused: {kinds}")
+
     # Files
+
+    def torn_kill(self, fault: Fault, start: Start | None) -> None:
+        """Kill whoever writes next, in the middle of it."""
+        self._files.deadly = (_MEMORY, _STORAGE)[fault.target % 2]
+
+    def memory_glitch(self, fault: Fault, start: Start | None) -> None:
+        """Have one operation on files in the memory of a node fail."""
+        self._glitch(fault, self._memory_of(fault))
+
+    def storage_denial(self, fault: Fault, start: Start | None) -> None:
+        """Have one operation on storage fail, for lack of room or permission."""
+        self._glitch(fault, _STORAGE)
+
+    def _glitch(self, fault: Fault, where: str) -> None:
+        number = (errno.ENOSPC, errno.EACCES, errno.EIO)[fault.target % 3]
+        kind = ("", "write", "read", "create", "rename", "remove", "fsync")[fault.target % 7]
+        self._glitches.append(self._files.fail(kind, number, where, at=1 + int(20 * fault.amount)))
 
     def flip_memory(self, fault: Fault, start: Start | None) -> None:
         """Flip a bit in the memory of a node."""
@@ -189,6 +242,11 @@ class Injection:
         self._network.end_corruption()
         while self._glitches:
             self._files.mend(self._glitches.pop())
+        while self._vanished:
+            self._network.restore(self._vanished.pop())
+        self._files.deadly = ""
+        self._job.notice_s = NOTICE_S
+        self._job.world.collectives.hang_probability = 0.0
 
     def storage_full(self, fault: Fault, start: Start | None) -> None:
         """Have no room on storage for a while."""

@@ -22,6 +22,7 @@ from tests.simulation.rank import Life, Rank, Training
 from tests.simulation.shape import Shape
 
 START_DEADLINE_S = 1800.0
+NOTICE_S = 1.0
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +32,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         nodes: that its ranks are divided over.
         options: of the strategy, by field.
         state_dtype: as --moe-ft-state-dtype takes it; empty for none.
+        stop_interval: iterations after which a start ends by itself, as with --exit-interval; 0 for never.
+        on_error: as --moe-ft-on-error takes it.
     """
 
     stages: int = 1
@@ -50,6 +53,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     persist_interval: int = 0
     keep: int = 2
     state_dtype: str = ""
+    stop_interval: int = 0
+    on_error: str = "degrade"
 
     @property
     def shape(self) -> Shape:
@@ -72,7 +77,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         storage = str(root / "storage") if self.persist_interval else None
         return MoeFtConfig(
             strategy=StrategyConfig(
-                strategy=self.strategy, interval=self.interval, sharding=self.sharding
+                strategy=self.strategy,
+                interval=self.interval,
+                sharding=self.sharding,
+                on_error=self.on_error,
             ),
             options=options,
             precision=PrecisionConfig(
@@ -90,7 +98,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     def training(self, root: Path) -> Training:
         """Return what the ranks train."""
-        return Training(shape=self.shape, iterations=self.iterations, config=self.config(root))
+        return Training(
+            shape=self.shape,
+            iterations=self.iterations,
+            config=self.config(root),
+            stop_interval=self.stop_interval,
+        )
 
 
 @dataclass(kw_only=True)
@@ -115,8 +128,13 @@ class Start:
 
     @property
     def has_ended_well(self) -> bool:
-        """True if all ranks have trained to the end."""
+        """True if all ranks have trained to the end, or until they were to stop."""
         return all(each.exit_code == 0 for each in self.processes)
+
+    @property
+    def last_iteration(self) -> int:
+        """The newest iteration that a rank has reached."""
+        return max((max(each.digests, default=0) for each in self.lives), default=0)
 
 
 class Job:
@@ -124,6 +142,7 @@ class Job:
 
     Attributes:
         starts: so far.
+        notice_s: at most, until the launcher sees that a rank has died.
     """
 
     def __init__(self, world: World, setup: Setup, root: Path) -> None:
@@ -131,6 +150,7 @@ class Job:
         self.training = setup.training(root)
         self.starts: list[Start] = []
         self.placement = list(range(setup.nodes))
+        self.notice_s = NOTICE_S
 
     def node_of(self, rank: int) -> str:
         """Return the node that a rank is on in the next start."""
@@ -165,7 +185,7 @@ class Job:
         started.num_alive -= 1
         if any(each.exit_code for each in started.processes):
             self.world.kernel.call_later(
-                self.world.kernel.random.uniform(0.01, 1.0), lambda: self.kill(started)
+                self.world.kernel.random.uniform(0.01, self.notice_s), lambda: self.kill(started)
             )
 
     def kill(self, started: Start) -> None:

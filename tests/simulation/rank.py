@@ -42,6 +42,7 @@ class Training:
     shape: Shape
     iterations: int
     config: MoeFtConfig
+    stop_interval: int = 0
     first: str = "seed"
 
 
@@ -109,7 +110,7 @@ class Rank:
                 is_over = code == 0 and self._life.may_lose_memory
                 self._running.close(removes_memory=is_over)
         except Exception as error:
-            code, self._life.error = 1, error
+            code, self._life.error = 1, self._life.error or error
         self._world.kernel.end(self._world.process, code)
 
     def _setup(self) -> None:
@@ -180,7 +181,8 @@ class Rank:
         running, model = self._running, self._model
         assert running is not None
         iteration, facts = running.outcome.iteration, None
-        while iteration < self._training.iterations:
+        end = self._end_after(iteration)
+        while iteration < end:
             began_s = self._world.kernel.now
             self._world.kernel.sleep(ITERATION_S * self._world.kernel.random.uniform(0.5, 1.5))
             told = self._exchange((model.forward(), model.norm_share()))
@@ -209,7 +211,16 @@ class Rank:
         ending = running.finish(iteration, facts, partial(self._report, iteration))
         self._note_promises()
         self._life.is_saved = ending.is_saved
-        self._life.may_lose_memory = ending.may_lose_memory(is_complete=True)
+        self._life.may_lose_memory = ending.may_lose_memory(
+            is_complete=iteration == self._training.iterations
+        )
+
+    def _end_after(self, iteration: int) -> int:
+        """Return the iteration at which a start ends that continues from one."""
+        training = self._training
+        if not training.stop_interval:
+            return training.iterations
+        return min(training.iterations, iteration + training.stop_interval)
 
     def _note_promises(self) -> None:
         assert self._running is not None

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from tests.simulation import variations
 from tests.simulation.job import Setup
 
 # Faults while ranks run, each with its weight. `Fault.target` chooses a rank, a node or a pair of nodes.
@@ -107,7 +108,22 @@ def draw(seed: int) -> Schedule:
             during.append(_draw(rng, weights, number, lambda: _draw_event(rng, num_events)))
         faults += [*before, *sorted(during, key=lambda fault: fault.event)]
     switching = rng.choice((0.02, 0.1, 0.3, 0.6))
+    more = random.Random(f"variation {seed}")
+    setup = variations.vary(setup, more)
+    faults = _add_faults(faults, more, num_events)
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
+
+
+def _add_faults(faults: list[Fault], rng: random.Random, num_events: int) -> list[Fault]:
+    found = []
+    for number in range(1 + max(each.start for each in faults)):
+        here = [each for each in faults if each.start == number]
+        if (kind := variations.draw_kind(rng, variations.OFFLINE, number)) is not None:
+            here.insert(0, _draw(rng, {kind: 1}, number, lambda: -1))
+        if (kind := variations.draw_kind(rng, variations.LIVE, number)) is not None:
+            here.append(_draw(rng, {kind: 1}, number, lambda: _draw_event(rng, num_events)))
+        found += sorted(here, key=lambda fault: fault.event)
+    return found
 
 
 def _draw_offline(rng: random.Random, start: int, faults: list[Fault]) -> list[Fault]:
@@ -200,6 +216,8 @@ def _smaller(schedule: Schedule, replace: Any) -> list[Schedule]:
         {"stages": 1, "nodes": min(setup.nodes, setup.dp)},
         {"skips": False},
         {"state_dtype": ""},
+        {"stop_interval": 0},
+        {"on_error": "degrade"},
         {"is_sharded": True},
         {"persist_interval": 0},
         {"replication": "0"},

@@ -3,9 +3,10 @@
 import gc
 import posix
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.simulation import collectives, file_locks, files, network, processes, rank, threads
@@ -15,6 +16,7 @@ from tests.simulation.job import Job, Start, make_world
 from tests.simulation.kernel import HangError, Kernel
 from tests.simulation.oracle import Oracle, describe
 from tests.simulation.schedule import Schedule
+from tests.simulation.statistics import count
 
 _MORE_STARTS = 3  # after the last one with a fault; a state that fails twice is passed over
 _LONGEST_RESTART_S = 20.0
@@ -30,6 +32,7 @@ class Verdict:
         num_events: events in all.
         num_starts: starts of the job.
         num_recoveries: starts that have recovered something.
+        counts: how often each kind of fault and of outcome has happened.
         trace: checksum of all events in their order.
         lines: what processes have printed.
         is_crash: whether the simulation itself has failed.
@@ -40,6 +43,7 @@ class Verdict:
     num_events: int = 0
     num_starts: int = 0
     num_recoveries: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     trace: int = 0
     lines: tuple[str, ...] = ()
     is_crash: bool = False
@@ -92,6 +96,7 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
             for each in job.starts
         ),
         trace=world.kernel.trace,
+        counts=count(injection, job),
         lines=tuple(_printed(world.kernel)),
     )
 
@@ -113,7 +118,9 @@ def _printed(kernel: Kernel) -> Iterator[str]:
 
 def _run_starts(schedule: Schedule, job: Job, oracle: Oracle, injection: Injection) -> None:
     last = max((fault.start for fault in schedule.faults), default=0)
-    for number in range(last + 1 + _MORE_STARTS):
+    setup = job.setup
+    num_stops = -(-setup.iterations // setup.stop_interval) if setup.stop_interval else 0
+    for number in range(last + 1 + _MORE_STARTS + num_stops):
         here = [fault for fault in schedule.faults if fault.start == number]
         for fault in here:
             if fault.event < 0:
@@ -131,9 +138,8 @@ def _run_starts(schedule: Schedule, job: Job, oracle: Oracle, injection: Injecti
         oracle.after_start(start, has_ended=has_ended)
         if not has_ended:
             return
-        if start.has_ended_well and number >= last:
-            return
-        if start.has_ended_well or oracle.is_refused:
+        is_complete = start.has_ended_well and start.last_iteration == setup.iterations
+        if is_complete or oracle.is_refused:
             return
     oracle.violations.append("training does not end, although nothing disturbs it any more")
 

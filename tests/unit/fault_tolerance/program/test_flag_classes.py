@@ -77,10 +77,11 @@ def test_captured_flag_that_is_not_called_untested_is_in_a_test(
         dest: {
             dest,
             *(
-                flag
+                form
                 for each in parser._actions
                 if each.dest == dest
                 for flag in each.option_strings
+                for form in (flag, flag.lstrip("-").replace("-", "_"))  # as the array writes it
             ),
         }
         for dest in names_of(kind)

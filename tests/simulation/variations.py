@@ -1,0 +1,87 @@
+"""Settings that few schedules have, and faults that need them: drawn after the rest of a schedule.
+
+Each has its own probability, so that what schedule.py draws from a seed stays the same.
+"""
+
+import random
+from typing import Any
+
+import msgspec
+
+from tests.simulation.job import Setup
+
+# Faults while ranks run, with their weights.
+LIVE = {
+    "vanish": 4,
+    "hang": 3,
+    "torn-kill": 4,
+    "memory-glitch": 3,
+    "storage-denial": 3,
+}
+# What happens between two starts.
+OFFLINE = {"reuse-name": 1}
+_EXTRA = 0.5
+
+
+def vary(setup: Setup, rng: random.Random) -> Setup:
+    """Return a setup of which some settings were drawn again."""
+    changes: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        changes |= {"persist_interval": rng.randint(0, 3), "keep": rng.randint(1, 3)}
+    if rng.random() < 0.1:
+        changes["on_error"] = "raise"
+    if rng.random() < 0.1:
+        changes |= _larger(setup, rng)
+    options = dict(setup.options)
+    if setup.strategy == "sparse":
+        options |= {
+            "window": rng.choice(("1", "2", "3", "4", "auto")),
+            "max_window": rng.randint(1, 5),
+            "unit_order": rng.choice(("count", "soft-count", "decayed")),
+        }
+        if setup.iterations >= 6 and rng.random() < 0.2:
+            options |= {"window": "5", "max_window": 5}
+    elif setup.strategy == "partial":
+        options |= _partial_options(options, rng)
+        is_load_aware = options["selection"] == "load-aware"
+        if not setup.is_sharded and not is_load_aware and rng.random() < 0.5:
+            changes["sharding"] = "adaptive"
+    persists = changes.get("persist_interval", setup.persist_interval) > 0
+    if persists and rng.random() < 0.25:  # without storage, a stop keeps complete windows alone
+        changes["stop_interval"] = rng.randint(1, max(1, setup.iterations - 1))
+    changed: Setup = msgspec.structs.replace(setup, options=options, **changes)
+    return changed
+
+
+def _partial_options(options: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    changes: dict[str, Any] = {"dynamic_k": rng.random() < 0.4}
+    if rng.random() < 0.3:
+        changes["partial_covers"] = rng.choice(("weights", "optimizer"))
+    if rng.random() < 0.1:
+        changes |= {"k_snapshot": "auto"}
+    return changes
+
+
+def _larger(setup: Setup, rng: random.Random) -> dict[str, Any]:
+    """Return the sizes of a job with more ranks or nodes."""
+    stages, dp, nodes = rng.choice(
+        ((1, 3, 3), (3, 1, 3), (2, 3, 3), (1, 6, 2), (2, 4, 2), (1, 8, 4))
+    )
+    ep = rng.choice([each for each in (1, 2) if dp % each == 0])
+    factor = rng.choice(("auto", "1", "2")) if nodes > 2 else "auto"
+    return {
+        "stages": stages,
+        "dp": dp,
+        "ep": ep,
+        "nodes": nodes,
+        "replication": factor,
+        "iterations": min(setup.iterations, 6),
+    }
+
+
+def draw_kind(rng: random.Random, kinds: dict[str, int], number: int) -> str | None:
+    """Return a fault to add, or none."""
+    known = {kind: weight for kind, weight in kinds.items() if weight}
+    if rng.random() >= _EXTRA or (kinds is OFFLINE and (not number or rng.random() >= 0.2)):
+        return None
+    return rng.choices(list(known), list(known.values()))[0]
