@@ -198,10 +198,10 @@ class FileFaults:
 
     def flip(self, chance: random.Random, where: str) -> tuple[str, int] | None:
         """Flip a bit of a file; return which one and where in it. None if there is no file with content."""
-        found = [path for path in self.paths(where) if posix.stat(f"{self.root}/{path}").st_size]
-        if not found:
+        sizes = {path: posix.stat(f"{self.root}/{path}").st_size for path in self.paths(where)}
+        if not any(sizes.values()):
             return None
-        path = chance.choice(found)
+        (path,) = chance.choices(list(sizes), list(sizes.values()))
         descriptor = posix.open(f"{self.root}/{path}", os.O_RDWR)
         try:
             offset = chance.randrange(posix.fstat(descriptor).st_size)
