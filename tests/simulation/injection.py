@@ -192,6 +192,7 @@ class Injection:
 
     def memory_glitch(self, fault: Fault, start: Start | None) -> None:
         """Have one operation on files in the memory of a node fail."""
+        self._oracle.is_garbled = True
         self._glitch(fault, self._memory_of(fault))
 
     def storage_denial(self, fault: Fault, start: Start | None) -> None:
@@ -266,7 +267,10 @@ class Injection:
 
     def memory_error(self, fault: Fault, start: Start | None) -> None:
         """Have operations on the files in the memory of a node fail for a while."""
-        self._files.fail("", errno.EACCES, self._memory_of(fault), for_s=self._seconds(fault))
+        seconds = self._seconds(fault)
+        self._files.fail("", errno.EACCES, self._memory_of(fault), for_s=seconds)
+        self._oracle.is_garbled = True
+        self._oracle.garbled_until_s = self._kernel.now + seconds
 
     def _memory_of(self, fault: Fault) -> str:
         return f"{_MEMORY}/job/{self._node(fault)}"

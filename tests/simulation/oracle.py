@@ -64,7 +64,9 @@ class Oracle:
 
     Attributes:
         is_damaged: whether bits of state have been changed.
-        is_garbled: whether a connection has changed bits in the start that runs.
+        is_garbled: whether the start that runs may have been unable to read what is intact: a connection has
+            changed bits, or memory could not be read.
+        garbled_until_s: when that ends.
         has_strangers: whether a node has come back with old memory, so that branches exist.
         is_disturbed: whether a fault has happened in the start that runs, or has not ended before it.
         disturbed_until_s: when the last fault ends.
@@ -76,6 +78,7 @@ class Oracle:
     floors: Floors = field(default_factory=Floors)
     is_damaged: bool = False
     is_garbled: bool = False
+    garbled_until_s: float = 0.0
     has_strangers: bool = False
     is_disturbed: bool = False
     disturbed_until_s: float = 0.0
@@ -126,7 +129,8 @@ class Oracle:
     def before_start(self) -> None:
         """Look at what the dead processes have left."""
         self.is_disturbed = self.job.world.kernel.now < self.disturbed_until_s
-        self._floor, self.is_garbled = self.floors.highest, False
+        self._floor = self.floors.highest
+        self.is_garbled = self.job.world.kernel.now < self.garbled_until_s
         self.left = look(self.job.root, self.job.setup.shape.num_ranks)
 
     def after_start(self, start: Start, *, has_ended: bool) -> None:
