@@ -6,27 +6,21 @@ is an error. `tests/power.py` replays all of them; `python -m tests.simulation -
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 import msgspec
 
 from moe_ft.engine.decisions import Decisions
-from moe_ft.engine.links import replica_keeper
-from moe_ft.engine.links.peers import PeerReplicator
-from moe_ft.engine.memory import private_files, regions
 from moe_ft.engine.memory.pool import PoolVersions
 from moe_ft.engine.memory.regions import Region, Role
-from moe_ft.engine.persist import retention, storage, writer
+from moe_ft.engine.persist import retention, storage
 from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.writer import PersistWorker
-from moe_ft.engine.snapshots import windows
 from moe_ft.engine.snapshots.windows import Windows
-from moe_ft.engine.snapshots.writer import SnapshotWriter
 from moe_ft.planning import recovery as planning
-from moe_ft.recovery import fetch, readers, restore
+from moe_ft.recovery import restore
 from moe_ft.recovery.replay import Conversion
 from tests.simulation.active import Patches
 
@@ -38,12 +32,6 @@ def mutation(make: Mutation) -> Mutation:
     """Add a mistake to the list, under the name of the function that makes it."""
     MUTATIONS[make.__name__.replace("_", "-")] = make
     return make
-
-
-@mutation
-def commit_before_data(patches: Patches) -> None:
-    """A region's index stays while the region is filled again."""
-    patches.set(Region, "invalidate", lambda self: setattr(self, "iteration", None))
 
 
 @mutation
@@ -86,17 +74,6 @@ class _WithoutFsync:
 def no_fsync_of_directories(patches: Patches) -> None:
     """The names of files on storage are not brought to the disk."""
     patches.set(storage, "_sync_directory", lambda directory: None)
-
-
-@mutation
-def index_in_place(patches: Patches) -> None:
-    """Small files in memory are written in place, not renamed."""
-
-    def write(path: Any, content: bytes) -> None:
-        path.write_bytes(content)
-
-    for module in (private_files, regions, writer):
-        patches.set(module, "write_atomically", write)
 
 
 @mutation
@@ -143,23 +120,6 @@ def manifest_without_waiting(patches: Patches) -> None:
 
 
 @mutation
-def replicas_not_confirmed(patches: Patches) -> None:
-    """Replication counts as done before anything was sent."""
-    original = PeerReplicator.replicate
-
-    def replicate(self: PeerReplicator, replica: Any) -> bool:
-        peers = list(self._pairs)
-        if replica.index.iteration % 2:
-            self._reports.add(
-                "replicate", replica.index.iteration, bytes=0, seconds=0.0, peers=peers
-            )
-            return True
-        return original(self, replica)
-
-    patches.set(PeerReplicator, "replicate", replicate)
-
-
-@mutation
 def own_vote_counts(patches: Patches) -> None:
     """A rank acts on its own vote, not on the least of all."""
     original = Decisions._read
@@ -170,45 +130,6 @@ def own_vote_counts(patches: Patches) -> None:
         return own, tokens
 
     patches.set(Decisions, "_read", read)
-
-
-@mutation
-def checksums_ignored(patches: Patches) -> None:
-    """Content that is read is not compared with its checksum."""
-    patches.set(readers, "checksum", lambda content: _Anything())
-
-
-class _Anything(str):
-    """Equal to everything."""
-
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-
-@mutation
-def replica_overwrites_what_must_stay(patches: Patches) -> None:
-    """A peer fills the region with the most valuable state, not the least."""
-    original, worth = replica_keeper._region_for, replica_keeper._worth
-
-    def region_for(request: Any, index: Any, memory: Any) -> Region:
-        if request.start_byte:
-            return original(request, index, memory)
-        region: Region = max(memory.regions, key=worth)
-        region.invalidate()
-        return region
-
-    patches.set(replica_keeper, "_region_for", region_for)
-
-
-@mutation
-def restored_state_not_kept(patches: Patches) -> None:
-    """The region with the recovered state is the first to be filled again."""
-    patches.set(windows, "keep_restored", lambda memory, given: [])
 
 
 @mutation
@@ -243,25 +164,6 @@ def one_replay_too_few(patches: Patches) -> None:
 
 
 @mutation
-def frozen_units_are_trained(patches: Patches) -> None:
-    """A replay trains units that are not whole yet, and says so nowhere."""
-    patches.set(Conversion, "frozen_units", lambda self, position: frozenset())
-
-
-@mutation
-def commit_before_copy(patches: Patches) -> None:
-    """A snapshot may be copied after the next step has begun."""
-    original = SnapshotWriter.submit
-
-    def submit(self: SnapshotWriter, request: Any) -> Any:
-        job = original(self, request)
-        job.copied.set()
-        return job
-
-    patches.set(SnapshotWriter, "submit", submit)
-
-
-@mutation
 def persisted_region_is_free(patches: Patches) -> None:
     """A region that is being written to storage may be filled."""
     original = Windows._free_region
@@ -274,14 +176,3 @@ def persisted_region_is_free(patches: Patches) -> None:
         return original(self)
 
     patches.set(Windows, "_free_region", free)
-
-
-@mutation
-def missing_units_are_no_loss(patches: Patches) -> None:
-    """Units that could not be read stay as they are."""
-    original = fetch.read_window
-
-    def read(*args: Any, **kwargs: Any) -> Any:
-        return replace(original(*args, **kwargs), missing=())
-
-    patches.set(fetch, "read_window", read)
