@@ -58,7 +58,7 @@ def read_marker(directory: Path) -> JobMarker | None:
     try:
         content = read_private(directory / MARKER_NAME)
         marker = msgspec.json.decode(content, type=JobMarker)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, ValueError):  # of msgspec, or bytes that are no text
         return None
     is_its_own = (marker.format, marker.job_id) == (_FORMAT, directory.name)
     return marker if is_its_own and marker.uid == os.geteuid() else None

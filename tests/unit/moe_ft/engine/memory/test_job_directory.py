@@ -44,7 +44,11 @@ def test_job_that_is_entered_again_keeps_its_marker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"x", b'{"format":"moe_ft/job/1"}', b'{"format":"y","job_id":"job","uid":0}']
+    "content",
+    [
+        *(b"", b"x", b'{"format":"moe_ft/job/1"}', b'{"format":"y","job_id":"job","uid":0}'),
+        b'{"format":"\xff","job_id":"job","uid":0}',
+    ],
 )
 def test_marker_that_cannot_be_read_makes_no_job(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "job").mkdir()
