@@ -233,11 +233,11 @@ class Oracle:
             if not self.is_disturbed:
                 self._fail(start, "the last state is not where it should be, undisturbed")
             return
-        if setup.persist_interval:
+        if setup.persist_interval or start.last_iteration < self.job.training.iterations:
             left = look(root, setup.shape.num_ranks)
             is_excused = self.is_disturbed or self.is_damaged  # a checkpoint is not written twice
             if left.newest != start.last_iteration and not is_excused:
-                self._fail(start, f"storage ends with iteration {left.newest}")
+                self._fail(start, f"the end leaves iteration {left.newest}")
         memory = [
             each
             for node in sorted(set(start.nodes))  # nodes that the job has left keep what they have

@@ -208,12 +208,12 @@ class Rank:
             running.engine.drain(partial(self._report, iteration))
             self._note_promises()
         facts = facts or self._iteration_facts(iteration, None)
-        ending = running.finish(iteration, facts, partial(self._report, iteration))
+        is_complete = iteration == self._training.iterations
+        report = partial(self._report, iteration)
+        ending = running.finish(iteration, facts, report, is_complete=is_complete)
         self._note_promises()
         self._life.is_saved = ending.is_saved
-        self._life.may_lose_memory = ending.may_lose_memory(
-            is_complete=iteration == self._training.iterations
-        )
+        self._life.may_lose_memory = ending.may_lose_memory(is_complete=is_complete)
 
     def _end_after(self, iteration: int) -> int:
         """Return the iteration at which a start ends that continues from one."""

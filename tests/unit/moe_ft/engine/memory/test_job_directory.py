@@ -92,10 +92,13 @@ def test_directory_of_a_job_is_not_foreign(tmp_path: Path, path: str) -> None:
     (tmp_path / path).mkdir(parents=True)
     (tmp_path / MARKER_NAME).touch()
     (tmp_path / "node" / "rank_00000.alive").touch()
+    (tmp_path / "node" / ".launcher.4711").touch()  # its writer was killed
     assert foreign_entry(tmp_path) is None
 
 
-@pytest.mark.parametrize("path", ["file", "node/file", "node/rank_00000", "node/other/file"])
+@pytest.mark.parametrize(
+    "path", ["file", "node/file", "node/.file.4711", "node/rank_00000", "node/other/file"]
+)
 def test_what_no_job_has_is_foreign(tmp_path: Path, path: str) -> None:
     file = tmp_path / path
     file.parent.mkdir(parents=True, exist_ok=True)
