@@ -202,12 +202,7 @@ class Oracle:
     def _check_is_quiet(self, start: Start) -> None:
         """Nothing may go wrong where nothing disturbs a start."""
         for life in start.lives:
-            # A peer may refuse the first replicas of a start rather than give up what was recovered.
-            wrong = [
-                each
-                for _, each in life.reports
-                if each.event == "degraded" and "must be kept" not in each.fields["reason"]
-            ]
+            wrong = [each for _, each in life.reports if each.event == "degraded"]
             if wrong:
                 self._fail(start, f"rank {life.rank} reports {wrong[0].fields}, undisturbed")
         if not start.has_ended_well and not self.is_refused:
