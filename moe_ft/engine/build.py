@@ -116,6 +116,7 @@ def _build_writer(
             records,
             pool,
             context.origins,
+            context.model_places,
         ),
         records,
         pool,

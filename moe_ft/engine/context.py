@@ -10,6 +10,7 @@ from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.pool import FetchedVersion
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.persist.writer import WriterSettings
+from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Identity, Start
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Family
@@ -40,6 +41,7 @@ class EngineContext:
     """Facts about the engine's rank and job.
 
     Attributes:
+        model_places: what Megatron's checkpoints hold besides parameters.
         memory: this rank's share of the node's; the engine opens it.
         origins: checksums, by unit name, of the rotating units' weights in the run's first state.
         stage_load: adds up what the ranks of the stage count; None where nothing is counted.
@@ -54,6 +56,7 @@ class EngineContext:
     topology: Topology
     identity: Identity
     parameters: Sequence[LocalParameter]
+    model_places: ModelPlaces
     memory: RankMemory
     origins: Mapping[str, str]
     stage_load: Sum | None

@@ -70,6 +70,23 @@ class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.incarnation, self.iteration
 
 
+class GlobalPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Place of a block of a rank's tensor in a tensor of the whole model.
+
+    Attributes:
+        key: of the model's tensor in Megatron's checkpoints, with global numbers of layers.
+        shape: of the model's tensor; that of experts has the experts of its layer as first dimension.
+        offset: of the block in it.
+        start, extent: corner and lengths of the block in the rank's tensor.
+    """
+
+    key: str
+    shape: tuple[Count, ...]
+    offset: tuple[Count, ...]
+    start: tuple[Count, ...]
+    extent: tuple[Count, ...]
+
+
 class ParameterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Description of a parameter for ranks that divide the model differently.
 
@@ -78,6 +95,8 @@ class ParameterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tp_dim: dimension that tensor parallelism divides, -1 if none.
         tp_size, tp_rank: number of pieces, and the position of this one.
         num_halves: 2 if two matrices are stacked (SwiGLU's gate and up) and each is divided separately.
+        dtype: safetensors' name of the type of the weight that forward uses; empty in earlier versions.
+        places: of its blocks in the tensors of the model; none in earlier versions.
     """
 
     shape: tuple[Count, ...]
@@ -85,6 +104,20 @@ class ParameterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tp_size: int = 1
     tp_rank: int = 0
     num_halves: int = 1
+    dtype: str = ""
+    places: tuple[GlobalPlace, ...] = ()
+
+
+class ModelPlaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rest of what Megatron's checkpoints hold of a rank's model, besides its parameters.
+
+    Attributes:
+        buffers: places, in the tensors of the model, of buffers, by their names in records.
+        objects: keys of objects that are no tensors, such as FP8 states of modules; here they are empty.
+    """
+
+    buffers: dict[str, tuple[GlobalPlace, ...]] = {}
+    objects: tuple[str, ...] = ()
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,7 +11,13 @@ import msgspec
 
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import Body, Checksum, check_path
-from moe_ft.format.entries import FileEntry, ParameterEntry, UnitEntry, tensor_bytes
+from moe_ft.format.entries import (
+    FileEntry,
+    ModelPlaces,
+    ParameterEntry,
+    UnitEntry,
+    tensor_bytes,
+)
 from moe_ft.format.records import Count, ExpertProgress, IterationRecord
 
 
@@ -37,6 +43,7 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
             snapshot of the window holds at FULL.
         complete_iteration: the newest iteration that all ranks were known to have when this was taken; None
             if there was none, and then missing state of other ranks is no loss.
+        model: what Megatron's checkpoints hold besides parameters; nothing in earlier versions.
     """
 
     rank: Count
@@ -56,6 +63,7 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
     num_snapshots: Annotated[int, msgspec.Meta(ge=1)] = 1
     compute: tuple[dict[str, UnitEntry], ...] = ()
     complete_iteration: Count | None = None
+    model: ModelPlaces = ModelPlaces()
 
     @property
     def is_whole(self) -> bool:

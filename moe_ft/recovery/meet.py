@@ -20,6 +20,7 @@ from moe_ft.engine.memory.regions import node_directory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError, PlanError
 from moe_ft.format.encoding import checksum
+from moe_ft.format.entries import ModelPlaces
 from moe_ft.planning.placement import default_replication_factor, place_replicas
 from moe_ft.recovery.assembly import (
     build_strategy,
@@ -31,6 +32,7 @@ from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.ranks import Ranks, join_ranks
 from moe_ft.recovery.site import Site
 from moe_ft.state.catalog import UnitCatalog
+from moe_ft.state.global_places import find_places, model_places, with_places
 from moe_ft.state.parameters import LocalParameter, local_parameters
 from moe_ft.state.record import RecordTaker
 from moe_ft.strategies.interface import Strategy
@@ -50,11 +52,13 @@ class LiveState:
 
     Attributes:
         built: model chunks, Megatron's outermost optimizer and its scheduler.
+        model_places: what Megatron's checkpoints hold besides parameters.
         phase_hook: called in the middle of background work and of putting back state.
     """
 
     built: Built
     parameters: Sequence[LocalParameter]
+    model_places: ModelPlaces
     catalog: UnitCatalog
     layouts: UnitLayouts
     records: RecordTaker
@@ -164,6 +168,8 @@ def _read_live_state(
     parameters = local_parameters(
         model, optimizer, facts.places, slice_assignment(config.strategy.sharding)
     )
+    places = find_places(model, facts.groups.dp_cp)
+    parameters = with_places(parameters, places)
     catalog = UnitCatalog(
         parameters,
         leaves_out_frozen=chosen(config).leaves_out_frozen,
@@ -172,6 +178,7 @@ def _read_live_state(
     return LiveState(
         built=built,
         parameters=parameters,
+        model_places=model_places(model, places),
         catalog=catalog,
         layouts=UnitLayouts(catalog, facts.places.dp.rank),
         records=RecordTaker(model, optimizer, scheduler, parameters),

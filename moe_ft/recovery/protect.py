@@ -96,6 +96,7 @@ def _build(
             topology=met.site.topology,
             identity=identity,
             parameters=met.live.parameters,
+            model_places=met.live.model_places,
             memory=claimed.memory,
             origins=origins,
             stage_load=met.ranks.stage if met.strategy.counted_layers else None,

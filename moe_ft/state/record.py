@@ -29,7 +29,8 @@ from moe_ft.state.tensors import (
     state_scales,
 )
 
-# Values of a parameter group that come from the command line, where each start may change them.
+# Values of a parameter group that come from the command line, where each start may change them. They are in
+# the record for the readers of converted checkpoints, and are not put back.
 _SETTINGS = ("max_lr", "min_lr")
 
 
@@ -138,11 +139,7 @@ def _capture_scalars(inner: Any) -> dict[str, Any]:
     found_inf = getattr(inner, "found_inf", None) if scaler else None
     return {
         "groups": [
-            {
-                key: _copied(value)
-                for key, value in group.items()
-                if key != "params" and key not in _SETTINGS
-            }
+            {key: _copied(value) for key, value in group.items() if key != "params"}
             for group in inner.optimizer.param_groups
         ],
         "scaler": {key: _copied(value) for key, value in scaler.state_dict().items()}
@@ -276,9 +273,10 @@ def _leaf_to_json(value: Any) -> Any:
     return {"other": repr(value)}  # a setting such as an enum, which the command line gives again
 
 
-def _from_json(value: Any) -> Any:
+def from_json(value: Any) -> Any:
+    """Return the values that `_to_json` was given, but lists for tuples."""
     if isinstance(value, list):
-        return [_from_json(item) for item in value]
+        return [from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
     if set(value) == {"tensor"}:
@@ -288,7 +286,7 @@ def _from_json(value: Any) -> Any:
         )
     if set(value) == {"float"}:
         return float(value["float"])
-    return {key: _from_json(item) for key, item in value.items()}
+    return {key: from_json(item) for key, item in value.items()}
 
 
 def pack(tensor: torch.Tensor) -> RecordTensor:
@@ -368,12 +366,12 @@ def _apply_optimizer(
     torch_optimizer = inner.optimizer
     for group, values in zip(torch_optimizer.param_groups, saved.groups, strict=True):
         for key, value in values.items():
-            if not (isinstance(value, dict) and "other" in value):
-                restored = _from_json(value)
+            if key not in _SETTINGS and not (isinstance(value, dict) and "other" in value):
+                restored = from_json(value)
                 old = group.get(key)
                 group[key] = tuple(restored) if isinstance(old, tuple) else restored
     if saved.scaler:
-        inner.grad_scaler.load_state_dict(_from_json(saved.scaler))
+        inner.grad_scaler.load_state_dict(from_json(saved.scaler))
     by_name = {each.name: each for each in parameters if each.optimizer is inner}
     for name, local in by_name.items():
         step = saved.steps.get("*", saved.steps.get(name))
@@ -402,27 +400,37 @@ def _apply_scales(
             raise SnapshotError(f"the optimizer has no place for the scale of {name}")
 
 
-def apply_rng(record: IterationRecord) -> None:
-    """Restore the random number states. Call this when nothing else draws before the next iteration."""
+def rng_values(record: IterationRecord) -> dict[str, Any]:
+    """Return the random number states under the names that Megatron's checkpoints give them."""
     rng = record.rng
     python, numpy_state = rng["python"], rng["numpy"]
     gauss = python["gauss"]
-    words = tuple(_from_json(python["words"]).tolist())
-    random.setstate((python["version"], words, None if gauss is None else float(gauss)))
-    np.random.set_state(
-        (
+    words = tuple(from_json(python["words"]).tolist())
+    return {
+        "random_rng_state": (python["version"], words, None if gauss is None else float(gauss)),
+        "np_rng_state": (
             numpy_state["name"],
-            _from_json(numpy_state["keys"]).numpy().astype(np.uint32),
+            from_json(numpy_state["keys"]).numpy().astype(np.uint32),
             numpy_state["position"],
             numpy_state["has_gauss"],
             float(numpy_state["cached"]),
-        )
-    )
-    torch.set_rng_state(_from_json(rng["torch"]))
-    torch.cuda.set_rng_state(_from_json(rng["device"]))
+        ),
+        "torch_rng_state": from_json(rng["torch"]),
+        "cuda_rng_state": from_json(rng["device"]),
+        "rng_tracker_states": {name: from_json(state) for name, state in rng["tracker"].items()},
+    }
+
+
+def apply_rng(record: IterationRecord) -> None:
+    """Restore the random number states. Call this when nothing else draws before the next iteration."""
+    values = rng_values(record)
+    random.setstate(values["random_rng_state"])
+    np.random.set_state(values["np_rng_state"])
+    torch.set_rng_state(values["torch_rng_state"])
+    torch.cuda.set_rng_state(values["cuda_rng_state"])
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
-    restored = {name: _from_json(value) for name, value in rng["tracker"].items()}
+    restored = values["rng_tracker_states"]
     tracker.set_states({name: _like(states.get(name), value) for name, value in restored.items()})
 
 

@@ -277,7 +277,7 @@ class Rank:
 
 
 def _put_draws(model: Model, record: records.IterationRecord) -> None:
-    content: torch.Tensor = records._from_json(record.rng["torch"])
+    content: torch.Tensor = records.from_json(record.rng["torch"])
     model.draws = int.from_bytes(content.numpy().tobytes(), "little")
 
 

@@ -12,7 +12,7 @@ from moe_ft.engine.snapshots.job import SnapshotRequest
 from moe_ft.engine.snapshots.record_log import RecordLog
 from moe_ft.errors import SnapshotError
 from moe_ft.format.encoding import FORMAT, checksum
-from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry
+from moe_ft.format.entries import ModelPlaces, ParameterEntry, TensorEntry, UnitEntry
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 from moe_ft.state.parameters import LocalParameter
@@ -31,10 +31,12 @@ class SnapshotIndexer:
         records: RecordLog,
         pool: Pool | None = None,
         origins: Mapping[str, str] | None = None,
+        model: ModelPlaces | None = None,
     ) -> None:
         self._identity, self._rank, self._node = identity, rank, node
         self._entries: dict[str, ParameterEntry] = {each.name: each.entry for each in parameters}
         self._records, self._pool, self._origins = records, pool, dict(origins or {})
+        self._model = model or ModelPlaces()
 
     def describe(self, request: SnapshotRequest, absent: Absent, before: Index | None) -> Index:
         """Describe the window up to a snapshot that was copied.
@@ -80,6 +82,7 @@ class SnapshotIndexer:
             num_snapshots=request.position + 1,
             compute=(*(before.compute if before else ()), weights) if window > 1 else (),
             complete_iteration=request.keep_iteration,
+            model=self._model,
         )
 
     def _describe(

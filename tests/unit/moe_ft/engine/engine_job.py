@@ -27,6 +27,7 @@ from moe_ft.engine.persist.writer import PersistWorker, request_path
 from moe_ft.faults import Phase
 from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode
+from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.index import Index
 from moe_ft.state.record import CapturedRecord, IterationFacts
 from moe_ft.strategies.dense.strategy import DenseStrategy
@@ -182,6 +183,7 @@ class Rank:
             topology=topology,
             identity=make_identity(world_size=num_ranks),
             parameters=self.state.parameters,
+            model_places=ModelPlaces(),
             memory=self.memory,
             origins={},
             stage_load=None,
