@@ -1,6 +1,6 @@
-"""Command line of moe_ft: ``python -m moe_ft {inspect,verify,clean,report,plan}``.
+"""Command line of moe_ft: ``python -m moe_ft {inspect,verify,convert,clean,report,plan}``.
 
-Each command is a file of moe_ft/commands/. None of them imports torch.
+Each command is a file of moe_ft/commands/. Only `convert` imports torch, when it runs.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from moe_ft.commands.clean import add_clean_command
+from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.inspect import add_inspect_command
 from moe_ft.commands.plan import add_plan_command, split_command_line
 from moe_ft.commands.report import add_report_command
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     add_inspect_command(commands)
     add_verify_command(commands)
+    add_convert_command(commands)
     add_clean_command(commands)
     add_report_command(commands)
     add_plan_command(commands)

@@ -2,10 +2,10 @@
 
 It uses only Megatron's public interface: a model provider, a dataset provider, a forward step with its
 loss, and the ranks that hold the embedding are passed to `megatron.training.pretrain`. From this project it
-uses only the CPU device, which answers calls to CUDA on a machine without a GPU. It differs from Megatron's
-own scripts in two ways, so that one mistake cannot be in both programs: it builds the model from Megatron's
-layer specifications, not with its builder, and every rank reads its batches itself, so that nothing is
-broadcast to tensor-parallel ranks.
+uses only the CPU device, which answers calls to CUDA on a machine without a GPU, and the fixes without which
+Megatron loads no checkpoint there. It differs from Megatron's own scripts in two ways, so that one mistake
+cannot be in both programs: it builds the model from Megatron's layer specifications, not with its builder,
+and every rank reads its batches itself, so that nothing is broadcast to tensor-parallel ranks.
 
 It trains GPTs on mock or indexed data, without packed sequences.
 """
@@ -41,6 +41,7 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
+from megatron.fault_tolerance.cpu import adam as cpu_adam
 from megatron.fault_tolerance.cpu import device as cpu_device
 
 Batch = dict[str, torch.Tensor | None]
@@ -63,6 +64,7 @@ CPU_FLAGS = [
 def train(flags: list[str]) -> None:
     """Train on this rank with Megatron's flags; the usual environment variables name the rank."""
     cpu_device.install()
+    cpu_adam.install()  # else it can load no checkpoint
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # some layouts require it; only GPUs use it
     dataset_utils.compile_helpers = lambda: None  # the wheel has them compiled and has no Makefile
     sys.argv = ["stock_program", *CPU_FLAGS, *flags]

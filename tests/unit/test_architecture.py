@@ -27,6 +27,7 @@ LAYERS = {
     "moe_ft.cli": 55,
     "moe_ft.commands": 54,
     "moe_ft.__main__": 56,
+    "moe_ft.convert": 52,
     "moe_ft.recovery": 50,
     "moe_ft.elastic": 50,
     "moe_ft.simulator": 40,
@@ -49,6 +50,7 @@ MAY_COMMUNICATE = (
     "moe_ft.engine",
     "moe_ft.recovery",
     "moe_ft.elastic",
+    "moe_ft.convert",  # torch.distributed.checkpoint, in one process
     "pretrain_gpt_moe",
 )
 STRATEGIES = "moe_ft.strategies"

@@ -13,7 +13,7 @@ _installed = False
 
 
 def install() -> None:
-    """Wrap the two methods of DistributedOptimizer that loading calls, permanently."""
+    """Wrap the three methods of DistributedOptimizer that loading calls, permanently."""
     global _installed
     if _installed or distrib_optimizer.HAVE_APEX_OR_TE:
         return
@@ -21,6 +21,9 @@ def install() -> None:
     optimizer_type = distrib_optimizer.DistributedOptimizer
     optimizer_type.sharded_state_dict = _with_moments(optimizer_type.sharded_state_dict)
     optimizer_type.load_state_dict = _with_own_steps(optimizer_type.load_state_dict)
+    optimizer_type._set_main_param_and_optimizer_states = _with_any_step(
+        optimizer_type._set_main_param_and_optimizer_states
+    )
 
 
 def _with_moments(original: Any) -> Any:
@@ -55,3 +58,13 @@ def _with_own_steps(original: Any) -> Any:
                 state["step"] = torch.tensor(float(step))
 
     return load_state_dict
+
+
+def _with_any_step(original: Any) -> Any:
+    """Load checkpoints for any layout too, which have no step of each parameter."""
+
+    @functools.wraps(original)
+    def set_states(optimizer: Any, parameter: Any, tensors: Any) -> None:
+        original(optimizer, parameter, {"step": None, **tensors})
+
+    return set_states

@@ -207,12 +207,12 @@ def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
     usable = [each for each in holdings if each.identity is not None]
     if not usable:
         return text
-    newest = _newest(usable)
+    newest = newest_holding(usable)
     parts = [each for each in usable if _snapshot_of(each) == _snapshot_of(newest)]
     return f"{text}\n\n{_describe(newest, parts, lists_units=lists_units)}"
 
 
-def _newest(holdings: list[Holding]) -> Holding:
+def newest_holding(holdings: list[Holding]) -> Holding:
     """Return the holding that a recovery would prefer."""
     whole = [each for each in holdings if each.num_snapshots == each.window] or holdings
     found = [(each, each.identity) for each in whole if each.identity is not None]

@@ -40,6 +40,7 @@ COMMANDS = (
     ("clean", "--memory-dir", "JOBS", "--remove"),
     ("report", "EVENTS"),
     ("plan", "--help"),
+    ("convert", "--help"),
     *((*PLAN, "--moe-ft-strategy", strategy) for strategy in ("dense", "partial", "sparse")),
 )
 

@@ -80,3 +80,11 @@ def test_moments_that_are_there_stay(optimizer: Optimizer) -> None:
 def test_rank_without_parameters_makes_no_moments() -> None:
     stub = Namespace(is_stub_optimizer=True)
     assert adam._with_moments(lambda *args: "loaded")(stub, {}, True) == "loaded"
+
+
+@pytest.mark.parametrize("step", [None, 3])
+def test_step_of_a_parameter_may_be_missing(step: int | None) -> None:
+    seen: list[dict[str, Any]] = []
+    given = {"param": 1} if step is None else {"param": 1, "step": step}
+    adam._with_any_step(lambda optimizer, parameter, tensors: seen.append(tensors))(0, 0, given)
+    assert seen == [{"param": 1, "step": step}]

@@ -1,0 +1,79 @@
+"""`python -m moe_ft convert`: a checkpoint in a format that others read."""
+
+import argparse
+
+from moe_ft.commands.directory import reading
+from moe_ft.errors import ConfigError
+
+_GIB = 1 << 30
+
+
+def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command and its flags."""
+    parser = commands.add_parser(
+        "convert", help="write a checkpoint as one of Megatron, or as plain safetensors files"
+    )
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help="a persist directory (or fsspec URL), one of its iter_* directories, or a memory directory",
+    )
+    parser.add_argument("destination", metavar="DST", help="a new or empty folder")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("torch_dist", "safetensors"),
+        help="torch_dist: for --load of Megatron in any layout; safetensors: files with the units' names",
+    )
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)"
+    )
+    parser.add_argument(
+        "--what",
+        default="all",
+        choices=("weights", "all"),
+        help="all: also masters and moments, to continue training (default)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="of the weights (default: the type that forward uses); fp32 gives the masters",
+    )
+    parser.add_argument(
+        "--shard-size",
+        type=float,
+        default=2.0,
+        metavar="GIB",
+        help="most GiB of a file, unless a tensor has more; two of them fit into memory (default 2)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list what would be written, and write nothing"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and print what was written."""
+    if not 0 < options.shard_size < float("inf"):
+        raise ConfigError(
+            f"--shard-size={options.shard_size} must be a number of GiB greater than 0. The default is 2."
+        )
+    if not options.destination.strip() or "://" in options.destination:
+        raise ConfigError(
+            f"DST='{options.destination}' must be a folder on this machine. Convert to one, and copy it."
+        )
+    # Here, since this is the only command that needs torch.
+    from moe_ft.convert.conversion import Request, convert
+
+    request = Request(
+        source=options.source,
+        destination=options.destination,
+        to=options.to,
+        iteration=options.iteration,
+        what=options.what,
+        dtype=options.dtype,
+        shard_bytes=max(1, int(options.shard_size * _GIB)),
+    )
+    with reading(options.source):
+        print(convert(request, is_dry_run=options.dry_run))
+    return 0

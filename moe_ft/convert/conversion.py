@@ -1,0 +1,133 @@
+"""A conversion from its command to its end: open, list, check, write shard by shard, verify, publish."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError
+from tabulate import tabulate
+from tqdm import tqdm
+
+from moe_ft.convert.destination import Destination
+from moe_ft.convert.items import Item, Shards, into_shards, list_items
+from moe_ft.convert.safetensors_set import SafetensorsSet
+from moe_ft.convert.source import Source, open_source
+from moe_ft.convert.tensors import find_tensors
+from moe_ft.convert.torch_dist import TorchDist
+from moe_ft.errors import ConfigError, MoeFtError
+from moe_ft.format.encoding import checksum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A conversion, as the command line gives it.
+
+    Attributes:
+        to: one of the formats.
+        iteration: of the checkpoint in a directory of several; None for the newest.
+        what: "weights" or "all".
+        dtype: of weights, None for their own.
+        shard_bytes: most bytes of a file, unless one tensor has more.
+    """
+
+    source: str
+    destination: str
+    to: str
+    iteration: int | None = None
+    what: str = "all"
+    dtype: str | None = None
+    shard_bytes: int = field(default=2 << 30)
+
+
+class Format(Protocol):
+    """Writes a destination. A shard is complete and verified when `write_shard` returns."""
+
+    def name_of(self, item: Item) -> str:
+        """Return the name of an item in the destination."""
+
+    def write_shard(self, folder: Path, number: int, count: int, items: Sequence[Item]) -> Any:
+        """Write and verify one shard; return JSON values that `finish` needs of it."""
+
+    def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
+        """Write what makes the shards one checkpoint."""
+
+
+def convert(request: Request, *, is_dry_run: bool = False) -> str:
+    """Convert a checkpoint, or only list what would be written; return lines for people.
+
+    Raises:
+        MoeFtError: if that is not possible. Nothing that is half written is left.
+    """
+    if request.shard_bytes <= 0:
+        raise ConfigError(f"--shard-size={request.shard_bytes} must be a positive number of bytes")
+    source = open_source(request.source, request.iteration)
+    with_optimizer = request.what == "all"
+    items = list_items(find_tensors(source), with_optimizer=with_optimizer, dtype=request.dtype)
+    written = _format(request.to, source, with_optimizer=with_optimizer)
+    shards = into_shards(items, request.shard_bytes)
+    destination = _destination(request, source, items)
+    num_bytes = sum(item.num_bytes for item in items)
+    destination.check(num_bytes)
+    if is_dry_run:
+        return _list(written, shards)
+    try:
+        _write(written, destination, shards, items, f"{request.to} {source.iteration}")
+    except MoeFtError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"DST={destination.path} could not be written from {source.place}: {error}. Nothing is left "
+            "of it: make both readable and DST writable, and try again."
+        ) from error
+    return (
+        f"{destination.path}: iteration {source.iteration} as {request.to}, {len(items)} tensors, "
+        f"{num_bytes} bytes in {len(shards)} shards, verified"
+    )
+
+
+def _format(to: str, source: Source, *, with_optimizer: bool) -> Format:
+    if to == "torch_dist":
+        return TorchDist(source, with_optimizer=with_optimizer)
+    return SafetensorsSet(source)
+
+
+def _destination(request: Request, source: Source, items: Sequence[Item]) -> Destination:
+    plan = (request.to, request.what, request.dtype, request.shard_bytes, source.signature)
+    listed = [(item.tensor.name, item.kind, item.dtype) for item in items]
+    return Destination(
+        request.destination,
+        checksum(repr((plan, listed)).encode()),
+        f"iteration {source.iteration} of {request.source} to {request.to}, --what {request.what}",
+    )
+
+
+def _write(
+    written: Format, destination: Destination, shards: Shards, items: Sequence[Item], name: str
+) -> None:
+    total = sum(item.num_bytes for item in items)
+    with destination, tqdm(total=total, unit="B", unit_scale=True, desc=name) as bar:
+        for number, shard in enumerate(shards):
+            if destination.written(str(number)) is None:
+                facts = written.write_shard(destination.work, number, len(shards), shard)
+                destination.note(str(number), facts)
+            bar.update(sum(item.num_bytes for item in shard))
+        facts = [destination.written(str(number)) for number in range(len(shards))]
+        written.finish(destination.work, facts, items)
+
+
+def _list(written: Format, shards: Shards) -> str:
+    rows = [
+        (
+            item.tensor.unit,
+            item.tensor.iterations[item.kind],
+            written.name_of(item),
+            "x".join(map(str, item.tensor.shape)),
+            item.dtype,
+            number + 1,
+        )
+        for number, shard in enumerate(shards)
+        for item in shard
+    ]
+    headers = ("unit", "iteration", "written as", "shape", "type", "shard")
+    return tabulate(rows, headers=headers, disable_numparse=True)

@@ -1,0 +1,109 @@
+"""Destination of a conversion: a folder that appears when it is complete, and can be continued until then.
+
+Everything is written to a folder next to it, DST.incomplete, with a journal of the shards that are written
+and verified. After an interruption the same command continues there. After an error it is removed.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from moe_ft.errors import ConfigError
+
+_JOURNAL = "conversion.json"
+_SPARE_BYTES = 16 << 20  # for headers and indexes
+
+
+class Destination:
+    """A folder that a conversion writes. Used by one thread."""
+
+    def __init__(self, path: str, plan: str, description: str) -> None:
+        """Name it; nothing is created before the with statement.
+
+        Args:
+            path: of the folder.
+            plan: checksum of everything that decides what is written.
+            description: of the conversion, for people.
+        """
+        self.path = Path(path)
+        self.work = self.path.with_name(f"{self.path.name}.incomplete")
+        self._plan, self._description = plan, description
+        self._shards: dict[str, Any] = {}
+
+    def check(self, num_bytes: int) -> None:
+        """Refuse a destination that is not empty, or has too little space.
+
+        Args:
+            num_bytes: of all that will be written.
+
+        Raises:
+            ConfigError: if it cannot be written.
+        """
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ConfigError(
+                f"DST={self.path} must be a new or an empty folder, and is not empty. Name another one, or "
+                "remove it."
+            )
+        self._read_journal()
+        parent = next(each for each in self.path.absolute().parents if each.exists())
+        there = sum(each.stat().st_size for each in self.work.rglob("*") if each.is_file())
+        free = shutil.disk_usage(parent).free
+        if (needed := num_bytes + _SPARE_BYTES - there) > free:
+            raise ConfigError(
+                f"DST={self.path} needs {needed} bytes, and {parent} has {free} free. Make room, or give "
+                "--what weights or a shorter --dtype."
+            )
+
+    def _read_journal(self) -> None:
+        if not self.work.exists():
+            return
+        try:
+            journal = json.loads((self.work / _JOURNAL).read_text(encoding="utf-8"))
+            plan, self._shards = journal["plan"], dict(journal["shards"])
+            description = journal["description"]
+        except (OSError, ValueError, KeyError, TypeError):
+            plan, description = "", "something else"
+        if plan != self._plan:
+            raise ConfigError(
+                f"{self.work} must hold the beginning of this conversion, and holds that of {description}. "
+                "Remove it, or name another DST."
+            )
+
+    def __enter__(self) -> Self:
+        """Create the folder to write to, or continue in it."""
+        self.work.mkdir(parents=True, exist_ok=True)
+        self._write_journal()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Publish the folder; remove it after an error, but not after an interruption."""
+        if kind is None:
+            (self.work / _JOURNAL).unlink()
+            if self.path.exists():
+                self.path.rmdir()
+            self.work.rename(self.path)
+        elif issubclass(kind, Exception):
+            shutil.rmtree(self.work, ignore_errors=True)
+
+    def written(self, shard: str) -> Any:
+        """Return what was noted of a shard, None if it is still to be written."""
+        return self._shards.get(shard)
+
+    def note(self, shard: str, facts: Any) -> None:
+        """Note that a shard is written and verified, with facts that the end of the conversion needs."""
+        self._shards[shard] = facts
+        self._write_journal()
+
+    def _write_journal(self) -> None:
+        journal = {"description": self._description, "plan": self._plan, "shards": self._shards}
+        temporary = self.work / f"{_JOURNAL}.new"
+        temporary.write_text(json.dumps(journal), encoding="utf-8")
+        os.replace(temporary, self.work / _JOURNAL)

@@ -1,0 +1,252 @@
+"""Sources of conversions: the state of one iteration, of all ranks, on storage or in memory.
+
+Decides what can be converted and refuses the rest. Naming tensors is tensors.py, reading them assembly.py.
+"""
+
+import mmap
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+import xxhash
+
+from moe_ft.engine.persist.soundness import check_references, check_region, read_file
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock
+from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.format.contents import check_header
+from moe_ft.format.encoding import checksum, encode
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.identity import Identity
+from moe_ft.format.index import Index
+from moe_ft.format.manifest import Manifest
+from moe_ft.recovery.inspect.holdings import Holding, find_holdings, newest_holding
+from moe_ft.recovery.job_memory import is_alive
+
+_CHUNK_BYTES = 16 << 20
+_WATCH_S = LOCK_RENEWAL_S + 2.0
+
+# Reads a range of a file that a unit names; an empty name is the index's own file.
+ReadRange = Callable[[str, int, int], memoryview]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RankState:
+    """State of one rank: its index, and the bytes of its units. Used by one thread.
+
+    Attributes:
+        place: of the index, for messages.
+    """
+
+    index: Index
+    place: str
+    read_range: ReadRange = field(repr=False)
+    _verified: set[str] = field(default_factory=set)
+
+    def read(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        """Return a range of a unit, whose checksum is verified before its first range is read.
+
+        Args:
+            name: of the unit.
+            offset: from the start of the unit, in bytes.
+
+        Raises:
+            CorruptStateError: if the unit does not match its checksum, or is cut short.
+        """
+        unit = self.index.units[name]
+        if name not in self._verified:
+            self._verify(name, unit)
+            self._verified.add(name)
+        return self.read_range(unit.file, unit.offset + offset, num_bytes)
+
+    def _verify(self, name: str, unit: UnitEntry) -> None:
+        found = xxhash.xxh3_64()
+        for start in range(0, unit.num_bytes, _CHUNK_BYTES):
+            num_bytes = min(_CHUNK_BYTES, unit.num_bytes - start)
+            part = self.read_range(unit.file, unit.offset + start, num_bytes)
+            if len(part) != num_bytes:
+                raise CorruptStateError(f"{self.place}: unit {name} is cut short")
+            found.update(part)
+        if found.hexdigest() != unit.checksum:
+            raise CorruptStateError(f"{self.place}: unit {name} does not match its checksum")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Source:
+    """The state of one iteration.
+
+    Attributes:
+        place: where it is, for messages.
+        ranks: ``[rank]`` state of each rank of the job that wrote it.
+    """
+
+    place: str
+    iteration: int
+    identity: Identity
+    ranks: Sequence[RankState]
+
+    @property
+    def signature(self) -> str:
+        """Checksum over everything that the source holds."""
+        return checksum(b"".join(encode(each.index) for each in self.ranks))
+
+
+def open_source(directory: str, iteration: int | None = None) -> Source:
+    """Return the state of an iteration in a directory or fsspec URL, checked as far as its indexes go.
+
+    Args:
+        directory: a persist directory, one of its checkpoints, or a memory directory.
+        iteration: the iteration; by default the newest one.
+
+    Raises:
+        ConfigError: if there is nothing that can be converted; the message says why.
+        CorruptStateError: if it is damaged.
+    """
+    holdings = _sound(directory, find_holdings(directory), iteration)
+    chosen = newest_holding(holdings)
+    if chosen.manifest is not None and chosen.storage is not None:
+        _check_is_quiet(directory, chosen.storage)
+        source = _stored(chosen.place, chosen.storage, chosen.manifest)
+    else:
+        source = _in_memory(directory, chosen, holdings)
+    _check_is_one_state(source)
+    return source
+
+
+def _sound(directory: str, holdings: list[Holding], iteration: int | None) -> list[Holding]:
+    """Return the holdings to choose from: complete, and newer than all that is damaged."""
+    complete = [each for each in holdings if not each.problem.startswith("incomplete")]
+    if iteration is not None:
+        complete = [each for each in complete if each.iteration == iteration]
+    sound = [each for each in complete if not each.problem]
+    broken = [each for each in complete if each.problem]
+    newest = max((each.iteration for each in sound), default=-1)
+    if later := [each for each in broken if each.iteration >= newest or not each.iteration]:
+        raise CorruptStateError(
+            f"{later[0].place}: {later[0].problem}. `verify` says what else is damaged; --iteration names "
+            "another checkpoint."
+        )
+    if not sound:
+        found = sorted({each.iteration for each in holdings if not each.problem})
+        given = "" if iteration is None else f"--iteration={iteration}: "
+        raise ConfigError(
+            f"{given}{directory} holds no complete state{'' if iteration is None else ' of it'}. It has "
+            f"iterations {found}: name one of them, or another directory."
+        )
+    return sound
+
+
+def _check_is_quiet(directory: str, storage: Storage) -> None:
+    """Refuse a persist directory that a job writes to: it may delete what is read."""
+    lock = StorageLock(storage)
+    before = lock.look()
+    deadline = time.monotonic() + _WATCH_S
+    while before is not None and time.monotonic() < deadline:
+        time.sleep(1.0)
+        now = lock.look()
+        if now is not None and now.content != before.content:
+            raise ConfigError(
+                f"{directory} must not be written to while it is converted, and {now.holder} writes there: "
+                "it deletes old checkpoints. Wait for its end, or copy the checkpoint first."
+            )
+        if now is None:
+            return
+
+
+def _stored(place: str, storage: Storage, manifest: Manifest) -> Source:
+    indexes = {
+        file.data: read_file(storage, manifest, file) for file in (*manifest.files, *manifest.older)
+    }
+    check_references(manifest, indexes)
+    return Source(
+        place=place,
+        iteration=manifest.iteration,
+        identity=manifest.identity,
+        ranks=[
+            _checked(indexes[file.data], file.index, _storage_reader(storage, file.data))
+            for file in manifest.files
+        ],
+    )
+
+
+def _storage_reader(storage: Storage, own: str) -> ReadRange:
+    @cache
+    def mapped(path: Path) -> memoryview:
+        return _mapped(path)
+
+    def read(name: str, offset: int, num_bytes: int) -> memoryview:
+        path = storage.local_path(name or own)
+        if path is not None:
+            return mapped(path)[offset : offset + num_bytes]
+        return memoryview(bytearray(storage.read(name or own, offset, num_bytes)))
+
+    return read
+
+
+def _in_memory(directory: str, chosen: Holding, holdings: Iterable[Holding]) -> Source:
+    """Return the newest state of the chosen run that all ranks have in memory on this machine."""
+    identity = chosen.identity
+    assert identity is not None
+    wanted: dict[int, dict[int, Holding]] = {}
+    for holding in sorted(holdings, key=lambda each: each.tier):  # own memory before replicas
+        if holding.identity == identity and holding.num_snapshots == holding.window:
+            wanted.setdefault(holding.iteration, {}).setdefault(holding.ranks[0], holding)
+    whole = [each for each, parts in wanted.items() if len(parts) == identity.world_size]
+    if not whole:
+        missing = sorted(set(range(identity.world_size)) - set(wanted[chosen.iteration]))
+        raise ConfigError(
+            f"{directory} must hold the state of all {identity.world_size} ranks at one iteration, and lacks "
+            f"that of ranks {missing[:8]} at iteration {chosen.iteration}. Copy the memory of the other "
+            "nodes next to it, or convert a checkpoint on storage."
+        )
+    parts = wanted[max(whole)]
+    paths = [Path(parts[rank].place) for rank in range(identity.world_size)]
+    for job in {path.parents[2] for path in paths if len(path.parents) > 2}:
+        if is_alive(job):
+            raise ConfigError(
+                f"{directory} must not be written to while it is converted, and a process of job {job.name} "
+                "runs. Wait for its end, or convert a checkpoint on storage."
+            )
+    ranks = []
+    for rank, path in enumerate(paths):
+        index = parts[rank].indexes[0]
+        check_region(index, path)
+        ranks.append(_checked(index, str(path), _memory_reader(path.parent, index.file)))
+    return Source(place=directory, iteration=max(whole), identity=identity, ranks=ranks)
+
+
+def _memory_reader(folder: Path, own: str) -> ReadRange:
+    @cache
+    def mapped(name: str) -> memoryview:
+        return _mapped(folder / name)
+
+    def read(name: str, offset: int, num_bytes: int) -> memoryview:
+        return mapped(PurePosixPath(name or own).name)[offset : offset + num_bytes]
+
+    return read
+
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        # Private, because torch wants a writable buffer; nothing is written to it.
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+
+def _checked(index: Index, place: str, read_range: ReadRange) -> RankState:
+    check_header(index, read_range("", 0, index.header_bytes), place)
+    return RankState(index=index, place=place, read_range=read_range)
+
+
+def _check_is_one_state(source: Source) -> None:
+    """Refuse a window of several snapshots, whose units are of different iterations."""
+    window = source.ranks[0].index.window
+    if window > 1:
+        first = source.iteration - window + 1
+        raise ConfigError(
+            f"{source.place} must be the state of one iteration, and is a window of {window} snapshots: its "
+            f"units are of iterations {first} to {source.iteration}, and only a recovery makes one state of "
+            f"them, by running {window - 1} iterations again. Start the job again and let it end by itself, "
+            "for example with --exit-interval: it leaves a snapshot of everything on storage."
+        )

@@ -1,0 +1,305 @@
+"""Tensors of the whole model in a source: names, shapes, ages, and the slices of ranks that make them up.
+
+A `GlobalTensor` has the name that Megatron's checkpoints give it, with global numbers of layers and, unlike
+there, of experts: Megatron stacks the experts of a layer in one tensor. The weights of a layer of a GPT are
+
+    decoder.layers.L.input_layernorm.{weight,bias}               Transformer Engine's layers, with MLA
+    decoder.layers.L.self_attention.linear_qkv.weight, .bias     rows per query group: its queries, key, value
+    decoder.layers.L.self_attention.linear_qkv.layer_norm_{weight,bias}      the norm before attention
+    decoder.layers.L.self_attention.{q,k}_layernorm.weight
+    decoder.layers.L.self_attention.linear_{q,q_down,q_up,kv_down,kv_up}_proj.weight          MLA
+    decoder.layers.L.self_attention.linear_proj.{weight,bias}
+    decoder.layers.L.mlp.linear_fc1.layer_norm_{weight,bias}     the norm before the MLP, if dense or local
+    decoder.layers.L.pre_mlp_layernorm.{weight,bias}             the same, Transformer Engine's MoE layers
+    decoder.layers.L.mlp.linear_fc{1,2}.{weight,bias}            dense MLP; with SwiGLU gate above up in fc1
+    decoder.layers.L.mlp.router.{weight,expert_bias}
+    decoder.layers.L.mlp.experts.experts.E.linear_fc{1,2}.weight             one expert, fc1 as above
+    decoder.layers.L.mlp.shared_experts.linear_fc{1,2}.weight, .gate_weight
+
+and outside of layers
+
+    embedding.word_embeddings.weight, embedding.position_embeddings.weight   padded vocabulary
+    decoder.final_layernorm.{weight,bias}
+    output_layer.weight                                          unless tied to the embedding
+    mtp.layers.D.{enorm,hnorm,final_layernorm}.weight, mtp.layers.D.eh_proj.weight
+    mtp.layers.D.transformer_layer.*                             as a layer of the decoder
+
+Each has some of the kinds of `KINDS`. assembly.py reads them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+
+from moe_ft.convert.source import RankState, Source
+from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.format.entries import GlobalPlace, TensorEntry, UnitEntry
+from moe_ft.units import Part, UnitId, UnitKind, parse_unit
+
+# Kinds of a tensor, and the keys that they have in an index. The fp32 master weights are the state; weights
+# follow from them, and have entries of their own only where there are no masters.
+KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "master": ("param", "master_param"),
+        "weight": ("weight",),
+        "exp_avg": ("exp_avg",),
+        "exp_avg_sq": ("exp_avg_sq",),
+        "momentum_buffer": ("momentum_buffer",),
+    }
+)
+_KIND_OF = {key: kind for kind, keys in KINDS.items() for key in keys}
+_STACK = ".experts.experts."
+_LAYER = re.compile(r"(?P<stack>decoder|mtp)\.layers\.(?P<layer>\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A flat range of a rank's tensor in one of its units."""
+
+    rank: int
+    unit: str
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Blocks of a tensor that the same ranks hold.
+
+    Attributes:
+        local_shape: of the tensor that these ranks have.
+        places: of its blocks in the tensor.
+        slices: by kind, flat ranges of the ranks' tensor; they may overlap.
+    """
+
+    local_shape: tuple[int, ...]
+    places: tuple[GlobalPlace, ...]
+    slices: Mapping[str, tuple[Slice, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalTensor:
+    """A tensor of the whole model.
+
+    Attributes:
+        unit: that it belongs to.
+        shape: of the tensor; of one expert.
+        dtype: safetensors' name of the type of its weights.
+        key, stacked_shape: the tensor in Megatron's checkpoints that it is, or is one expert of.
+        index: of the expert in that tensor; empty for other tensors.
+        iterations: by kind, of the state that it is from; "weight" is always there.
+        buffer: name in the records, if it is no parameter; else empty.
+        blocks: that together are the tensor.
+    """
+
+    name: str
+    unit: UnitId
+    shape: tuple[int, ...]
+    dtype: str
+    key: str
+    stacked_shape: tuple[int, ...]
+    index: tuple[int, ...]
+    iterations: Mapping[str, int]
+    buffer: str = ""
+    blocks: tuple[Block, ...] = field(default=(), repr=False)
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return prod(self.shape)
+
+
+def find_tensors(source: Source) -> tuple[GlobalTensor, ...]:
+    """Return the tensors of the model, ordered by unit and name.
+
+    Raises:
+        ConfigError: if the source does not say how its tensors fit together, or was never given some of them.
+        CorruptStateError: if parts of a tensor are missing.
+    """
+    unit_of: dict[str, UnitId] = {}
+    slices: dict[str, dict[int, list[Slice]]] = {}
+    for rank, state in enumerate(source.ranks):
+        for name, unit in state.index.units.items():
+            for entry in unit.tensors:
+                unit_of[entry.parameter] = parse_unit(name).whole
+                by_rank = slices.setdefault(entry.parameter, {})
+                by_rank.setdefault(rank, []).append(Slice(rank, name, entry))
+    _check_is_described(source, unit_of)
+    found: dict[tuple[str, tuple[int, ...]], list[tuple[str, int, tuple[GlobalPlace, ...]]]] = {}
+    for rank, state in enumerate(source.ranks):
+        for parameter, description in state.index.parameters.items():
+            by_tensor: dict[tuple[str, tuple[int, ...]], list[GlobalPlace]] = {}
+            for place in description.places:
+                by_tensor.setdefault((place.key, _index_of(place)), []).append(place)
+            for tensor, places in by_tensor.items():
+                found.setdefault(tensor, []).append((parameter, rank, tuple(places)))
+    tensors = [
+        _parameter(source.ranks, unit_of[holders[0][0]], index, holders, slices)
+        for (_, index), holders in found.items()
+    ]
+    return tuple(sorted((*tensors, *_buffers(source)), key=lambda each: (each.unit, each.name)))
+
+
+def _index_of(place: GlobalPlace) -> tuple[int, ...]:
+    return place.offset[: len(place.shape) - len(place.extent)]
+
+
+def _check_is_described(source: Source, unit_of: Mapping[str, UnitId]) -> None:
+    """Raise ConfigError for parameters that have no place or were never saved."""
+    names = {name for state in source.ranks for name in state.index.parameters}
+    placed = {
+        name
+        for state in source.ranks
+        for name, entry in state.index.parameters.items()
+        if entry.places
+    }
+    if lost := sorted(names - placed):
+        raise ConfigError(
+            f"{source.place} must say where the parts of {lost[0]} belong in the whole model, and does not"
+            + (f", nor of {len(lost) - 1} others" if len(lost) > 1 else "")
+            + ": an earlier version of moe_ft wrote it, or Megatron does not save it. Start the job again "
+            "with this version, and convert the next checkpoint."
+        )
+    if unsaved := sorted(names - set(unit_of)):
+        raise ConfigError(
+            f"{source.place} must hold every tensor, and lacks {unsaved[0]}"
+            + (f" and {len(unsaved) - 1} others" if len(unsaved) > 1 else "")
+            + ": it was not saved yet, or is not trained, and has the value that the run began with. Train "
+            "until every expert was saved (`inspect` shows them), or let the run end, which saves all."
+        )
+
+
+def _parameter(
+    ranks: Sequence[RankState],
+    unit: UnitId,
+    index: tuple[int, ...],
+    holders: Sequence[tuple[str, int, tuple[GlobalPlace, ...]]],
+    slices: Mapping[str, Mapping[int, Sequence[Slice]]],
+) -> GlobalTensor:
+    """Return one tensor from the parameters of the ranks that hold blocks of it."""
+    parameter, first, (place, *_) = holders[0]
+    name = (
+        place.key.replace(_STACK, f"{_STACK}{'.'.join(map(str, index))}.") if index else place.key
+    )
+    groups: dict[tuple[GlobalPlace, ...], list[Slice]] = {}
+    local_shapes: dict[tuple[GlobalPlace, ...], tuple[int, ...]] = {}
+    for held, rank, places in holders:
+        groups.setdefault(places, []).extend(slices.get(held, {}).get(rank, ()))
+        local_shapes[places] = ranks[rank].index.parameters[held].shape
+    shape = place.shape[len(index) :]
+    blocks = tuple(
+        Block(local_shape=local_shapes[places], places=places, slices=_by_kind(found))
+        for places, found in groups.items()
+    )
+    _check_is_covered(name, shape, blocks)
+    return GlobalTensor(
+        name=name,
+        unit=unit,
+        shape=shape,
+        dtype=ranks[first].index.parameters[parameter].dtype,
+        key=place.key,
+        stacked_shape=place.shape,
+        index=index,
+        iterations=_iterations(name, ranks, blocks),
+        blocks=blocks,
+    )
+
+
+def _by_kind(slices: Sequence[Slice]) -> dict[str, tuple[Slice, ...]]:
+    found: dict[str, list[Slice]] = {}
+    for each in slices:
+        if each.entry.key not in _KIND_OF:
+            raise ConfigError(
+                f"{each.entry.parameter}: {each.entry.key} is state of an unknown kind"
+            )
+        found.setdefault(_KIND_OF[each.entry.key], []).append(each)
+    return {
+        kind: tuple(sorted(parts, key=lambda part: (part.entry.start, -part.entry.end, part.rank)))
+        for kind, parts in found.items()
+    }
+
+
+def _check_is_covered(name: str, shape: tuple[int, ...], blocks: Sequence[Block]) -> None:
+    """Raise CorruptStateError unless the blocks are the whole tensor, and slices are whole blocks."""
+    there = {(place.offset, place.extent) for block in blocks for place in block.places}
+    if (num := sum(prod(extent) for _, extent in there)) != prod(shape):
+        raise CorruptStateError(f"{name}: blocks have {num} of its {prod(shape)} elements")
+    for block in blocks:
+        if not block.slices:
+            raise CorruptStateError(
+                f"{name}: no rank has saved its block at {block.places[0].offset}"
+            )
+        for kind, slices in block.slices.items():
+            end = 0
+            for each in slices:
+                if each.entry.start > end:
+                    break
+                end = max(end, each.entry.end)
+            if end < prod(block.local_shape):
+                raise CorruptStateError(
+                    f"{name}: no rank has saved {kind} of its block at {block.places[0].offset} from element "
+                    f"{end} on"
+                )
+
+
+def _iterations(name: str, ranks: Sequence[RankState], blocks: Sequence[Block]) -> dict[str, int]:
+    """Return the age of each kind that all blocks have."""
+    kinds = [set(block.slices) for block in blocks]
+    found: dict[str, int] = {}
+    for kind in sorted(set.intersection(*kinds)):
+        slices = [each for block in blocks for each in block.slices[kind]]
+        if any(each.entry.is_absent for each in slices):
+            continue  # moments that do not exist yet
+        versions = {_unit_of(ranks, each).version for each in slices}
+        if len(versions) > 1:
+            raise ConfigError(
+                f"{name} must be of one iteration, and ranks have it of iterations "
+                f"{sorted(iteration for _, iteration in versions)}. Convert the next checkpoint, or one that "
+                "`inspect` shows whole."
+            )
+        found[kind] = versions.pop()[1]
+    if "master" not in found and "weight" not in found:
+        raise CorruptStateError(
+            f"{name}: ranks have saved neither weights nor masters of all of it"
+        )
+    return {"weight": found.get("master", found.get("weight", 0)), **found}
+
+
+def _unit_of(ranks: Sequence[RankState], each: Slice) -> UnitEntry:
+    return ranks[each.rank].index.units[each.unit]
+
+
+def _buffers(source: Source) -> Iterator[GlobalTensor]:
+    """Yield the buffers that Megatron's checkpoints hold, such as the routers' biases."""
+    seen: set[str] = set()
+    for rank, state in enumerate(source.ranks):
+        record = state.index.records[-1]
+        for name, places in state.index.model.buffers.items():
+            (place,) = places
+            if place.key in seen or name not in record.buffers:
+                continue
+            seen.add(place.key)
+            yield GlobalTensor(
+                name=place.key,
+                unit=_unit_named(place.key),
+                shape=place.shape,
+                dtype=record.buffers[name].dtype,
+                key=place.key,
+                stacked_shape=place.shape,
+                index=(),
+                iterations={"weight": source.iteration},
+                buffer=f"{rank}/{name}",
+            )
+
+
+def _unit_named(key: str) -> UnitId:
+    match = _LAYER.match(key)
+    if match is None:
+        return UnitId(kind=UnitKind.OTHER)
+    return UnitId(
+        kind=UnitKind.ROUTER if ".router." in key else UnitKind.NON_EXPERT,
+        block="mtp" if match["stack"] == "mtp" else "layer",
+        layer=int(match["layer"]),
+        part=Part.WHOLE,
+    )

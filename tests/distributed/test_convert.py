@@ -1,0 +1,161 @@
+"""Stock Megatron continues converted checkpoints, and ours continues what stock Megatron has saved.
+
+Both run on in the state that the checkpoint has: at the same layout the end is bitwise that of the run which
+wrote it, in another layout losses differ by rounding.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ft.convert.conversion import Request, convert
+from tests.demo_model import DEEPSEEK, layout_flags, model_flags
+from tests.stock import Training, run_program
+
+MIDDLE, END = 2, 4
+LOSS = "lm loss"
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_dropout": 0.1, "lr_decay_style": "cosine"}
+PLAIN = {"use_distributed_optimizer": False}
+BIASED_ROUTER = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0,
+}
+SEQUENCE = {"sequence_parallel": True}
+
+# (ranks, layout, changes to the small model)
+Case = tuple[int, dict[str, int], dict[str, Any]]
+QUICK: Case = (2, {"tp": 2}, SMALL | BIASED_ROUTER | SEQUENCE)
+OTHERS: dict[str, Case] = {
+    "tp2 ep2 of DeepSeek's kind": (
+        4,
+        {"tp": 2, "ep": 2, "etp": 1},
+        DEEPSEEK | SEQUENCE | {"hidden_dropout": 0.1},
+    ),
+    "virtual stages, tied, fp16": (
+        2,
+        {"pp": 2},
+        SMALL
+        | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}
+        | {"untie_embeddings_and_output_weights": False, "bf16": False, "fp16": True}
+        | {"initial_loss_scale": 4096},
+    ),
+    "ep2, plain optimizer": (2, {"ep": 2}, SMALL | PLAIN),
+    "ep2, plain optimizer, fp32": (2, {"ep": 2}, SMALL | PLAIN | {"bf16": False}),
+}
+LAYOUTS: dict[str, Case] = {
+    "stages": (2, {"pp": 2}, {}),
+    "one rank": (1, {}, {}),
+    "experts on two ranks, data parallel": (2, {"ep": 2}, {}),
+}
+
+
+class Runs:
+    """Runs of one case: ours, which leaves checkpoints of its middle and its end, and stock ones."""
+
+    def __init__(self, case: Case, dataset_flags: list[str], folder: Path, memory: Path) -> None:
+        self.world_size, self.layout, self.changes = case
+        self._dataset_flags, self._folder, self._memory = dataset_flags, folder, memory
+        self.storage = folder / "storage"
+
+    def ours(self, *flags: str) -> Training:
+        """Run ours from the beginning, or from what the flags name, to the end."""
+        places = [
+            *("--moe-ft-strategy", "dense", "--moe-ft-interval", "1", "--moe-ft-job-id", "job"),
+            *("--moe-ft-memory-dir", str(self._memory), "--moe-ft-keep", "9"),
+            *("--moe-ft-persist-dir", str(self.storage), "--moe-ft-persist-interval", str(MIDDLE)),
+        ]
+        return self._run([*places, *flags], is_stock=False)
+
+    def stock(self, *flags: str, case: Case | None = None) -> Training:
+        """Run stock Megatron, by default in the same layout."""
+        return self._run([*flags], is_stock=True, case=case)
+
+    def _run(self, flags: list[str], *, is_stock: bool, case: Case | None = None) -> Training:
+        world_size, layout, changes = case or (self.world_size, self.layout, {})
+        removed = {} if case is None else dict.fromkeys(SEQUENCE, False)
+        model = model_flags(**{**self.changes, **removed, **changes, "train_iters": END})
+        command = [*model, *layout_flags(layout), *self._dataset_flags, *flags]
+        folder = self._folder / f"run_{len(list(self._folder.glob('run_*')))}"
+        return run_program(command, world_size, is_stock=is_stock, folder=folder)
+
+    def converted(self) -> Path:
+        """Return where the converted checkpoint of the middle is."""
+        folder = self._folder / "converted"
+        convert(
+            Request(
+                source=str(self.storage),
+                destination=str(folder),
+                to="torch_dist",
+                iteration=MIDDLE,
+                shard_bytes=300_000,
+            )
+        )
+        return folder
+
+
+def second_half(training: Training) -> dict[str, list[tuple[int, float]]]:
+    """Return the numbers that were logged after the middle."""
+    return {
+        name: [point for point in points if point[0] > MIDDLE]
+        for name, points in training.scalars.items()
+        if "vs samples" not in name
+    }
+
+
+def check_continues_bitwise(runs: Runs) -> Path:
+    """Check that stock Megatron ends like our run from its middle; return the converted checkpoint."""
+    ours = runs.ours()
+    folder = runs.converted()
+    stock = runs.stock("--load", str(folder))
+    assert second_half(stock)[LOSS] == second_half(ours)[LOSS]
+    assert len(second_half(stock)[LOSS]) == END - MIDDLE
+    assert stock.ends == ours.ends
+    return folder
+
+
+def test_stock_megatron_continues_bitwise_in_the_same_layout(
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+) -> None:
+    runs = Runs(QUICK, dataset_flags, tmp_path, memory_dir)
+    check_continues_bitwise(runs)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", OTHERS)
+def test_stock_megatron_continues_other_models(
+    name: str, dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+) -> None:
+    check_continues_bitwise(Runs(OTHERS[name], dataset_flags, tmp_path, memory_dir))
+
+
+@pytest.mark.rest
+def test_stock_megatron_continues_in_other_layouts(
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+) -> None:
+    world_size, layout, changes = QUICK
+    case = world_size, layout, {**changes, "hidden_dropout": 0.0}
+    runs = Runs(case, dataset_flags, tmp_path, memory_dir)
+    folder = check_continues_bitwise(runs)
+    expected = second_half(runs.stock("--load", str(folder)))[LOSS]
+    for other in LAYOUTS.values():
+        found = second_half(runs.stock("--load", str(folder), case=other))[LOSS]
+        assert [iteration for iteration, _ in found] == [iteration for iteration, _ in expected]
+        assert [value for _, value in found] == pytest.approx(
+            [value for _, value in expected], rel=1e-4
+        )
+
+
+@pytest.mark.rest
+def test_ours_continues_what_stock_megatron_has_saved(
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+) -> None:
+    runs = Runs(QUICK, dataset_flags, tmp_path, memory_dir)
+    saved = tmp_path / "saved"
+    stock = runs.stock("--save", str(saved), "--save-interval", str(MIDDLE))
+    (saved / "latest_checkpointed_iteration.txt").write_text(str(MIDDLE))
+    ours = runs.ours("--load", str(saved))
+    assert second_half(ours)[LOSS] == second_half(stock)[LOSS]
+    assert ours.ends == stock.ends

@@ -1,0 +1,42 @@
+"""`python -m moe_ft convert`: its flags, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_ft.cli import main
+from moe_ft.engine.persist.storage import Storage
+from tests.unit.moe_ft.convert.models import persist_model
+
+
+def test_checkpoint_is_converted_with_the_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for iteration in (4, 8):
+        persist_model(Storage(str(tmp_path / "src")), iteration)
+    words = ["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--to", "safetensors"]
+    assert main([*words, "--iteration", "4", "--what", "weights", "--dtype", "fp32"]) == 0
+    assert "iteration 4 as safetensors, 6 tensors" in capsys.readouterr().out
+    assert (tmp_path / "dst/model-00001-of-00001.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["SRC", "DST", "--shard-size", "0"], "--shard-size=0.0 must be a number of GiB"),
+        (["SRC", "s3://bucket/x"], "DST='s3://bucket/x' must be a folder on this machine"),
+        (["SRC", " "], "DST=' ' must be a folder on this machine"),
+        (["NOWHERE", "DST"], "holds no state of moe_ft"),
+        (["", "DST"], "DIR='' is empty"),
+        (["SRC", "SRC"], "must be a new or an empty folder, and is not empty"),
+    ],
+)
+def test_bad_input_is_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    persist_model(Storage(str(tmp_path / "SRC")))
+    paths = {name: str(tmp_path / name) for name in ("SRC", "DST", "NOWHERE")}
+    given = [paths.get(word, word) for word in words]
+    assert main(["convert", *given, "--to", "safetensors"]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["SRC"]

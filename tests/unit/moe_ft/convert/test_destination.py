@@ -1,0 +1,86 @@
+"""The destination appears when it is complete, continues after an interruption, and goes after an error."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moe_ft.convert.destination import Destination
+from moe_ft.errors import ConfigError
+
+
+def make(folder: Path, plan: str = "plan") -> Destination:
+    return Destination(str(folder / "dst"), plan, f"conversion {plan}")
+
+
+def write_one(destination: Destination) -> None:
+    """Write a shard, and note it."""
+    (destination.work / "shard").write_text("content")
+    destination.note("0", ["facts"])
+
+
+def interrupt(destination: Destination) -> None:
+    """Interrupt a conversion after its first shard."""
+    with pytest.raises(KeyboardInterrupt), destination:
+        write_one(destination)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_folder_appears_complete(is_there: bool, tmp_path: Path) -> None:
+    destination = make(tmp_path)
+    if is_there:
+        destination.path.mkdir()
+    destination.check(1)
+    with destination:
+        write_one(destination)
+        assert not destination.path.exists() or not any(destination.path.iterdir())
+    assert [each.name for each in destination.path.iterdir()] == ["shard"]
+    assert not destination.work.exists()
+
+
+def test_interrupted_conversion_continues(tmp_path: Path) -> None:
+    interrupt(make(tmp_path))
+    again = make(tmp_path)
+    again.check(1)
+    assert (again.written("0"), again.written("1")) == (["facts"], None)
+    with again:
+        pass
+    assert (again.path / "shard").read_text() == "content"
+
+
+def test_other_conversion_does_not_continue_it(tmp_path: Path) -> None:
+    interrupt(make(tmp_path))
+    with pytest.raises(ConfigError, match="holds that of conversion plan. Remove it"):
+        make(tmp_path, "other").check(1)
+
+
+def test_damaged_journal_is_refused(tmp_path: Path) -> None:
+    interrupt(make(tmp_path))
+    (tmp_path / "dst.incomplete/conversion.json").write_text("{")
+    with pytest.raises(ConfigError, match="holds that of something else"):
+        make(tmp_path).check(1)
+
+
+def test_nothing_is_left_after_an_error(tmp_path: Path) -> None:
+    destination = make(tmp_path)
+    with pytest.raises(OSError, match="disk"), destination:
+        write_one(destination)
+        raise OSError("disk")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_destination_with_content_is_refused(is_file: bool, tmp_path: Path) -> None:
+    destination = make(tmp_path)
+    if is_file:
+        destination.path.write_text("mine")
+    else:
+        (destination.path / "mine").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"DST=.*dst must be a new or an empty folder"):
+        destination.check(1)
+
+
+def test_too_little_space_is_found_first(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"DST=.*dst needs \d+ bytes, and .* has \d+ free"):
+        make(tmp_path).check(shutil.disk_usage(tmp_path).total * 2)

@@ -1,0 +1,49 @@
+"""Items and shards of conversions."""
+
+import pytest
+import torch
+
+from moe_ft.convert.items import into_shards, list_items
+from moe_ft.convert.source import Source
+from moe_ft.convert.tensors import find_tensors
+from moe_ft.errors import ConfigError
+from tests.unit.moe_ft.convert.models import MODEL, known_tensors
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def test_weights_alone_have_one_item_each(source: Source) -> None:
+    items = list_items(find_tensors(source), with_optimizer=False, dtype=None)
+    assert {each.kind for each in items} == {"weight"}
+    assert len(items) == len(MODEL) + 1  # the bias of the router
+    assert {each.dtype for each in items} == {"BF16", "F32"}
+
+
+def test_weights_in_fp32_are_the_masters(source: Source) -> None:
+    items = list_items(find_tensors(source), with_optimizer=False, dtype="fp32")
+    (found,) = (each.read(source) for each in items if each.tensor.name == EMBEDDING)
+    assert torch.equal(found, known_tensors()[EMBEDDING, "param"])
+
+
+def test_other_type_is_rounded_from_the_weights(source: Source) -> None:
+    items = list_items(find_tensors(source), with_optimizer=False, dtype="fp16")
+    (found,) = (each.read(source) for each in items if each.tensor.name == EMBEDDING)
+    assert torch.equal(found, known_tensors()[EMBEDDING, "weight"].half())
+
+
+def test_shards_keep_their_limit_and_all_items(source: Source) -> None:
+    items = list_items(find_tensors(source), with_optimizer=True, dtype=None)
+    largest = max(each.num_bytes for each in items)
+    shards = into_shards(items, largest + 1)
+    assert [each for shard in shards for each in shard] == items
+    assert all(sum(each.num_bytes for each in shard) <= largest + 1 for shard in shards)
+    assert len(into_shards(items, 1)) == len(items)
+
+
+def test_missing_moments_are_named(source: Source) -> None:
+    tensors = find_tensors(source)
+    iterations = tensors[0].iterations
+    assert isinstance(iterations, dict)
+    del iterations["exp_avg_sq"]
+    with pytest.raises(ConfigError, match=f"--what=all needs exp_avg_sq of {tensors[0].name}"):
+        list_items(tensors, with_optimizer=True, dtype=None)

@@ -1,0 +1,119 @@
+"""Names, shapes and ages of the tensors of the model, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from moe_ft.convert.source import Source, open_source
+from moe_ft.convert.tensors import GlobalTensor, find_tensors
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.format.index import Index
+from tests.unit.moe_ft.convert.models import ITERATION, LAYER, Change, persist_model
+
+FC1 = f"{LAYER}.mlp.experts.experts.1.linear_fc1.weight"
+PROJECTION = f"{LAYER}.self_attention.linear_proj.weight"
+
+
+def tensors_of(folder: Path, change: Change) -> dict[str, GlobalTensor]:
+    """Return the tensors of a checkpoint whose indexes were changed."""
+    persist_model(Storage(str(folder)), change=change)
+    return {each.name: each for each in find_tensors(open_source(str(folder)))}
+
+
+def edit_units(edit: Any) -> Change:
+    """Return a change of every unit of the indexes."""
+
+    def change(index: Index) -> Index:
+        units = {name: edit(index, name, unit) for name, unit in index.units.items()}
+        kept = {name: unit for name, unit in units.items() if unit is not None}
+        return msgspec.structs.replace(index, units=kept)
+
+    return change
+
+
+def test_expert_is_a_tensor_of_its_own_with_its_place_in_the_stack(source: Source) -> None:
+    expert = next(each for each in find_tensors(source) if each.name == FC1)
+    assert str(expert.unit) == "layer.0.expert.1"
+    assert (expert.shape, expert.stacked_shape, expert.index) == ((12, 6), (2, 12, 6), (1,))
+    assert expert.key == f"{LAYER}.mlp.experts.experts.linear_fc1.weight"
+    kinds = ("weight", "master", "exp_avg", "exp_avg_sq")
+    assert expert.iterations == dict.fromkeys(kinds, ITERATION)
+
+
+def test_buffer_belongs_to_the_unit_of_its_router(source: Source) -> None:
+    (bias,) = (each for each in find_tensors(source) if each.buffer)
+    assert (bias.name, str(bias.unit)) == (f"{LAYER}.mlp.router.expert_bias", "layer.0.router")
+
+
+def test_expert_has_the_age_of_its_version(tmp_path: Path) -> None:
+    def edit(_: Index, name: str, unit: Any) -> Any:
+        return msgspec.structs.replace(
+            unit, iteration=2 if name == "layer.0.expert.1" else ITERATION
+        )
+
+    assert tensors_of(tmp_path, edit_units(edit))[FC1].iterations["exp_avg"] == 2
+
+
+def test_expert_of_which_ranks_have_different_versions_is_refused(tmp_path: Path) -> None:
+    def edit(index: Index, name: str, unit: Any) -> Any:
+        is_older = name == "layer.0.expert.1" and index.rank == 3
+        return msgspec.structs.replace(unit, iteration=2) if is_older else unit
+
+    with pytest.raises(ConfigError, match=r"linear_fc1.weight must be of one iteration.*\[2, 4\]"):
+        tensors_of(tmp_path, edit_units(edit))
+
+
+def test_expert_that_was_never_saved_is_named(tmp_path: Path) -> None:
+    change = edit_units(lambda _, name, unit: None if name == "layer.0.expert.1" else unit)
+    with pytest.raises(ConfigError, match=r"lacks .*local_experts.1.linear_fc1.weight: it was not"):
+        tensors_of(tmp_path, change)
+
+
+def test_checkpoint_of_an_earlier_version_is_refused_with_the_reason(tmp_path: Path) -> None:
+    def change(index: Index) -> Index:
+        old = {
+            name: msgspec.structs.replace(entry, places=(), dtype="")
+            for name, entry in index.parameters.items()
+        }
+        return msgspec.structs.replace(index, parameters=old)
+
+    with pytest.raises(ConfigError, match="nor of 4 others: an earlier version of moe_ft wrote it"):
+        tensors_of(tmp_path, change)
+
+
+def test_block_that_no_rank_has_is_named(tmp_path: Path) -> None:
+    def change(index: Index) -> Index:
+        entry = index.parameters[PROJECTION]
+        (place,) = entry.places
+        place = msgspec.structs.replace(place, offset=(0, 0))
+        changed = {**index.parameters, PROJECTION: msgspec.structs.replace(entry, places=(place,))}
+        return msgspec.structs.replace(index, parameters=changed)
+
+    with pytest.raises(CorruptStateError, match=f"{PROJECTION}: blocks have 30 of its 60"):
+        tensors_of(tmp_path, change)
+
+
+def test_slice_that_no_rank_has_saved_is_named(tmp_path: Path) -> None:
+    def edit(index: Index, name: str, unit: Any) -> Any:
+        if index.rank != 2 or name != "embedding":
+            return unit
+        fewer = [each for each in unit.tensors if each.key != "exp_avg"]
+        return msgspec.structs.replace(unit, tensors=tuple(fewer))
+
+    message = r"embedding.*: no rank has saved exp_avg of its block at \(0, 0\) from element 13 on"
+    with pytest.raises(CorruptStateError, match=message):
+        tensors_of(tmp_path, edit_units(edit))
+
+
+def test_moments_that_did_not_exist_are_no_kind(tmp_path: Path) -> None:
+    def edit(_: Index, name: str, unit: Any) -> Any:
+        absent = [
+            msgspec.structs.replace(each, is_absent=each.key != "param") for each in unit.tensors
+        ]
+        return msgspec.structs.replace(unit, tensors=tuple(absent))
+
+    found = tensors_of(tmp_path, edit_units(edit))
+    assert set(found[FC1].iterations) == {"weight", "master"}
