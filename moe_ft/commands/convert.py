@@ -40,6 +40,13 @@ def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
         help="of the weights (default: the type that forward uses); fp32 gives the masters",
     )
     parser.add_argument(
+        "--for-ep",
+        type=int,
+        metavar="N",
+        help="--expert-model-parallel-size of the job that will load a torch_dist (default: the run's): if "
+        "it is greater than 1, Megatron keeps another optimizer for experts",
+    )
+    parser.add_argument(
         "--shard-size",
         type=float,
         default=2.0,
@@ -58,6 +65,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--shard-size={options.shard_size} must be a number of GiB greater than 0. The default is 2."
         )
+    if options.for_ep is not None and options.for_ep < 1:
+        raise ConfigError(
+            f"--for-ep={options.for_ep} must be a number of ranks, at least 1. Leave it out for the run's."
+        )
     if not options.destination.strip() or "://" in options.destination:
         raise ConfigError(
             f"DST='{options.destination}' must be a folder on this machine. Convert to one, and copy it."
@@ -72,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
         iteration=options.iteration,
         what=options.what,
         dtype=options.dtype,
+        for_ep=options.for_ep,
         shard_bytes=max(1, int(options.shard_size * _GIB)),
     )
     with reading(options.source):

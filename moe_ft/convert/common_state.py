@@ -23,14 +23,17 @@ def uses_distributed_optimizer(source: Source) -> bool:
     return bool(source.identity.fingerprint.get("--use-distributed-optimizer"))
 
 
-def common_state(source: Source, *, with_optimizer: bool) -> dict[str, Any]:
+def common_state(
+    source: Source, *, with_optimizer: bool, for_ep: int | None = None
+) -> dict[str, Any]:
     """Return the dictionary that all ranks load.
 
     Args:
         with_optimizer: whether training continues; without, the checkpoint is a release of weights.
+        for_ep: --expert-model-parallel-size of the job that will load it; None for that of the run.
 
     Raises:
-        ConfigError: if ranks have optimizers that Megatron cannot load.
+        ConfigError: if Megatron cannot load the optimizers with that size.
     """
     record = _record(source, 0)
     metadata: dict[str, Any] = dict(CONTENT_METADATA)
@@ -45,7 +48,7 @@ def common_state(source: Source, *, with_optimizer: bool) -> dict[str, Any]:
         metadata["distrib_optim_sharding_type"] = _FULLY_RESHARDABLE
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     if with_optimizer:
-        state["optimizer"] = _optimizers(source)
+        state["optimizer"] = _optimizers(source, for_ep)
         state["opt_param_scheduler"] = from_json(dict(record.scheduler))
     return state
 
@@ -113,34 +116,53 @@ def _arguments(
     )
 
 
-def _optimizers(source: Source) -> dict[Any, Any]:
-    """Return the state of the chained optimizers that is no tensor, as Megatron names it."""
-    records = [_record(source, rank).optimizers for rank in range(len(source.ranks))]
-    num = len(records[0])
-    if other := next((rank for rank, each in enumerate(records) if len(each) != num), None):
-        raise ConfigError(
-            f"{source.place}: rank 0 has {num} optimizers and rank {other} {len(records[other])}: stages "
-            "without experts have one less, and Megatron has one number for all. Give --what weights."
-        )
-    is_distributed = uses_distributed_optimizer(source)
-    found = [
-        _distributed([each[position] for each in records])
-        if is_distributed
-        else _plain(source, records[0][position])
-        for position in range(num)
+def _optimizers(source: Source, for_ep: int | None) -> dict[Any, Any]:
+    """Return the state of the optimizers that is no tensor, as Megatron names it.
+
+    With expert parallelism Megatron chains an optimizer of experts to the others', else there is one.
+    """
+    own_ep = int(source.identity.fingerprint.get("--expert-model-parallel-size") or 1)
+    is_chained = (for_ep or own_ep) > 1 and bool(source.identity.fingerprint.get("--num-experts"))
+    records = [
+        inner for rank in range(len(source.ranks)) for inner in _record(source, rank).optimizers
     ]
-    return found[0] if num == 1 else dict(enumerate(found))
-
-
-def _distributed(records: list[OptimizerRecord]) -> dict[str, Any]:
-    """Return the state of one distributed optimizer: the groups of all ranks, each once."""
-    groups: list[dict[str, Any]] = []
-    for record in records:
-        groups += [group for group in _groups(record) if group not in groups]
+    if not uses_distributed_optimizer(source):
+        found = [_plain(source, inner) for inner in _record(source, 0).optimizers]
+        if is_chained != (len(found) > 1):
+            raise ConfigError(
+                f"--for-ep={for_ep}: the run had --expert-model-parallel-size {own_ep}, and without "
+                "--use-distributed-optimizer its state fits only jobs that also have experts on several "
+                "ranks, or also not. Leave out --for-ep, or give --what weights."
+            )
+        return dict(enumerate(found)) if is_chained else found[0]
+    groups = [group for inner in records for group in _groups(inner)]
+    dense = [each for each in groups if not each.get("is_expert_parallel")]
+    expert = [each for each in groups if each.get("is_expert_parallel")]
+    if not is_chained:
+        return _distributed(_marked([*dense, *expert], is_expert=False), records[0])
     return {
-        "optimizer": {"param_groups": groups},
+        0: _distributed(dense, records[0]),
+        1: _distributed(_marked(expert or dense, is_expert=True), records[0]),
+    }
+
+
+def _marked(groups: list[dict[str, Any]], *, is_expert: bool) -> list[dict[str, Any]]:
+    return [
+        {**group, "is_expert_parallel": is_expert} if "is_expert_parallel" in group else group
+        for group in groups
+    ]
+
+
+def _distributed(groups: list[dict[str, Any]], record: OptimizerRecord) -> dict[str, Any]:
+    """Return the state of one distributed optimizer: each of the ranks' groups once."""
+    different: list[dict[str, Any]] = []
+    for group in groups:
+        if group not in different:
+            different.append(group)
+    return {
+        "optimizer": {"param_groups": different},
         "param_state_sharding_type": _FULLY_RESHARDABLE,
-        **_scaler(records[0]),
+        **_scaler(record),
     }
 
 

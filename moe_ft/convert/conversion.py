@@ -28,6 +28,7 @@ class Request:
         iteration: of the checkpoint in a directory of several; None for the newest.
         what: "weights" or "all".
         dtype: of weights, None for their own.
+        for_ep: --expert-model-parallel-size of the job that will load it; None for that of the run.
         shard_bytes: most bytes of a file, unless one tensor has more.
     """
 
@@ -37,6 +38,7 @@ class Request:
     iteration: int | None = None
     what: str = "all"
     dtype: str | None = None
+    for_ep: int | None = None
     shard_bytes: int = field(default=2 << 30)
 
 
@@ -64,7 +66,7 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
     source = open_source(request.source, request.iteration)
     with_optimizer = request.what == "all"
     items = list_items(find_tensors(source), with_optimizer=with_optimizer, dtype=request.dtype)
-    written = _format(request.to, source, with_optimizer=with_optimizer)
+    written = _format(request, source)
     shards = into_shards(items, request.shard_bytes)
     destination = _destination(request, source, items)
     num_bytes = sum(item.num_bytes for item in items)
@@ -86,18 +88,18 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
     )
 
 
-def _format(to: str, source: Source, *, with_optimizer: bool) -> Format:
-    if to == "torch_dist":
-        return TorchDist(source, with_optimizer=with_optimizer)
+def _format(request: Request, source: Source) -> Format:
+    if request.to == "torch_dist":
+        return TorchDist(source, with_optimizer=request.what == "all", for_ep=request.for_ep)
     return SafetensorsSet(source)
 
 
 def _destination(request: Request, source: Source, items: Sequence[Item]) -> Destination:
-    plan = (request.to, request.what, request.dtype, request.shard_bytes, source.signature)
+    options = (request.to, request.what, request.dtype, request.for_ep, request.shard_bytes)
     listed = [(item.tensor.name, item.kind, item.dtype) for item in items]
     return Destination(
         request.destination,
-        checksum(repr((plan, listed)).encode()),
+        checksum(repr((options, source.signature, listed)).encode()),
         f"iteration {source.iteration} of {request.source} to {request.to}, --what {request.what}",
     )
 

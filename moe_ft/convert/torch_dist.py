@@ -44,11 +44,11 @@ _RELEASE = "release"
 class TorchDist:
     """Writes the checkpoint."""
 
-    def __init__(self, source: Source, *, with_optimizer: bool) -> None:
+    def __init__(self, source: Source, *, with_optimizer: bool, for_ep: int | None = None) -> None:
         self._source, self._with_optimizer = source, with_optimizer
         master = "param" if uses_distributed_optimizer(source) else "fp32_param"
         self._keys = {"master": master}
-        self._common = common_state(source, with_optimizer=with_optimizer)
+        self._common = common_state(source, with_optimizer=with_optimizer, for_ep=for_ep)
 
     def name_of(self, item: Item) -> str:
         """Return the key of an item, with the index of an expert in its stack."""

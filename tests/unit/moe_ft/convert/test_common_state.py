@@ -1,6 +1,8 @@
 """Arguments, optimizer groups and random numbers, as Megatron reads them."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import ConfigError
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
+from moe_ft.format.records import OptimizerRecord
 from tests.unit.moe_ft.convert.models import ITERATION, identity, persist_model
 
 
@@ -60,15 +63,65 @@ def test_release_has_no_optimizer(source: Source) -> None:
     assert state["args"].no_save_rng
 
 
-def test_stages_with_different_optimizers_are_refused(tmp_path: Path) -> None:
+def group(is_expert: bool, wd_mult: float = 1.0) -> dict[str, Any]:
+    return {"is_expert_parallel": is_expert, "wd_mult": wd_mult}
+
+
+def grouped(
+    folder: Path, by_rank: Mapping[int, tuple[list[dict[str, Any]], ...]], ep: int
+) -> Source:
+    """Return a run whose ranks have optimizers with these groups."""
+
     def change(index: Index) -> Index:
         (record,) = index.records
-        twice = msgspec.structs.replace(record, optimizers=record.optimizers * 2)
-        return msgspec.structs.replace(index, records=(twice,)) if index.rank == 3 else index
+        found = by_rank.get(index.rank, by_rank[0])
+        optimizers = tuple(
+            OptimizerRecord(groups=tuple(groups), steps={"*": 4.0}) for groups in found
+        )
+        record = msgspec.structs.replace(record, optimizers=optimizers)
+        return msgspec.structs.replace(index, records=(record,))
 
-    persist_model(Storage(str(tmp_path)), change=change)
-    with pytest.raises(ConfigError, match="rank 0 has 1 optimizers and rank 3 2"):
-        common_state(open_source(str(tmp_path)), with_optimizer=True)
+    who = identity(**{"--num-experts": 2, "--expert-model-parallel-size": ep})
+    persist_model(Storage(str(folder)), who=who, change=change)
+    return open_source(str(folder))
+
+
+def groups_of(state: Mapping[str, Any]) -> list[tuple[bool, float]]:
+    return [
+        (each["is_expert_parallel"], each["wd_mult"]) for each in state["optimizer"]["param_groups"]
+    ]
+
+
+CHAINED = ([group(False), group(False, 0.0)], [group(True)])
+
+
+def test_chained_optimizers_have_the_groups_of_all_stages(tmp_path: Path) -> None:
+    # The first stage has no experts, and so only one optimizer.
+    by_rank = {0: ([group(False)],), 3: CHAINED}
+    found = common_state(grouped(tmp_path, by_rank, 2), with_optimizer=True)["optimizer"]
+    assert groups_of(found[0]) == [(False, 1.0), (False, 0.0)]
+    assert groups_of(found[1]) == [(True, 1.0)]
+
+
+def test_one_optimizer_has_the_groups_of_both(tmp_path: Path) -> None:
+    source = grouped(tmp_path, {0: CHAINED}, 2)
+    found = common_state(source, with_optimizer=True, for_ep=1)["optimizer"]
+    assert groups_of(found) == [(False, 1.0), (False, 0.0)]
+
+
+def test_one_optimizer_becomes_two(tmp_path: Path) -> None:
+    source = grouped(tmp_path, {0: CHAINED[:1]}, 1)
+    found = common_state(source, with_optimizer=True, for_ep=4)["optimizer"]
+    assert groups_of(found[0]) == [(False, 1.0), (False, 0.0)]
+    assert groups_of(found[1]) == [(True, 1.0), (True, 0.0)]
+
+
+def test_plain_optimizer_does_not_become_two(tmp_path: Path) -> None:
+    source = opened(
+        tmp_path, identity(**{"--use-distributed-optimizer": False, "--num-experts": 2})
+    )
+    with pytest.raises(ConfigError, match="--for-ep=2: the run had --expert-model-parallel-size 1"):
+        common_state(source, with_optimizer=True, for_ep=2)
 
 
 @pytest.mark.parametrize(
