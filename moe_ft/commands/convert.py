@@ -1,11 +1,13 @@
 """`python -m moe_ft convert`: a checkpoint in a format that others read."""
 
 import argparse
+import sys
 
 from moe_ft.commands.directory import reading
 from moe_ft.errors import ConfigError
 
 _GIB = 1 << 30
+_INTERRUPTED = 130  # as shells have it
 
 
 def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -86,6 +88,10 @@ def run(options: argparse.Namespace) -> int:
         for_ep=options.for_ep,
         shard_bytes=max(1, int(options.shard_size * _GIB)),
     )
-    with reading(options.source):
-        print(convert(request, is_dry_run=options.dry_run))
+    try:
+        with reading(options.source, "SRC"):
+            print(convert(request, is_dry_run=options.dry_run))
+    except KeyboardInterrupt:
+        print("interrupted: the same command continues where it was", file=sys.stderr)
+        return _INTERRUPTED
     return 0

@@ -18,11 +18,15 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def reading(directory: str) -> Iterator[None]:
-    """Turn an error while a directory or fsspec URL is read into a ConfigError."""
+def reading(directory: str, name: str = "DIR") -> Iterator[None]:
+    """Turn an error while a directory or fsspec URL is read into a ConfigError.
+
+    Args:
+        name: of the argument, for messages.
+    """
     if not directory.strip():
         raise ConfigError(
-            f"DIR='{directory}' is empty: an unset variable? Name a directory or fsspec URL; the current "
+            f"{name}='{directory}' is empty: an unset variable? Name a directory or fsspec URL; the current "
             "directory is a dot."
         )
     # Packages that implement a protocol raise errors of their own, such as botocore's.
@@ -33,6 +37,6 @@ def reading(directory: str) -> Iterator[None]:
         raise
     except kinds as error:
         raise ConfigError(
-            f"DIR={hide_password(directory)} cannot be read: {type(error).__name__}: {error}. Name a "
+            f"{name}={hide_password(directory)} cannot be read: {type(error).__name__}: {error}. Name a "
             "directory that you may read, or an fsspec URL whose package is installed."
         ) from error

@@ -3,11 +3,9 @@
 Decides what can be converted and refuses the rest. Naming tensors is tensors.py, reading them assembly.py.
 """
 
-import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path, PurePosixPath
 
 import xxhash
@@ -172,14 +170,10 @@ def _stored(place: str, storage: Storage, manifest: Manifest) -> Source:
 
 
 def _storage_reader(storage: Storage, own: str) -> ReadRange:
-    @cache
-    def mapped(path: Path) -> memoryview:
-        return _mapped(path)
-
     def read(name: str, offset: int, num_bytes: int) -> memoryview:
         path = storage.local_path(name or own)
         if path is not None:
-            return mapped(path)[offset : offset + num_bytes]
+            return _read_file(path, offset, num_bytes)
         return memoryview(bytearray(storage.read(name or own, offset, num_bytes)))
 
     return read
@@ -218,20 +212,24 @@ def _in_memory(directory: str, chosen: Holding, holdings: Iterable[Holding]) -> 
 
 
 def _memory_reader(folder: Path, own: str) -> ReadRange:
-    @cache
-    def mapped(name: str) -> memoryview:
-        return _mapped(folder / name)
-
     def read(name: str, offset: int, num_bytes: int) -> memoryview:
-        return mapped(PurePosixPath(name or own).name)[offset : offset + num_bytes]
+        return _read_file(folder / PurePosixPath(name or own).name, offset, num_bytes)
 
     return read
 
 
-def _mapped(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        # Private, because torch wants a writable buffer; nothing is written to it.
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+def _read_file(path: Path, offset: int, num_bytes: int) -> memoryview:
+    """Return a range of a file, shorter if the file ends. Torch wants memory that could be written to."""
+    content = bytearray(num_bytes)
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        num_read = 0
+        while num_read < num_bytes:
+            count = file.readinto(memoryview(content)[num_read:])
+            if not count:
+                break
+            num_read += count
+    return memoryview(content)[:num_read]
 
 
 def _checked(index: Index, place: str, read_range: ReadRange) -> RankState:

@@ -154,6 +154,13 @@ def _check_is_described(source: Source, unit_of: Mapping[str, UnitId]) -> None:
         for name, entry in state.index.parameters.items()
         if entry.places
     }
+    problems = [state.index.model.problem for state in source.ranks if state.index.model.problem]
+    if problems:
+        raise ConfigError(
+            f"{source.place} must say where its tensors belong in the whole model, and Megatron could not, "
+            f"when the job started: {problems[0]}. Change the flags of the model, and "
+            "start the job again."
+        )
     if lost := sorted(names - placed):
         raise ConfigError(
             f"{source.place} must say where the parts of {lost[0]} belong in the whole model, and does not"

@@ -114,10 +114,12 @@ class ModelPlaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         buffers: places, in the tensors of the model, of buffers, by their names in records.
         objects: keys of objects that are no tensors, such as FP8 states of modules; here they are empty.
+        problem: reason for which Megatron could not describe the model; empty if it did.
     """
 
     buffers: dict[str, tuple[GlobalPlace, ...]] = {}
     objects: tuple[str, ...] = ()
+    problem: str = ""
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -37,19 +37,29 @@ CONTENT_METADATA: Mapping[str, bool] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of a rank's tensors, and the keys of objects that Megatron saves with them."""
+    """Places of a rank's tensors, keys of objects that Megatron saves with them; the problem if it cannot."""
 
     of: Mapping[torch.Tensor, tuple[GlobalPlace, ...]]
-    objects: tuple[str, ...]
+    objects: tuple[str, ...] = ()
+    problem: str = ""
 
 
 def find_places(model: Sequence[torch.nn.Module], dp_cp_group: Any) -> Places:
     """Return the places of the parameters and buffers of a rank, as far as Megatron saves them.
 
+    Training needs none of it: a model that Megatron cannot describe has no places, and a problem.
+
     Args:
         model: model chunks of this rank.
         dp_cp_group: its data-parallel group, with context parallelism.
     """
+    try:
+        return _find_places(model, dp_cp_group)
+    except Exception as error:  # of any kind: modules may refuse in their own way
+        return Places({}, problem=f"{type(error).__name__}: {error}")
+
+
+def _find_places(model: Sequence[torch.nn.Module], dp_cp_group: Any) -> Places:
     found: dict[torch.Tensor, tuple[GlobalPlace, ...]] = {}
     objects = []
     for chunk in model:
@@ -90,7 +100,7 @@ def model_places(model: Sequence[torch.nn.Module], places: Places) -> ModelPlace
         buffer = module._buffers[key]
         if buffer is not None and buffer in places.of:
             found[name] = places.of[buffer]
-    return ModelPlaces(buffers=found, objects=places.objects)
+    return ModelPlaces(buffers=found, objects=places.objects, problem=places.problem)
 
 
 def _places_of(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[GlobalPlace]:

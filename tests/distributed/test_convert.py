@@ -88,20 +88,22 @@ class Runs:
     def _run(self, flags: list[str], *, is_stock: bool, case: Case | None = None) -> Training:
         world_size, layout, changes = case or (self.world_size, self.layout, {})
         removed = {} if case is None else dict.fromkeys(SEQUENCE, False)
-        model = model_flags(**{**self.changes, **removed, **changes, "train_iters": END})
+        model = model_flags(**{"train_iters": END, **self.changes, **removed, **changes})
         command = [*model, *layout_flags(layout), *self._dataset_flags, *flags]
         folder = self._folder / f"run_{len(list(self._folder.glob('run_*')))}"
         return run_program(command, world_size, is_stock=is_stock, folder=folder)
 
-    def converted(self, for_ep: int | None = None, what: str = "all") -> Path:
-        """Return where the converted checkpoint of the middle is."""
+    def converted(
+        self, for_ep: int | None = None, what: str = "all", iteration: int = MIDDLE
+    ) -> Path:
+        """Return where a converted checkpoint is, by default that of the middle."""
         folder = self._folder / f"converted_{for_ep}_{what}"
         convert(
             Request(
                 source=str(self.storage),
                 destination=str(folder),
                 to="torch_dist",
-                iteration=MIDDLE,
+                iteration=iteration,
                 for_ep=for_ep,
                 what=what,
                 shard_bytes=300_000,
@@ -172,7 +174,7 @@ def test_stock_megatron_continues_in_other_layouts(
 def test_ours_continues_multi_latent_attention_in_another_layout(
     dataset_flags: list[str], tmp_path: Path, memory_dir: Path
 ) -> None:
-    case = (2, {"pp": 2}, DEEPSEEK | {"num_layers": 4})
+    case = (2, {"pp": 2}, DEEPSEEK | {"num_layers": 4, "moe_layer_freq": "([0]*1+[1]*3)"})
     runs = Runs(case, dataset_flags, tmp_path, memory_dir)
     ours = second_half(runs.ours())[LOSS]
     load = ["--load", str(runs.converted())]
@@ -184,17 +186,18 @@ def test_ours_continues_multi_latent_attention_in_another_layout(
 def test_partial_checkpoint_continues_with_the_ages_of_its_experts(
     dataset_flags: list[str], tmp_path: Path, memory_dir: Path
 ) -> None:
-    runs = Runs((2, {"ep": 2}, SMALL), dataset_flags, tmp_path, memory_dir)
+    case = (2, {"ep": 2}, SMALL | {"train_iters": 3 * MIDDLE})
+    runs = Runs(case, dataset_flags, tmp_path, memory_dir)
     runs.ours(
-        *("--moe-ft-strategy", "partial", "--moe-ft-persist-interval", "1"),
-        *("--moe-ft-k-snapshot", "4", "--moe-ft-k-persist", "2"),
+        *("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4", "--moe-ft-k-persist", "2")
     )
-    folder = runs.converted()
-    state = dist_checkpointing.load_common_state_dict(str(folder / f"iter_{MIDDLE:07d}"))
+    folder = runs.converted(iteration=2 * MIDDLE)
+    state = dist_checkpointing.load_common_state_dict(str(folder / f"iter_{2 * MIDDLE:07d}"))
     ages = state["moe_ft"]["unit_iterations"]
-    assert {age for unit, age in ages.items() if ".expert." in unit} == {1, MIDDLE}
+    assert {age for unit, age in ages.items() if ".expert." in unit} == {MIDDLE, 2 * MIDDLE}
     assert state["moe_ft"]["plt"] == 0
-    assert len(second_half(runs.stock("--load", str(folder)))[LOSS]) == END - MIDDLE
+    logged = runs.stock("--load", str(folder)).scalars[LOSS]
+    assert [iteration for iteration, _ in logged] == [2 * MIDDLE + 1, 3 * MIDDLE]
 
 
 @pytest.mark.rest

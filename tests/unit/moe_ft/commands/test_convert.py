@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.cli import main
+from moe_ft.convert import conversion
 from moe_ft.engine.persist.storage import Storage
 from tests.unit.moe_ft.convert.models import persist_model
 
@@ -28,7 +29,7 @@ def test_checkpoint_is_converted_with_the_flags(
         (["SRC", "s3://bucket/x"], "DST='s3://bucket/x' must be a folder on this machine"),
         (["SRC", " "], "DST=' ' must be a folder on this machine"),
         (["NOWHERE", "DST"], "holds no state of moe_ft"),
-        (["", "DST"], "DIR='' is empty"),
+        (["", "DST"], "SRC='' is empty"),
         (["SRC", "SRC"], "must be a new or an empty folder, and is not empty"),
     ],
 )
@@ -41,3 +42,18 @@ def test_bad_input_is_refused(
     assert main(["convert", *given, "--to", "safetensors"]) == 2
     assert message in capsys.readouterr().err
     assert sorted(each.name for each in tmp_path.iterdir()) == ["SRC"]
+
+
+def test_interruption_says_how_to_continue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    persist_model(Storage(str(tmp_path / "src")))
+    monkeypatch.setattr(conversion.SafetensorsSet, "finish", interrupt)
+    words = ["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--to", "safetensors"]
+    assert main(words) == 130
+    assert "the same command continues" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(words) == 0

@@ -10,6 +10,7 @@ from moe_ft.convert.source import Source, open_source
 from moe_ft.convert.tensors import GlobalTensor, find_tensors
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.index import Index
 from tests.unit.moe_ft.convert.models import ITERATION, LAYER, Change, persist_model
 
@@ -81,6 +82,14 @@ def test_checkpoint_of_an_earlier_version_is_refused_with_the_reason(tmp_path: P
         return msgspec.structs.replace(index, parameters=old)
 
     with pytest.raises(ConfigError, match="nor of 4 others: an earlier version of moe_ft wrote it"):
+        tensors_of(tmp_path, change)
+
+
+def test_model_that_megatron_could_not_describe_is_refused_with_its_reason(tmp_path: Path) -> None:
+    def change(index: Index) -> Index:
+        return msgspec.structs.replace(index, model=ModelPlaces(problem="ValueError: odd"))
+
+    with pytest.raises(ConfigError, match="when the job started: ValueError: odd"):
         tensors_of(tmp_path, change)
 
 

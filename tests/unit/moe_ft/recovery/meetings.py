@@ -17,6 +17,7 @@ from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.regions import node_directory, own_directory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.format.encoding import encode
+from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 from moe_ft.planning.experts import ExpertFacts
@@ -145,6 +146,7 @@ def _live_state(facts: JobFacts, phase_hook: PhaseHook) -> LiveState:
     optimizer: Any = SimpleNamespace(chained_optimizers=[])
     scheduler: Any = SimpleNamespace(num_steps=0, state_dict=lambda: {"num_steps": 0})
     return LiveState(
+        model_places=ModelPlaces(),
         built=([], optimizer, scheduler),
         parameters=parameters,
         catalog=catalog,

@@ -10,6 +10,7 @@ import torch
 from moe_ft.engine.memory.regions import own_directory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.faults import Phase
+from moe_ft.format.entries import ModelPlaces
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery import replay
 from moe_ft.recovery.agree import Agreed
@@ -81,6 +82,7 @@ class Rank:
         optimizer = SimpleNamespace(_copy_main_params_to_model_params=self._refresh)
         records: Any = None
         live = LiveState(
+            model_places=ModelPlaces(),
             built=([], optimizer, None),
             parameters=parameters,
             catalog=catalog,

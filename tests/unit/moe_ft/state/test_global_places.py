@@ -78,6 +78,15 @@ def test_part_that_is_no_block_of_its_tensor_has_no_place(model: Model) -> None:
     assert find_places([model], None).of[model.gate_up] == ()
 
 
+def test_model_that_megatron_cannot_describe_has_a_problem(model: Model) -> None:
+    model.split = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    places = find_places([model], None)
+    assert not places.of
+    assert model_places([model], places) == ModelPlaces(
+        problem="ZeroDivisionError: division by zero"
+    )
+
+
 def test_wrapped_chunks_are_looked_into_and_others_have_no_places(model: Model) -> None:
     wrapped: Any = torch.nn.Module()
     wrapped.module = model
