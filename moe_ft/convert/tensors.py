@@ -146,7 +146,7 @@ def _index_of(place: GlobalPlace) -> tuple[int, ...]:
 
 
 def _check_is_described(source: Source, unit_of: Mapping[str, UnitId]) -> None:
-    """Raise ConfigError for parameters that have no place or were never saved."""
+    """Raise an error for parameters that have no place, were never saved, or are not described."""
     names = {name for state in source.ranks for name in state.index.parameters}
     placed = {
         name
@@ -154,6 +154,10 @@ def _check_is_described(source: Source, unit_of: Mapping[str, UnitId]) -> None:
         for name, entry in state.index.parameters.items()
         if entry.places
     }
+    if unknown := sorted(set(unit_of) - names):
+        raise CorruptStateError(
+            f"{source.place} holds {unknown[0]}, of which its indexes say nothing"
+        )
     problems = [state.index.model.problem for state in source.ranks if state.index.model.problem]
     if problems:
         raise ConfigError(

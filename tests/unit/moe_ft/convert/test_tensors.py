@@ -85,6 +85,15 @@ def test_checkpoint_of_an_earlier_version_is_refused_with_the_reason(tmp_path: P
         tensors_of(tmp_path, change)
 
 
+def test_tensor_that_is_not_described_is_named(tmp_path: Path) -> None:
+    def change(index: Index) -> Index:
+        known = {name: each for name, each in index.parameters.items() if name != PROJECTION}
+        return msgspec.structs.replace(index, parameters=known)
+
+    with pytest.raises(CorruptStateError, match=f"holds {PROJECTION}, of which its indexes say"):
+        tensors_of(tmp_path, change)
+
+
 def test_model_that_megatron_could_not_describe_is_refused_with_its_reason(tmp_path: Path) -> None:
     def change(index: Index) -> Index:
         return msgspec.structs.replace(index, model=ModelPlaces(problem="ValueError: odd"))
