@@ -46,6 +46,7 @@ OFFLINE = {
     "bring-back": 3,
     "move-ranks": 3,
 }
+_DAMAGED = 0.12  # of the schedules have bits that flip and little else
 _EVENTS_PER_ITERATION = 75  # of a rank, and more than most have, so that some faults come too late
 ENDS_PROCESSES = ("kill-rank", "kill-node", "kill-all", "lose-node")
 
@@ -111,7 +112,18 @@ def draw(seed: int) -> Schedule:
     more = random.Random(f"variation {seed}")
     setup = variations.vary(setup, more)
     faults = _add_faults(faults, more, num_events)
+    if more.random() < _DAMAGED:
+        faults = _damage(more, num_events)
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
+
+
+def _damage(rng: random.Random, num_events: int) -> list[Fault]:
+    """Return faults of a job that dies when it has state, of which then many bits flip."""
+    death = _draw(rng, {"kill-all": 1, "kill-rank": 1}, 0, lambda: rng.randrange(num_events // 2))
+    if rng.random() < 0.7:
+        return [death, *[_draw(rng, {"flip-memory": 1}, 1, lambda: -1)] * rng.choice((2, 8, 32))]
+    flips = [_draw(rng, {"flip-storage": 1}, 1, lambda: -1)] * rng.choice((2, 8, 32))
+    return [death, _draw(rng, {"lose-all-memory": 1}, 1, lambda: -1), *flips]
 
 
 def _add_faults(faults: list[Fault], rng: random.Random, num_events: int) -> list[Fault]:
