@@ -4,54 +4,76 @@ Megatron's checkpoint writers wait for work forever. The writers of a killed ran
 its output pipe, and a launcher waits for the pipe to close.
 """
 
+import importlib
 import os
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
 RANK_POLL_S = 1.0
-_start = BaseProcess.start
+_start, _bootstrap = BaseProcess.start, BaseProcess._bootstrap  # type: ignore[attr-defined]
+_watching_pid = 0  # the process in which a thread watches; a fork has this and not the thread
 
 
-def end_children_with(rank_pid: int) -> None:
-    """Have the processes that are spawned from here on end soon after the rank, and their children too.
+def end_children_with(rank_pid: int, *, on_cpu: bool) -> None:
+    """Have what multiprocessing starts from here on end soon after the rank, and what that starts too.
 
-    A process that is forked, without a new interpreter, is left alone.
+    Args:
+        rank_pid: the process of the rank.
+        on_cpu: whether CUDA calls of new interpreters must be answered by the CPU, as those of the rank are.
     """
 
-    def start(process: BaseProcess) -> None:
-        vars(process)["moe_ft_rank"] = _Follower(rank_pid)  # is pickled with it
+    def start(process: Any) -> None:
+        process.moe_ft_rank = _Follower(rank_pid, on_cpu)  # is pickled with it, if anything is
         _start(process)
 
-    BaseProcess.start = start  # type: ignore[method-assign, assignment]
+    def bootstrap(process: Any, *args: Any, **kwargs: Any) -> Any:
+        _watch(rank_pid)  # a fork; what is pickled watches already
+        return _bootstrap(process, *args, **kwargs)
+
+    for name, function in (("start", start), ("_bootstrap", bootstrap)):
+        setattr(BaseProcess, name, function)
 
 
 class _Follower:
-    """An object whose copy in another process makes that process end soon after the rank."""
+    """An object whose copy in a new interpreter makes that process end soon after the rank."""
 
-    def __init__(self, rank_pid: int) -> None:
-        self._rank_pid = rank_pid
+    def __init__(self, rank_pid: int, on_cpu: bool) -> None:
+        self._rank = rank_pid, on_cpu
 
-    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
-        return follow, (self._rank_pid,)
+    def __reduce__(self) -> tuple[Callable[[int, bool], None], tuple[int, bool]]:
+        return follow, self._rank
 
 
-def follow(rank_pid: int) -> None:
-    """End this process soon after the rank has ended, for whatever reason."""
+def follow(rank_pid: int, on_cpu: bool) -> None:
+    """Make this process end soon after the rank has ended, for whatever reason."""
+    if on_cpu:  # imports torch, which a process on a GPU may do without
+        importlib.import_module("megatron.fault_tolerance.cpu.device").install()
+    end_children_with(rank_pid, on_cpu=on_cpu)
+    _watch(rank_pid)
+
+
+def _watch(rank_pid: int) -> None:
+    global _watching_pid
+    if _watching_pid == os.getpid():
+        return
+    _watching_pid = os.getpid()
 
     def watch() -> None:
         while _is_alive(rank_pid):
             time.sleep(RANK_POLL_S)
         os._exit(1)
 
-    end_children_with(rank_pid)
     threading.Thread(target=watch, daemon=True).start()
 
 
 def _is_alive(pid: int) -> bool:
+    """Return whether a process runs; a dead one may still wait for its parent to notice."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return status.rpartition(")")[2].split()[0] not in "ZX"

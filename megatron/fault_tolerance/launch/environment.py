@@ -20,7 +20,6 @@ def prepare_environment() -> None:
     Call it before parsing; a second call does nothing. Where there is a GPU it changes no result.
     """
     _complete_variables()
-    end_children_with(os.getpid())
     if not cpu_device.is_active() and not torch.cuda.is_available():
         cpu_device.install()
         # Megatron asserts it for some layouts. It orders work on a GPU, and there is none.
@@ -29,6 +28,7 @@ def prepare_environment() -> None:
             print("moe_ft: no GPU found, training on the CPU with gloo", flush=True)
     _use_prebuilt_dataset_helper()
     adam.install()
+    end_children_with(os.getpid(), on_cpu=cpu_device.is_active())
 
 
 def _complete_variables() -> None:
