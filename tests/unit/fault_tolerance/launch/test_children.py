@@ -41,9 +41,7 @@ def _be_a_rank(methods: tuple[str, ...], folder: Path) -> None:
     _pass_on(methods, folder)
 
 
-@pytest.mark.parametrize(
-    "methods", [("fork",), ("forkserver",), ("spawn", "fork"), ("fork", "fork")]
-)
+@pytest.mark.parametrize("methods", [("fork",), ("spawn",), ("spawn", "fork"), ("fork", "fork")])
 def test_worker_ends_soon_after_its_rank_however_it_was_started(
     methods: tuple[str, ...], tmp_path: Path
 ) -> None:
