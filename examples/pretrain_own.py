@@ -90,7 +90,7 @@ def loss_function(
     kept = (torch.rand_like(losses) >= get_args().ignored_share).float()
     total, count = (losses * kept).sum(), kept.sum()
     logged = torch.stack([total.detach(), count])
-    return total, count.to(torch.int), {"loss of sums": logged}
+    return total, count.to(torch.int), {"lm loss": logged}
 
 
 def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:

@@ -39,7 +39,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             Versions of runs that divide differently do not fit together.
         replay_settings: the settings, by flag, that a repeated iteration must have; empty if a recovery
             repeats none.
-        script_settings: the settings, by flag, that only the training script reads.
+        script_settings: the settings, by flag, that only the training script reads; unset if none.
         superseded: names of the starts that the last start found something of and does not continue.
         began_with: the flags that begin the run from the weights of another run; empty without them.
     """
@@ -52,7 +52,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: str
     division: str = ""
     replay_settings: dict[str, Any] = {}
-    script_settings: dict[str, Any] = {}
+    script_settings: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     superseded: tuple[str, ...] = ()
     began_with: str = ""
 

@@ -38,4 +38,4 @@ class JobFacts:
     began_with: str
     is_deterministic: bool
     timeout_s: float
-    script_settings: dict[str, Any] = field(default_factory=dict)
+    script_settings: dict[str, str] = field(default_factory=dict)

@@ -83,7 +83,7 @@ def check_plan(candidate: Plan, found: Found, met: Met, verdict: Verdict) -> Non
     for _, identity in found.inventory.identities:
         if identity.start == candidate.start:
             check_settings(identity, found.inventory, met, verdict)
-            changes = changed_settings(met.facts.script_settings, identity.script_settings)
+            changes = changed_settings(met.facts.script_settings, identity.script_settings or {})
             verdict.say_changed(changes)
     check_replay(candidate, met.facts.replay_settings, verdict)
 
