@@ -9,7 +9,9 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.fault_tolerance.seams import replay as replay_module
-from megatron.fault_tolerance.seams.replay import LoopParts, Replay, can_freeze
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.seams.replay import Replay, can_freeze
+from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import IterationRecord
 from moe_ft.state.parameters import LocalParameter
@@ -80,8 +82,6 @@ class Loop:
     """A model of two units, each of four weights, in a loop that a replay interrupts."""
 
     def __init__(self, args: Namespace) -> None:
-        for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
-            setattr(args, name, 1)
         args.check_for_nan_in_loss_and_grad = True
         self.args = args
         self.parameters = [self._parameter(unit) for unit in (NORM, OUTPUT)]
@@ -91,7 +91,15 @@ class Loop:
             check_for_nan_in_grad=True,
             check_for_large_grads=True,
         )
-        self.config = Namespace(no_sync_func=1, grad_sync_func=2, param_sync_func=3, timers=4)
+        self.config = Namespace(
+            no_sync_func=1,
+            grad_sync_func=2,
+            param_sync_func=3,
+            timers=4,
+            tensor_model_parallel_size=1,
+            gtp_weight_remat_size=1,
+            expert_gtp_weight_remat_size=1,
+        )
         self.optimizer = Optimizer(self.parameters)
         self.noted: list[int] = []
         self.computed: list[tuple[int, bool]] = []
@@ -126,7 +134,7 @@ class Loop:
 
     def replay(self, window: Any) -> None:
         """Run a window again."""
-        Replay(window, self.parameters, self.args, self.noted.append).run(self.parts())
+        Replay(window, self.parameters, MegatronLoop(), self.noted.append).run(self.parts())
 
     def weights(self) -> list[float]:
         """Return one weight of each unit."""
