@@ -26,13 +26,13 @@ _PARTS_OF_OPTIMIZERS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "lion": ("m
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError on the first rule that Megatron's parsed arguments break."""
-    _check_megatron_version(args.moe_ft_allow_untested_megatron)
+    check_megatron_version(args.moe_ft_allow_untested_megatron)
     _check_sizes(args)
     check_refusals(args)
     _check_local_norm(args)
     _check_transformer_engine(args)
     _check_data(args)
-    _check_event_log(args.moe_ft_event_log)
+    check_event_log(args.moe_ft_event_log)
 
 
 def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> None:
@@ -83,7 +83,8 @@ def settings_without_effect(args: argparse.Namespace, command_line: Sequence[str
     ]
 
 
-def _check_megatron_version(allow_untested: bool) -> None:
+def check_megatron_version(allow_untested: bool) -> None:
+    """Raise ConfigError for a version that moe_ft was not tested with, unless it is allowed."""
     # Not megatron.core.__version__, which contains the revision of any git tree around it.
     installed = importlib.metadata.version("megatron-core")
     if installed not in TESTED_MEGATRON_VERSIONS and not allow_untested:
@@ -180,7 +181,8 @@ def _check_data(args: argparse.Namespace) -> None:
         _check_prefixes("--" + flag.replace("_", "-"), getattr(args, flag) or [])
 
 
-def _check_event_log(directory: str | None) -> None:
+def check_event_log(directory: str | None) -> None:
+    """Raise ConfigError unless the directory of the event log, if there is one, exists or can be made."""
     if directory is None:
         return
     try:
