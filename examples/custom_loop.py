@@ -12,6 +12,7 @@ The digest at the end is the one of a run that nobody disturbed.
 import argparse
 import os
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from moe_ft.state.digest import digest_state
 
 SEED, SEQUENCE_LENGTH, VOCABULARY = 1234, 32, 128
 MICRO_BATCH, NUM_MICROBATCHES = 2, 2
+DDP = DistributedDataParallelConfig(use_distributed_optimizer=True)
 
 
 def start_rank() -> None:
@@ -75,8 +77,7 @@ def build_model() -> DistributedDataParallel:
         max_sequence_length=SEQUENCE_LENGTH,
         position_embedding_type="rope",
     )
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    model = DistributedDataParallel(config, ddp_config, model.cuda().bfloat16())
+    model = DistributedDataParallel(config, DDP, model.cuda().bfloat16())
     model.broadcast_params()
     return model
 
@@ -125,9 +126,11 @@ class Loop:
         self.model.zero_grad_buffer()
         for index in range(num_microbatches):
             tokens = read_batch(first + index * MICRO_BATCH)
-            losses = self.model(tokens[:, :-1], positions, causal, labels=tokens[:, 1:])
-            self.loss = losses.float().mean()
-            (self.loss / num_microbatches).backward()
+            is_last = index == num_microbatches - 1
+            with nullcontext() if is_last else self.model.no_sync():
+                losses = self.model(tokens[:, :-1], positions, causal, labels=tokens[:, 1:])
+                self.loss = losses.float().mean()
+                (self.loss / num_microbatches).backward()
         finalize_model_grads([self.model])
 
 

@@ -4,6 +4,8 @@ import importlib.util
 import sys
 from types import ModuleType
 
+from megatron.core.distributed import DistributedDataParallelConfig
+
 from tests.unit.source import ROOT
 
 EXAMPLE = ROOT / "examples" / "custom_loop.py"
@@ -23,3 +25,13 @@ def run_example(words: list[str]) -> None:
     """Run the example on this rank, as torchrun does."""
     sys.argv = [str(EXAMPLE), *words]
     load_example().main()
+
+
+def run_with_overlap(words: list[str]) -> None:
+    """Run the example with gradients reduced during backward and weights gathered during forward."""
+    sys.argv = [str(EXAMPLE), *words]
+    example = load_example()
+    example.DDP = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    example.main()

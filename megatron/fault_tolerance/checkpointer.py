@@ -24,12 +24,15 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.fault_tolerance.custom.facts import Position, RunFacts, copy_of_json
 from megatron.fault_tolerance.custom.loop import CustomLoop
-from megatron.fault_tolerance.custom.settings import checked_config, megatron_settings
+from megatron.fault_tolerance.custom.settings import (
+    checked_config,
+    checked_groups,
+    megatron_settings,
+)
 from megatron.fault_tolerance.seams.optimizer_seams import OptimizerSeams
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.training_loop import LoopParts
@@ -116,8 +119,7 @@ class Checkpointer:
             say(f"warning: {line}")
         self._kind = kind_of(config.strategy.strategy)
         self._built = (model, optimizer, scheduler)
-        groups = groups or ProcessGroupCollection.use_mpu_process_groups()
-        self._training = CustomLoop(run, megatron, groups)
+        self._training = CustomLoop(run, megatron, checked_groups(groups))
         self._listeners = listeners_of(config, self._training, rank, on_sigterm=reports_sigterm)
         self._loop = self._listeners.loop
         self._train_iterations = run.train_iterations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.example_loop import EXAMPLE, run_example
+from tests.example_loop import EXAMPLE, run_example, run_with_overlap
 from tests.harness import JobResult, events, free_port, run_ranks
 from tests.unit.source import ROOT
 
@@ -23,10 +23,16 @@ def digests_in(outputs: Sequence[str]) -> Digests:
     return [found[str(rank)] for rank in range(NUM_RANKS)]
 
 
+def digests_of(result: JobResult) -> Digests:
+    """Return the digests that the ranks of a job have printed."""
+    return digests_in([result.output(rank) for rank in range(NUM_RANKS)])
+
+
 class ExampleJob:
     """The example with a memory directory and an event log of its own."""
 
     def __init__(self, folder: Path, memory_dir: Path) -> None:
+        self.target = run_example
         self.folder, self.events_dir = folder, folder / "events"
         self.words = [
             *("--event-log", str(self.events_dir)),
@@ -38,14 +44,13 @@ class ExampleJob:
         words = [*self.words, *(f"--setting={each}" for each in settings)]
         words += [] if kill_at is None else ["--kill-at", str(kill_at)]
         log_dir = self.folder / f"start_{len(list(self.folder.glob('start_*')))}"
-        return run_ranks(run_example, NUM_RANKS, words, log_dir=log_dir)
+        return run_ranks(self.target, NUM_RANKS, words, log_dir=log_dir)
 
     def run_with_a_kill(self, *settings: str) -> Digests:
         """Start the example, which is killed, and again; return the digests of the end."""
         killed = self.run(*settings, kill_at=KILL_AT)
         assert killed.exit_codes[1] == -9, killed.output(1)
-        again = self.run(*settings, kill_at=KILL_AT).check()
-        return digests_in([again.output(rank) for rank in range(NUM_RANKS)])
+        return digests_of(self.run(*settings, kill_at=KILL_AT).check())
 
     def recoveries(self) -> list[tuple[int, int, int, set[str]]]:
         """Return by rank what it has recovered: restored, target, lost tokens and tiers."""
@@ -66,13 +71,23 @@ def example(tmp_path: Path, memory_dir: Path) -> ExampleJob:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Digests:
     """Return the digests of the example without checkpoints and faults."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    result = run_ranks(run_example, NUM_RANKS, ["--setting=strategy=none"], log_dir=folder).check()
-    return digests_in([result.output(rank) for rank in range(NUM_RANKS)])
+    result = run_ranks(run_example, NUM_RANKS, ["--setting=strategy=none"], log_dir=folder)
+    return digests_of(result.check())
 
 
 def test_killed_loop_replays_a_window_from_memory_and_ends_as_without_a_failure(
     example: ExampleJob, undisturbed: Digests
 ) -> None:
+    assert example.run_with_a_kill("strategy=sparse", "window=3") == undisturbed
+    assert example.recoveries() == [(1, 3, 0, {"memory"})] * NUM_RANKS
+
+
+@pytest.mark.rest
+def test_replay_of_a_loop_that_overlaps_communication_ends_as_without_a_failure(
+    example: ExampleJob,
+) -> None:
+    example.target = run_with_overlap
+    undisturbed = digests_of(example.run("strategy=none").check())
     assert example.run_with_a_kill("strategy=sparse", "window=3") == undisturbed
     assert example.recoveries() == [(1, 3, 0, {"memory"})] * NUM_RANKS
 

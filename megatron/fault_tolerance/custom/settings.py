@@ -6,9 +6,11 @@ from enum import Enum
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.fault_tolerance.program.flag_classes import names_of
@@ -58,6 +60,31 @@ def checked_config(
     if config.strategy.is_on:
         check_state_dtype(megatron, config.precision)
     return config
+
+
+def checked_groups(groups: Any) -> Any:
+    """Return the process groups of the job: as given, or else those of `megatron.core.parallel_state`.
+
+    Raises:
+        ConfigError: if there are none, or one is missing.
+    """
+    if groups is None:
+        if not parallel_state.model_parallel_is_initialized():
+            raise ConfigError(
+                "Checkpointer needs process groups, and there are none. Call megatron.core.parallel_state."
+                "initialize_model_parallel, or pass groups=, a ProcessGroupCollection."
+            )
+        return ProcessGroupCollection.use_mpu_process_groups()
+    missing = [name for name in _GROUPS if getattr(groups, name, None) is None]
+    if missing:
+        raise ConfigError(
+            f"groups= lacks {', '.join(missing)}: state is divided among these ranks. Pass a "
+            f"ProcessGroupCollection with {', '.join(_GROUPS)}."
+        )
+    return groups
+
+
+_GROUPS = ("dp", "dp_cp", "expt_dp", "tp", "expt_tp", "ep", "pp")
 
 
 def settings_of(megatron: argparse.Namespace, kind: Kind) -> dict[str, Any]:

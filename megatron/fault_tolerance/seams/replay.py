@@ -4,7 +4,7 @@ It runs forward, backward and the optimizer step, and nothing else of train_step
 scales come from the records. Turning the snapshots of a window into a state is moe_ft/recovery/replay.py.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -146,7 +146,7 @@ def _logged(
 @contextmanager
 def _quiet(loop: LoopParts) -> Iterator[None]:
     """Turn off timers, checks that need the loop, and overlap, which frozen units would break."""
-    with Patches() as patches:
+    with _without_gathering_hooks(loop.model), Patches() as patches:
         configs = {id(each): each for each in _ddp_configs(loop)}.values()
         for config in configs:
             for name in (
@@ -163,6 +163,19 @@ def _quiet(loop: LoopParts) -> Iterator[None]:
             patches.set(config, "timers", None)
             patches.set(config, "log_num_zeros_in_grad", False)
         yield
+
+
+@contextmanager
+def _without_gathering_hooks(model: Iterable[Any]) -> Iterator[None]:
+    """Take off the hooks that gather weights before a module runs; Megatron's own loop puts them on later."""
+    hooked = [chunk for chunk in model if chunk.remove_forward_pre_hook_handles]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=False)
+    try:
+        yield
+    finally:
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
 
 
 def _ddp_configs(loop: LoopParts) -> Iterator[Any]:

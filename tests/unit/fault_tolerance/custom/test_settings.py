@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.fault_tolerance.custom.settings import checked_config, settings_of
+from megatron.fault_tolerance.custom.settings import checked_config, checked_groups, settings_of
 from moe_ft.config.flag_table import Kind
 from moe_ft.errors import ConfigError
 
@@ -87,3 +87,20 @@ def test_event_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--moe-ft-event-log=.*file cannot be written"):
         check(event_log=str(tmp_path / "file"))
+
+
+def test_groups_that_are_given_are_used() -> None:
+    names = ("dp", "dp_cp", "expt_dp", "tp", "expt_tp", "ep", "pp")
+    groups = Namespace(**dict.fromkeys(names, "a group"))
+    assert checked_groups(groups) is groups
+
+
+def test_groups_that_are_missing_are_named() -> None:
+    groups = Namespace(dp="a group", dp_cp="a group", tp="a group", ep=None, pp="a group")
+    with pytest.raises(ConfigError, match="groups= lacks expt_dp, expt_tp, ep: state is divided"):
+        checked_groups(groups)
+
+
+def test_loop_that_has_made_no_groups_is_told_to_make_them() -> None:
+    with pytest.raises(ConfigError, match="there are none. Call megatron.core.parallel_state.init"):
+        checked_groups(None)

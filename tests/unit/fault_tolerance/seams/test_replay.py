@@ -103,6 +103,8 @@ class Loop:
         self.optimizer = Optimizer(self.parameters)
         self.noted: list[int] = []
         self.computed: list[tuple[int, bool]] = []
+        self.hooks: dict[str, str] = {}
+        self.hooked: list[bool] = []
 
     def _parameter(self, unit: UnitId) -> LocalParameter:
         weight = torch.nn.Parameter(torch.ones(4))
@@ -111,6 +113,7 @@ class Loop:
     def forward_backward(self, *, num_microbatches: int, **options: Any) -> None:
         """Make gradients of one for every weight that is trained."""
         self.computed.append((self.args.curr_iteration, self.ddp_config.overlap_grad_reduce))
+        self.hooked.append(bool(self.hooks))
         for each in self.parameters:
             if each.parameter.requires_grad:
                 each.parameter.grad = torch.ones(4)
@@ -122,6 +125,9 @@ class Loop:
             ddp_config=self.ddp_config,
             bucket_groups=[],
             expert_parallel_bucket_groups=[],
+            remove_forward_pre_hook_handles=self.hooks,
+            disable_forward_pre_hook=lambda *, param_sync: self.hooks.clear(),
+            enable_forward_pre_hook=lambda: self.hooks.update(module="handle"),
         )
         return LoopParts(
             forward_step=print,
@@ -183,6 +189,16 @@ def test_overlap_and_checks_are_off_during_the_replay_only(loop: Loop) -> None:
     assert after == before
     assert loop.args.check_for_nan_in_loss_and_grad
     assert not {"get_grad_norm", "prepare_grads"} & vars(loop.optimizer).keys()
+
+
+@pytest.mark.parametrize("is_hooked", [True, False])
+def test_weights_are_not_gathered_by_hooks_during_the_replay_only(
+    loop: Loop, is_hooked: bool
+) -> None:
+    loop.hooks.update({"module": "handle"} if is_hooked else {})
+    loop.replay(Window(record_of(3), record_of(4)))
+    assert loop.hooked == [False]
+    assert bool(loop.hooks) is is_hooked
 
 
 def test_iteration_with_another_number_of_micro_batches_is_refused(loop: Loop) -> None:
