@@ -258,6 +258,8 @@ class Checkpointer:
     def finish(self) -> bool:
         """Bring the last state to storage, if there is a persist directory. Called by all ranks.
 
+        Before the planned number of iterations it leaves what the job needs to continue.
+
         Returns:
             False if the last state should be on storage and is not: end the process with an error then, so
             that the launcher starts it again, and it recovers from memory.

@@ -1,4 +1,6 @@
-"""The end of training: tries to bring the last state to storage, and advice if it is not there.
+"""The end of training: tries to bring the last state where it is kept, and advice if it is not there.
+
+That place is storage, or memory if there is no storage and training is to continue.
 
 The steps are the engine's (engine/engine.py); this file decides how often and how long they are tried.
 """
@@ -54,6 +56,21 @@ class Ending:
         is_finished = self.outcome is LastState.NO_STORAGE and is_complete
         return self.is_agreed and (self.outcome is LastState.SAVED or is_finished)
 
+    def loss_without_storage(self) -> str:
+        """Return what to tell the user of iterations that the next start trains again, or nothing.
+
+        Training has ended before its last iteration and without storage, and memory lacks its last state.
+        """
+        if self.outcome is not LastState.NO_STORAGE or self.newest_in_memory == self.iteration:
+            return ""
+        held = "no state of this start"
+        if self.newest_in_memory is not None:
+            held = f"the state of iteration {self.newest_in_memory}"
+        return (
+            f"training ends at iteration {self.iteration}, the memory of the nodes holds {held}, and there "
+            "is no --moe-ft-persist-dir to keep more: the next start trains the iterations since then again."
+        )
+
     def advice(self, persist_dir: str, memory_dir: str, job_id: str) -> str:
         """Return what to tell the user of a state that is not saved."""
         what = (
@@ -78,7 +95,7 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Progress of the last state on its way to storage, as all ranks have agreed.
+    """Progress of the last state on its way to where it is kept, as all ranks have agreed.
 
     Attributes:
         turn: the least of what the ranks want.
@@ -116,14 +133,14 @@ class _Tries:
         self._num_failed += 1
 
 
-def bring_to_storage(
+def keep_last_state(
     advance: Callable[[Turn], Progress | None],
     begin_step: Callable[[], None],
     tell: Callable[[], None],
     deadline_s: float,
     clock: Clock,
 ) -> bool:
-    """Try until the last state is on storage, some tries have failed, or there is no time left.
+    """Try until the last state is kept, some tries have failed, or there is no time left.
 
     Called by all ranks, which leave it in the same round.
 
@@ -133,7 +150,7 @@ def bring_to_storage(
         deadline_s: for all tries together.
 
     Returns:
-        Whether the last state is on storage.
+        Whether the last state is where it is kept.
     """
     tries = _Tries(deadline_s, clock)
     poll_s = _POLL_S

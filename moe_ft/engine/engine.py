@@ -19,7 +19,7 @@ from moe_ft.engine.background import BackgroundPart, Report
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.context import EngineContext, EngineSettings, Handover
 from moe_ft.engine.decisions import Decisions, Turn, Votes
-from moe_ft.engine.ending import Ending, LastState, Progress, bring_to_storage
+from moe_ft.engine.ending import Ending, LastState, Progress, keep_last_state
 from moe_ft.engine.links.peers import Replica
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.memory.restored import replica_to_send
@@ -263,31 +263,38 @@ class CheckpointEngine:
         iteration: int,
         capture: Callable[[], CapturedRecord],
         log: Callable[[Report], None],
+        *,
+        is_complete: bool,
     ) -> Ending:
-        """Bring the last state to storage, if there is one, within a deadline. Called by all ranks.
+        """Bring the last state to storage within a deadline. Called by all ranks.
+
+        Without storage it is brought to memory, unless nothing will continue from it.
 
         Args:
             capture: takes the record of the state.
             log: see `drain`; also called while this waits.
+            is_complete: whether training has reached its last iteration.
         """
         self._iteration = iteration
         is_new = iteration != self._start_iteration
         outcome = LastState.UNSAVED if is_new else self._outcome_without_training
         if not self._settings.persist_interval:
             outcome = LastState.NO_STORAGE
-        if outcome is LastState.UNSAVED:
-            is_saved = bring_to_storage(
+        is_for_memory = outcome is LastState.NO_STORAGE and is_new and not is_complete
+        if outcome is LastState.UNSAVED or is_for_memory:
+            is_kept = keep_last_state(
                 partial(self._advance_at_end, iteration),
                 partial(self._bring_last, iteration, capture),
                 partial(self._messages.drain, log, is_ending=True),
                 persist_deadline_s(self._memory.num_own_bytes, len(self._context.topology.ranks)),
                 self._clock,
             )
-            if is_saved:
-                outcome = LastState.SAVED
-            else:
-                reason = "the last state is not on storage"
+            if not is_kept:
+                where = "in memory" if is_for_memory else "on storage"
+                reason = f"the last state is not {where}"
                 self._reports.degraded(BackgroundPart.PERSIST, iteration, reason)
+            elif outcome is LastState.UNSAVED:
+                outcome = LastState.SAVED
         self._messages.drain(log, is_ending=True)
         return Ending(
             iteration=iteration,
@@ -324,10 +331,16 @@ class CheckpointEngine:
         has_window_failed = is_try and votes.state is SnapshotState.FAILED
         return Progress(
             turn=votes.turn,
-            is_saved=self._storage.is_at_end(iteration),
+            is_saved=self._is_kept(iteration),
             has_failed=is_confirmed is False or has_window_failed,
             is_idle=votes.is_idle and votes.state is not SnapshotState.RUNNING and has_room,
         )
+
+    def _is_kept(self, iteration: int) -> bool:
+        """Return whether the last state is where it is to be kept."""
+        if self._settings.persist_interval:
+            return self._storage.is_at_end(iteration)
+        return self._has_whole(iteration)
 
     def _has_whole(self, iteration: int) -> bool:
         """Return whether memory has all of the last state."""
@@ -336,7 +349,7 @@ class CheckpointEngine:
         return is_newest and self._strategy.is_whole(iteration)
 
     def _bring_last(self, iteration: int, capture: Callable[[], CapturedRecord]) -> None:
-        """Begin the next step on the last state's way to storage."""
+        """Begin the next step on the last state's way to where it is kept."""
         if self._has_whole(iteration):
             assert self._windows.complete is not None
             self._submit(self._windows.complete, is_last=True)

@@ -61,7 +61,7 @@ def decode[B: Body](content: bytes, kind: type[B], where: str) -> B:
     _check_format(body, where)
     try:
         decoded = msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: deeply nested lists
+    except (ValueError, RecursionError) as error:  # of deeply nested lists
         raise CorruptStateError(
             f"{where} does not have the form of {kind.__name__}: {error}"
         ) from error
@@ -77,7 +77,7 @@ def _check_format(body: memoryview, where: str) -> None:
     """Raise FormatVersionError for a file of another format, whose schema is not known here."""
     try:
         found = msgspec.json.decode(body, type=_AnyFormat).format
-    except (msgspec.MsgspecError, RecursionError):
+    except (ValueError, RecursionError):
         return  # decoding with the schema says what is wrong
     if found and found != FORMAT:
         raise FormatVersionError(f"{where} has format '{found}', this version reads {FORMAT}")

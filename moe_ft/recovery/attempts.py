@@ -70,6 +70,6 @@ def _path(node_dir: Path, rank: int) -> Path:
 
 
 def _read(path: Path) -> list[Attempt]:
-    with suppress(OSError, msgspec.MsgspecError):  # a hint that is lost costs one more try
+    with suppress(OSError, ValueError):  # a hint that is lost costs one more try
         return msgspec.json.decode(path.read_bytes(), type=list[Attempt])
     return []

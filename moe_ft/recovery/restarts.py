@@ -42,7 +42,7 @@ def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher 
     Args:
         node_dir: the memory directory of the job on this node.
     """
-    with suppress(OSError, msgspec.MsgspecError):
+    with suppress(OSError, ValueError):
         known = msgspec.json.decode(read_private(node_dir / _NAME), type=Launcher)
         process = _process(environment)
         is_requeued = environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")

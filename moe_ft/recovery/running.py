@@ -58,18 +58,28 @@ class Checkpointing:
             note_failure(self.met, self.plan, where, error)
 
     def finish(
-        self, iteration: int, facts: IterationFacts, log: Callable[[Report], None]
+        self,
+        iteration: int,
+        facts: IterationFacts,
+        log: Callable[[Report], None],
+        *,
+        is_complete: bool,
     ) -> Ending:
         """Bring the last state to storage; training has ended. Called by all ranks.
 
         Args:
             log: gets what is reported meanwhile.
+            is_complete: whether training has reached its last iteration.
         """
-        ending = self.engine.finish(iteration, lambda: self.capture(facts), log)
+        ending = self.engine.finish(
+            iteration, lambda: self.capture(facts), log, is_complete=is_complete
+        )
         site = self.met.site
         if not ending.is_saved and site.is_lowest_on_node:
             persist_dir = site.config.storage.persist_dir or ""
             say(ending.advice(persist_dir, str(site.node_dir), site.job_id))
+        elif not is_complete and site.rank == 0 and (loss := ending.loss_without_storage()):
+            say(f"warning: {loss}")
         return ending
 
     def close(self, *, removes_memory: bool = False) -> None:

@@ -97,6 +97,8 @@ def _is_intact(index: Index, folder: Path, root: Path) -> bool:
     """
     own = folder / index.file
     contents = {"": own.read_bytes() if own.is_file() else b""}
+    if len(contents[""]) < index.file_bytes:
+        return False  # the product does not look into a file that has been cut
     header = contents[""][: index.header_bytes]
     if xxhash.xxh3_64_hexdigest(header) != index.header_checksum:
         return False

@@ -34,28 +34,30 @@ class Floors:
         memory: as long as no node loses its memory.
         protected: as long as one node loses its memory, and none before.
         storage: whatever happens to the nodes.
+        recovered: by the last start, as long as nothing is lost: nobody knows where it is.
     """
 
     memory: int = 0
     protected: int = 0
     storage: int = 0
+    recovered: int = 0
 
     def lose_node(self) -> None:
         """A node's memory is gone."""
-        self.memory, self.protected = max(self.protected, self.storage), self.storage
+        self.memory, self.protected, self.recovered = self.protected, 0, 0
 
     def lose_memory(self) -> None:
         """The memory of all nodes is gone, or damaged."""
-        self.memory = self.protected = self.storage
+        self.memory = self.protected = self.recovered = 0
 
     def lose_storage(self) -> None:
         """Storage is damaged."""
-        self.storage = 0
+        self.storage = self.recovered = 0
 
     @property
     def highest(self) -> int:
         """The iteration that the next start must recover at least."""
-        return max(self.memory, self.storage)
+        return max(self.memory, self.storage, self.recovered)
 
 
 @dataclass
@@ -200,12 +202,7 @@ class Oracle:
     def _check_is_quiet(self, start: Start) -> None:
         """Nothing may go wrong where nothing disturbs a start."""
         for life in start.lives:
-            # A peer may refuse the first replicas of a start rather than give up what was recovered.
-            wrong = [
-                each
-                for _, each in life.reports
-                if each.event == "degraded" and "must be kept" not in each.fields["reason"]
-            ]
+            wrong = [each for _, each in life.reports if each.event == "degraded"]
             if wrong:
                 self._fail(start, f"rank {life.rank} reports {wrong[0].fields}, undisturbed")
         if not start.has_ended_well and not self.is_refused:
@@ -216,10 +213,11 @@ class Oracle:
         floors, lives = self.floors, start.lives
         recovered = {life.outcome.iteration for life in lives if life.outcome is not None}
         complete = set[int]().union(*(life.complete for life in lives))
-        floors.memory = max(floors.memory, *recovered, *complete)
+        floors.recovered = max(recovered, default=0)
+        floors.memory = max(floors.memory, *complete, 0)
         # A peer that has the last snapshot of a window has all of it.
         at_peers = set.intersection(*(life.replicated for life in lives)) & complete
-        floors.protected = max(floors.protected, *at_peers, floors.storage)
+        floors.protected = max(floors.protected, *at_peers, 0)
         floors.storage = max(floors.storage, *(life.confirmed for life in lives))
         if any(life.may_lose_memory for life in lives):
             floors.lose_memory()
@@ -230,11 +228,11 @@ class Oracle:
             if not self.is_disturbed:
                 self._fail(start, "the last state is not where it should be, undisturbed")
             return
-        if setup.persist_interval:
+        if setup.persist_interval or start.last_iteration < self.job.training.iterations:
             left = look(root, setup.shape.num_ranks)
             is_excused = self.is_disturbed or self.is_damaged  # a checkpoint is not written twice
             if left.newest != start.last_iteration and not is_excused:
-                self._fail(start, f"storage ends with iteration {left.newest}")
+                self._fail(start, f"the end leaves iteration {left.newest}")
         memory = [
             each
             for node in sorted(set(start.nodes))  # nodes that the job has left keep what they have

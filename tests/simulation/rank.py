@@ -64,6 +64,7 @@ class Life:
         error: what has ended the rank.
         is_saved: whether training has ended and its last state is where it should be; None before.
         may_lose_memory: whether it has ended so that nothing in memory is needed any more.
+        on_recovery: called when the recovery is over.
     """
 
     rank: int
@@ -80,6 +81,7 @@ class Life:
     error: BaseException | None = None
     is_saved: bool | None = None
     may_lose_memory: bool = False
+    on_recovery: Callable[[], None] = lambda: None
 
 
 class Rank:
@@ -132,6 +134,7 @@ class Rank:
                 self._replay(window)
             _put_draws(self._model, outcome.record)
         self._life.outcome = outcome
+        self._life.on_recovery()
         self._note(outcome.iteration)
 
     def _facts(self, dp_cp: Any, expt_dp: Any) -> JobFacts:
@@ -208,12 +211,12 @@ class Rank:
             running.engine.drain(partial(self._report, iteration))
             self._note_promises()
         facts = facts or self._iteration_facts(iteration, None)
-        ending = running.finish(iteration, facts, partial(self._report, iteration))
+        is_complete = iteration == self._training.iterations
+        report = partial(self._report, iteration)
+        ending = running.finish(iteration, facts, report, is_complete=is_complete)
         self._note_promises()
         self._life.is_saved = ending.is_saved
-        self._life.may_lose_memory = ending.may_lose_memory(
-            is_complete=iteration == self._training.iterations
-        )
+        self._life.may_lose_memory = ending.may_lose_memory(is_complete=is_complete)
 
     def _end_after(self, iteration: int) -> int:
         """Return the iteration at which a start ends that continues from one."""

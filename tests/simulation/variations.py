@@ -47,7 +47,7 @@ def vary(setup: Setup, rng: random.Random) -> Setup:
         if not setup.is_sharded and not is_load_aware and rng.random() < 0.5:
             changes["sharding"] = "adaptive"
     persists = changes.get("persist_interval", setup.persist_interval) > 0
-    if persists and rng.random() < 0.25:  # without storage, a stop keeps complete windows alone
+    if rng.random() < (0.25 if persists else 0.1):
         changes["stop_interval"] = rng.randint(1, max(1, setup.iterations - 1))
     changed: Setup = msgspec.structs.replace(setup, options=options, **changes)
     return changed

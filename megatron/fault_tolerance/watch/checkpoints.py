@@ -185,10 +185,12 @@ class Checkpoints(LoopListener):
         if self._running is not None and self._seam is not None and not loop.is_in_iteration:
             self._seam.pass_postponed()
             facts = self._seam.last_facts()
-            ending = self._running.finish(loop.iteration, facts, self._write_report)
-            loop.is_saved = ending.is_saved
             train_iterations = self._training.train_iterations
             is_complete = train_iterations is not None and loop.iteration >= train_iterations
+            ending = self._running.finish(
+                loop.iteration, facts, self._write_report, is_complete=is_complete
+            )
+            loop.is_saved = ending.is_saved
             self._may_lose_memory = ending.may_lose_memory(is_complete=is_complete)
 
     def end(self, reason: str, exit_code: int) -> None:

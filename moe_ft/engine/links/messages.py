@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from moe_ft.engine.persist.patience import SLOWEST_BYTES_PER_S
+from moe_ft.errors import CorruptStateError
 
 CHUNK_BYTES = 8 << 20
 PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received
@@ -18,6 +19,14 @@ _MAX_HEADER_BYTES = 1 << 20
 _LENGTH = struct.Struct(">I")
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TooEarlyError(CorruptStateError):
+    """A replica has no place as long as the newest state that all ranks have must be kept.
+
+    After a recovery a peer's replica of that state may lie in other slots than the rank's own copy. The next
+    replica will have a place.
+    """
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
@@ -51,10 +60,15 @@ class Get(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
-    """Answers both; an empty error means success. Followed by num_bytes raw bytes."""
+    """Answers both; an empty error means success. Followed by num_bytes raw bytes.
+
+    Attributes:
+        comes_too_early: whether the error is a TooEarlyError.
+    """
 
     error: str = ""
     num_bytes: _Count = 0
+    comes_too_early: bool = False
 
 
 REQUEST = msgspec.json.Decoder(Put | Get)

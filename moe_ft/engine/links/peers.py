@@ -18,6 +18,7 @@ from moe_ft.engine.links.messages import (
     Deadline,
     Get,
     Put,
+    TooEarlyError,
     receive,
     receive_header,
     send,
@@ -142,7 +143,8 @@ class PeerConnection:
         check_s = PROGRESS_TIMEOUT_S + num_bytes / _SLOWEST_CHECK_BYTES_PER_S
         reply = REPLY.decode(receive_header(connection, Deadline(check_s)))
         if reply.error:
-            raise CorruptStateError(reply.error)
+            error = TooEarlyError if reply.comes_too_early else CorruptStateError
+            raise error(reply.error)
 
     def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytearray:
         """Return a range of a file in the peer's node memory; raises OSError if that fails."""
@@ -227,6 +229,10 @@ class PeerReplicator:
             pair.connection.put(replica, slots, self._phase_hook)
         except Exception as error:  # of the network, the peer, or an injected one
             pair.fail()
+            if isinstance(error, TooEarlyError) and pair.num_failures == 1:
+                reason = f"rank {rank} keeps what was recovered until the next one: {error}"
+                self._reports.skipped(BackgroundPart.REPLICATE, iteration, reason)
+                return None
             self._reports.degraded(
                 BackgroundPart.REPLICATE,
                 iteration,

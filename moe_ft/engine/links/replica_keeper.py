@@ -14,6 +14,8 @@ from moe_ft.engine.links.messages import (
     PROGRESS_TIMEOUT_S,
     Deadline,
     Put,
+    Reply,
+    TooEarlyError,
     pass_over,
     receive,
     receive_into,
@@ -43,7 +45,7 @@ class ReplicaKeeper:
         self._locks = {source: threading.Lock() for source in replicas}
         self._replicas = replicas
 
-    def receive(self, connection: socket.socket, request: Put) -> str:
+    def receive(self, connection: socket.socket, request: Put) -> Reply:
         """Receive a replica; return what is wrong with it, or nothing.
 
         Raises:
@@ -68,9 +70,9 @@ class ReplicaKeeper:
                 slots = _slots_for(request, index, memory, region)
             except CorruptStateError as error:
                 pass_over(connection, request.data_bytes + request.slot_bytes, deadline)
-                return str(error)
+                return Reply(error=str(error), comes_too_early=isinstance(error, TooEarlyError))
             contents = _receive_contents(connection, request, memory, region, slots, deadline)
-            return self._commit(request, index, region, contents)
+            return Reply(error=self._commit(request, index, region, contents))
 
     @contextmanager
     def _alone(self, source: int) -> Iterator[None]:
@@ -159,7 +161,7 @@ def _region_for(request: Put, index: Index, memory: ReplicaMemory) -> Region:
         if each.iteration is None or each.iteration != request.keep_iteration
     ]
     if not free and len(memory.regions) == 1:
-        raise CorruptStateError(
+        raise TooEarlyError(
             f"all regions hold iteration {request.keep_iteration}, which must be kept"
         )
     # The least valuable goes. Several may hold the iteration to keep, by different families of snapshots: a
@@ -211,7 +213,7 @@ def _slots_for(
     for region in memory.regions:
         if region is not filled and slots and _names_another(region, slots):
             if region.iteration is not None and region.iteration == request.keep_iteration:
-                raise CorruptStateError(
+                raise TooEarlyError(
                     f"a slot of iteration {region.iteration} would be overwritten, which must be kept"
                 )
             region.invalidate()

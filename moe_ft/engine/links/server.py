@@ -91,8 +91,7 @@ class PeerServer:
             return False
         request = REQUEST.decode(receive_header(connection, Deadline.for_bytes(0)))
         if isinstance(request, Put):
-            reply = Reply(error=self._keeper.receive(connection, request))
-            send(connection, reply, Deadline.for_bytes(0))
+            send(connection, self._keeper.receive(connection, request), Deadline.for_bytes(0))
         else:
             self._get(connection, request)
         return True

@@ -27,7 +27,10 @@ ALIVE_SUFFIX = ".alive"
 PERSIST_NAME = "persist"
 _FORMAT = "moe_ft/job/1"
 _LOCK_TIMEOUT_S = 20.0  # removing a terabyte takes a while
-_FILE = re.compile(rf"rank_\d{{5,}}{re.escape(ALIVE_SUFFIX)}|failed_\d{{5,}}\.json|launcher")
+_NAMES = rf"rank_\d{{5,}}{re.escape(ALIVE_SUFFIX)}|failed_\d{{5,}}\.json|launcher"
+_FILE = re.compile(
+    rf"{_NAMES}|\.({_NAMES})\.\d+"
+)  # or what a process leaves that is killed while it writes
 
 
 class JobMarker(msgspec.Struct, frozen=True):
@@ -58,7 +61,7 @@ def read_marker(directory: Path) -> JobMarker | None:
     try:
         content = read_private(directory / MARKER_NAME)
         marker = msgspec.json.decode(content, type=JobMarker)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, ValueError):  # of msgspec, or bytes that are no text
         return None
     is_its_own = (marker.format, marker.job_id) == (_FORMAT, directory.name)
     return marker if is_its_own and marker.uid == os.geteuid() else None

@@ -192,7 +192,7 @@ class PersistClient:
             content = path.read_bytes()
             path.unlink()
             return msgspec.json.decode(content, type=PersistResult)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError):
             return None
 
 

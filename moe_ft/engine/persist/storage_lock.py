@@ -310,5 +310,5 @@ class _StoredLock:
 def _decode(content: bytes) -> Lock | None:
     try:
         return msgspec.json.decode(content, type=Lock)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return None

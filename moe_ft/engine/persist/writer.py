@@ -156,7 +156,7 @@ class PersistWorker:
     def _serve(self, path: Path, content: bytes) -> None:
         try:
             request = msgspec.json.decode(content, type=PersistRequest)
-        except msgspec.MsgspecError:
+        except ValueError:
             return
         start = time.perf_counter()
         index, error, warning, has_lost_previous = None, "", "", False

@@ -304,13 +304,14 @@ class Job:
         for rank in reversed(self.ranks):
             rank.clock.serve()
 
-    def finish(self) -> list[Ending]:
-        """End training on all ranks at once; return how."""
+    def finish(self, *, is_complete: bool = True) -> list[Ending]:
+        """End training on all ranks at once, after its last iteration or before; return how."""
 
         def end(number: int, gather: Any) -> Ending:
             rank = self.ranks[number]
             capture = lambda: rank.capture(self.iteration)  # noqa: E731
-            return rank.engine.finish(self.iteration, capture, rank.reports.append)
+            report = rank.reports.append
+            return rank.engine.finish(self.iteration, capture, report, is_complete=is_complete)
 
         return run_together(self.setup.num_ranks, end)
 

@@ -6,7 +6,7 @@ from itertools import chain, repeat
 import pytest
 
 from moe_ft.engine.decisions import Turn
-from moe_ft.engine.ending import Ending, LastState, Progress, bring_to_storage
+from moe_ft.engine.ending import Ending, LastState, Progress, keep_last_state
 from tests.unit.moe_ft.engine.clocks import ManualClock
 
 DEADLINE_S = 100.0
@@ -46,7 +46,7 @@ class Rank:
 
     def bring(self) -> bool:
         """Bring the last state to storage."""
-        return bring_to_storage(self.advance, self.begin_step, self.tell, DEADLINE_S, self._clock)
+        return keep_last_state(self.advance, self.begin_step, self.tell, DEADLINE_S, self._clock)
 
 
 def test_state_that_is_written_at_the_first_try_is_saved(clock: ManualClock) -> None:
@@ -73,19 +73,19 @@ def test_state_whose_write_never_ends_is_given_up_at_the_deadline(clock: ManualC
     def advance(turn: Turn) -> Progress:
         return Progress(turn=turn, is_saved=False, has_failed=False, is_idle=False)
 
-    assert not bring_to_storage(advance, lambda: None, lambda: None, DEADLINE_S, clock)
+    assert not keep_last_state(advance, lambda: None, lambda: None, DEADLINE_S, clock)
     assert clock.now == pytest.approx(DEADLINE_S, abs=1.0)
 
 
 def test_ranks_that_cannot_agree_give_up_at_once(clock: ManualClock) -> None:
-    assert not bring_to_storage(lambda turn: None, lambda: None, lambda: None, DEADLINE_S, clock)
+    assert not keep_last_state(lambda turn: None, lambda: None, lambda: None, DEADLINE_S, clock)
     assert clock.now == 0.0
 
 
 def test_try_waits_until_every_rank_has_paused(clock: ManualClock) -> None:
     turns = chain([Turn.WAIT, Turn.WAIT, Turn.TRY], repeat(Turn.GIVE_UP))
     started: list[float] = []
-    bring_to_storage(
+    keep_last_state(
         lambda turn: progress(next(turns)),
         lambda: started.append(clock.now),
         lambda: None,
@@ -149,3 +149,22 @@ def test_advice_says_how_the_state_gets_to_storage() -> None:
 def test_advice_blames_the_storage_only_if_the_ranks_could_agree() -> None:
     text = ended(LastState.UNSAVED, agreed=False).advice("/storage", "/memory", "job")
     assert "Start the job again on these nodes" in text
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "expected"),
+    [
+        (
+            None,
+            "training ends at iteration 6, the memory of the nodes holds no state of this start",
+        ),
+        (4, "holds the state of iteration 4, and there is no --moe-ft-persist-dir"),
+    ],
+)
+def test_iterations_that_no_memory_holds_are_named(in_memory: int | None, expected: str) -> None:
+    assert expected in ended(LastState.NO_STORAGE, in_memory=in_memory).loss_without_storage()
+
+
+def test_nothing_is_lost_if_memory_or_storage_has_the_last_state() -> None:
+    assert not ended(LastState.NO_STORAGE, in_memory=6).loss_without_storage()
+    assert not ended(LastState.SAVED, in_memory=None).loss_without_storage()

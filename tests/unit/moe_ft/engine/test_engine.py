@@ -383,6 +383,28 @@ def test_training_without_storage_ends_at_once(make_job: MakeJob) -> None:
         assert (ending.outcome, ending.newest_in_memory) == (LastState.NO_STORAGE, 1)
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_training_that_is_to_continue_without_storage_keeps_its_last_state_in_memory(
+    make_job: MakeJob, window: int
+) -> None:
+    job = make_job(num_ranks=2, window=window, interval=4)
+    job.run([1, 2, 3])  # no window has begun
+    for ending in job.finish(is_complete=False):
+        assert (ending.outcome, ending.newest_in_memory) == (LastState.NO_STORAGE, 3)
+    for rank in job.ranks:
+        assert [each.iteration for each in rank.indexes() if each.is_whole] == [3]
+
+
+def test_last_state_that_fits_nowhere_is_said_to_be_lost(make_job: MakeJob) -> None:
+    job = make_job(window=3)
+    (rank,) = job.ranks
+    rank.hook = fail_at(Phase.SNAPSHOT, 2)
+    job.run([1, 2])
+    (ending,) = job.finish(is_complete=False)
+    assert (ending.outcome, ending.newest_in_memory) == (LastState.NO_STORAGE, None)
+    assert rank.reasons()[-1] == ("persist", "the last state is not in memory")
+
+
 def test_start_without_a_single_iteration_has_nothing_to_save(make_job: MakeJob) -> None:
     job = make_job(persist_interval=1)
     (ending,) = job.finish()

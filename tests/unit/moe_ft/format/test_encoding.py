@@ -122,7 +122,7 @@ def test_corrupt_state_is_an_oserror_so_that_readers_fall_to_the_next_source() -
     assert issubclass(CorruptStateError, OSError)
 
 
-@pytest.mark.parametrize("body", [None, 1, "text", [], {}, [1, 2], True])
+@pytest.mark.parametrize("body", [None, 1, "text", [], {}, [1, 2], True, b'{"format":"\xff"}'])
 def test_body_that_is_no_object_of_the_schema_is_refused(body: object) -> None:
     assert is_refused(seal(body), Index)
     assert is_refused(seal(body), Manifest)

@@ -45,7 +45,9 @@ def test_failures_that_the_ranks_of_a_node_have_noted_are_read_together(tmp_path
     assert [each.by for each in read_attempts(tmp_path)] == ["a", "b", "a"]
 
 
-@pytest.mark.parametrize("content", [b"", b"[{", b'[{"surprise": 1}]', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[{", b'[{"surprise": 1}]', b"\xff\xfe", b'[{"start": "\xff"}]']
+)
 def test_notes_that_cannot_be_read_are_ignored_and_replaced(tmp_path: Path, content: bytes) -> None:
     note_attempt(tmp_path, 1, attempt("a"))
     (tmp_path / "failed_00000.json").write_bytes(content)

@@ -64,7 +64,8 @@ def test_what_torchrun_did_not_start_is_known_only_where_restarts_are_counted(
     assert recall_launcher(tmp_path, {"SLURM_RESTART_COUNT": "1"}) is not None
 
 
-def test_note_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"4711 12.5", b'{"process":"\xff"}'])
+def test_note_that_cannot_be_read_is_none(tmp_path: Path, content: bytes) -> None:
     note_launcher(tmp_path, TORCHRUN, [])
-    (tmp_path / "launcher").write_bytes(b"4711 12.5")
+    (tmp_path / "launcher").write_bytes(content)
     assert recall_launcher(tmp_path, TORCHRUN) is None

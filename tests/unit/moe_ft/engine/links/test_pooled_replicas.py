@@ -130,9 +130,14 @@ def test_slot_of_a_snapshot_that_must_be_kept_is_not_overwritten(
 ) -> None:
     assert sender.send(1, {0: (0, 1)})
     assert not sender.send(2, {0: (0, 2)}, keep=1)
-    reason = reports.drain()[-1].fields["reason"]
-    assert "a slot of iteration 1 would be overwritten, which must be kept" in reason
+    report = reports.drain()[-1]
+    assert report.event == "skipped"  # the peer keeps the older state as it should
+    assert (
+        "a slot of iteration 1 would be overwritten, which must be kept" in report.fields["reason"]
+    )
     assert sender.readable() == {1: EXPERTS[:1]}
+    assert not sender.send(3, {0: (0, 3)}, keep=1)  # but not again and again
+    assert reports.drain()[-1].event == "degraded"
 
 
 def test_replica_after_one_that_was_refused_is_taken(sender: Sender) -> None:

@@ -44,7 +44,11 @@ def test_job_that_is_entered_again_keeps_its_marker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"x", b'{"format":"moe_ft/job/1"}', b'{"format":"y","job_id":"job","uid":0}']
+    "content",
+    [
+        *(b"", b"x", b'{"format":"moe_ft/job/1"}', b'{"format":"y","job_id":"job","uid":0}'),
+        b'{"format":"\xff","job_id":"job","uid":0}',
+    ],
 )
 def test_marker_that_cannot_be_read_makes_no_job(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "job").mkdir()
@@ -88,10 +92,13 @@ def test_directory_of_a_job_is_not_foreign(tmp_path: Path, path: str) -> None:
     (tmp_path / path).mkdir(parents=True)
     (tmp_path / MARKER_NAME).touch()
     (tmp_path / "node" / "rank_00000.alive").touch()
+    (tmp_path / "node" / ".launcher.4711").touch()  # its writer was killed
     assert foreign_entry(tmp_path) is None
 
 
-@pytest.mark.parametrize("path", ["file", "node/file", "node/rank_00000", "node/other/file"])
+@pytest.mark.parametrize(
+    "path", ["file", "node/file", "node/.file.4711", "node/rank_00000", "node/other/file"]
+)
 def test_what_no_job_has_is_foreign(tmp_path: Path, path: str) -> None:
     file = tmp_path / path
     file.parent.mkdir(parents=True, exist_ok=True)
