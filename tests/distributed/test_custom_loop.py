@@ -4,13 +4,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.example_loop import EXAMPLE, run_example, run_with_overlap
 from tests.harness import JobResult, events, free_port, run_ranks
+from tests.pipelined_loop import run_pipelined
 from tests.unit.source import ROOT
 
 NUM_RANKS, KILL_AT = 2, 5
@@ -83,10 +84,11 @@ def test_killed_loop_replays_a_window_from_memory_and_ends_as_without_a_failure(
 
 
 @pytest.mark.rest
-def test_replay_of_a_loop_that_overlaps_communication_ends_as_without_a_failure(
-    example: ExampleJob,
+@pytest.mark.parametrize("target", [run_with_overlap, run_pipelined])
+def test_replay_of_another_loop_ends_as_without_a_failure(
+    target: Callable[[list[str]], None], example: ExampleJob
 ) -> None:
-    example.target = run_with_overlap
+    example.target = target
     undisturbed = digests_of(example.run("strategy=none").check())
     assert example.run_with_a_kill("strategy=sparse", "window=3") == undisturbed
     assert example.recoveries() == [(1, 3, 0, {"memory"})] * NUM_RANKS
