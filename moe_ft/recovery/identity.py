@@ -36,6 +36,7 @@ def make_identity(
         strategy=config.strategy.strategy,
         division=kind.division(config),
         replay_settings=facts.replay_settings if kind.replays else {},
+        script_settings=facts.script_settings,
         superseded=names_to_supersede(inventory.names, history),
         began_with=facts.began_with if plan is None else plan.began_with,
     )

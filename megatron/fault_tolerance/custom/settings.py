@@ -14,8 +14,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.fault_tolerance.program.flag_classes import names_of
-from megatron.fault_tolerance.program.refusals import check_refusals
-from megatron.fault_tolerance.program.validation import (
+from megatron.fault_tolerance.seams.refusals import check_refusals
+from megatron.fault_tolerance.seams.validation import (
     check_event_log,
     check_megatron_version,
     check_state_dtype,

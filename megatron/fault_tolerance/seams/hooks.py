@@ -3,7 +3,7 @@
 `installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step` and `train` of
 megatron.training.training and `zero_grad` of the outermost optimizer, and restores the originals on exit.
 optimizer_seams.py wraps its step. listeners.py says in which order listeners are called,
-program/validation.py which versions of Megatron fit.
+validation.py which versions of Megatron fit.
 """
 
 from collections.abc import Callable, Iterator

@@ -17,7 +17,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.program.planned_samples import planned_samples
-from megatron.fault_tolerance.program.run_settings import fingerprint, replay_settings
+from megatron.fault_tolerance.program.run_settings import (
+    fingerprint,
+    replay_settings,
+    script_settings,
+)
 from megatron.fault_tolerance.seams.training_loop import state_places
 from moe_ft.format.records import IterationRecord
 from moe_ft.planning.experts import ExpertFacts
@@ -41,6 +45,7 @@ def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
         groups=groups,
         fingerprint=fingerprint(args),
         replay_settings=replay_settings(args),
+        script_settings=script_settings(args),
         experts=ExpertFacts(
             num_experts=args.num_experts or 0,
             ep_rank=groups.ep.rank(),
