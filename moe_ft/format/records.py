@@ -54,6 +54,7 @@ class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         buffers: all buffers of the model chunks by name.
         extra_state: FP8 tensors of Transformer Engine's modules, by module and tensor name.
         tokens_per_expert: ``[expert]`` by MoE layer name, counted on this rank.
+        loop_state: state that a custom loop has given for itself on this rank.
     """
 
     iteration: Count
@@ -71,6 +72,7 @@ class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffers: dict[str, RecordTensor]
     extra_state: dict[str, RecordTensor]
     tokens_per_expert: dict[str, tuple[int, ...]]
+    loop_state: dict[str, Any] = {}
 
 
 class ExpertProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,10 +26,10 @@ _PARTS_OF_OPTIMIZERS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "lion": ("m
 
 def check_arguments(args: argparse.Namespace, refusals: Sequence[Refusal] = SEAM_REFUSALS) -> None:
     """Raise ConfigError on the first rule that Megatron's arguments break, as parsed or later."""
-    _check_megatron_version(args.moe_ft_allow_untested_megatron)
+    check_megatron_version(args.moe_ft_allow_untested_megatron)
     _check_sizes(args)
     check_refusals(args, refusals)
-    _check_event_log(args.moe_ft_event_log)
+    check_event_log(args.moe_ft_event_log)
 
 
 def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> None:
@@ -80,7 +80,8 @@ def settings_without_effect(args: argparse.Namespace, command_line: Sequence[str
     ]
 
 
-def _check_megatron_version(allow_untested: bool) -> None:
+def check_megatron_version(allow_untested: bool) -> None:
+    """Raise ConfigError for a version that moe_ft was not tested with, unless it is allowed."""
     # Without the revision of the git tree around it. It may come from the folder of a script.
     installed = package_info.__shortversion__
     if installed not in TESTED_MEGATRON_VERSIONS and not allow_untested:
@@ -110,7 +111,8 @@ def _check_sizes(args: argparse.Namespace) -> None:
     check_experts(args.num_experts, args.expert_model_parallel_size, args.moe_router_topk)
 
 
-def _check_event_log(directory: str | None) -> None:
+def check_event_log(directory: str | None) -> None:
+    """Raise ConfigError unless the directory of the event log, if there is one, exists or can be made."""
     if directory is None:
         return
     try:
