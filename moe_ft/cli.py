@@ -1,4 +1,4 @@
-"""Command line of moe_ft: ``python -m moe_ft {inspect,verify,clean,report,plan}``.
+"""Command line of moe_ft: ``python -m moe_ft {inspect,verify,clean,prune,report,plan}``.
 
 Each command is a file of moe_ft/commands/. None of them imports torch.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from moe_ft.commands.clean import add_clean_command
 from moe_ft.commands.inspect import add_inspect_command
 from moe_ft.commands.plan import add_plan_command, split_command_line
+from moe_ft.commands.prune import add_prune_command
 from moe_ft.commands.report import add_report_command
 from moe_ft.commands.verify import add_verify_command
 from moe_ft.errors import MoeFtError
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     add_inspect_command(commands)
     add_verify_command(commands)
     add_clean_command(commands)
+    add_prune_command(commands)
     add_report_command(commands)
     add_plan_command(commands)
     return parser
