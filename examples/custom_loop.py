@@ -108,7 +108,7 @@ def read_batch(sample: int) -> torch.Tensor:
     """Return ``[micro-batch, sequence + 1]`` tokens, which the number of their first sample decides."""
     generator = torch.Generator().manual_seed(SEED + sample)
     shape = (MICRO_BATCH, SEQUENCE_LENGTH + 1)
-    # The later tokens are the more frequent ones: something to learn.
+    # Larger numbers are more frequent: something to learn.
     return (torch.rand(shape, generator=generator).sqrt() * VOCABULARY).long().cuda()
 
 

@@ -11,6 +11,7 @@ _EXPORTS = {
     "pretrain": "megatron.fault_tolerance.launch.pretraining",
     "add_arguments": "megatron.fault_tolerance.launch.arguments",
     "Checkpointer": "megatron.fault_tolerance.checkpointer",
+    "RunFacts": "megatron.fault_tolerance.checkpointer",
 }
 
 
