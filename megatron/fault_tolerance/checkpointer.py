@@ -93,7 +93,7 @@ class Checkpointer:
 
         Args:
             settings: by name of a flag of docs/flags.md, without --moe-ft- and with underscores, such as
-                ``{"strategy": "dense", "job_id": "run-1"}``.
+                ``{"job_id": "run-1", "persist_interval": 10}``.
             model: ``[chunk]``, each in Megatron's DistributedDataParallel.
             optimizer: result of `get_megatron_optimizer`, its state not loaded from anywhere else later on.
             scheduler: Megatron's OptimizerParamScheduler.

@@ -4,7 +4,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-_EXAMPLE = "torchrun --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy sparse"
+_EXAMPLE = "torchrun --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy NAME"
 
 
 def add_run_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

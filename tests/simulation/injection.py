@@ -162,7 +162,10 @@ class Injection:
 
     def move_ranks(self, fault: Fault, start: Start | None) -> None:
         """Have the launcher number the nodes in another order."""
+        before = {*self._job.nodes}
         self._job.placement = self._job.placement[1:] + self._job.placement[:1]
+        for _ in before - {*self._job.nodes}:  # a node that has no ranks is as good as lost
+            self._oracle.lose_node()
 
     def vanish(self, fault: Fault, start: Start | None) -> None:
         """Lose a node, from which then nothing is heard, not even that its ranks have ended."""

@@ -17,7 +17,7 @@ from megatron.fault_tolerance.launch.refusing import refuse
 
 PROGRAM = "moe_ft run"
 USAGE = "moe_ft run [-m] SCRIPT ARGS..."
-_EXAMPLE = "torchrun --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy sparse"
+_EXAMPLE = "torchrun --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy NAME"
 
 
 @dataclass(frozen=True, slots=True)
