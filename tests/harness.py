@@ -190,6 +190,7 @@ def digests(directory: Path, world_size: int) -> list[tuple[str, str]]:
 
 
 def _train(flags: list[str]) -> None:
+    sys.argv[0] = pretrain_gpt_moe.__file__  # as if Python had started it
     pretrain_gpt_moe.main(flags)
 
 
