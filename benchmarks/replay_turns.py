@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.training import get_args, training
+from megatron.training import training
 
 import pretrain_gpt_moe
+from megatron.fault_tolerance.seams import replay as replay_module
 from megatron.fault_tolerance.seams.listeners import Listeners
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.seams.replay import LoopParts, Replay
+from megatron.fault_tolerance.seams.replay import Replay
+from megatron.fault_tolerance.seams.training_loop import LoopParts
 from megatron.fault_tolerance.watch import checkpoints
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.format.records import IterationRecord
@@ -161,7 +164,10 @@ class ReplayTurns:
             replay = self._make_replay(variant, record)
             dist.barrier()
             self._begin = _now()
-            replay.run(loop)
+            with Patches() as patches:
+                if not variant.skips:
+                    patches.set(replay_module, "can_freeze", lambda config: False)
+                replay.run(loop)
             self._note(variant.name)
         listeners.loop.is_replaying = False
 
@@ -173,10 +179,7 @@ class ReplayTurns:
         # Spread over all kinds and layers alike.
         chosen = {units[index * len(units) // num_frozen] for index in range(num_frozen)}
         conversion: Any = OneIteration(records=(record, record), frozen=frozenset(chosen))
-        with Patches() as patches:
-            if not variant.skips:  # this is what rules freezing out; it is asked for only here
-                patches.set(get_args(), "delay_wgrad_compute", True)
-            return Replay(conversion, parameters, get_args(), lambda iteration: None)
+        return Replay(conversion, parameters, MegatronLoop(), lambda iteration: None)
 
 
 def _now() -> tuple[float, float]:

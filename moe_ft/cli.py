@@ -1,6 +1,6 @@
-"""Command line of moe_ft: ``python -m moe_ft {inspect,verify,convert,clean,report,plan}``.
+"""Command line of moe_ft: ``moe_ft COMMAND``, or ``python -m moe_ft COMMAND``.
 
-Each command is a file of moe_ft/commands/. Only `convert` imports torch, when it runs.
+Each command is a file of moe_ft/commands/. None of them but `run` and `convert` imports torch.
 """
 
 import argparse
@@ -12,7 +12,9 @@ from moe_ft.commands.clean import add_clean_command
 from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.inspect import add_inspect_command
 from moe_ft.commands.plan import add_plan_command, split_command_line
+from moe_ft.commands.prune import add_prune_command
 from moe_ft.commands.report import add_report_command
+from moe_ft.commands.run import add_run_command, run_script, runs_script
 from moe_ft.commands.verify import add_verify_command
 from moe_ft.errors import MoeFtError
 
@@ -23,6 +25,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
     It is 1 if verify found damage, or the job that clean was told to remove is still there; 2 for bad input.
     """
     words = sys.argv[1:] if command_line is None else list(command_line)
+    if runs_script(words):
+        run_script(words[1:])
+        return 0
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths may be no text
     try:
@@ -41,10 +46,12 @@ def main(command_line: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m moe_ft", description="Commands of moe_ft.")
     commands = parser.add_subparsers(dest="command", required=True)
+    add_run_command(commands)
     add_inspect_command(commands)
     add_verify_command(commands)
     add_convert_command(commands)
     add_clean_command(commands)
+    add_prune_command(commands)
     add_report_command(commands)
     add_plan_command(commands)
     return parser

@@ -10,6 +10,7 @@ MoeFtError
 +-- UnsafePathError         another user owns a file or directory, or could replace it (also an OSError)
 +-- LockLostError           another job has taken the persist directory over (also an OSError)
 +-- UnrecoverableError      nothing usable to recover from; the message lists what was examined
++-- CallOrderError          a call of Checkpointer that is not allowed where the loop is (also a RuntimeError)
 +-- DegradedError           a background part failed under --moe-ft-on-error=raise
 +-- InjectedFaultError      raised by --moe-ft-inject-fault exception:..., never by a real failure
 """
@@ -49,6 +50,10 @@ class LockLostError(MoeFtError, OSError):
 
 class UnrecoverableError(MoeFtError):
     """No complete state was found; the message lists what was examined and why it was rejected."""
+
+
+class CallOrderError(MoeFtError, RuntimeError):
+    """A training loop has called its Checkpointer out of turn; the message names the call and the rule."""
 
 
 class DegradedError(MoeFtError):

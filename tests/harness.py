@@ -81,7 +81,12 @@ def run_ranks(
     paths = tuple(log_dir / f"output_{rank}.log" for rank in range(world_size))
     common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", **(env or {})}
     # The fork server has the environment of its own start.
-    common |= {name: os.environ[name] for name in (BREAKAGE, MARKS, TEST) if name in os.environ}
+    given = (BREAKAGE, MARKS, TEST)
+    common |= {
+        name: value
+        for name, value in os.environ.items()
+        if name in given or name.startswith("AWS_")
+    }
     common.setdefault("MASTER_PORT", str(free_port()))
     common.setdefault("CUDA_VISIBLE_DEVICES", "")
     start = time.monotonic()
@@ -185,6 +190,7 @@ def digests(directory: Path, world_size: int) -> list[tuple[str, str]]:
 
 
 def _train(flags: list[str]) -> None:
+    sys.argv[0] = pretrain_gpt_moe.__file__  # as if Python had started it
     pretrain_gpt_moe.main(flags)
 
 

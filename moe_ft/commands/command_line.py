@@ -60,7 +60,7 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
     add_megatron_flags(parser)
     option_types = registry.option_types()
     add_flags(parser, part_types(option_types).values(), {"strategy": registry.names()})
-    read, notes = select_flags(flags, parser)
+    read, notes = select_flags(flags, parser, has_script=_runs_script(launcher))
     args = parser.parse_args(read)
     return TrainingCommand(
         launch=read_launch(launcher),
@@ -79,8 +79,13 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
             return list(words[:place]), list(words[place + 1 :])
     raise ConfigError(
         f"{words[0]} starts no .py program, and is no flag. Give the command that starts the ranks, such "
-        "as torchrun ... pretrain_gpt_moe.py ..., or the flags of training alone."
+        "as torchrun ... -m moe_ft run SCRIPT.py ..., or the flags of training alone."
     )
+
+
+def _runs_script(launcher: Sequence[str]) -> bool:
+    """Return whether the launcher's words end with `moe_ft run`."""
+    return [PurePath(word).name for word in launcher[-2:]] == ["moe_ft", "run"]
 
 
 def read_launch(words: Sequence[str]) -> Launch:
@@ -101,7 +106,7 @@ def read_launch(words: Sequence[str]) -> Launch:
         return Launch(world_size=int(num_nodes) * int(per_node), ranks_per_node=int(per_node))
     if "srun" in names:
         return _read_srun(dict(_options(words[names.index("srun") + 1 :])))
-    if any(name.startswith("python") for name in names):
+    if any(name.startswith("python") or name == "moe_ft" for name in names):
         return Launch(world_size=1, ranks_per_node=1)
     return Launch(reason=f"{names[0]} is no launcher that plan knows" if names else "no launcher")
 

@@ -1,13 +1,15 @@
 """Turns settings into argparse flags, and what argparse has read back into settings."""
 
 import argparse
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import Part, flag_of
+from moe_ft.errors import ConfigError
 
 _NO_CHOICES: Mapping[str, Sequence[str]] = MappingProxyType({})
 
@@ -76,3 +78,60 @@ def _part_from(args: argparse.Namespace, part: type[Part]) -> Any:
         value = getattr(args, f"moe_ft_{each.name}", each.default)
         values[each.name] = tuple(value) if isinstance(value, list) else value
     return part(**values)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError(f"{message}. docs/flags.md lists the settings.")
+
+
+def config_from_settings(
+    settings: Mapping[str, Any],
+    option_types: Mapping[str, type[Part]],
+    choices: Mapping[str, Sequence[str]] = _NO_CHOICES,
+) -> MoeFtConfig:
+    """Return the settings that a mapping holds, by the names of the flags: ``{"persist_dir": "/scratch"}``.
+
+    Args:
+        settings: by name of the flag without --moe-ft-, with underscores. True sets a switch, a list gives a
+            flag several times, None leaves a setting at its default.
+        option_types: by name of the strategy.
+        choices: by field name, where a field does not know its own.
+
+    Raises:
+        ConfigError: if there is no such setting, or a value is not of its kind. `MoeFtConfig.validate` checks
+            the rest.
+    """
+    parts = list(part_types(option_types).values())
+    known = {each.name: each for part in parts for each in fields(part)}
+    words: list[str] = []
+    for name, value in settings.items():
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, 1)
+            hint = f"Did you mean {close[0]}? " if close else ""
+            raise ConfigError(
+                f"there is no setting {name}. {hint}docs/flags.md lists the settings."
+            )
+        words += _as_words(known[name], value)
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_flags(parser, parts, choices)
+    return config_from(parser.parse_args(words), option_types)
+
+
+def _as_words(each: Any, value: Any) -> list[str]:
+    """Return a setting as a command line gives it."""
+    flag, kind = flag_of(each.name), type(each.default)
+    if value is None:
+        return []
+    if isinstance(value, bool) != (kind is bool):
+        wanted = "True or False" if kind is bool else "a value, not True or False"
+        raise ConfigError(f"setting {each.name}={value!r} must be {wanted} ({flag}). Give one.")
+    if kind is bool:
+        return [flag] if value else []
+    if isinstance(value, list | tuple) != (kind is tuple):
+        wanted = "a list of texts" if kind is tuple else "one value, not a list"
+        raise ConfigError(f"setting {each.name}={value!r} must be {wanted} ({flag}). Give one.")
+    return [f"{flag}={item}" for item in (value if kind is tuple else [value])]

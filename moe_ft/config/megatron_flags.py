@@ -208,13 +208,14 @@ def _spelling(name: str) -> tuple[str, ...]:
 
 
 def select_flags(
-    words: Sequence[str], parser: argparse.ArgumentParser
+    words: Sequence[str], parser: argparse.ArgumentParser, *, has_script: bool = False
 ) -> tuple[list[str], list[str]]:
     """Return the words that a parser reads, and a line on each other flag that changes sizes a little.
 
     Args:
         words: flags with their values.
         parser: of Megatron's flags that decide sizes, and of other flags.
+        has_script: whether a script reads them too: unknown flags are then taken as its own.
 
     Raises:
         ConfigError: if a flag is unknown, or changes sizes in a way that is not counted.
@@ -223,6 +224,8 @@ def select_flags(
     for flag, group in _by_flag(words):
         if flag in parser._option_string_actions:
             read += group
+        elif has_script and flag not in spellings() and not flag.startswith("--moe-ft-"):
+            notes.append(f"{flag}: taken as a flag of the script, and not counted")
         elif note := _note(flag, [*spellings(), *parser._option_string_actions]):
             notes.append(f"{flag}: {note}")
     return read, notes
@@ -274,4 +277,4 @@ def _note(flag: str, known: Sequence[str]) -> str:
 
 def refuse(message: str) -> NoReturn:
     """Raise ConfigError instead of printing argparse's usage, which has hundreds of lines."""
-    raise ConfigError(f"{message}. Correct it, or look at --help of pretrain_gpt_moe.py.")
+    raise ConfigError(f"{message}. Correct it, or look at --help of the program.")

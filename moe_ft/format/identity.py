@@ -39,6 +39,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             Versions of runs that divide differently do not fit together.
         replay_settings: the settings, by flag, that a repeated iteration must have; empty if a recovery
             repeats none.
+        script_settings: the settings, by flag, that only the training script reads; unset if none.
         superseded: names of the starts that the last start found something of and does not continue.
         began_with: the flags that begin the run from the weights of another run; empty without them.
     """
@@ -51,6 +52,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: str
     division: str = ""
     replay_settings: dict[str, Any] = {}
+    script_settings: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     superseded: tuple[str, ...] = ()
     began_with: str = ""
 
@@ -72,3 +74,16 @@ def differing_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> li
 def incomparable_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the names of the settings that only one fingerprint has, as after a change of version."""
     return sorted(ours.keys() ^ theirs.keys())
+
+
+def changed_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Describe the settings that are given here and there with different values, or only once."""
+    return [
+        f"{name}: {_given(theirs, name)} there, {_given(ours, name)} now"
+        for name in sorted(ours.keys() | theirs.keys())
+        if name not in ours or name not in theirs or ours[name] != theirs[name]
+    ]
+
+
+def _given(settings: Mapping[str, Any], name: str) -> str:
+    return str(settings[name]) if name in settings else "not given"

@@ -42,7 +42,7 @@ class OptimizerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scales: dict[str, RecordTensor] = {}
 
 
-class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """State at the end of one iteration apart from units, including the input of a replay.
 
     Attributes:
@@ -54,6 +54,8 @@ class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         buffers: all buffers of the model chunks by name.
         extra_state: FP8 tensors of Transformer Engine's modules, by module and tensor name.
         tokens_per_expert: ``[expert]`` by MoE layer name, counted on this rank.
+        loop_state: state that a custom loop has given for itself on this rank. Without any, the field is not
+            written: files of other loops are those of earlier versions.
     """
 
     iteration: Count
@@ -71,6 +73,7 @@ class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffers: dict[str, RecordTensor]
     extra_state: dict[str, RecordTensor]
     tokens_per_expert: dict[str, tuple[int, ...]]
+    loop_state: dict[str, Any] = {}
 
 
 class ExpertProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

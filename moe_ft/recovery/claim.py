@@ -93,7 +93,7 @@ def take_over_lock(met: Met, claimed: Claimed, opened: ExitStack) -> StorageLock
         if met.site.rank != 0 or not met.site.writes_to_storage:
             return None
         try:
-            lock = take_lock(met.site, claimed.storage)
+            lock = take_lock(met.site.job_id, claimed.storage)
         except OSError as error:
             raise ConfigError(
                 f"--moe-ft-persist-dir={claimed.storage.url}: its lock cannot be taken: {error}. Start "

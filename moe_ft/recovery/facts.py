@@ -1,6 +1,6 @@
 """Facts about a job and a rank that a training loop passes to a start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe_ft.planning.experts import ExpertFacts
@@ -17,6 +17,7 @@ class JobFacts:
         groups: Megatron's ProcessGroupCollection.
         fingerprint: settings that the state depends on, by flag.
         replay_settings: further settings that the result of an iteration depends on, by flag.
+        script_settings: settings of a training script, by flag, of which nobody knows what depends on them.
         experts: the model's experts and the number of their tokens.
         iteration: where training continues if nothing is recovered; --load may have set it.
         began_with: flags with values that begin a run from the weights of another run, such as --finetune;
@@ -37,3 +38,4 @@ class JobFacts:
     began_with: str
     is_deterministic: bool
     timeout_s: float
+    script_settings: dict[str, str] = field(default_factory=dict)

@@ -1,5 +1,7 @@
 """Identity of a start in everything that it writes."""
 
+from msgspec import UNSET
+
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan
@@ -36,6 +38,7 @@ def make_identity(
         strategy=config.strategy.strategy,
         division=kind.division(config),
         replay_settings=facts.replay_settings if kind.replays else {},
+        script_settings=facts.script_settings or UNSET,
         superseded=names_to_supersede(inventory.names, history),
         began_with=facts.began_with if plan is None else plan.began_with,
     )

@@ -38,8 +38,8 @@ def open_storage(site: Site) -> tuple[Storage | None, StorageLock | None]:
             probe = f".probe_{site.rank:05d}_{secrets.token_hex(4)}"
             storage.write_atomically(probe, b"moe_ft")
             storage.remove(probe)
-        is_free = site.rank == 0 and not _is_own_jobs(site, StorageLock(storage).look())
-        return storage, take_lock(site, storage) if is_free else None
+        is_free = site.rank == 0 and not _is_own_jobs(site.job_id, StorageLock(storage).look())
+        return storage, take_lock(site.job_id, storage) if is_free else None
     except ConfigError:
         raise
     except Exception as error:  # fsspec raises whatever its back ends raise
@@ -61,12 +61,12 @@ def release_lock(lock: StorageLock) -> None:
         )
 
 
-def _is_own_jobs(site: Site, seen: SeenLock | None) -> bool:
-    return seen is not None and seen.lock is not None and seen.lock.job_id == site.job_id
+def _is_own_jobs(job_id: str, seen: SeenLock | None) -> bool:
+    return seen is not None and seen.lock is not None and seen.lock.job_id == job_id
 
 
-def take_lock(site: Site, storage: Storage) -> StorageLock:
-    """Return the lock of the persist directory, taken and being renewed. Rank 0 only.
+def take_lock(job_id: str, storage: Storage) -> StorageLock:
+    """Return the lock of the persist directory, taken and being renewed. Of a job, rank 0 only.
 
     A lock of the same job is taken over at once: an earlier start that still runs notices and stops writing.
 
@@ -78,8 +78,8 @@ def take_lock(site: Site, storage: Storage) -> StorageLock:
     for _ in range(_LOCK_ATTEMPTS):
         seen = lock.look()
         if seen is not None:
-            seen = _wait_for_stale(site, storage, lock, seen)
-        if lock.take(site.job_id, seen):
+            seen = _wait_for_stale(job_id, storage, lock, seen)
+        if lock.take(job_id, seen):
             lock.start(say)
             return lock
         time.sleep(_LOCK_POLL_S)
@@ -91,10 +91,10 @@ def take_lock(site: Site, storage: Storage) -> StorageLock:
 
 
 def _wait_for_stale(
-    site: Site, storage: Storage, lock: StorageLock, seen: SeenLock
+    job_id: str, storage: Storage, lock: StorageLock, seen: SeenLock
 ) -> SeenLock | None:
     """Return the lock that may be taken over; watch another job's first. None if it has gone."""
-    if _is_own_jobs(site, seen):
+    if _is_own_jobs(job_id, seen):
         return seen
     say(
         f"{LOCK_NAME} in {storage.url} is that of {seen.holder}: watching for {LOCK_STALE_S:.0f} s whether "

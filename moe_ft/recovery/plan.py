@@ -10,7 +10,12 @@ from typing import Any
 import msgspec
 
 from moe_ft.errors import ConfigError, UnrecoverableError
-from moe_ft.format.identity import Identity, differing_settings, incomparable_settings
+from moe_ft.format.identity import (
+    Identity,
+    changed_settings,
+    differing_settings,
+    incomparable_settings,
+)
 from moe_ft.planning.recovery import Plan, Rejection, plan_recovery
 from moe_ft.recovery.choice import Choice, choose, follows, without_left
 from moe_ft.recovery.inventory import Inventory
@@ -78,6 +83,8 @@ def check_plan(candidate: Plan, found: Found, met: Met, verdict: Verdict) -> Non
     for _, identity in found.inventory.identities:
         if identity.start == candidate.start:
             check_settings(identity, found.inventory, met, verdict)
+            changes = changed_settings(met.facts.script_settings, identity.script_settings or {})
+            verdict.say_changed(changes)
     check_replay(candidate, met.facts.replay_settings, verdict)
 
 

@@ -22,6 +22,7 @@ class Verdict:
     def __init__(self, site: Site, wish: Wish, url: str | None) -> None:
         self._site, self._wish = site, wish
         self._incomparable: set[str] = set()
+        self._has_said_changes = False
         self._looked_at = (
             f"the memory of job '{site.job_id}' on nodes {', '.join(site.topology.nodes)}"
         )
@@ -75,6 +76,19 @@ class Verdict:
                 f"compared, and must be the same for an exact recovery: {shown}{more}"
             )
         self._incomparable.add(where)
+
+    def say_changed(self, changes: Sequence[str]) -> None:
+        """Print, once, the settings of the training script that have changed since a state was written."""
+        if changes and self._site.rank == 0 and not self._has_said_changes:
+            shown = "; ".join(changes[:_MOST_REASONS])
+            more = (
+                f" and {len(changes) - _MOST_REASONS} more" if len(changes) > _MOST_REASONS else ""
+            )
+            say(
+                "warning: flags of the training script have changed. If they decide data or loss, the run is "
+                f"no longer that of an undisturbed job: {shown}{more}"
+            )
+        self._has_said_changes = self._has_said_changes or bool(changes)
 
     def check_is_empty(
         self, inventory: Inventory, plans: Sequence[Plan], problems: Sequence[str]

@@ -24,6 +24,7 @@ _GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc[12]\.(?:weight|bias)(?P<expe
 _OUTSIDE_LAYERS = {
     "embedding.": UnitKind.EMBEDDING,
     "decoder.final_layernorm.": UnitKind.FINAL_NORM,
+    "decoder.final_norm.": UnitKind.FINAL_NORM,  # of a hybrid model
     "output_layer.": UnitKind.OUTPUT,
 }
 
@@ -101,7 +102,8 @@ def local_parameters(
             parameter and the number of ranks.
 
     Raises:
-        ConfigError: if Megatron marks a parameter as an expert's, but its name is not an expert's.
+        ConfigError: if Megatron marks a parameter as an expert's, but its name is not an expert's; if a layer
+            does not know its number, or two parameters would have the same global name.
     """
     owners = _owners(optimizer)
     found = []
@@ -112,7 +114,7 @@ def local_parameters(
             _check_kind(unit, name, parameter)
             inner, master, slice_ = owners.get(parameter, (None, None, None))
             found.append((unit, name, parameter, inner, master, slice_))
-    assert len({name for _, name, *_ in found}) == len(found), "two parameters of one name"
+    _check_names([name for _, name, *_ in found])
     slices = _replicated_slices(found, places, assign_slices)
     return [
         LocalParameter(
@@ -148,7 +150,7 @@ def global_name(local_name: str, modules: Mapping[str, torch.nn.Module]) -> tupl
     path = local_name[: len(local_name) - len(name) + match.end() - 1]
     is_mtp = match["stack"] == "mtp"
     # Decoder layers know their global number, from 1. All multi-token prediction layers are on one stage.
-    layer = int(match["layer"]) if is_mtp else int(modules[path].layer_number) - 1  # type: ignore[arg-type]
+    layer = int(match["layer"]) if is_mtp else _number(modules[path], path) - 1
     name = f"{match['stack']}.layers.{layer}.{name[match.end() :]}"
     expert_match = _LOCAL_EXPERT.search(name) or _GROUPED_EXPERT.search(name)
     block = "mtp" if is_mtp else "layer"
@@ -169,6 +171,28 @@ def modules_config(model: Sequence[torch.nn.Module]) -> Any:
     while not hasattr(chunk, "config"):
         chunk = chunk.module
     return chunk.config
+
+
+def _number(layer: Any, path: str) -> int:
+    """Return the number of a layer in the whole model, from 1."""
+    if not hasattr(layer, "layer_number"):
+        raise ConfigError(
+            f"{path} is a layer without a layer_number, which names its parameters in the whole model: give "
+            "it one, from 1, as Megatron's TransformerLayer has it, or use --moe-ft-strategy none."
+        )
+    return int(layer.layer_number)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Raise ConfigError if two parameters of a rank have one name, as those of two stacks of layers."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ConfigError(
+                f"two parameters would be called {name} in a checkpoint: the model has several stacks of "
+                "layers, and moe_ft can name those of one. Use --moe-ft-strategy none for this model."
+            )
+        seen.add(name)
 
 
 def _check_kind(unit: UnitId, name: str, parameter: torch.nn.Parameter) -> None:

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class IterationFacts:
         grad_norm: as train_step returned it; None after a skipped step.
         num_tokens: with --calculate-per-token-loss, on the device; else None.
         tokens_per_expert: local counts ``[expert]`` by MoE layer.
+        loop_state: state of the loop itself on this rank, as JSON values.
     """
 
     iteration: int
@@ -54,6 +56,7 @@ class IterationFacts:
     num_floating_point_operations: float
     num_microbatches: int
     tokens_per_expert: Mapping[str, torch.Tensor]
+    loop_state: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +220,7 @@ def encode(captured: CapturedRecord) -> IterationRecord:
         tokens_per_expert={
             name: tuple(counts.tolist()) for name, counts in values["tokens_per_expert"].items()
         },
+        loop_state=dict(facts.loop_state),
     )
 
 

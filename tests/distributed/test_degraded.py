@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 import pretrain_gpt_moe
+from megatron.fault_tolerance.launch import pretraining
+from megatron.fault_tolerance.launch.refusing import EXIT_NOT_SAVED
 from moe_ft.engine import ending
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.persist import writer
@@ -56,7 +58,7 @@ def writers(job: CheckpointJob) -> list[psutil.Process]:
 
 def train_with_short_pauses(flags: list[str]) -> None:
     """Train, with short pauses between the attempts to write the last state. Runs on every rank."""
-    ending._PAUSES_S, pretrain_gpt_moe.END_GRACE_S = (0.1, 0.1), 0.5
+    ending._PAUSES_S, pretraining.END_GRACE_S = (0.1, 0.1), 0.5
     pretrain_gpt_moe.main(flags)
 
 
@@ -180,7 +182,7 @@ def test_last_state_that_storage_has_no_room_for_stays_in_memory_until_the_next_
     roomy, job.storage = job.storage, mount_small("200k") / "storage"
     job.train = train_with_short_pauses
     result = job.run("--exit-interval", "4", storage=True)
-    assert pretrain_gpt_moe.EXIT_NOT_SAVED in result.exit_codes
+    assert EXIT_NOT_SAVED in result.exit_codes
     assert all(result.exit_codes)
     assert job.stored() == []
     output = result.output(0) + result.output(1)
@@ -219,7 +221,7 @@ def train_with_broken_agreement(flags: list[str]) -> None:
         return original(agreement)
 
     Agreement.result = result  # type: ignore[method-assign]  # this process only
-    pretrain_gpt_moe.END_GRACE_S = 0.5
+    pretraining.END_GRACE_S = 0.5
     pretrain_gpt_moe.main(flags)
 
 
@@ -228,7 +230,7 @@ def test_ranks_that_cannot_agree_any_more_train_to_the_end_and_recover_at_the_ne
 ) -> None:
     job.train = train_with_broken_agreement
     result = job.run(storage=True)
-    assert pretrain_gpt_moe.EXIT_NOT_SAVED in result.exit_codes
+    assert EXIT_NOT_SAVED in result.exit_codes
     assert all(result.exit_codes)
     assert job.digests() == expected
     for rank in range(NUM_RANKS):

@@ -8,6 +8,7 @@ import os
 import posix
 import random
 import shutil
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from pathlib import Path
 from tests.simulation.kernel import Kernel, Process
 
 FOREVER = float("inf")
+_CONTENT = 0.9  # of the bits that flip are in bytes with content, if there are any
+_NAMED = 8  # times as likely is a bit of a committed file
 # Kinds of faults by operation.
 KINDS = {
     "open": "read",
@@ -201,10 +204,15 @@ class FileFaults:
         sizes = {path: posix.stat(f"{self.root}/{path}").st_size for path in self.paths(where)}
         if not any(sizes.values()):
             return None
-        (path,) = chance.choices(list(sizes), list(sizes.values()))
+        # What an index names is of more interest than what is being filled.
+        weights = [
+            sizes[path] * (_NAMED if f"{path.rpartition('.')[0]}.json" in sizes else 1)
+            for path in sizes
+        ]
+        (path,) = chance.choices(list(sizes), weights)
         descriptor = posix.open(f"{self.root}/{path}", os.O_RDWR)
         try:
-            offset = chance.randrange(posix.fstat(descriptor).st_size)
+            offset = _offset_to_flip(posix.pread(descriptor, sizes[path], 0), chance)
             byte = posix.pread(descriptor, 1, offset)[0] ^ (1 << chance.randrange(8))
             posix.pwrite(descriptor, bytes([byte]), offset)
         finally:
@@ -256,3 +264,12 @@ class FileFaults:
 def is_below(path: str, where: str) -> bool:
     """Return whether a path is a place or below it."""
     return path.startswith(where) and path[len(where) : len(where) + 1] in ("", "/")
+
+
+def _offset_to_flip(content: bytes, chance: random.Random) -> int:
+    """Return a byte of a file, usually one with content: most of a small state is padding and header."""
+    (header_bytes,) = struct.unpack_from("<Q", content.ljust(8, b"\0"))
+    filled = [each for each in range(8 + header_bytes, len(content)) if content[each]]
+    if filled and chance.random() < _CONTENT:
+        return chance.choice(filled)
+    return chance.randrange(len(content))

@@ -37,7 +37,16 @@ class Injection:
             if any(process.is_alive for process in start.processes):
                 self.inflict(fault, start, what)
 
-        self._kernel.call_at_event(start.first_event + fault.event, act)
+        def count_from_here() -> None:
+            for life in start.lives:
+                life.on_recovery = lambda: None
+            self._kernel.call_at_event(self._kernel.num_events + fault.event, act)
+
+        if fault.is_after_recovery:
+            for life in start.lives:
+                life.on_recovery = count_from_here
+        else:
+            self._kernel.call_at_event(start.first_event + fault.event, act)
 
     def inflict(self, fault: Fault, start: Start | None, what: str = "") -> None:
         """Inflict a fault now.
@@ -153,7 +162,10 @@ class Injection:
 
     def move_ranks(self, fault: Fault, start: Start | None) -> None:
         """Have the launcher number the nodes in another order."""
+        before = {*self._job.nodes}
         self._job.placement = self._job.placement[1:] + self._job.placement[:1]
+        for _ in before - {*self._job.nodes}:  # a node that has no ranks is as good as lost
+            self._oracle.lose_node()
 
     def vanish(self, fault: Fault, start: Start | None) -> None:
         """Lose a node, from which then nothing is heard, not even that its ranks have ended."""

@@ -157,11 +157,16 @@ class Job:
         per_node = -(-self.setup.shape.num_ranks // self.setup.nodes)
         return f"node-{self.placement[rank // per_node]}"
 
+    @property
+    def nodes(self) -> list[str]:
+        """``[rank]`` its node in the next start."""
+        return [self.node_of(rank) for rank in range(self.setup.shape.num_ranks)]
+
     def start(self) -> Start:
         """Start all ranks."""
         number, count = len(self.starts), self.setup.shape.num_ranks
         lives = [Life(rank=rank) for rank in range(count)]
-        nodes = [self.node_of(rank) for rank in range(count)]
+        nodes = self.nodes
         started = Start(number=number, nodes=nodes, lives=lives)
         started.first_event = self.world.kernel.num_events
         self.starts.append(started)

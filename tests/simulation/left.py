@@ -4,7 +4,7 @@ It shares the decoding of indexes and manifests with the product, and nothing el
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +38,10 @@ class Left:
         return self.intact[0][1] if self.intact else None
 
 
-def look(root: Path, world_size: int) -> Left:
-    """Return what is left below a root."""
+def look(root: Path, world_size: int, nodes: Collection[str]) -> Left:
+    """Return what is left below a root on storage and in the memory of the nodes that have ranks."""
     holders: dict[Family, set[int]] = defaultdict(set)
-    for family, rank in (*_in_memory(root / "memory"), *_on_storage(root / "storage")):
+    for family, rank in (*_in_memory(root / "memory", nodes), *_on_storage(root / "storage")):
         holders[family].add(rank)
     intact = sorted(
         (each for each, ranks in holders.items() if len(ranks) == world_size), reverse=True
@@ -56,9 +56,9 @@ def has_any(root: Path) -> bool:
     return any(memory) or any(storage)
 
 
-def _in_memory(folder: Path) -> Iterator[tuple[Family, int]]:
+def _in_memory(folder: Path, nodes: Collection[str]) -> Iterator[tuple[Family, int]]:
     for path in folder.glob("*/*/*/region_*.json"):
-        index = _index(path)
+        index = _index(path) if path.parents[1].name in nodes else None
         if index is not None and index.is_whole and _is_intact(index, path.parent, path.parent):
             yield _family(index), index.rank
 

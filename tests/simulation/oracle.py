@@ -133,7 +133,7 @@ class Oracle:
         self.is_disturbed = self.job.world.kernel.now < self.disturbed_until_s
         self._floor = self.floors.highest
         self.is_garbled = self.job.world.kernel.now < self.garbled_until_s
-        self.left = look(self.job.root, self.job.setup.shape.num_ranks)
+        self.left = look(self.job.root, self.job.setup.shape.num_ranks, {*self.job.nodes})
 
     def after_start(self, start: Start, *, has_ended: bool) -> None:
         """Judge a start that is over."""
@@ -229,7 +229,7 @@ class Oracle:
                 self._fail(start, "the last state is not where it should be, undisturbed")
             return
         if setup.persist_interval or start.last_iteration < self.job.training.iterations:
-            left = look(root, setup.shape.num_ranks)
+            left = look(root, setup.shape.num_ranks, {*start.nodes})
             is_excused = self.is_disturbed or self.is_damaged  # a checkpoint is not written twice
             if left.newest != start.last_iteration and not is_excused:
                 self._fail(start, f"the end leaves iteration {left.newest}")

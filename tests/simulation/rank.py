@@ -64,6 +64,7 @@ class Life:
         error: what has ended the rank.
         is_saved: whether training has ended and its last state is where it should be; None before.
         may_lose_memory: whether it has ended so that nothing in memory is needed any more.
+        on_recovery: called when the recovery is over.
     """
 
     rank: int
@@ -80,6 +81,7 @@ class Life:
     error: BaseException | None = None
     is_saved: bool | None = None
     may_lose_memory: bool = False
+    on_recovery: Callable[[], None] = lambda: None
 
 
 class Rank:
@@ -132,6 +134,7 @@ class Rank:
                 self._replay(window)
             _put_draws(self._model, outcome.record)
         self._life.outcome = outcome
+        self._life.on_recovery()
         self._note(outcome.iteration)
 
     def _facts(self, dp_cp: Any, expt_dp: Any) -> JobFacts:

@@ -46,6 +46,9 @@ OFFLINE = {
     "bring-back": 3,
     "move-ranks": 3,
 }
+_AFTER_RECOVERY = 0.4  # of the starts after the first are killed in their first iterations
+_SOON = 0.2  # of the events of a start
+_DAMAGED = 0.12  # of the schedules have bits that flip and little else
 _EVENTS_PER_ITERATION = 75  # of a rank, and more than most have, so that some faults come too late
 ENDS_PROCESSES = ("kill-rank", "kill-node", "kill-all", "lose-node")
 
@@ -56,6 +59,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         start: number of the start in which it happens.
         event: after how many events of that start; -1 for before it.
+        is_after_recovery: whether events count from when a rank has recovered.
         target: which of those that it can hit.
         amount: how long or how much, from 0 to 1.
     """
@@ -65,9 +69,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     event: int = -1
     target: int = 0
     amount: float = 0.0
+    is_after_recovery: bool = False
 
     def __str__(self) -> str:
         place = "before it" if self.event < 0 else f"event {self.event}"
+        if self.is_after_recovery:
+            place += " after recovery"
         return f"start {self.start}, {place}: {self.kind} {self.target} ({self.amount:.3f})"
 
 
@@ -111,7 +118,18 @@ def draw(seed: int) -> Schedule:
     more = random.Random(f"variation {seed}")
     setup = variations.vary(setup, more)
     faults = _add_faults(faults, more, num_events)
+    if more.random() < _DAMAGED:
+        faults = _damage(more, num_events)
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
+
+
+def _damage(rng: random.Random, num_events: int) -> list[Fault]:
+    """Return faults of a job that dies when it has state, of which then many bits flip."""
+    death = _draw(rng, {"kill-all": 1, "kill-rank": 1}, 0, lambda: rng.randrange(num_events // 2))
+    if rng.random() < 0.7:
+        return [death, *[_draw(rng, {"flip-memory": 1}, 1, lambda: -1)] * rng.choice((2, 8, 32))]
+    flips = [_draw(rng, {"flip-storage": 1}, 1, lambda: -1)] * rng.choice((2, 8, 32))
+    return [death, _draw(rng, {"lose-all-memory": 1}, 1, lambda: -1), *flips]
 
 
 def _add_faults(faults: list[Fault], rng: random.Random, num_events: int) -> list[Fault]:
@@ -122,6 +140,11 @@ def _add_faults(faults: list[Fault], rng: random.Random, num_events: int) -> lis
             here.insert(0, _draw(rng, {kind: 1}, number, lambda: -1))
         if (kind := variations.draw_kind(rng, variations.LIVE, number)) is not None:
             here.append(_draw(rng, {kind: 1}, number, lambda: _draw_event(rng, num_events)))
+        if number and rng.random() < _AFTER_RECOVERY:
+            kinds = dict.fromkeys(ENDS_PROCESSES, 1)
+            fault = _draw(rng, kinds, number, lambda: int(_SOON * num_events * rng.random()))
+            here = [each for each in here if each.event < 0]  # it is to be the first
+            here.append(msgspec.structs.replace(fault, is_after_recovery=True))
         found += sorted(here, key=lambda fault: fault.event)
     return found
 

@@ -36,8 +36,8 @@ FOLDER = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/*-]*(?![\w.*])")
 MODULE = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})(?:\.[a-z]\w*)+(?![\w/(])")
 MEGATRON = ("megatron.core", "megatron.training")
 PLACEHOLDER = re.compile(r"[A-Z_]+")
-# Said to be absent, and the name of a lock.
-NOT_OURS = {"megatron/__init__.py", "moe_ft.lock"}
+# Said to be absent, the name of a lock, and a script of Megatron-LM.
+NOT_OURS = {"megatron/__init__.py", "moe_ft.lock", "pretrain_gpt.py"}
 
 
 def prose_of(path: str) -> str:
@@ -90,8 +90,20 @@ def module_exists(name: str) -> bool:
         if (ROOT / f"{path}.py").exists():
             return len(parts) == length or parts[length] in names_in(tree_of(f"{path}.py").body)
         if (ROOT / path).is_dir():
-            return len(parts) == length
+            return len(parts) == length or parts[length] in exports_of(f"{path}/__init__.py")
     return False
+
+
+def exports_of(path: str) -> set[str]:
+    """Return the names that a package imports at their first use: the keys of its table."""
+    tables = (node for node in tree_of(path).body if isinstance(node, ast.Assign))
+    return {
+        key.value
+        for table in tables
+        if isinstance(table.value, ast.Dict) and ast.unparse(table.targets[0]) == "_EXPORTS"
+        for key in table.value.keys
+        if isinstance(key, ast.Constant)
+    }
 
 
 def names_in(body: Iterable[ast.stmt]) -> set[str]:

@@ -21,6 +21,8 @@ otherwise.
 """
 
 import argparse
+from collections.abc import Container, Sequence
+from typing import Any
 
 from moe_ft.config.flag_table import DERIVED, Kind, flag_classes
 
@@ -40,18 +42,38 @@ def megatron_flags(parser: argparse.ArgumentParser) -> dict[str, str]:
     return written
 
 
-def untested_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+def untested_flags(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, script_flags: Container[str] = ()
+) -> list[str]:
     """Return the untested flags that a command line uses, as they are written.
 
-    They include the flags of a Megatron version that the table does not know. The arguments are as parsed and
-    not refused: Megatron's validation has not filled in defaults yet.
+    They include the flags of a Megatron version that the table does not know.
+
+    Args:
+        args: as parsed and not refused: Megatron's validation has not filled in defaults yet.
+        parser: that read them.
+        script_flags: the flags that a script has added, by ``dest``: they are its own business.
     """
-    defaults = parser.parse_args([])
     return sorted(
         flag
         for name, flag in megatron_flags(parser).items()
-        if not _is_tested(name) and getattr(args, name, None) != getattr(defaults, name, None)
+        if name not in script_flags and not _is_tested(name)
+        if getattr(args, name, None) != _default(parser, name)
     )
+
+
+def untested_line(flags: Sequence[str]) -> list[str]:
+    """Return a line that names untested flags, or no line if there are none."""
+    return [f"no test of moe_ft runs with {', '.join(flags)}"] if flags else []
+
+
+def _default(parser: argparse.ArgumentParser, name: str) -> Any:
+    """Return the value of a flag that is not given, as parsing gives it."""
+    action = next(each for each in parser._actions if each.dest == name)
+    if action.default is argparse.SUPPRESS:
+        return None
+    is_text = isinstance(action.default, str)
+    return parser._get_value(action, action.default) if is_text else action.default
 
 
 def _is_tested(name: str) -> bool:

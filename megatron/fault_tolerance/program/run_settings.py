@@ -1,4 +1,4 @@
-"""Settings of a run by flag, as JSON values: its fingerprint, and the settings that a replay must share.
+"""Settings of a run by flag, as JSON values: its fingerprint, what a replay must share, a script's own flags.
 
 The classes of the flags are flag_classes.py.
 """
@@ -8,8 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron.training.arguments import add_megatron_arguments
+
 from megatron.fault_tolerance.program.flag_classes import names_of
-from moe_ft.config.flag_table import Kind
+from megatron.fault_tolerance.program.refusals import PROGRAM_REFUSALS
+from moe_ft.config.flag_table import FLAGS, Kind
+
+# The attribute of Megatron's arguments that names the flags of the script, by ``dest``.
+SCRIPT_FLAGS = "moe_ft_script_flags"
 
 # Of paths the last part counts: where files lie may change.
 _PATH_LISTS = frozenset({"data_path", "train_data_path"})
@@ -38,6 +44,36 @@ def replay_settings(args: argparse.Namespace) -> dict[str, Any]:
     Those of the fingerprint are not repeated. Call it after Megatron's validation.
     """
     return _values_of(args, Kind.REPLAY)
+
+
+def script_settings(args: argparse.Namespace) -> dict[str, str]:
+    """Return the settings that only a script of one's own reads, by flag, as text.
+
+    They are the flags that the script has added, and those of Megatron that pretrain_gpt_moe.py refuses or
+    nothing but other programs reads, where they are not their defaults. Nobody but the script knows what they
+    decide: the data, the loss, or the name of a log.
+    """
+    defaults = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
+    names = {*getattr(args, SCRIPT_FLAGS, ()), *_for_scripts()}
+    missing = object()
+    return {
+        "--" + name.replace("_", "-"): _as_text(value)
+        for name in sorted(names)
+        if (value := getattr(args, name, missing)) is not missing
+        if value != getattr(defaults, name, missing)
+    }
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as text that is the same in the next start."""
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _for_scripts() -> set[str]:
+    subjects = ("only with refused kinds of data", "only of other programs")
+    names = {name for of in subjects for each in FLAGS[of].values() for name in each.split()}
+    return names | {rule.dest for rule in PROGRAM_REFUSALS}
 
 
 def _values_of(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Seams into Megatron's training loop: wrapped functions that call the listeners of the run.
 
 `installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step` and `train` of
-megatron.training.training and `zero_grad`, `step_with_ready_grads` and `get_grad_norm` of the outermost
-optimizer, and restores the originals on exit. listeners.py says in which order listeners are called,
-program/validation.py which versions of Megatron fit.
+megatron.training.training and `zero_grad` of the outermost optimizer, and restores the originals on exit.
+optimizer_seams.py wraps its step. listeners.py says in which order listeners are called,
+validation.py which versions of Megatron fit.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,10 +17,10 @@ from megatron.training import get_args, training
 
 from megatron.fault_tolerance.seams.listeners import Listeners
 from megatron.fault_tolerance.seams.loop_facts import samples_of_iteration
+from megatron.fault_tolerance.seams.optimizer_seams import OptimizerSeams
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.seams.replay import LoopParts
+from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.faults import Phase
-from moe_ft.state.tensors import inner_optimizers
 
 Function = Callable[..., Any]
 
@@ -53,18 +53,15 @@ class _Seams:
 
     def __init__(self, listeners: Listeners, patches: Patches) -> None:
         self._listeners, self._loop, self._patches = listeners, listeners.loop, patches
-        self._inner: list[Any] = []
 
     def set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._listeners.before_setup()
         model, optimizer, scheduler = original(*args, **kwargs)
         if optimizer is not None:  # --skip-train builds none
-            self._inner = inner_optimizers(optimizer)
-            self._mark_torn()
             self._patches.wrap(optimizer, "zero_grad", self._zero_grad)
-            self._patches.wrap(optimizer, "step_with_ready_grads", self._step)
-            if hasattr(optimizer, "get_grad_norm"):
-                self._patches.wrap(optimizer, "get_grad_norm", self._get_grad_norm)
+            OptimizerSeams(self._listeners, self._listeners.before_step).install(
+                optimizer, self._patches
+            )
         self._listeners.after_setup((model, optimizer, scheduler), get_args().iteration)
         return model, optimizer, scheduler
 
@@ -144,24 +141,6 @@ class _Seams:
                 patches.wrap(config, "finalize_model_grads_func", finalize)
             yield
 
-    def _mark_torn(self) -> None:
-        """Mark the rank torn from its first inner step until the last copy into its own parameter slice."""
-
-        def torn_from(original: Function, *args: Any, **kwargs: Any) -> Any:
-            self._loop.is_torn = True
-            return original(*args, **kwargs)
-
-        def torn_until(original: Function, *args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._loop.is_torn = False
-            return result
-
-        copy = "_copy_main_params_to_model_params"
-        if self._inner:
-            self._patches.wrap(self._inner[0].optimizer, "step", torn_from)
-            if hasattr(self._inner[-1], copy):
-                self._patches.wrap(self._inner[-1], copy, torn_until)
-
     def _zero_grad(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Begin an attempt at an iteration.
 
@@ -170,36 +149,3 @@ class _Seams:
         """
         self._listeners.begin_attempt()
         return original(*args, **kwargs)
-
-    def _step(self, original: Function) -> Any:
-        if self._loop.is_replaying:
-            result = original()
-            self._loop.is_torn = False
-            return result
-        self._listeners.before_step()
-        with self._noting_inner_step():
-            result = original()
-        self._loop.is_torn = False
-        self._listeners.enter(Phase.AFTER_STEP)
-        return result
-
-    def _get_grad_norm(self, original: Function) -> Any:
-        """Note the norm that clipping uses: the one that train_step returns was rounded in a reduction."""
-        norm = original()
-        self._loop.grad_norm = None if norm is None else float(norm)
-        return norm
-
-    @contextmanager
-    def _noting_inner_step(self) -> Iterator[None]:
-        """Stop between the inner step and the copy to the model weights, if a fault waits there."""
-
-        def step(original: Function, *args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._listeners.enter(Phase.IN_STEP)
-            return result
-
-        with Patches() as patches:
-            if self._inner and self._listeners.is_awaited(Phase.IN_STEP):
-                # The last one of the chain: the state is then as torn as it gets.
-                patches.wrap(self._inner[-1].optimizer, "step", step)
-            yield

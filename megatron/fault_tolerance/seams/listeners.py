@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import torch
 
-from megatron.fault_tolerance.seams.replay import LoopParts
+from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.faults import Phase
 
 Built = tuple[Any, Any, Any]  # model chunks, optimizer (None with --skip-train), scheduler

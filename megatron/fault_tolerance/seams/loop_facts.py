@@ -4,7 +4,6 @@ watch/checkpoints.py hands them over.
 """
 
 import argparse
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.program.planned_samples import planned_samples
-from megatron.fault_tolerance.program.run_settings import fingerprint, replay_settings
+from megatron.fault_tolerance.program.run_settings import (
+    fingerprint,
+    replay_settings,
+    script_settings,
+)
+from megatron.fault_tolerance.seams.training_loop import state_places
 from moe_ft.format.records import IterationRecord
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.state.parameters import GroupPlace, StatePlaces
 from moe_ft.state.record import IterationFacts
 
 
@@ -34,20 +37,15 @@ def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
     num_planned = planned_samples(args)
-    places = StatePlaces(
-        dp=_place(groups.dp_cp),
-        expt_dp=_place(groups.expt_dp),
-        tp=_place(groups.tp),
-        expt_tp=_place(groups.expt_tp),
-    )
     return JobFacts(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         stage=groups.pp.rank(),
-        places=places,
+        places=state_places(groups),
         groups=groups,
         fingerprint=fingerprint(args),
         replay_settings=replay_settings(args),
+        script_settings=script_settings(args),
         experts=ExpertFacts(
             num_experts=args.num_experts or 0,
             ep_rank=groups.ep.rank(),
@@ -78,10 +76,6 @@ def began_with(args: argparse.Namespace) -> str:
     if args.pretrained_checkpoint is not None:
         flags.append(f"--pretrained-checkpoint {args.pretrained_checkpoint}")
     return " ".join(flags)
-
-
-def _place(group: Any) -> GroupPlace:
-    return GroupPlace(rank=group.rank(), size=group.size())
 
 
 def iteration_facts(

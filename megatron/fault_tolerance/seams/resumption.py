@@ -3,13 +3,12 @@
 watch/checkpoints.py has restored weights and moments before.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron.fault_tolerance.seams import loop_facts
-from megatron.fault_tolerance.seams.replay import LoopParts, Replay
+from megatron.fault_tolerance.seams.replay import Replay
+from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
 from moe_ft.format.records import IterationRecord
 from moe_ft.state.record import apply_rng
 
@@ -18,22 +17,22 @@ class Resumption:
     """Steps from a recovered state to the first iteration of the loop. Owned by the training thread."""
 
     def __init__(
-        self, args: argparse.Namespace, record: IterationRecord, replay: Replay | None
+        self, training: TrainingLoop, record: IterationRecord, replay: Replay | None
     ) -> None:
         """Set the counters of the loop, from which the data iterators are built next.
 
         Args:
+            training: the loop.
             record: of the state that the loop continues from.
             replay: of the iterations that lead to it; None if the state is in place.
         """
-        self._args, self._replay = args, replay
+        self._training, self._replay = training, replay
         self._record: IterationRecord | None = record  # until its random numbers are restored
         self._parts: LoopParts | None = None
-        loop_facts.resume(args, record)
-        if (
-            replay is not None
-        ):  # the data iterators begin with the batch that the replay reads first
-            args.consumed_train_samples = replay.first_record.consumed_train_samples
+        training.resume(record)
+        if replay is not None:
+            # The data iterators begin with the batch that the replay reads first.
+            training.set_data_position(replay.first_record.consumed_train_samples)
 
     @property
     def is_replay_due(self) -> bool:
@@ -44,7 +43,7 @@ class Resumption:
         """Set the data position of the loop: the data iterators exist."""
         self._parts = parts
         if self._record is not None:
-            self._args.consumed_train_samples = self._record.consumed_train_samples
+            self._training.set_data_position(self._record.consumed_train_samples)
 
     def replay(self, forward_backward: Callable[..., Any] | None) -> int:
         """Run the iterations again; return their number. Called by all ranks.
@@ -58,7 +57,7 @@ class Resumption:
             parts = replace(parts, forward_backward=forward_backward)
         replay.run(parts)
         self._replay = None
-        loop_facts.resume(self._args, replay.last_record)
+        self._training.resume(replay.last_record)
         return replay.num_iterations
 
     def restore_rng(self) -> None:

@@ -10,17 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron.training import get_args
-
-from megatron.fault_tolerance.seams import loop_facts
 from megatron.fault_tolerance.seams.listeners import (
     Built,
     EndedIteration,
     LoopListener,
     LoopState,
 )
-from megatron.fault_tolerance.seams.replay import LoopParts, Replay
+from megatron.fault_tolerance.seams.replay import Replay
 from megatron.fault_tolerance.seams.resumption import Resumption
+from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
 from megatron.fault_tolerance.watch.faults import Faults, Node
 from megatron.fault_tolerance.watch.routers import Routers
 from megatron.fault_tolerance.watch.scalars import Scalars
@@ -47,13 +45,14 @@ class Checkpoints(LoopListener):
     def __init__(
         self,
         config: MoeFtConfig,
+        training: TrainingLoop,
         loop: LoopState,
         event_log: EventLog,
         scalars: Scalars,
         faults: Faults,
         routers: Routers,
     ) -> None:
-        self._config, self._loop = config, loop
+        self._config, self._training, self._loop = config, training, loop
         self._log, self._scalars = event_log, scalars
         self._faults, self._routers = faults, routers
         self._began_with = ""
@@ -65,7 +64,7 @@ class Checkpoints(LoopListener):
 
     def before_setup(self) -> None:
         """Note how the run began, before --load changes --finetune."""
-        self._began_with = loop_facts.began_with(get_args())
+        self._began_with = self._training.began_with()
 
     def after_setup(self, built: Built) -> None:
         """Recover, if there is something to recover from, and start the engine. Called by all ranks.
@@ -76,11 +75,10 @@ class Checkpoints(LoopListener):
         """
         if not self._config.strategy.is_on or built[1] is None:
             return
-        args = get_args()
-        facts = loop_facts.job_facts(args, self._began_with)
+        training = self._training
         running = start(
             self._config,
-            facts,
+            training.job_facts(self._began_with),
             built,
             lambda phase, iteration: self._faults.enter_phase(iteration, phase),  # any thread
             lambda site: self._faults.set_node(lambda: _node_of(site)),
@@ -90,16 +88,16 @@ class Checkpoints(LoopListener):
             replay = None
             if (window := running.take_replay()) is not None:
                 parameters = running.met.live.parameters
-                replay = Replay(window, parameters, args, self._note_replayed)
-            self._resumption = Resumption(args, running.outcome.record, replay)
-            self._loop.iteration = args.iteration
+                replay = Replay(window, parameters, training, self._note_replayed)
+            self._resumption = Resumption(training, running.outcome.record, replay)
+            self._loop.iteration = training.iteration
 
         def act(state: IterationFacts, iteration_s: float) -> float:
             return running.engine.end_iteration(
                 state.iteration, iteration_s, lambda: running.capture(state)
             )
 
-        self._seam = StateSeam(self._loop, act, self._routers.counts)
+        self._seam = StateSeam(training, self._loop, act, self._routers.counts)
 
     def after_recovery(self) -> None:
         """Write the event "recovery", unless a replay is still to come."""
@@ -126,7 +124,7 @@ class Checkpoints(LoopListener):
         loop.is_replaying, loop.phase = True, Phase.REPLAY
         num_replayed = resumption.replay(forward_backward)
         loop.is_replaying, loop.phase = False, Phase.SETUP
-        loop.iteration = get_args().iteration
+        loop.iteration = self._training.iteration
         phases_s = {**running.outcome.phases_s, "replay": time.perf_counter() - start_s}
         self._write_recovery(replace(running.outcome, phases_s=phases_s), num_replayed)
 
@@ -156,7 +154,7 @@ class Checkpoints(LoopListener):
         """Wait until no copy reads weights any more, and count the tokens of the experts."""
         if self._running is not None:
             layers = self._running.met.strategy.counted_layers
-            tokens = self._routers.popularity(layers, get_args().num_experts)
+            tokens = self._routers.popularity(layers, self._training.num_experts)
             self._running.engine.before_step(tokens)
 
     def end_iteration(self, ended: EndedIteration) -> None:
@@ -187,7 +185,8 @@ class Checkpoints(LoopListener):
         if self._running is not None and self._seam is not None and not loop.is_in_iteration:
             self._seam.pass_postponed()
             facts = self._seam.last_facts()
-            is_complete = loop.iteration >= get_args().train_iters
+            train_iterations = self._training.train_iterations
+            is_complete = train_iterations is not None and loop.iteration >= train_iterations
             ending = self._running.finish(
                 loop.iteration, facts, self._write_report, is_complete=is_complete
             )

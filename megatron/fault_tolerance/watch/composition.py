@@ -1,40 +1,14 @@
-"""Composition of the listeners of a run, in the order in which they are called."""
+"""Listeners of a run of Megatron's own training loop; listener_order.py has their order."""
 
-import os
-from pathlib import Path
-
-from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
-from megatron.fault_tolerance.watch.checkpoints import Checkpoints
-from megatron.fault_tolerance.watch.digests import Digests
-from megatron.fault_tolerance.watch.failure_report import FailureReport
-from megatron.fault_tolerance.watch.faults import Faults
-from megatron.fault_tolerance.watch.progress import Progress
-from megatron.fault_tolerance.watch.routers import Routers
-from megatron.fault_tolerance.watch.scalars import Scalars
+from megatron.fault_tolerance.seams.listeners import Listeners
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.watch.listener_order import listeners_of
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.events import EventLog
 
 
 def listeners_for(config: MoeFtConfig, rank: int, *, on_sigterm: bool) -> Listeners:
     """Return everything that acts at the seams of a run on one rank.
 
-    The order matters: the log is opened before anything is recovered, and closed last; the events of an
-    iteration come before the reports of the engine. Without `on_sigterm`, SIGTERM is left alone, for
-    --exit-signal-handler.
+    Without `on_sigterm`, SIGTERM is left alone, for --exit-signal-handler.
     """
-    loop = LoopState()
-    # Without a directory the log is never started, and drops what is written to it.
-    log = EventLog(Path(config.observability.event_log or os.devnull), rank)
-    faults, routers, scalars = Faults(config.fault.faults, log), Routers(config, log), Scalars(loop)
-    return Listeners(
-        loop,
-        [
-            Progress(config, loop, log),
-            faults,
-            scalars,
-            routers,
-            Digests(config.observability, loop, log),
-            Checkpoints(config, loop, log, scalars, faults, routers),
-            FailureReport(config, loop, log, on_sigterm=on_sigterm),
-        ],
-    )
+    return listeners_of(config, MegatronLoop(), rank, on_sigterm=on_sigterm)

@@ -2,11 +2,9 @@
 
 import os
 import socket
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.training import get_args
 
 from megatron.fault_tolerance.seams.listeners import (
     Built,
@@ -14,6 +12,7 @@ from megatron.fault_tolerance.seams.listeners import (
     LoopListener,
     LoopState,
 )
+from megatron.fault_tolerance.seams.training_loop import TrainingLoop
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.events import EventLog, last_incarnation
 from moe_ft.faults import Phase
@@ -22,8 +21,15 @@ from moe_ft.faults import Phase
 class Progress(LoopListener):
     """Opens the event log and writes what every run writes. Owned by the training thread."""
 
-    def __init__(self, config: MoeFtConfig, loop: LoopState, event_log: EventLog) -> None:
-        self._config, self._loop, self._log = config, loop, event_log
+    def __init__(
+        self,
+        config: MoeFtConfig,
+        training: TrainingLoop,
+        loop: LoopState,
+        event_log: EventLog,
+    ) -> None:
+        self._config, self._training = config, training
+        self._loop, self._log = loop, event_log
         self._has_log = config.observability.event_log is not None
 
     def after_setup(self, built: Built) -> None:
@@ -39,25 +45,17 @@ class Progress(LoopListener):
 
     def after_recovery(self) -> None:
         """Write the event "start"."""
-        if self._has_log:
-            self._log.write("start", self._loop.iteration, **self._start_fields(get_args()))
-
-    def _start_fields(self, args: Any) -> dict[str, Any]:
-        return {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "world_size": args.world_size,
-            "tp": args.tensor_model_parallel_size,
-            "pp": args.pipeline_model_parallel_size,
-            "ep": args.expert_model_parallel_size,
-            "etp": args.expert_tensor_parallel_size,
-            "dp": args.data_parallel_size,
-            "seq_length": args.seq_length,
-            "num_experts": args.num_experts,
-            "train_iterations": args.train_iters,
-            "state_dtype": dict(self._config.precision.packings),
-            "lossy": dict(self._config.precision.lossy_parts),
-        }
+        if not self._has_log:
+            return
+        self._log.write(
+            "start",
+            self._loop.iteration,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            **self._training.start_fields(),
+            state_dtype=dict(self._config.precision.packings),
+            lossy=dict(self._config.precision.lossy_parts),
+        )
 
     def enter_phase(self, iteration: int, phase: Phase) -> None:
         """Overwrite the progress record, which survives the process."""
@@ -74,7 +72,7 @@ class Progress(LoopListener):
             iteration_s=ended.seconds,
             stall_s=self._loop.stall_s,
             loss=None if loss is None else float(loss),
-            num_tokens=ended.num_samples * get_args().seq_length,
+            num_tokens=ended.num_samples * self._training.sequence_length,
         )
 
     def end(self, reason: str, exit_code: int) -> None:

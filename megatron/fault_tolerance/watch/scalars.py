@@ -1,17 +1,16 @@
-"""Numbers for the TensorBoard and W&B writers of Megatron, under moe-ft/."""
+"""Numbers for the writers of the training loop, under moe-ft/: TensorBoard and W&B in Megatron's loop."""
 
 from collections.abc import Mapping
 
-from megatron.training import get_tensorboard_writer, get_wandb_writer
-
 from megatron.fault_tolerance.seams.listeners import EndedIteration, LoopListener, LoopState
+from megatron.fault_tolerance.seams.training_loop import TrainingLoop
 
 
 class Scalars(LoopListener):
-    """Writes numbers on the rank that has the writers. Owned by the training thread."""
+    """Writes numbers where the loop writes its own. Owned by the training thread."""
 
-    def __init__(self, loop: LoopState) -> None:
-        self._loop = loop
+    def __init__(self, training: TrainingLoop, loop: LoopState) -> None:
+        self._training, self._loop = training, loop
 
     def after_iteration(self, ended: EndedIteration) -> None:
         """Write the times of the iteration."""
@@ -21,10 +20,4 @@ class Scalars(LoopListener):
 
     def write(self, values: Mapping[str, float], *, iteration: int) -> None:
         """Write numbers by name."""
-        scalars = {f"moe-ft/{name}": value for name, value in values.items()}
-        board, wandb = get_tensorboard_writer(), get_wandb_writer()
-        if board:
-            for name, value in scalars.items():
-                board.add_scalar(name, value, iteration)
-        if wandb:
-            wandb.log(scalars, iteration)
+        self._training.write_numbers(values, iteration=iteration)

@@ -5,14 +5,11 @@ and the position in the validation data, so the engine then acts when the loop c
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from megatron.training import get_args
-from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.seams.listeners import EndedIteration, LoopState
-from megatron.fault_tolerance.seams.loop_facts import is_evaluated, iteration_facts
+from megatron.fault_tolerance.seams.training_loop import TrainingLoop
 from moe_ft.state.record import IterationFacts
 
 
@@ -21,6 +18,7 @@ class StateSeam:
 
     def __init__(
         self,
+        training: TrainingLoop,
         loop: LoopState,
         act: Callable[[IterationFacts, float], float],
         count_tokens: Callable[[], dict[str, torch.Tensor]],
@@ -28,21 +26,22 @@ class StateSeam:
         """Prepare for an iteration; the loop's counters are set.
 
         Args:
+            training: the loop, for its counters.
             loop: its grad_norm and num_tokens become facts.
             act: takes the facts of the state as it is now and the seconds that its iteration took; returns
                 the seconds for which training stood still.
             count_tokens: returns ``[expert]`` the tokens on this rank by MoE layer.
         """
-        self._loop, self._act, self._count_tokens = loop, act, count_tokens
-        self._num_operations = float(get_args().num_floating_point_operations_so_far)
+        self._training, self._loop = training, loop
+        self._act, self._count_tokens = act, count_tokens
+        self._num_operations = training.num_operations_so_far()
         self._postponed: EndedIteration | None = None  # the engine has not acted on its state yet
         self._last_facts: IterationFacts | None = None
 
     def end_iteration(self, ended: EndedIteration) -> None:
         """Pass the new state to the engine, unless it is evaluated first."""
-        args: Any = get_args()
-        self._num_operations += num_floating_point_operations(args, ended.num_samples)
-        if is_evaluated(args, ended.iteration):
+        self._num_operations += self._training.num_operations_of(ended.num_samples)
+        if self._training.is_evaluated(ended.iteration):
             self._postponed = ended
         else:
             self._pass(ended, ended.num_samples)
@@ -65,8 +64,7 @@ class StateSeam:
         self._loop.stall_s += self._act(self._last_facts, ended.seconds)
 
     def _facts(self, num_uncounted_samples: int) -> IterationFacts:
-        return iteration_facts(
-            get_args(),
+        return self._training.iteration_facts(
             self._loop.iteration,
             grad_norm=self._loop.grad_norm,
             num_tokens=self._loop.num_tokens,

@@ -73,7 +73,7 @@ class Retention:
             self._check()
             self._storage.remove(path)
         left = [each for each in found if each[:2] not in gone]
-        self._remove_unneeded(left, newest.iteration, with_manifest=True)
+        remove_unneeded(self._storage, left, newest.iteration, self._check)
         return [iteration for iteration, _ in gone]
 
     def _is_of_run(self, manifest: Manifest, newest: Manifest) -> bool:
@@ -97,37 +97,51 @@ class Retention:
 
         Call it when no older checkpoint can become complete any more; it makes room on a full disk.
         """
-        self._remove_unneeded(list(manifests(self._storage)), before - 1, with_manifest=False)
+        found = list(manifests(self._storage))
+        remove_unneeded(self._storage, found, before - 1, self._check, with_manifest=False)
 
-    def _remove_unneeded(self, found: Sequence[Found], newest: int, *, with_manifest: bool) -> None:
-        """Remove files of iterations up to one that no manifest names.
 
-        A manifest that cannot be read may name anything up to its own iteration: all that stays.
+def remove_unneeded(
+    storage: Storage,
+    found: Sequence[Found],
+    newest: int,
+    check: Callable[[], None],
+    *,
+    with_manifest: bool = True,
+) -> None:
+    """Remove files of iterations up to one that no manifest names.
 
-        Args:
-            found: all manifests that there are.
-            newest: the last of these iterations.
-            with_manifest: whether iterations that have one are looked through too.
-        """
-        needed: set[str] = set()
-        have_manifest: set[int] = set()
-        unknown = -1
-        for iteration, _, manifest in found:
-            have_manifest.add(iteration)
-            if isinstance(manifest, CorruptStateError):
-                unknown = max(unknown, iteration)
-                continue
-            for file in (*manifest.files, *manifest.older):
-                needed |= {file.index, file.data}
-        for iteration in self._storage.iterations():
-            is_looked_through = with_manifest or iteration not in have_manifest
-            if unknown < iteration <= newest and is_looked_through:
-                self._check()
-                self._clear(iteration, needed)
+    A manifest that cannot be read may name anything up to its own iteration: all that stays.
 
-    def _clear(self, iteration: int, needed: set[str]) -> None:
-        directory = iteration_directory(iteration)
-        for name in self._storage.names_in(directory):
-            if _OUR_FILE.fullmatch(name) and f"{directory}/{name}" not in needed:
-                self._storage.remove(f"{directory}/{name}")
-        self._storage.remove_directory(directory)
+    Args:
+        found: all manifests that there are.
+        newest: the last of these iterations.
+        check: raises if nothing may be deleted any more.
+        with_manifest: whether iterations that have one are looked through too.
+
+    Raises:
+        OSError: if storage fails.
+    """
+    needed: set[str] = set()
+    have_manifest: set[int] = set()
+    unknown = -1
+    for iteration, _, manifest in found:
+        have_manifest.add(iteration)
+        if isinstance(manifest, CorruptStateError):
+            unknown = max(unknown, iteration)
+            continue
+        for file in (*manifest.files, *manifest.older):
+            needed |= {file.index, file.data}
+    for iteration in storage.iterations():
+        is_looked_through = with_manifest or iteration not in have_manifest
+        if unknown < iteration <= newest and is_looked_through:
+            check()
+            _clear(storage, iteration, needed)
+
+
+def _clear(storage: Storage, iteration: int, needed: set[str]) -> None:
+    directory = iteration_directory(iteration)
+    for name in storage.names_in(directory):
+        if _OUR_FILE.fullmatch(name) and f"{directory}/{name}" not in needed:
+            storage.remove(f"{directory}/{name}")
+    storage.remove_directory(directory)

@@ -13,15 +13,17 @@ import inspect
 import io
 import os
 import re
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
+from moe_ft.engine.persist.own_random import give_own_random
 from moe_ft.engine.persist.patience import call_within
+from moe_ft.errors import MoeFtError
 from moe_ft.format.encoding import check_path, checksum, decode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
@@ -69,6 +71,7 @@ class Storage:
                 somebody else watches.
         """
         self.url, self._patience_s = hide_password(url), patience_s
+        self._is_local = False
         self._file_system, self._root = self.within_patience(
             "open", lambda: fsspec.core.url_to_fs(url)
         )
@@ -82,9 +85,27 @@ class Storage:
 
     def within_patience[Result](self, operation: str, act: Callable[[], Result]) -> Result:
         """Return what an operation on the directory returns; raise TimeoutError if it takes too long."""
-        if self._patience_s is None:
-            return act()
-        return call_within(act, self._patience_s, f"{self.url}: {operation}")
+        with self._translating(operation):
+            if self._patience_s is None:
+                return act()
+            return call_within(act, self._patience_s, f"{self.url}: {operation}")
+
+    @contextmanager
+    def _translating(self, operation: str) -> Iterator[None]:
+        """Turn what the package of an object store raises into an OSError; it draws no number of training."""
+        try:
+            if not self._is_local:
+                give_own_random()
+            yield
+        except (OSError, MoeFtError):
+            raise
+        except (
+            Exception
+        ) as error:  # of botocore, aiohttp and others, which have classes of their own
+            if self._is_local:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise OSError(f"{self.url}: {operation}: {reason}") from error
 
     def _full(self, path: str) -> str:
         check_path(path, "a path on storage")
@@ -103,8 +124,9 @@ class Storage:
     def write(self, path: str, pieces: Iterable[memoryview]) -> None:
         """Write a large file; on a local file system it is on the disk when this returns."""
         full = self._full(path)
-        self._write(full, pieces)
-        self._sync_directories(full)
+        with self._translating(f"write {path}"):
+            self._write(full, pieces)
+            self._sync_directories(full)
 
     def _write(self, full: str, pieces: Iterable[memoryview]) -> None:
         self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
@@ -169,15 +191,23 @@ class Storage:
         """
         full = self._full(path)
         end = None if num_bytes < 0 else offset + num_bytes
+        if num_bytes == 0:  # S3 has no empty ranges, and returns the whole object
+            return b""
         if self._patience_s is None:
-            return bytes(self._file_system.cat_file(full, start=offset, end=end))
+            with self._translating(f"read {path}"):
+                return self._read(full, offset, end)
         expected_end = int(self._info(full).get("size") or 0) if end is None else end
         starts = range(offset, max(expected_end, offset + 1), _CHUNK_BYTES)
         content = io.BytesIO()
         for start, stop in zip(starts, (*starts[1:], end), strict=True):
-            read = partial(self._file_system.cat_file, full, start=start, end=stop)
+            read = partial(self._read, full, start, stop)
             content.write(self.within_patience(f"read {path}", read))
         return content.getvalue()
+
+    def _read(self, full: str, start: int, end: int | None) -> bytes:
+        if start == 0 and end is None:  # of an empty object S3 has no range
+            return bytes(self._file_system.cat_file(full))
+        return bytes(self._file_system.cat_file(full, start=start, end=end))
 
     def local_path(self, path: str) -> Path | None:
         """Return where a file is on this machine, None if it is elsewhere."""

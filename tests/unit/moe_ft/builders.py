@@ -83,6 +83,7 @@ def make_record(iteration: int) -> IterationRecord:
         buffers={"layer.0.expert_bias": packed},
         extra_state={},
         tokens_per_expert={"layer.0": (5, 3)},
+        loop_state={"epoch": 1, "shards": ["a", "b"]},
     )
 
 

@@ -9,7 +9,7 @@ from tests.unit.simulation.small_job import SmallJob, has_trained, small_job
 
 
 def looked(job: SmallJob) -> Left:
-    return look(job.root, job.setup.shape.num_ranks)
+    return look(job.root, job.setup.shape.num_ranks, {*job.nodes})
 
 
 def flip(path: Path, offset: int) -> None:

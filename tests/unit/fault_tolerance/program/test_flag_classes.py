@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from megatron.training import arguments as megatron_arguments
 
-from megatron.fault_tolerance.program import arguments
-from megatron.fault_tolerance.program.flag_classes import names_of, untested_flags
-from megatron.fault_tolerance.program.refusals import check_refusals
+from megatron.fault_tolerance.cpu.defaults import CPU_DEFAULTS, UNFUSED_DEFAULTS
+from megatron.fault_tolerance.program.flag_classes import names_of, untested_flags, untested_line
+from megatron.fault_tolerance.program.refusals import REFUSALS
+from megatron.fault_tolerance.seams.refusals import check_refusals
 from moe_ft.config.flag_table import FLAGS, FlagClass, Kind, flag_classes
 from moe_ft.strategies import registry
 
@@ -54,7 +55,7 @@ def test_defaults_are_neither_refused_nor_untested(
 ) -> None:
     for strategy in registry.names():
         args.moe_ft_strategy = strategy
-        check_refusals(args)
+        check_refusals(args, REFUSALS)
     assert untested_flags(args, parser) == []
 
 
@@ -64,6 +65,7 @@ def test_flag_of_a_megatron_that_the_table_does_not_know_is_untested() -> None:
     newer.add_argument("--lr")
     given = newer.parse_args(["--no-gravity", "--lr", "1"])
     assert untested_flags(given, newer) == ["--no-gravity"]
+    assert untested_flags(given, newer, {"gravity"}) == []
 
 
 @pytest.mark.parametrize("kind", [Kind.FINGERPRINT, Kind.REPLAY])
@@ -72,7 +74,7 @@ def test_captured_flag_that_is_not_called_untested_is_in_a_test(
 ) -> None:
     paths = [*TESTS.glob("*.py"), *(TESTS / "distributed").glob("*.py")]
     words = set(re.findall(r"[\w-]+", " ".join(path.read_text() for path in paths)))
-    ours = {**arguments._CPU_DEFAULTS, **arguments._UNFUSED_DEFAULTS}
+    ours = {**CPU_DEFAULTS, **UNFUSED_DEFAULTS}
     names = {
         dest: {
             dest,
@@ -97,3 +99,15 @@ def test_captured_flag_that_is_not_called_untested_is_in_a_test(
 def test_class_names_kind_and_mark() -> None:
     assert flag_classes()["fp8"] == FlagClass(Kind.REPLAY, is_tested=False)
     assert flag_classes()["lr"] == FlagClass(Kind.RECORD, is_tested=True)
+
+
+def test_untested_flags_are_named_in_one_line() -> None:
+    assert untested_line(["--a", "--b"]) == ["no test of moe_ft runs with --a, --b"]
+    assert untested_line([]) == []
+
+
+def test_flags_that_a_parser_requires_do_not_keep_it_from_being_compared() -> None:
+    newer = argparse.ArgumentParser()
+    newer.add_argument("--corpus", required=True)
+    newer.add_argument("--shares", type=float, default="0.5")
+    assert untested_flags(newer.parse_args(["--corpus", "here"]), newer) == ["--corpus"]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.fault_tolerance.program.flag_classes import megatron_flags, names_of, untested_flags
-from megatron.fault_tolerance.program.refusals import REFUSALS, Refusal, check_refusals
+from megatron.fault_tolerance.program.refusals import PROGRAM_REFUSALS, REFUSALS
+from megatron.fault_tolerance.seams.refusals import Refusal, check_refusals
 from moe_ft.config.flag_table import Kind, flag_classes
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
@@ -46,14 +47,14 @@ def test_refused_flag_is_refused_with_its_reason_and_remedy(
     setattr(args, rule.dest, used(rule, parser))
     refused_with = ["none", *(kind.name for kind in registry.kinds())]
     if rule.strategies is not None:
-        check_refusals(args)
+        check_refusals(args, REFUSALS)
         assert megatron_flags(parser)[rule.dest] in untested_flags(args, parser)
         refused_with = [kind.name for kind in registry.kinds() if rule.strategies(kind)]
     assert refused_with
     for strategy in refused_with:
         args.moe_ft_strategy = strategy
         with pytest.raises(ConfigError, match="is not supported") as refusal:
-            check_refusals(args)
+            check_refusals(args, REFUSALS)
         assert str(refusal.value).startswith(rule.flag)
         remedy = rule.remedy.format(others="dense, partial or sparse")
         assert str(refusal.value).endswith(f"{rule.reason}. {remedy}.")
@@ -64,4 +65,13 @@ def test_flag_that_a_megatron_does_not_have_is_not_refused(
     name: str, args: argparse.Namespace
 ) -> None:
     delattr(args, name)
+    check_refusals(args, REFUSALS)
+
+
+@pytest.mark.parametrize("rule", PROGRAM_REFUSALS, ids=lambda rule: rule.flag)
+def test_flag_that_only_this_program_refuses_is_left_to_a_script(
+    rule: Refusal, args: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    setattr(args, rule.dest, used(rule, parser))
+    args.moe_ft_strategy = "sparse"
     check_refusals(args)

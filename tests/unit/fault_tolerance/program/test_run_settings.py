@@ -9,7 +9,12 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron.fault_tolerance.program import arguments
-from megatron.fault_tolerance.program.run_settings import fingerprint, replay_settings
+from megatron.fault_tolerance.program.run_settings import (
+    SCRIPT_FLAGS,
+    fingerprint,
+    replay_settings,
+    script_settings,
+)
 from tests.demo_model import model_flags
 from tests.stock_program import CPU_FLAGS
 
@@ -109,3 +114,18 @@ def test_data_lists_of_all_splits_are_read(args: argparse.Namespace, tmp_path: P
     path.write_text('{"train": ["1.0", "/data/a"], "valid": ["/data/b"]}')
     args.per_split_data_args_path = str(path)
     assert fingerprint(args)["--per-split-data-args-path"] == ["train", "1.0", "a", "valid", "b"]
+
+
+def test_settings_of_a_script_are_its_own_flags_and_those_that_no_gpt_of_ours_reads(
+    args: argparse.Namespace,
+) -> None:
+    assert script_settings(args) == {}
+    setattr(args, SCRIPT_FLAGS, ("corpus", "schedule"))
+    args.corpus, args.schedule = ["a", "b"], object()
+    args.fim_rate, args.sft, args.lr = 0.25, True, 1.0
+    assert script_settings(args) == {
+        "--corpus": "['a', 'b']",
+        "--schedule": "object",  # not where it lies in memory, which every start changes
+        "--fim-rate": "0.25",
+        "--sft": "True",
+    }

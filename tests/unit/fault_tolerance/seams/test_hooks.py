@@ -11,7 +11,7 @@ from megatron.training import training
 
 from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.listeners import Built, Listeners, LoopListener, LoopState
-from megatron.fault_tolerance.seams.replay import LoopParts
+from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.faults import Phase
 
 SEAMS = ("setup_model_and_optimizer", "train_step", "dummy_train_step", "train")

@@ -9,7 +9,9 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.fault_tolerance.seams import replay as replay_module
-from megatron.fault_tolerance.seams.replay import LoopParts, Replay, can_freeze
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.seams.replay import Replay, can_freeze
+from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import IterationRecord
 from moe_ft.state.parameters import LocalParameter
@@ -80,8 +82,6 @@ class Loop:
     """A model of two units, each of four weights, in a loop that a replay interrupts."""
 
     def __init__(self, args: Namespace) -> None:
-        for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
-            setattr(args, name, 1)
         args.check_for_nan_in_loss_and_grad = True
         self.args = args
         self.parameters = [self._parameter(unit) for unit in (NORM, OUTPUT)]
@@ -91,10 +91,20 @@ class Loop:
             check_for_nan_in_grad=True,
             check_for_large_grads=True,
         )
-        self.config = Namespace(no_sync_func=1, grad_sync_func=2, param_sync_func=3, timers=4)
+        self.config = Namespace(
+            no_sync_func=1,
+            grad_sync_func=2,
+            param_sync_func=3,
+            timers=4,
+            tensor_model_parallel_size=1,
+            gtp_weight_remat_size=1,
+            expert_gtp_weight_remat_size=1,
+        )
         self.optimizer = Optimizer(self.parameters)
         self.noted: list[int] = []
         self.computed: list[tuple[int, bool]] = []
+        self.hooks: dict[str, str] = {}
+        self.hooked: list[bool] = []
 
     def _parameter(self, unit: UnitId) -> LocalParameter:
         weight = torch.nn.Parameter(torch.ones(4))
@@ -103,6 +113,7 @@ class Loop:
     def forward_backward(self, *, num_microbatches: int, **options: Any) -> None:
         """Make gradients of one for every weight that is trained."""
         self.computed.append((self.args.curr_iteration, self.ddp_config.overlap_grad_reduce))
+        self.hooked.append(bool(self.hooks))
         for each in self.parameters:
             if each.parameter.requires_grad:
                 each.parameter.grad = torch.ones(4)
@@ -114,6 +125,9 @@ class Loop:
             ddp_config=self.ddp_config,
             bucket_groups=[],
             expert_parallel_bucket_groups=[],
+            remove_forward_pre_hook_handles=self.hooks,
+            disable_forward_pre_hook=lambda *, param_sync: self.hooks.clear(),
+            enable_forward_pre_hook=lambda: self.hooks.update(module="handle"),
         )
         return LoopParts(
             forward_step=print,
@@ -126,7 +140,7 @@ class Loop:
 
     def replay(self, window: Any) -> None:
         """Run a window again."""
-        Replay(window, self.parameters, self.args, self.noted.append).run(self.parts())
+        Replay(window, self.parameters, MegatronLoop(), self.noted.append).run(self.parts())
 
     def weights(self) -> list[float]:
         """Return one weight of each unit."""
@@ -175,6 +189,16 @@ def test_overlap_and_checks_are_off_during_the_replay_only(loop: Loop) -> None:
     assert after == before
     assert loop.args.check_for_nan_in_loss_and_grad
     assert not {"get_grad_norm", "prepare_grads"} & vars(loop.optimizer).keys()
+
+
+@pytest.mark.parametrize("is_hooked", [True, False])
+def test_weights_are_not_gathered_by_hooks_during_the_replay_only(
+    loop: Loop, is_hooked: bool
+) -> None:
+    loop.hooks.update({"module": "handle"} if is_hooked else {})
+    loop.replay(Window(record_of(3), record_of(4)))
+    assert loop.hooked == [False]
+    assert bool(loop.hooks) is is_hooked
 
 
 def test_iteration_with_another_number_of_micro_batches_is_refused(loop: Loop) -> None:

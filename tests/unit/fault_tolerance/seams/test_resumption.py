@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.fault_tolerance.seams.replay import LoopParts, Replay
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.seams.replay import Replay
 from megatron.fault_tolerance.seams.resumption import Resumption
+from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.format.records import IterationRecord
 from moe_ft.state import record as records
 from tests.unit.moe_ft.builders import make_record
@@ -20,7 +22,9 @@ PARTS = LoopParts(
     data_iterator=None,
     model=[],
     optimizer=Namespace(chained_optimizers=[], config=Namespace()),
-    config=Namespace(),
+    config=Namespace(
+        tensor_model_parallel_size=1, gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1
+    ),
     forward_backward=print,
 )
 
@@ -38,12 +42,10 @@ def record_of(iteration: int) -> IterationRecord:
     return msgspec.structs.replace(make_record(iteration), rng=rng)
 
 
-def replay_of(args: Namespace, *states: IterationRecord) -> Replay:
+def replay_of(*states: IterationRecord) -> Replay:
     """Return the replay of a window whose iterations have all been run again."""
     window: Any = Namespace(records=states, num_replays=0)
-    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
-        setattr(args, name, 1)
-    return Replay(window, [], args, lambda iteration: None)
+    return Replay(window, [], MegatronLoop(), lambda iteration: None)
 
 
 def draw() -> tuple[float, float, float]:
@@ -53,7 +55,7 @@ def draw() -> tuple[float, float, float]:
 def test_counters_are_those_of_the_record_before_the_data_iterators_are_built(
     args: Namespace,
 ) -> None:
-    Resumption(args, record_of(5), None)
+    Resumption(MegatronLoop(), record_of(5), None)
     assert (args.iteration, args.consumed_train_samples) == (5, 40)
     assert args.num_floating_point_operations_so_far == 1e15
 
@@ -61,14 +63,14 @@ def test_counters_are_those_of_the_record_before_the_data_iterators_are_built(
 def test_data_begin_with_the_replay_and_the_loop_continues_from_the_record(
     args: Namespace,
 ) -> None:
-    resumption = Resumption(args, record_of(5), replay_of(args, record_of(3), record_of(5)))
+    resumption = Resumption(MegatronLoop(), record_of(5), replay_of(record_of(3), record_of(5)))
     assert (args.iteration, args.consumed_train_samples) == (5, 24)
     resumption.begin_training(PARTS)
     assert args.consumed_train_samples == 40
 
 
 def test_replay_is_due_once_and_leaves_the_counters_of_its_last_record(args: Namespace) -> None:
-    resumption = Resumption(args, record_of(5), replay_of(args, record_of(3), record_of(5)))
+    resumption = Resumption(MegatronLoop(), record_of(5), replay_of(record_of(3), record_of(5)))
     resumption.begin_training(PARTS)
     assert resumption.is_replay_due
     args.iteration, args.consumed_train_samples = 3, 24
@@ -78,11 +80,11 @@ def test_replay_is_due_once_and_leaves_the_counters_of_its_last_record(args: Nam
 
 
 def test_state_that_is_in_place_needs_no_replay(args: Namespace) -> None:
-    assert not Resumption(args, record_of(5), None).is_replay_due
+    assert not Resumption(MegatronLoop(), record_of(5), None).is_replay_due
 
 
 def test_random_numbers_are_restored_once(args: Namespace) -> None:
-    resumption = Resumption(args, record_of(5), None)
+    resumption = Resumption(MegatronLoop(), record_of(5), None)
     expected = draw()
     draw()
     resumption.restore_rng()

@@ -11,6 +11,7 @@ import torch
 from megatron.training import global_vars
 
 from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.watch.checkpoints import Checkpoints
 from megatron.fault_tolerance.watch.faults import Faults
 from megatron.fault_tolerance.watch.routers import Routers
@@ -66,7 +67,9 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
 
 
 def checkpoints_of(config: MoeFtConfig, log: EventLog, loop: LoopState) -> Checkpoints:
-    return Checkpoints(config, loop, log, Scalars(loop), Faults([], log), Routers(config, log))
+    training, routers = MegatronLoop(), Routers(config, log)
+    scalars = Scalars(training, loop)
+    return Checkpoints(config, training, loop, log, scalars, Faults([], log), routers)
 
 
 @pytest.fixture

@@ -1,43 +1,17 @@
-"""The listeners of a run are all there, and in the order that their tasks need."""
+"""A run of Megatron's own loop has all listeners, and they look at that loop."""
 
-import os
-from pathlib import Path
+import pytest
 
-from megatron.fault_tolerance.watch.checkpoints import Checkpoints
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.watch.composition import listeners_for
-from megatron.fault_tolerance.watch.digests import Digests
-from megatron.fault_tolerance.watch.failure_report import FailureReport
-from megatron.fault_tolerance.watch.faults import Faults
-from megatron.fault_tolerance.watch.progress import Progress
-from megatron.fault_tolerance.watch.routers import Routers
-from megatron.fault_tolerance.watch.scalars import Scalars
-from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
-from moe_ft.faults import Phase
-
-ALL = (Progress, Faults, Scalars, Routers, Digests, Checkpoints, FailureReport)
+from megatron.fault_tolerance.watch.listener_order import listeners_of
+from moe_ft.config.config import MoeFtConfig
 
 
-def test_log_is_opened_first_and_closed_last_and_checkpoints_follow_what_reads_their_states() -> (
-    None
-):
-    listeners = listeners_for(MoeFtConfig(), 3, on_sigterm=False)
-    assert tuple(type(each) for each in listeners._listeners) == ALL
-
-
-def test_all_listeners_look_at_one_loop_and_write_one_log(tmp_path: Path) -> None:
-    config = MoeFtConfig(observability=ObservabilityConfig(event_log=str(tmp_path)))
-    listeners = listeners_for(config, 3, on_sigterm=False)
-    states = [vars(each).get("_loop", listeners.loop) for each in listeners._listeners]
-    assert all(state is listeners.loop for state in states)
-    logs = [vars(each).get("_log") or vars(each).get("_event_log") for each in listeners._listeners]
-    (log,) = {log for log in logs if log is not None}
-    assert (log.directory, log.rank) == (tmp_path, 3)
-
-
-def test_run_without_settings_passes_all_phases_and_writes_nothing(tmp_path: Path) -> None:
-    os.chdir(tmp_path)
-    with listeners_for(MoeFtConfig(), 3, on_sigterm=True) as listeners:
-        for phase in Phase:
-            assert not listeners.is_awaited(phase)
-            listeners.enter(phase)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("on_sigterm", [True, False])
+def test_run_of_megatrons_loop_has_the_listeners_of_any_loop(on_sigterm: bool) -> None:
+    found = listeners_for(MoeFtConfig(), 3, on_sigterm=on_sigterm)._listeners
+    expected = listeners_of(MoeFtConfig(), MegatronLoop(), 3, on_sigterm=on_sigterm)._listeners
+    assert [type(each) for each in found] == [type(each) for each in expected]
+    loops = {type(vars(each)["_training"]) for each in found if "_training" in vars(each)}
+    assert loops == {MegatronLoop}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.fault_tolerance.seams.listeners import Built, LoopState
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.watch.digests import Digests
 from moe_ft.config.config import ObservabilityConfig
 from moe_ft.events import EventLog
@@ -42,7 +43,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Built:
 
 
 def digests_of(config: ObservabilityConfig, log: EventLog, built: Built) -> Digests:
-    digests = Digests(config, LoopState(iteration=6), log)
+    digests = Digests(config, MegatronLoop(), LoopState(iteration=6), log)
     digests.after_setup(built)
     return digests
 

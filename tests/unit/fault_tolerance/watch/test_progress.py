@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams.listeners import LoopState
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.watch.progress import Progress
 from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
 from moe_ft.events import EventLog, read_progress
@@ -21,7 +22,7 @@ CONFIG = MoeFtConfig(observability=ObservabilityConfig(event_log="somewhere"))
 
 @pytest.fixture
 def progress(event_log: EventLog, loop_args: Namespace) -> Progress:
-    return Progress(CONFIG, LoopState(iteration=5, stall_s=0.5), event_log)
+    return Progress(CONFIG, MegatronLoop(), LoopState(iteration=5, stall_s=0.5), event_log)
 
 
 def test_start_names_the_layout_and_where_training_begins(
@@ -74,7 +75,9 @@ def test_iteration_of_a_stage_that_computes_no_loss_has_none(
 def test_end_says_whether_the_last_state_is_safe(
     is_saved: bool, reason: str, event_log: EventLog
 ) -> None:
-    Progress(CONFIG, LoopState(iteration=9, is_saved=is_saved), event_log).end("exit flag", 0)
+    Progress(CONFIG, MegatronLoop(), LoopState(iteration=9, is_saved=is_saved), event_log).end(
+        "exit flag", 0
+    )
     line = last_event(event_log)
     assert (line["event"], line["iteration"], line["reason"]) == ("end", 9, reason)
     assert line["peak_device_memory_bytes"] >= 0
@@ -89,7 +92,7 @@ def test_phase_is_in_the_progress_record(progress: Progress, event_log: EventLog
 
 def test_run_without_a_log_reads_no_loss(loop_args: Namespace, tmp_path: Path) -> None:
     log = EventLog(tmp_path, 3)
-    progress = Progress(MoeFtConfig(), LoopState(), log)
+    progress = Progress(MoeFtConfig(), MegatronLoop(), LoopState(), log)
     progress.after_setup(([], None, None))
     progress.after_recovery()
     # A loss is on the device: reading it would wait, and this one cannot be read.
@@ -115,7 +118,7 @@ def open_logs(folder: str) -> None:
         log.incarnation = 6
         log.write("iteration", 1)
         log.close()
-    Progress(CONFIG, LoopState(), log).after_setup(([], None, None))
+    Progress(CONFIG, MegatronLoop(), LoopState(), log).after_setup(([], None, None))
     log.write("opened", 0)
     dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron.fault_tolerance.seams.listeners import LoopState
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.watch.scalars import Scalars
 from tests.unit.fault_tolerance.loops import ended
 
@@ -17,7 +18,7 @@ def test_times_of_an_iteration_are_in_tensorboard(
 ) -> None:
     board = SummaryWriter(str(tmp_path))
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)
-    Scalars(LoopState(stall_s=0.25)).after_iteration(ended(6))
+    Scalars(MegatronLoop(), LoopState(stall_s=0.25)).after_iteration(ended(6))
     board.close()
     found = EventAccumulator(str(tmp_path)).Reload()
     assert {
@@ -30,9 +31,9 @@ def test_numbers_of_one_moment_are_one_line_in_wandb(monkeypatch: pytest.MonkeyP
     lines: list[tuple[object, ...]] = []
     writer = type("Wandb", (), {"log": lambda self, *line: lines.append(line)})()
     monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", writer)
-    Scalars(LoopState()).write({"plt": 0.5, "lost_tokens": 7}, iteration=8)
+    Scalars(MegatronLoop(), LoopState()).write({"plt": 0.5, "lost_tokens": 7}, iteration=8)
     assert lines == [({"moe-ft/plt": 0.5, "moe-ft/lost_tokens": 7}, 8)]
 
 
 def test_rank_without_writers_writes_nothing() -> None:
-    Scalars(LoopState()).write({"plt": 0.5}, iteration=8)
+    Scalars(MegatronLoop(), LoopState()).write({"plt": 0.5}, iteration=8)

@@ -7,6 +7,7 @@ import torch
 from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.seams.listeners import LoopState
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.watch.state_seam import StateSeam
 from moe_ft.state.record import IterationFacts
 from tests.unit.fault_tolerance.loops import ended
@@ -35,7 +36,7 @@ class Run:
         vars(args).update(_MODEL)
         self.args, self.engine = args, Engine()
         self.loop = LoopState(iteration=6, grad_norm=1.5)
-        self.seam = StateSeam(self.loop, self.engine.act, lambda: TOKENS)
+        self.seam = StateSeam(MegatronLoop(), self.loop, self.engine.act, lambda: TOKENS)
 
 
 # Megatron counts the operations of a GPT from these.

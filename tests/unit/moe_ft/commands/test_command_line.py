@@ -20,6 +20,8 @@ from moe_ft.errors import ConfigError
         ("srun --ntasks=16 --ntasks-per-node=4", 16, 4),
         ("srun --ntasks=16", 16, None),
         ("python", 1, 1),
+        ("/env/bin/moe_ft run", 1, 1),
+        ("torchrun --nproc-per-node 2 -m moe_ft run", 2, 2),
         ("A=1 torchrun --nproc-per-node 2", 2, 2),
     ],
 )
@@ -80,3 +82,15 @@ def test_last_of_two_equal_flags_wins() -> None:
 def test_words_that_cannot_be_read_are_named(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_command(words.split())
+
+
+@pytest.mark.parametrize("launcher", ["torchrun -m moe_ft run", "/env/bin/moe_ft run"])
+def test_flag_of_a_script_is_noted_and_one_of_moe_ft_must_exist(launcher: str) -> None:
+    words = f"{launcher} train.py --num-layers 3 --corpus a b --moe-ft-strategy dense"
+    command = read_command(words.split())
+    assert command.args.num_layers == 3
+    assert command.notes == ("--corpus: taken as a flag of the script, and not counted",)
+    with pytest.raises(ConfigError, match="--moe-ft-strateg is neither a flag of Megatron nor"):
+        read_command(f"{launcher} train.py --moe-ft-strateg dense".split())
+    with pytest.raises(ConfigError, match="--corpus is neither a flag of Megatron nor"):
+        read_command(words.replace("moe_ft run", "").split())

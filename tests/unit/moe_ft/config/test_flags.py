@@ -1,13 +1,14 @@
 """Settings as flags: every field is one, and comes back with the value that was given."""
 
 import argparse
+import re
 from dataclasses import dataclass, fields
 
 import pytest
 
 from moe_ft.config.config import MoeFtConfig, StorageConfig
 from moe_ft.config.fields import Bounds, Part, flag_of, setting
-from moe_ft.config.flags import add_flags, config_from, part_types
+from moe_ft.config.flags import add_flags, config_from, config_from_settings, part_types
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.registry import names, option_types
 
@@ -91,3 +92,43 @@ def test_value_out_of_its_bounds_is_named_with_flag_rule_and_remedy() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             options.validate(1)
+
+
+def from_settings(**settings: object) -> MoeFtConfig:
+    types = {**option_types(), "test": Options}
+    return config_from_settings(settings, types, {"strategy": (*names(), "test")})
+
+
+def test_settings_by_name_are_those_of_the_flags() -> None:
+    config = from_settings(
+        strategy="test", keep=5, depth="7", share=0.25, every=3, is_deep=True, tags=["a", "b"]
+    )
+    assert config.strategy.strategy == "test"
+    assert config.storage == StorageConfig(keep=5)
+    assert config.options["test"] == Options(
+        depth=7, share=0.25, every="3", is_deep=True, tags=("a", "b")
+    )
+
+
+def test_settings_that_are_none_or_false_are_left_out() -> None:
+    assert from_settings(keep=None, is_deep=False, tags=[], job_id=None) == from_settings()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kep": 1}, "there is no setting kep. Did you mean keep? docs/flags.md lists"),
+        ({"zzz": 1}, "there is no setting zzz. docs/flags.md lists the settings."),
+        ({"color": "green"}, "--moe-ft-color: invalid choice: 'green'"),
+        ({"keep": "many"}, "--moe-ft-keep: invalid int value: 'many'"),
+        ({"keep": True}, "setting keep=True must be a value, not True or False (--moe-ft-keep)"),
+        ({"is_deep": "yes"}, "setting is_deep='yes' must be True or False (--moe-ft-is-deep)"),
+        ({"tags": "a"}, "setting tags='a' must be a list of texts (--moe-ft-tags)"),
+        ({"every": [1]}, "setting every=[1] must be one value, not a list (--moe-ft-every)"),
+    ],
+)
+def test_settings_that_are_none_of_the_flags_are_refused(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        from_settings(**settings)

@@ -1,4 +1,4 @@
-"""Storage for tests: a directory, and one in which operations fail."""
+"""Storage for tests: a directory, an S3 server, and file systems in which operations fail."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,13 +6,24 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine.persist.storage import Storage
+from tests.object_store import ObjectStore, object_store
 from tests.unit.moe_ft.faulty_storage import Injector, install
 
 
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
+@pytest.fixture(scope="session")
+def s3() -> Iterator[ObjectStore]:
+    """Return a server of objects."""
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture(params=["local", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     """Return a persist directory that does not exist yet."""
-    return Storage(str(tmp_path / "persist"))
+    if request.param == "local":
+        return Storage(str(tmp_path / "persist"))
+    store: ObjectStore = request.getfixturevalue("s3")
+    return Storage(f"{store.bucket()}/persist")
 
 
 @pytest.fixture

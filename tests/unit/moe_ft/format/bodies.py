@@ -131,6 +131,7 @@ def records(iteration: int) -> st.SearchStrategy[IterationRecord]:
         buffers=st.dictionaries(NAMES, PACKED, max_size=2),
         extra_state=st.dictionaries(NAMES, PACKED, max_size=2),
         tokens_per_expert=st.dictionaries(NAMES, st.lists(COUNTS).map(tuple), max_size=2),
+        loop_state=SETTINGS,
     )
 
 

@@ -29,3 +29,15 @@ def test_unknown_field_of_an_optimizer_is_refused() -> None:
     content = msgspec.json.encode({"groups": [], "steps": {}, "momentum": 1})
     with pytest.raises(msgspec.ValidationError, match="momentum"):
         msgspec.json.decode(content, type=OptimizerRecord)
+
+
+def test_state_of_a_loop_is_read_as_it_was_written() -> None:
+    state = {"epoch": 1, "shards": ["a", None], "rates": {"x": 0.5}}
+    record = msgspec.structs.replace(make_record(5), loop_state=state)
+    assert reread(record).loop_state == state
+
+
+def test_record_of_a_loop_without_state_is_written_as_before_there_was_any() -> None:
+    record = msgspec.structs.replace(make_record(5), loop_state={})
+    assert b"loop_state" not in msgspec.json.encode(record)
+    assert reread(record) == record

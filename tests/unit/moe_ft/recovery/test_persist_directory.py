@@ -47,7 +47,7 @@ class Opener:
         """Open the directory for a job, and return the lock."""
         storage, lock = open_storage(self.site(job_id))
         assert storage is not None
-        lock = lock or take_lock(self.site(job_id), storage)
+        lock = lock or take_lock(job_id, storage)
         self._locks.append(lock)
         return lock
 
@@ -120,7 +120,7 @@ def test_lock_of_the_same_job_is_left_until_the_start_is_not_refused_any_more(
     assert storage is not None
     assert lock is None
     alive.check()
-    lock = take_lock(opener.site("job"), storage)
+    lock = take_lock("job", storage)
     lock.close()
     with pytest.raises(LockLostError):
         alive.check()

@@ -179,3 +179,16 @@ def test_other_ranks_than_the_first_say_nothing(capsys: pytest.CaptureFixture[st
     verdict(wish(loaded_iteration=11), rank=1).say_load(plans(*versions_of(FIRST, 9)), ["reason"])
     verdict(rank=1).check_is_empty(inventory(), [], ["reason"])
     assert capsys.readouterr().err == ""
+
+
+def test_changed_flags_of_the_script_are_said_once_with_both_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verdict(rank=1).say_changed(["--corpus: a there, b now"])
+    speaker = verdict()
+    speaker.say_changed([])
+    for _ in range(2):
+        speaker.say_changed(["--corpus: a there, b now", "--log: x there, y now"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("moe_ft: warning: flags of the training script have changed. If they")
+    assert line.endswith("undisturbed job: --corpus: a there, b now; --log: x there, y now")

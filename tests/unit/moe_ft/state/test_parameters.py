@@ -100,3 +100,32 @@ def test_one_parameter_of_all_experts_of_a_rank_is_refused(name: str) -> None:
     model.layer[0].mlp.experts = grouped
     with pytest.raises(ConfigError, match=rf"experts\.linear_fc1\.{name} is an expert's"):
         model.parameters_found()
+
+
+def test_last_norm_of_a_hybrid_model_is_the_unit_that_a_gpt_has() -> None:
+    model = Model()
+    model.decoder.final_norm = torch.nn.LayerNorm(8)
+    kinds = {each.name: each.unit.kind for each in model.parameters_found()}
+    assert kinds["decoder.final_norm.weight"] is UnitKind.FINAL_NORM
+
+
+def test_model_with_several_stacks_of_layers_is_refused() -> None:
+    model = Model()
+    model.vision_model = torch.nn.Module()
+    model.vision_model.decoder = torch.nn.Module()
+    layer: Any = torch.nn.Module()
+    layer.layer_number, layer.mlp = 1, torch.nn.Module()
+    layer.mlp.router = torch.nn.Linear(8, 2, bias=False)
+    model.vision_model.decoder.layers = torch.nn.ModuleList([layer])
+    with pytest.raises(
+        ConfigError,
+        match=r"two parameters would be called decoder\.layers\.0\.mlp\.router\.weight .* several stacks",
+    ):
+        model.parameters_found()
+
+
+def test_layer_without_a_number_is_refused() -> None:
+    model = Model()
+    del model.layer[0].layer_number
+    with pytest.raises(ConfigError, match=r"decoder\.layers\.0 is a layer without a layer_number"):
+        model.parameters_found()

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest
 from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.storage import Storage, iteration_directory
@@ -10,6 +12,12 @@ from moe_ft.format.encoding import checksum
 from moe_ft.format.identity import Identity
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from tests.unit.moe_ft.builders import persist_checkpoint
+
+# Of tests that touch files without the storage.
+LOCAL = pytest.mark.parametrize("storage", ["local"], indirect=True)
+FAULTY = pytest.mark.parametrize(
+    "storage", ["local", "objects"], indirect=True
+)  # can be told to fail
 
 
 def save(storage: Storage, iteration: int, identity: Identity, keep: int) -> Manifest:

@@ -9,6 +9,7 @@ from moe_ft.engine.persist.storage import Storage, file_tag, iteration_directory
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.identity import Identity
 from tests.unit.moe_ft.builders import make_identity, persist_checkpoint, persist_rank
+from tests.unit.moe_ft.engine.persist.checkpoints import LOCAL
 
 RUN, OTHER = make_identity(world_size=2), make_identity("run-b", world_size=2)
 DIRECTORY = iteration_directory(5)
@@ -55,6 +56,7 @@ def test_manifest_of_a_run_replaces_only_its_own(storage: Storage, identity: Ide
     assert len(find_manifests(storage, 5)) == 2
 
 
+@LOCAL
 def test_manifest_that_nobody_can_read_is_not_replaced(storage: Storage) -> None:
     persist_checkpoint(storage, 5, RUN)
     path = Path(storage.url) / DIRECTORY / "manifest.json"
@@ -64,6 +66,7 @@ def test_manifest_that_nobody_can_read_is_not_replaced(storage: Storage) -> None
     assert find_manifests(storage, 5)[1] == f"{DIRECTORY}/manifest_run-a.json"
 
 
+@LOCAL
 def test_manifests_are_found_newest_first_and_corrupt_ones_as_errors(storage: Storage) -> None:
     for iteration in (5, 11, 8):
         persist_checkpoint(storage, iteration, RUN)
@@ -73,6 +76,7 @@ def test_manifests_are_found_newest_first_and_corrupt_ones_as_errors(storage: St
     assert [isinstance(each, CorruptStateError) for _, _, each in found] == [False, True, False]
 
 
+@LOCAL
 def test_index_of_another_rank_does_not_belong_to_the_checkpoint(storage: Storage) -> None:
     for rank in (0, 1):
         persist_rank(storage, rank, 5, RUN)

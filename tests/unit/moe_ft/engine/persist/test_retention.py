@@ -19,6 +19,7 @@ from moe_ft.format.identity import Identity
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from tests.unit.moe_ft.builders import make_identity, manifest_of, persist_checkpoint, persist_rank
 from tests.unit.moe_ft.engine.persist.checkpoints import (
+    LOCAL,
     complete_iterations,
     manifest_path,
     names,
@@ -108,6 +109,7 @@ def test_checkpoints_beyond_the_one_that_a_run_went_back_behind_stay_until_it_pa
     assert complete_iterations(storage) == [9, 5]
 
 
+@LOCAL
 def test_checkpoint_of_an_earlier_incarnation_is_replaced_at_the_same_iteration(
     storage: Storage,
 ) -> None:
@@ -201,6 +203,7 @@ def test_checkpoint_whose_manifest_cannot_be_looked_at_is_not_incomplete(
     assert complete_iterations(storage) == [1]
 
 
+@LOCAL
 def test_files_that_are_not_of_moe_ft_stay(storage: Storage) -> None:
     persist_checkpoint(storage, 1, make_identity())
     foreign = [
@@ -215,17 +218,11 @@ def test_files_that_are_not_of_moe_ft_stay(storage: Storage) -> None:
     assert names(storage, 1) == {path.name for path in foreign[:3]}
 
 
-def test_older_iteration_that_was_never_completed_is_removed(storage: Storage) -> None:
+@pytest.mark.parametrize("left", ["rank_00001_0123abcd.safetensors.part", "manifest.json.part"])
+def test_older_iteration_that_was_never_completed_is_removed(storage: Storage, left: str) -> None:
     persist_rank(storage, 0, 3, TWO_RANKS)
-    (Path(storage.url) / rank_path(3, 1, "0123abcd", "safetensors.part")).touch()
+    storage.write(f"iter_0000003/{left}", [memoryview(b'{"xxh3_64"')])
     save(storage, 4, TWO_RANKS, 2)
-    assert storage.iterations() == [4]
-
-
-def test_older_iteration_whose_manifest_was_being_written_is_removed(storage: Storage) -> None:
-    persist_rank(storage, 0, 3, make_identity())
-    (Path(storage.url) / f"{manifest_path(3)}.part").write_bytes(b'{"xxh3_64"')
-    save(storage, 4, make_identity(), 2)
     assert storage.iterations() == [4]
 
 
@@ -302,6 +299,7 @@ def test_checkpoint_of_a_start_that_the_run_knows_nothing_of_stays(storage: Stor
     assert complete_iterations(storage) == [7, 4]
 
 
+@LOCAL
 @pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
 def test_checkpoint_whose_data_is_not_there_does_not_count_among_those_kept(
     storage: Storage, spoil: Callable[[Path], object]
@@ -314,6 +312,7 @@ def test_checkpoint_whose_data_is_not_there_does_not_count_among_those_kept(
     assert complete_iterations(storage) == [3, 1]
 
 
+@LOCAL
 def test_checkpoint_that_was_sound_once_is_looked_at_again(storage: Storage) -> None:
     retention = Retention(storage, 2)
     for iteration in (1, 2):
@@ -365,6 +364,7 @@ def test_operations_that_only_look_do_not_become_more_with_the_ranks(
     assert len(injector.operations) < 35
 
 
+@LOCAL
 def test_older_file_that_is_cut_short_makes_the_checkpoint_that_needs_it_unusable(
     storage: Storage,
 ) -> None:
@@ -377,6 +377,7 @@ def test_older_file_that_is_cut_short_makes_the_checkpoint_that_needs_it_unusabl
     assert retention.retain(persist_checkpoint(storage, 5, make_identity())) == [3, 2]
 
 
+@LOCAL
 def test_data_file_in_the_place_of_which_is_a_link_to_it_is_there(
     tmp_path: Path, storage: Storage
 ) -> None:

@@ -19,6 +19,7 @@ from moe_ft.engine.persist.storage import Listings, Storage, iteration_directory
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.manifest import Manifest, UnitSource
 from tests.unit.moe_ft.builders import fill_region, make_identity, persist_checkpoint
+from tests.unit.moe_ft.engine.persist.checkpoints import LOCAL
 
 ITERATION = 5
 PATH = f"{iteration_directory(ITERATION)}/manifest.json"
@@ -73,6 +74,7 @@ def test_manifest_that_contradicts_itself_is_corrupt(
         check_manifest(spoil(manifest), PATH, "here")
 
 
+@LOCAL
 def test_index_that_was_changed_is_not_the_one_that_the_manifest_names(
     storage: Storage, manifest: Manifest
 ) -> None:
@@ -83,6 +85,7 @@ def test_index_that_was_changed_is_not_the_one_that_the_manifest_names(
         check_checkpoint(storage, manifest, Listings(storage))
 
 
+@LOCAL
 def test_data_that_was_cut_short_is_found_by_its_size(storage: Storage, manifest: Manifest) -> None:
     file = manifest.files[1]
     path = Path(storage.url) / file.data
@@ -93,6 +96,7 @@ def test_data_that_was_cut_short_is_found_by_its_size(storage: Storage, manifest
         check_sizes(Listings(storage), manifest)
 
 
+@LOCAL
 def test_data_that_is_missing_is_an_error(storage: Storage, manifest: Manifest) -> None:
     (Path(storage.url) / manifest.files[0].data).unlink()
     with pytest.raises(OSError):

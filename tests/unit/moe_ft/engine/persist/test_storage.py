@@ -130,11 +130,19 @@ def test_range_of_a_file_is_read_without_the_rest(storage: Storage) -> None:
     assert storage.read("file", 3, 4) == b"3456"
     assert storage.read("file", 8, 4) == b"89"
     assert storage.read("file", 4, 0) == b""
+    patient = storage.with_patience(60.0)
+    assert patient.read("file", 3, 4) == b"3456"
+    assert patient.read("file", 4, 0) == b""
+
+
+def test_empty_file_is_read(storage: Storage) -> None:
+    storage.write("file", [])
+    assert storage.read("file") == storage.with_patience(60.0).read("file") == b""
 
 
 def test_iterations_are_newest_first_and_other_names_ignored(storage: Storage) -> None:
     for name in ("iter_0000002", "iter_0000010", "iter_12345678", "iter_x", "iter_5", "notes"):
-        (Path(storage.url) / name).mkdir(parents=True)
+        storage.write_atomically(f"{name}/file", b"x")
     assert storage.iterations() == [12345678, 10, 2]
 
 

@@ -13,6 +13,8 @@ from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, Lock, StorageLock
 from moe_ft.errors import LockLostError
+from tests.object_store import ObjectStore
+from tests.unit.moe_ft.engine.persist.checkpoints import FAULTY
 from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
 from tests.waiting import wait_for
 
@@ -31,8 +33,11 @@ def injector() -> Iterator[Injector]:
         yield injector
 
 
-@pytest.fixture(params=["local", "objects"])
+@pytest.fixture(params=["local", "objects", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path, injector: Injector) -> Storage:
+    if request.param == "s3":
+        store: ObjectStore = request.getfixturevalue("s3")
+        return Storage(f"{store.bucket()}/persist")
     storage = Storage(faulty_urls(tmp_path)[request.param])
     storage.make_root()
     return storage
@@ -159,6 +164,7 @@ def test_lock_that_cannot_be_understood_is_there(storage: Storage, content: byte
     assert seen.holder == "an unknown job (its content is not that of a lock)"
 
 
+@FAULTY
 def test_lock_that_may_not_be_read_is_an_error(storage: Storage, injector: Injector) -> None:
     taken(storage)
     injector.broken = (("open", LOCK_NAME), ("cat_file", LOCK_NAME))
@@ -245,6 +251,7 @@ def test_lock_that_another_start_holds_in_its_hands_for_a_moment_is_not_lost(
     lock.check()
 
 
+@FAULTY
 def test_lock_on_storage_that_fails_is_not_lost(storage: Storage, injector: Injector) -> None:
     lock = taken(storage)
     injector.broken = (("open", LOCK_NAME), ("cat_file", LOCK_NAME))
@@ -281,6 +288,7 @@ def test_lock_that_is_lost_during_renewals_is_reported_once(
     assert "belongs to job 'other'" in line
 
 
+@FAULTY
 def test_lock_that_cannot_be_renewed_for_a_while_is_reported_once_and_kept(
     storage: Storage, injector: Injector, quick: None
 ) -> None:

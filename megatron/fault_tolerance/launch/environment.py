@@ -3,8 +3,6 @@
 import importlib.util
 import os
 import socket
-import threading
-import time
 from pathlib import Path
 
 import torch
@@ -12,23 +10,17 @@ from megatron.core.datasets import utils as dataset_utils
 
 from megatron.fault_tolerance.cpu import adam
 from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.launch.children import end_children_with
 from moe_ft.errors import ConfigError
-
-_RANK_POLL_S = 1.0
-_RANK_PID = "MOE_FT_RANK_PID"
 
 
 def prepare_environment() -> None:
     """Adapt the process to a machine without a GPU, and set the variables that Megatron expects.
 
-    Call it before parsing.
-
-    Raises:
-        ConfigError: if restarts by torchrun could not work.
+    Call it before parsing; a second call does nothing. Where there is a GPU it changes no result.
     """
     _complete_variables()
-    _check_restarts()
-    if not torch.cuda.is_available():
+    if not cpu_device.is_active() and not torch.cuda.is_available():
         cpu_device.install()
         # Megatron asserts it for some layouts. It orders work on a GPU, and there is none.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -36,35 +28,11 @@ def prepare_environment() -> None:
             print("moe_ft: no GPU found, training on the CPU with gloo", flush=True)
     _use_prebuilt_dataset_helper()
     adam.install()
-
-
-def end_with_rank() -> None:
-    """End this process soon after its rank has ended, for whatever reason.
-
-    Megatron's checkpoint writers wait for work forever. The writers of a killed rank would keep its memory
-    and its output pipe, and a launcher waits for the pipe to close.
-    """
-    rank_pid = int(os.environ[_RANK_PID])
-
-    def watch() -> None:
-        while _is_alive(rank_pid):
-            time.sleep(_RANK_POLL_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    end_children_with(os.getpid(), on_cpu=cpu_device.is_active())
 
 
 def _complete_variables() -> None:
     """Set the variables that torchrun sets, for a process that is started without it."""
-    os.environ[_RANK_PID] = str(os.getpid())
     os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
     if os.environ.get("WORLD_SIZE", "1") == "1" and "MASTER_PORT" not in os.environ:
         with socket.socket() as listener:
@@ -73,8 +41,8 @@ def _complete_variables() -> None:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
 
 
-def _check_restarts() -> None:
-    """Refuse torchrun's shared store if torchrun may restart the job.
+def check_restarts() -> None:
+    """Raise ConfigError if torchrun may restart the job and shares its store.
 
     torchrun shares its own TCP store with the ranks and keeps it across a restart (torch 2.13). The restarted
     ranks then read the addresses of dead processes from it and fail to connect.

@@ -1,25 +1,21 @@
-"""The process gets what Megatron expects of it, and ends with the rank that it works for."""
+"""The process gets what Megatron expects of it."""
 
-import multiprocessing
 import os
-import time
 from pathlib import Path
 
 import pytest
 from megatron.core.datasets import utils as dataset_utils
 
-from megatron.fault_tolerance.program import environment
+from megatron.fault_tolerance.launch import environment
 from moe_ft.errors import ConfigError
 
-_context = multiprocessing.get_context("fork")
-DEADLINE_S = 60.0
 STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
-        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MOE_FT_RANK_PID"),
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS"),
         "TORCHELASTIC_RESTART_COUNT",
     ):
@@ -52,7 +48,7 @@ def test_restarts_in_vain_are_refused_with_what_helps(
     for name, value in {**STORE, **restarts}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="--max-restarts=.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        environment._check_restarts()
+        environment.check_restarts()
 
 
 @pytest.mark.parametrize("given", [STORE, {"TORCHELASTIC_MAX_RESTARTS": "3"}, {}])
@@ -61,27 +57,7 @@ def test_job_without_restarts_or_with_a_store_of_its_own_is_accepted(
 ) -> None:
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    environment._check_restarts()
-
-
-def _work_for(pid: int) -> None:
-    os.environ["MOE_FT_RANK_PID"] = str(pid)
-    environment.end_with_rank()
-    time.sleep(DEADLINE_S)
-
-
-def test_worker_ends_soon_after_its_rank() -> None:
-    rank = _context.Process(target=time.sleep, args=(DEADLINE_S,))
-    rank.start()
-    assert rank.pid is not None
-    worker = _context.Process(target=_work_for, args=(rank.pid,))
-    worker.start()
-    worker.join(2 * environment._RANK_POLL_S)
-    assert worker.is_alive()
-    rank.kill()
-    rank.join(DEADLINE_S)
-    worker.join(DEADLINE_S)
-    assert worker.exitcode == 1
+    environment.check_restarts()
 
 
 @pytest.mark.parametrize("has_makefile", [False, True])

@@ -1,0 +1,1 @@
+"""Training loops on `megatron.core` other than Megatron's own: their facts and settings."""

@@ -1,0 +1,127 @@
+"""The --moe-ft-* flags on the parser of a pretraining script, and the checks that need no model.
+
+seams/settings.py reads and checks the settings; pretraining.py does so again with the arguments that the
+script trains with.
+"""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from megatron.training import arguments as megatron_arguments
+
+from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.cpu.defaults import set_cpu_defaults
+from megatron.fault_tolerance.launch.environment import check_restarts, prepare_environment
+from megatron.fault_tolerance.launch.refusing import refuse, refusing
+from megatron.fault_tolerance.program.flag_classes import untested_flags, untested_line
+from megatron.fault_tolerance.program.run_settings import SCRIPT_FLAGS
+from megatron.fault_tolerance.seams.refusals import check_yaml
+from megatron.fault_tolerance.seams.settings import (
+    add_moe_ft_flags,
+    checked_config,
+    is_off,
+    own_parser,
+)
+from moe_ft.recovery.site import say
+
+PREFIX = "--moe-ft-"
+ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of moe_ft to a parser of Megatron's, as an ``extra_args_provider`` does.
+
+    Where there is no GPU this also makes the process train on the CPU. A --moe-ft-* flag that is misspelled
+    ends the process, even where the script ignores unknown flags.
+
+    Returns:
+        The same parser.
+    """
+    if PREFIX + "strategy" in parser._option_string_actions:
+        return parser
+    prepare_environment()
+    add_moe_ft_flags(parser)
+    if cpu_device.is_active():
+        set_cpu_defaults(parser)
+    parser.error = _refuse  # type: ignore[method-assign]  # argparse would print all of Megatron's usage
+    parse = parser.parse_known_args
+
+    def parse_known_args(*args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        found, others = parse(*args, **kwargs)
+        if unknown := [word for word in others if word.startswith(PREFIX)]:
+            _refuse(f"unrecognized arguments: {' '.join(unknown)}")
+        setattr(found, SCRIPT_FLAGS, _script_flags(parser))
+        if not is_off(found):
+            _warn_once(tuple(untested_flags(found, parser, getattr(found, SCRIPT_FLAGS))))
+        return found, others
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    return parser
+
+
+def parse_args(
+    original: Callable[..., argparse.Namespace],
+    extra_args_provider: ExtraArgs | None = None,
+    ignore_unknown_args: bool = False,
+) -> argparse.Namespace:
+    """Call Megatron's function of this name, and check what no script changes afterwards."""
+
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add_arguments(parser)
+        return parser if extra_args_provider is None else extra_args_provider(parser)
+
+    with refusing():
+        if words_of_moe_ft(sys.argv):
+            check_yaml(sys.argv[1:])
+        args = original(add, ignore_unknown_args)
+        if not is_off(args) and not args.use_checkpoint_args:
+            check_restarts()
+            checked_config(args)
+    return args
+
+
+def words_of_moe_ft(command_line: Sequence[str]) -> list[str]:
+    """Return the --moe-ft-* flags of a command line, without their values."""
+    return [word.partition("=")[0] for word in command_line if word.startswith(PREFIX)]
+
+
+def unread_flags(command_line: Sequence[str], args: argparse.Namespace) -> list[str]:
+    """Return the --moe-ft-* flags of a command line whose values the arguments do not hold.
+
+    A value that the script itself has set counts as read, except a default.
+    """
+    parser = own_parser()
+    given, _ = parser.parse_known_args(list(command_line))
+    return [
+        action.option_strings[0]
+        for action in parser._actions
+        if (value := getattr(given, action.dest)) != action.default
+        if getattr(args, action.dest, action.default) == action.default != value
+    ]
+
+
+def _script_flags(parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """Return the flags of a parser that are neither Megatron's nor ours, by ``dest``."""
+    known = {each.dest for each in (*own_parser()._actions, *_megatron_parser()._actions)}
+    return tuple(sorted({each.dest for each in parser._actions} - known))
+
+
+@functools.cache
+def _megatron_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    megatron_arguments.add_megatron_arguments(parser)
+    return parser
+
+
+@functools.cache  # Megatron parses several times
+def _warn_once(flags: tuple[str, ...]) -> None:
+    for line in untested_line(flags) if os.environ.get("RANK", "0") == "0" else ():
+        say(f"warning: {line}")
+
+
+def _refuse(message: str) -> NoReturn:
+    refuse(f"{message}. The flags are listed by --help.")

@@ -1,0 +1,132 @@
+"""Megatron's `pretrain` with the seams of moe_ft around it, for a script of any shape.
+
+arguments.py adds the flags; seams/hooks.py has the seams.
+"""
+
+import argparse
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+from megatron.training import get_args
+from megatron.training.training import pretrain as stock_pretrain
+
+from megatron.fault_tolerance.launch.arguments import unread_flags
+from megatron.fault_tolerance.launch.environment import check_restarts
+from megatron.fault_tolerance.launch.refusing import EXIT_NOT_SAVED, refusing
+from megatron.fault_tolerance.seams import hooks
+from megatron.fault_tolerance.seams.settings import (
+    check_model,
+    checked_config,
+    is_off,
+    void_settings,
+    warn,
+)
+from megatron.fault_tolerance.watch.composition import listeners_for
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.errors import ConfigError
+from moe_ft.recovery.site import say
+
+END_GRACE_S = 2.0
+_NEW_CALL = (
+    "pretrain(pretrain_cfg_container_from_args(args, model_config), dataset_provider, "
+    "ModelType.encoder_or_decoder, forward_step)"
+)
+_PARSE = "args = parse_and_validate_args(extra_args_provider=..., args_defaults=...)"
+
+
+@wraps(stock_pretrain)
+def pretrain(*args: Any, **kwargs: Any) -> Any:
+    """Train as `megatron.training.pretrain` does, under the --moe-ft-* flags that Megatron's arguments hold.
+
+    Without any it calls Megatron's function and does nothing else. The process ends with EXIT_REFUSED if the
+    flags cannot work, and with EXIT_NOT_SAVED if the last state should be on storage and is not.
+    """
+    with refusing():
+        check_call(args, kwargs)
+        megatron_args = get_args()
+        check_all_read(megatron_args)
+        if is_on := not is_off(megatron_args):
+            check_restarts()
+            config = checked_config(megatron_args)
+            check_model(megatron_args, config)
+            warn(megatron_args, void_settings(megatron_args, config, sys.argv))
+    call = partial(stock_pretrain, *args, **kwargs)
+    if not is_on:
+        _say_once(
+            megatron_args, "off: --moe-ft-strategy is none, and no other --moe-ft-* flag is set"
+        )
+        return call()
+    _say_once(megatron_args, f"on: --moe-ft-strategy is {config.strategy.strategy}")
+    return train(config, megatron_args, call)
+
+
+def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[[], Any]) -> Any:
+    """Call Megatron's `pretrain` with the seams installed, and return its result.
+
+    Args:
+        config: checked settings.
+        args: Megatron's arguments.
+        call: calls it.
+    """
+    listeners = listeners_for(config, args.rank, on_sigterm=not args.exit_signal_handler)
+    result, end = None, None
+    with refusing():  # only the built model or the disks may tell
+        try:
+            with listeners, hooks.installed(listeners):
+                result = call()
+        except (
+            SystemExit
+        ) as exit_:  # one of Megatron's --exit-* flags, or a failed validation of results
+            if exit_.code:
+                raise
+            end = exit_
+    if not listeners.loop.is_saved:
+        time.sleep(END_GRACE_S)  # the first rank to end has the launcher end all others
+        raise SystemExit(EXIT_NOT_SAVED)
+    if end is not None:
+        raise end
+    return result
+
+
+def _say_once(args: argparse.Namespace, line: str) -> None:
+    if args.rank == 0:
+        say(line)
+
+
+def check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError if `pretrain` is called as older Megatrons want it, or before flags are parsed."""
+    try:
+        given = inspect.signature(stock_pretrain).bind(*args, **kwargs).arguments
+        problem = (
+            "is called with a provider first, as before megatron-core 0.19"
+            if callable(given["cfg_container"])
+            else ""
+        )
+    except TypeError as error:
+        problem = f"is called in a way that it does not take ({error})"
+    if problem:
+        raise ConfigError(
+            f"pretrain {problem}. The script needs this change: {_PARSE}, then {_NEW_CALL}; "
+            "a script with a model provider passes it as model_provider=..., and no model_config."
+        )
+    try:
+        get_args()
+    except AssertionError:
+        raise ConfigError(
+            f"pretrain is called before Megatron's arguments are set. Add {_PARSE} before the call."
+        ) from None
+
+
+def check_all_read(args: argparse.Namespace) -> None:
+    """Raise ConfigError if the command line has --moe-ft-* flags that Megatron's arguments do not hold."""
+    # The script may have changed sys.argv; the original command line begins with the interpreter.
+    if unread := unread_flags([*sys.orig_argv, *sys.argv], args):
+        raise ConfigError(
+            f"{', '.join(unread)} would be ignored: the script has made its arguments without Megatron's "
+            "parser, or without the command line. Call megatron.fault_tolerance.add_arguments(parser) on the "
+            "parser that reads the command line, and keep what it reads in Megatron's arguments."
+        )

@@ -1,0 +1,39 @@
+"""Exit codes of a rank, and refusals in one line."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from moe_ft.errors import ConfigError, UnrecoverableError
+
+EXIT_REFUSED = 2  # the command line, or the state that is there, cannot work
+EXIT_NOT_SAVED = 3  # the last state should be on storage and is not: start the job again
+REFUSAL_GRACE_S = 10.0
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """End the rank with one line where the flags or the state that is there cannot work."""
+    try:
+        yield
+    except (ConfigError, UnrecoverableError) as error:
+        refuse(str(error))
+
+
+def refuse(reason: str, program: str | None = None) -> NoReturn:
+    """Print one line a node, since what is wrong may be wrong on one node only, and exit refused.
+
+    Args:
+        reason: with the rule and the remedy.
+        program: the name at the beginning of the line, by default that of the script.
+    """
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+        name = program or Path(sys.argv[0]).name
+        print(f"{name}: error: {reason}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(REFUSAL_GRACE_S)  # the first rank to end has the launcher end all others
+    raise SystemExit(EXIT_REFUSED) from None

@@ -1,0 +1,75 @@
+"""Running a pretraining script with Megatron's functions wrapped before the script imports them.
+
+command.py reads the command line.
+"""
+
+import os
+import runpy
+import sys
+from functools import partial, wraps
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import megatron.training
+from megatron.training import arguments, training
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from megatron.fault_tolerance.launch.arguments import parse_args, words_of_moe_ft
+from megatron.fault_tolerance.launch.command import Target
+from megatron.fault_tolerance.launch.environment import prepare_environment
+from megatron.fault_tolerance.launch.pretraining import pretrain
+from megatron.fault_tolerance.launch.refusing import refuse
+from moe_ft.recovery.site import say
+
+
+@record
+def run(target: Target) -> None:
+    """Run a script, which finds its name, arguments and folder as if Python had started it."""
+    prepare_environment()
+    wrap_megatron()
+    words = list(sys.argv)  # the script may change them
+    try:
+        if target.is_module:
+            runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+        else:
+            run_script(target.name)
+    except SystemExit as end:
+        if end.code or {"-h", "--help"} & {*words}:
+            raise
+        check_has_trained(words)
+        raise
+    check_has_trained(words)
+
+
+def run_script(name: str) -> None:
+    """Run a file as the module ``__main__``, which it stays until the process has ended.
+
+    With runpy it would end too early for what a script leaves to the end of the process.
+    """
+    path = os.path.abspath(name)
+    main = ModuleType("__main__")
+    main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
+    sys.modules["__main__"] = main
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, vars(main))
+
+
+def wrap_megatron() -> None:
+    """Wrap what scripts call, for the whole process; they have not imported it yet."""
+    original = arguments.parse_args
+    arguments.parse_args = wraps(original)(partial(parse_args, original))
+    training.pretrain = megatron.training.pretrain = pretrain
+
+
+def check_has_trained(words: list[str]) -> None:
+    """Refuse --moe-ft-* flags that had no effect, because the script never called `pretrain`."""
+    if training._STARTUP_TIMESTAMPS["pretrain_entry"] is not None:
+        return
+    name = Path(words[0]).name
+    if unused := words_of_moe_ft(words):
+        refuse(
+            f"{name} has ended without a call of megatron.training.pretrain, so {', '.join(unused)} had no "
+            "effect. Train with pretrain, or use megatron.fault_tolerance.Checkpointer in another loop."
+        )
+    say(f"{name} has ended without a call of megatron.training.pretrain: moe_ft did nothing")

@@ -1,0 +1,93 @@
+"""Seams in the optimizer step: wrapped methods of Megatron's outermost optimizer, for any training loop.
+
+Before `step_with_ready_grads` gradients are ready and no weight has changed. Inside it the state is torn.
+After it the state is that of the next iteration. `get_grad_norm` is watched: clipping uses a double that a
+loop may round.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.fault_tolerance.seams.listeners import Listeners
+from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.faults import Phase
+from moe_ft.state.tensors import inner_optimizers
+
+Function = Callable[..., Any]
+
+
+class OptimizerSeams:
+    """Functions around those of the optimizer, each of which comes as the first argument.
+
+    Owned by the training thread.
+    """
+
+    def __init__(self, listeners: Listeners, before_step: Callable[[], None]) -> None:
+        """Prepare.
+
+        Args:
+            before_step: called before the step of every iteration that is not replayed.
+        """
+        self._listeners, self._loop = listeners, listeners.loop
+        self._before_step = before_step
+        self._inner: list[Any] = []
+
+    def install(self, optimizer: Any, patches: Patches) -> None:
+        """Wrap the optimizer's functions; the patches put the originals back."""
+        self._inner = inner_optimizers(optimizer)
+        self._mark_torn(patches)
+        patches.wrap(optimizer, "step_with_ready_grads", self._step)
+        if hasattr(optimizer, "get_grad_norm"):
+            patches.wrap(optimizer, "get_grad_norm", self._get_grad_norm)
+
+    def _mark_torn(self, patches: Patches) -> None:
+        """Mark the rank torn from its first inner step until the last copy into its own parameter slice."""
+
+        def torn_from(original: Function, *args: Any, **kwargs: Any) -> Any:
+            self._loop.is_torn = True
+            return original(*args, **kwargs)
+
+        def torn_until(original: Function, *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._loop.is_torn = False
+            return result
+
+        copy = "_copy_main_params_to_model_params"
+        if self._inner:
+            patches.wrap(self._inner[0].optimizer, "step", torn_from)
+            if hasattr(self._inner[-1], copy):
+                patches.wrap(self._inner[-1], copy, torn_until)
+
+    def _step(self, original: Function) -> Any:
+        if self._loop.is_replaying:
+            result = original()
+            self._loop.is_torn = False
+            return result
+        self._before_step()
+        with self._noting_inner_step():
+            result = original()
+        self._loop.is_torn = False
+        self._listeners.enter(Phase.AFTER_STEP)
+        return result
+
+    def _get_grad_norm(self, original: Function) -> Any:
+        """Note the norm that clipping uses: the one that train_step returns was rounded in a reduction."""
+        norm = original()
+        self._loop.grad_norm = None if norm is None else float(norm)
+        return norm
+
+    @contextmanager
+    def _noting_inner_step(self) -> Iterator[None]:
+        """Stop between the inner step and the copy to the model weights, if a fault waits there."""
+
+        def step(original: Function, *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._listeners.enter(Phase.IN_STEP)
+            return result
+
+        with Patches() as patches:
+            if self._inner and self._listeners.is_awaited(Phase.IN_STEP):
+                # The last one of the chain: the state is then as torn as it gets.
+                patches.wrap(self._inner[-1].optimizer, "step", step)
+            yield

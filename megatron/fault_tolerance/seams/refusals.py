@@ -1,0 +1,262 @@
+"""Flags of Megatron that the seams do not support, each with the reason and the remedy.
+
+They are refused whatever program calls Megatron's loop; program/refusals.py has those of pretrain_gpt_moe.py.
+Together they have one rule for each flag of the class `refused` in flag_table.py. Other rules refuse single
+values. validation.py checks how flags fit together and whether they fit this machine.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ft.errors import ConfigError
+from moe_ft.strategies.interface import StrategyKind
+from moe_ft.strategies.registry import kind_of, kinds
+
+Strategies = Callable[[StrategyKind], bool]
+
+_NO_UNITS = "its state cannot be divided into units"
+_LEAVE = "Leave it out"
+_OWN_PARAMETERS = "Leave it out, so that every expert has parameters of its own"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Rule that refuses a flag, or some values of it.
+
+    Attributes:
+        dest: the flag, as argparse calls it.
+        flag: as messages name it.
+        is_used: says whether parsed arguments use it.
+        remedy: what to do instead; {others} stands for the strategies that it is not refused with.
+        strategies: says with which it is refused; None for always, also without a strategy.
+        covers_flag: whether any use of the flag is refused, not only some values or combinations.
+    """
+
+    dest: str
+    flag: str
+    is_used: Callable[[Any], bool]
+    reason: str
+    remedy: str = _LEAVE
+    strategies: Strategies | None = None
+    covers_flag: bool = False
+
+
+def refused_flag(
+    dest: str, reason: str, remedy: str = _LEAVE, strategies: Strategies | None = None
+) -> Refusal:
+    """Return a rule that refuses a flag whose default is false or None."""
+    flag = "--" + dest.replace("_", "-")
+    return Refusal(
+        dest,
+        flag,
+        lambda args: bool(getattr(args, dest, None)),
+        reason,
+        remedy,
+        strategies,
+        covers_flag=True,
+    )
+
+
+def _shards_weights(args: Any) -> bool:
+    return bool((args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size)
+
+
+def _shards_experts(args: Any) -> bool:
+    default = args.tensor_model_parallel_size
+    size = default if args.expert_tensor_parallel_size is None else args.expert_tensor_parallel_size
+    return bool((args.expert_tensor_parallel_num_weight_shards or 0) > size)
+
+
+def _any(kind: StrategyKind) -> bool:
+    return True
+
+
+def _loses_tokens(kind: StrategyKind) -> bool:
+    return not kind.is_exact
+
+
+def _replays(kind: StrategyKind) -> bool:
+    return kind.replays
+
+
+def _has_graphs(args: Any) -> bool:
+    return args.cuda_graph_impl not in (None, "none")
+
+
+_LAYER_WISE = ("muon", "dist_muon", "adaptive_muon", "soap")
+_SHARDED_WEIGHTS = "snapshots do not know the process groups of its weight shards"
+
+SEAM_REFUSALS: tuple[Refusal, ...] = (
+    # State that snapshots cannot hold.
+    Refusal(
+        "cuda_graph_impl",
+        "--cuda-graph-impl full_iteration",
+        lambda args: args.cuda_graph_impl == "full_iteration",
+        _NO_UNITS,
+        "Use --cuda-graph-impl transformer_engine or none",
+    ),
+    refused_flag("optimizer_cuda_graph", _NO_UNITS),
+    refused_flag("use_megatron_fsdp", _NO_UNITS, "Use --use-distributed-optimizer"),
+    refused_flag("use_torch_fsdp2", _NO_UNITS, "Use --use-distributed-optimizer"),
+    Refusal(
+        "optimizer",
+        f"--optimizer with a layer-wise optimizer ({', '.join(_LAYER_WISE)})",
+        lambda args: args.optimizer in _LAYER_WISE,
+        _NO_UNITS,
+        "Use --optimizer adam",
+    ),
+    refused_flag("optimizer_cpu_offload", _NO_UNITS),
+    Refusal(
+        "num_distributed_optimizer_instances",
+        "--num-distributed-optimizer-instances above 1",
+        lambda args: args.num_distributed_optimizer_instances > 1,
+        _NO_UNITS,
+        "Use one instance",
+        covers_flag=True,
+    ),
+    Refusal(
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
+        lambda args: (
+            args.reuse_grad_buf_for_mxfp8_param_ag and getattr(args, "fp8_param_gather", 0)
+        ),
+        _NO_UNITS,
+        "Leave one of the two out",
+    ),
+    refused_flag(
+        "fp8_param_gather",
+        "parameters kept in FP8 cannot be restored bit for bit yet",
+        "Leave it out; FP8 compute with bf16 parameters does not need it",
+        _any,
+    ),
+    refused_flag(
+        "fp4_param_gather",
+        "parameters kept in FP4 cannot be restored bit for bit yet",
+        "Leave it out; FP4 compute with bf16 parameters does not need it",
+        _any,
+    ),
+    refused_flag("moe_single_grouped_weight", _NO_UNITS, _OWN_PARAMETERS),
+    refused_flag("moe_single_grouped_bias", _NO_UNITS, _OWN_PARAMETERS),
+    refused_flag("hybrid_context_parallel", _NO_UNITS, "Use --context-parallel-size alone"),
+    Refusal(
+        "tensor_parallel_num_weight_shards",
+        "--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
+        _shards_weights,
+        _SHARDED_WEIGHTS,
+        "Leave it out, or raise --tensor-model-parallel-size instead",
+        strategies=_any,
+        covers_flag=True,
+    ),
+    Refusal(
+        "expert_tensor_parallel_num_weight_shards",
+        "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
+        _shards_experts,
+        _SHARDED_WEIGHTS,
+        "Leave it out, or raise --expert-tensor-parallel-size instead",
+        strategies=_any,
+        covers_flag=True,
+    ),
+    refused_flag(
+        "fake_process_group",
+        "its ranks exchange nothing, so they cannot agree on a checkpoint",
+        strategies=_any,
+    ),
+    # Features that some strategies cannot support.
+    Refusal(
+        "cuda_graph_impl",
+        "--cuda-graph-impl",
+        _has_graphs,
+        "replayed graphs run no hooks, so the tokens that a failure loses could not be counted",
+        "Use --cuda-graph-impl none",
+        strategies=_loses_tokens,
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        "--cuda-graph-impl",
+        _has_graphs,
+        "replayed graphs run no hooks, and compute the gradients that they were captured with, frozen "
+        "units or not",
+        "Use --cuda-graph-impl none",
+        strategies=_replays,
+    ),
+    Refusal(
+        "qk_clip",
+        "--qk-clip",
+        lambda args: args.qk_clip,
+        "it changes weights after the optimizer step, which a recovery runs again without it",
+        "Leave it out, or use {others}",
+        strategies=_replays,
+    ),
+    Refusal(
+        "phase_transition_iterations",
+        "--phase-transition-iterations",
+        lambda args: bool(args.phase_transition_iterations),
+        "Megatron reads a phase's data from where training continues, and a recovery runs iterations before "
+        "that again",
+        "Use --moe-ft-strategy {others}",
+        strategies=_replays,
+    ),
+    # Features that leave the seams no run to follow.
+    refused_flag(
+        "inprocess_restart",
+        "it starts training again in a process where the seams and their threads are still at work",
+        "Leave it out: let torchrun restart the ranks (--max-restarts), and recover from memory with "
+        "--moe-ft-strategy {others}",
+    ),
+    refused_flag(
+        "perform_rl_step",
+        "an iteration then trains on what the model itself has generated, which a recovery cannot read again",
+        "Leave it out, or train without moe_ft",
+    ),
+    refused_flag(
+        "yaml_cfg",
+        "Megatron then reads no other flag, those of moe_ft included",
+        "Give the settings as flags",
+    ),
+)
+
+
+def check_refusals(args: argparse.Namespace, rules: Sequence[Refusal] = SEAM_REFUSALS) -> None:
+    """Raise ConfigError on the first flag, or value of a flag, that a rule refuses.
+
+    Args:
+        args: Megatron's arguments. Its validation may add to them (older flags, arguments of a checkpoint).
+    """
+    strategy = args.moe_ft_strategy
+    kind = kind_of(strategy)
+    for rule in rules:
+        if rule.strategies is not None and (kind is None or not rule.strategies(kind)):
+            continue
+        if not hasattr(args, rule.dest):  # --moe-ft-allow-untested-megatron
+            continue
+        if rule.is_used(args):
+            where = f" with --moe-ft-strategy={strategy}" if rule.strategies else ""
+            given = _as_given(rule, getattr(args, rule.dest, None))
+            remedy = rule.remedy.format(others=_others(rule))
+            raise ConfigError(f"{given} is not supported{where}: {rule.reason}. {remedy}.")
+
+
+def _others(rule: Refusal) -> str:
+    """Return the strategies with which a rule accepts a flag, in words."""
+    names = [kind.name for kind in kinds() if rule.strategies is None or not rule.strategies(kind)]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _as_given(rule: Refusal, value: Any) -> str:
+    """Return a flag with its value, unless the rule's name for the flag says the value."""
+    if " " in rule.flag or isinstance(value, bool):
+        return rule.flag
+    return f"{rule.flag}={' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def check_yaml(command_line: Sequence[str]) -> None:
+    """Raise ConfigError for --yaml-cfg, which keeps all other flags from being parsed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--yaml-cfg", nargs="?", const="")
+    args, _ = parser.parse_known_args(command_line)
+    rule = next(rule for rule in SEAM_REFUSALS if rule.dest == "yaml_cfg")
+    if args.yaml_cfg is not None:
+        given = _as_given(rule, args.yaml_cfg)
+        raise ConfigError(f"{given} is not supported: {rule.reason}. {rule.remedy}.")

@@ -1,0 +1,165 @@
+"""A training loop as the listeners see it: facts that they ask of it, and counters that they set in it.
+
+Megatron's own loop is megatron_loop.py, any other one custom_loop.py. The position of the loop, which all
+listeners share, is `LoopState` in listeners.py.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_ft.format.records import IterationRecord
+from moe_ft.recovery.facts import JobFacts
+from moe_ft.state.parameters import GroupPlace, StatePlaces
+from moe_ft.state.record import IterationFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopParts:
+    """Arguments with which a training loop runs an iteration.
+
+    Attributes:
+        model: ``[chunk]``.
+        config: of the model.
+        forward_backward: runs forward and backward. `TrainingLoop.run_forward_backward` calls it, with the
+            arguments that it has in this loop.
+        forward_step, data_iterator: of Megatron's loop.
+    """
+
+    model: Any
+    optimizer: Any
+    config: Any
+    forward_backward: Callable[..., Any]
+    forward_step: Callable[..., Any] | None = None
+    data_iterator: Any = None
+
+
+class TrainingLoop(ABC):
+    """One training loop on one rank. Owned by the training thread.
+
+    Attributes of the job are known when model and optimizer exist.
+    """
+
+    @property
+    @abstractmethod
+    def num_experts(self) -> int:
+        """Experts per MoE layer, over all ranks; 0 without experts."""
+
+    @property
+    @abstractmethod
+    def train_iterations(self) -> int | None:
+        """The iteration at which training is complete; None if nothing says it."""
+
+    @property
+    @abstractmethod
+    def sequence_length(self) -> int:
+        """Tokens of a sample."""
+
+    @property
+    @abstractmethod
+    def iteration(self) -> int:
+        """The iteration where the loop begins or continues."""
+
+    def began_with(self) -> str:
+        """Return what begins a run from the weights of another; empty if nothing does.
+
+        Called before model and optimizer are built.
+        """
+        return ""
+
+    @abstractmethod
+    def job_facts(self, began_with: str) -> JobFacts:
+        """Return the facts of the job that checkpointing needs.
+
+        Args:
+            began_with: as it was before the model was built.
+        """
+
+    @abstractmethod
+    def start_fields(self) -> dict[str, Any]:
+        """Return the layout of the job for the event "start"."""
+
+    @abstractmethod
+    def sample_counters(self, num_uncounted: int) -> dict[str, int]:
+        """Return the samples consumed so far, by counter.
+
+        Args:
+            num_uncounted: of an iteration that has ended and that the loop has not counted yet.
+        """
+
+    def is_evaluated(self, iteration: int) -> bool:
+        """Return whether the loop evaluates the state of an iteration before it continues to train."""
+        return False
+
+    def num_operations_so_far(self) -> float:
+        """Return the floating-point operations of all iterations so far; 0 if nobody counts them."""
+        return 0.0
+
+    def num_operations_of(self, num_samples: int) -> float:
+        """Return the floating-point operations of an iteration; 0 if nobody counts them."""
+        return 0.0
+
+    @abstractmethod
+    def iteration_facts(
+        self,
+        iteration: int,
+        *,
+        grad_norm: float | None,
+        num_tokens: torch.Tensor | None,
+        num_samples: int,
+        num_floating_point_operations: float,
+        tokens_per_expert: dict[str, torch.Tensor],
+    ) -> IterationFacts:
+        """Return the counters of the state that an iteration has just made.
+
+        Args:
+            grad_norm: as clipping used it.
+            num_tokens: of the batch, where the loss is calculated per token.
+            num_samples: of the iteration, if the loop has not counted them yet, else 0.
+            num_floating_point_operations: so far, this iteration included.
+        """
+
+    @abstractmethod
+    def resume(self, record: IterationRecord) -> None:
+        """Set the counters of the loop to those of a state."""
+
+    @abstractmethod
+    def set_data_position(self, consumed_samples: int) -> None:
+        """Set the training samples after which the loop, or a replay in it, begins to read."""
+
+    @abstractmethod
+    def run_forward_backward(
+        self, parts: LoopParts, before: IterationRecord, after: IterationRecord
+    ) -> None:
+        """Run forward and backward of one iteration again; gradients are zero, and ready afterwards.
+
+        Called by all ranks.
+
+        Args:
+            before: of the state in which the iteration begins.
+            after: of the state that it made.
+
+        Raises:
+            ConfigError: if the iteration would not be the same as before.
+        """
+
+    @abstractmethod
+    def write_numbers(self, numbers: Mapping[str, float], *, iteration: int) -> None:
+        """Write numbers by name, under moe-ft/, where the loop writes its own."""
+
+
+def state_places(groups: Any) -> StatePlaces:
+    """Return this rank's places in the groups of Megatron's ProcessGroupCollection that divide state."""
+
+    def place(group: Any) -> GroupPlace:
+        return GroupPlace(rank=group.rank(), size=group.size())
+
+    return StatePlaces(
+        dp=place(groups.dp_cp),
+        expt_dp=place(groups.expt_dp),
+        tp=place(groups.tp),
+        expt_tp=place(groups.expt_tp),
+    )

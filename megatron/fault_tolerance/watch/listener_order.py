@@ -1,0 +1,43 @@
+"""The listeners of a training loop, in the order in which they are called."""
+
+import os
+from pathlib import Path
+
+from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
+from megatron.fault_tolerance.seams.training_loop import TrainingLoop
+from megatron.fault_tolerance.watch.checkpoints import Checkpoints
+from megatron.fault_tolerance.watch.digests import Digests
+from megatron.fault_tolerance.watch.failure_report import FailureReport
+from megatron.fault_tolerance.watch.faults import Faults
+from megatron.fault_tolerance.watch.progress import Progress
+from megatron.fault_tolerance.watch.routers import Routers
+from megatron.fault_tolerance.watch.scalars import Scalars
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.events import EventLog
+
+
+def listeners_of(
+    config: MoeFtConfig, training: TrainingLoop, rank: int, *, on_sigterm: bool
+) -> Listeners:
+    """Return everything that acts at the seams of a loop on one rank.
+
+    The order matters: the log is opened before anything is recovered, and closed last; the events of an
+    iteration come before the reports of the engine. Without `on_sigterm`, SIGTERM is left alone.
+    """
+    loop = LoopState()
+    # Without a directory the log is never started, and drops what is written to it.
+    log = EventLog(Path(config.observability.event_log or os.devnull), rank)
+    faults, routers = Faults(config.fault.faults, log), Routers(config, log)
+    scalars = Scalars(training, loop)
+    return Listeners(
+        loop,
+        [
+            Progress(config, training, loop, log),
+            faults,
+            scalars,
+            routers,
+            Digests(config.observability, training, loop, log),
+            Checkpoints(config, training, loop, log, scalars, faults, routers),
+            FailureReport(config, loop, log, on_sigterm=on_sigterm),
+        ],
+    )

@@ -1,0 +1,128 @@
+"""Pretraining scripts of all shapes train under `moe_ft run` unchanged, and a kill changes nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint_job import NUM_RANKS, CheckpointJob, refusal
+from tests.demo_model import layout_flags, model_flags
+from tests.harness import free_port, run_ranks, run_training
+from tests.own_scripts import (
+    BASE_FLAGS,
+    OWN_SCRIPT,
+    run_and_digest,
+    run_hybrid,
+    run_library,
+    run_older,
+    run_own,
+    run_own_parser,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "2")
+JOB = [*model_flags(train_iters=6, hidden_dropout=0.1), *layout_flags({"ep": 2})]
+
+
+def check_recovery(
+    job: CheckpointJob, train: Callable[[list[str]], None], recovered: tuple[int, int]
+) -> None:
+    """Check that a killed job recovers as told, and ends in the state of an undisturbed one."""
+    job.train = train
+    job.base = JOB
+    results = job.run_with_faults("kill:1@4:backward", flags=SPARSE)
+    assert job.recovered() == [recovered]
+    assert job.digests() == job.reference()
+    assert "moe_ft: on: --moe-ft-strategy is sparse" in results[-1].output(0)
+
+
+def test_killed_script_with_data_loss_and_arguments_of_its_own_ends_in_the_same_state(
+    job: CheckpointJob,
+) -> None:
+    check_recovery(job, run_own, (3, 4))
+
+
+def test_killed_hybrid_model_ends_in_the_same_state(job: CheckpointJob) -> None:
+    check_recovery(job, run_hybrid, (3, 4))
+
+
+@pytest.mark.rest
+def test_killed_script_that_imports_moe_ft_ends_in_the_same_state(job: CheckpointJob) -> None:
+    check_recovery(job, run_library, (3, 4))
+
+
+def test_without_flags_of_moe_ft_a_script_ends_in_the_state_of_plain_python(tmp_path: Path) -> None:
+    ends = []
+    for is_plain in (True, False):
+        folder = tmp_path / f"plain_{is_plain}"
+        result = run_ranks(
+            run_and_digest, NUM_RANKS, JOB, is_plain, str(folder), log_dir=folder
+        ).check()
+        ends.append([json.loads((folder / f"digests_{rank}.json").read_text()) for rank in (0, 1)])
+    assert ends[0] == ends[1]
+    assert "moe_ft: off" in result.output(0)
+
+
+@pytest.mark.rest
+def test_start_with_other_arguments_of_the_script_says_which_and_from_what_to_what(
+    job: CheckpointJob,
+) -> None:
+    job.train, job.base = run_own, JOB
+    assert any(job.run("--moe-ft-inject-fault", "kill:1@3:backward").exit_codes)
+    result = job.resume("--ignored-share", "0.5")
+    (line,) = [
+        line for line in result.output(0).splitlines() if "flags of the training script" in line
+    ]
+    assert line.endswith(": --ignored-share: 0.25 there, 0.5 now")
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (run_older, "pretrain is called in a way that it does not take"),
+        (run_own_parser, "--moe-ft-job-id would be ignored: the script has made its arguments"),
+    ],
+)
+def test_script_that_cannot_work_is_refused_with_the_line_to_change(
+    train: Callable[[list[str]], None], words: str, tmp_path: Path
+) -> None:
+    flags = ["--moe-ft-strategy", "dense", "--moe-ft-job-id", "job"]
+    result = run_training(flags, 1, log_dir=tmp_path, train=train)
+    assert words in refusal(result)
+
+
+def test_torchrun_restarts_a_script_that_was_killed(
+    job: CheckpointJob, tmp_path: Path, memory_dir: Path
+) -> None:
+    options = [
+        *("--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "test"),
+    ]
+    job.base = [*BASE_FLAGS, *JOB]
+    flags = job.flags(*SPARSE, "--moe-ft-inject-fault", "kill:1@4:backward")
+    output = tmp_path / "output.log"
+    with output.open("w") as file:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", *options),
+                *("-m", "moe_ft", "run", str(OWN_SCRIPT), *flags),
+            ],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": "",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
+            stdout=file,
+            stderr=file,
+            timeout=240,
+            check=False,
+        )
+    assert done.returncode == 0, output.read_text()[-3000:]
+    assert job.recovered() == [(3, 4)]
+    job.base, job.train = JOB, run_own
+    assert job.digests() == job.reference()

@@ -1,0 +1,30 @@
+"""A job whose checkpoints are objects on an S3 server: it recovers from them, and survives that they fail."""
+
+import shutil
+
+import pytest
+
+from moe_ft.engine.persist.storage import Storage
+from tests.checkpoint_job import NUM_ITERATIONS, NUM_RANKS, CheckpointJob
+from tests.object_store import object_store
+from tests.references import Digests
+
+
+@pytest.mark.rest
+def test_job_that_has_lost_its_memory_recovers_from_objects(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    with object_store() as store:
+        url = f"{store.bucket()}/persist"
+        flags = ("--moe-ft-persist-dir", url, "--moe-ft-persist-interval", "2")
+        with store.failing("SlowDown", "PUT", times=2) as fault:
+            job.run(*flags, "--moe-ft-inject-fault", f"kill:1@{NUM_ITERATIONS - 1}:backward")
+        assert fault.struck == 2
+        newest, *_ = Storage(url).iterations()
+        shutil.rmtree(job.memory_dir / "test")
+        job.run(*flags).check()
+        assert job.recovered() == [(newest, newest)]
+        for rank in range(NUM_RANKS):
+            assert set(job.events("recovery", rank)[0]["sources"]) == {"storage"}
+        assert job.digests() == expected
+        assert Storage(url).iterations()[0] == NUM_ITERATIONS

@@ -1,0 +1,141 @@
+"""A custom loop is where it says that it is, or where a recovery has put it."""
+
+from argparse import Namespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from megatron.fault_tolerance.custom.facts import Position, RunFacts
+from megatron.fault_tolerance.custom.loop import CustomLoop
+from megatron.fault_tolerance.seams.training_loop import LoopParts
+from moe_ft.state.record import IterationFacts
+from tests.unit.moe_ft.builders import make_record
+
+MODEL = Namespace(
+    num_experts=4, moe_router_topk=2, num_layers=2, hidden_dropout=0.1, deterministic_mode=False
+)
+
+
+class Group:
+    """A process group: this rank's place in it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        """Return this rank's place."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._size
+
+
+ONE = Group(0, 1)
+GROUPS = Namespace(
+    pp=ONE, tp=ONE, expt_tp=ONE, expt_dp=ONE, dp=Group(1, 2), dp_cp=Group(1, 2), ep=Group(1, 2)
+)
+
+
+def loop_of(**changes: Any) -> CustomLoop:
+    facts = {"train_iterations": 10, "samples_per_iteration": 8, "sequence_length": 32}
+    run = RunFacts(**{"settings": {"seed": 1}, **facts, "iteration": 3, **changes})
+    return CustomLoop(run, MODEL, GROUPS)
+
+
+def facts_of(loop: CustomLoop, iteration: int) -> IterationFacts:
+    return loop.iteration_facts(
+        iteration,
+        grad_norm=1.5,
+        num_tokens=None,
+        num_samples=8,
+        num_floating_point_operations=0.0,
+        tokens_per_expert={},
+    )
+
+
+def test_loop_begins_where_it_says() -> None:
+    loop = loop_of(consumed_samples=24, began_with="--finetune /old")
+    assert (loop.iteration, loop.first_iteration, loop.train_iterations) == (3, 3, 10)
+    assert loop.position == Position(iteration=3, consumed_samples=24)
+    assert loop.began_with() == "--finetune /old"
+
+
+def test_facts_of_a_state_are_those_that_the_loop_gave() -> None:
+    loop = loop_of()
+    state = {"epoch": 1}
+    loop.end_iteration(Position(iteration=4, consumed_samples=32, state=state), 2)
+    facts = facts_of(loop, 4)
+    assert (facts.iteration, facts.consumed_train_samples, facts.num_microbatches) == (4, 32, 2)
+    assert (facts.loop_state, facts.grad_norm) == (state, 1.5)
+    assert loop.sample_counters(0) == {"consumed_train_samples": 32}
+
+
+def test_recovered_loop_is_at_the_position_of_its_record() -> None:
+    loop = loop_of()
+    loop.resume(make_record(5))
+    position = loop.position
+    assert (position.iteration, position.consumed_samples, position.is_recovered) == (5, 40, True)
+    assert position.state == make_record(5).loop_state
+    assert (loop.iteration, loop.first_iteration) == (5, 5)
+    assert facts_of(loop, 5).num_microbatches == make_record(5).num_microbatches
+
+
+def test_replay_gets_the_position_before_the_iteration_and_its_micro_batches() -> None:
+    calls: list[tuple[Position, int]] = []
+    parts = LoopParts(
+        model=[],
+        optimizer=None,
+        config=None,
+        forward_backward=lambda position, number: calls.append((position, number)),
+    )
+    before, after = make_record(5), msgspec.structs.replace(make_record(6), num_microbatches=3)
+    loop_of().run_forward_backward(parts, before, after)
+    ((position, num_microbatches),) = calls
+    assert (position.iteration, position.consumed_samples, num_microbatches) == (5, 40, 3)
+    assert position.state == before.loop_state
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> CustomLoop:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    return loop_of(replay_settings={"micro_batch": 2})
+
+
+def test_facts_of_the_job_hold_the_settings_of_model_and_loop(job: CustomLoop) -> None:
+    facts = job.job_facts("")
+    expected = {"--num-layers": 2, "--num-experts": 4, "seed": 1, "sequence_length": 32}
+    assert expected.items() <= facts.fingerprint.items()
+    assert {"--hidden-dropout": 0.1, "micro_batch": 2}.items() <= facts.replay_settings.items()
+    assert (facts.rank, facts.world_size, facts.stage, facts.iteration) == (1, 2, 0, 3)
+    assert (facts.places.dp.rank, facts.places.dp.size) == (1, 2)
+    assert facts.timeout_s == 600
+
+
+def test_tokens_of_the_planned_run_are_counted_from_its_iterations(job: CustomLoop) -> None:
+    experts = job.job_facts("").experts
+    assert (experts.num_experts, experts.ep_rank, experts.ep_size) == (4, 1, 2)
+    assert experts.planned_tokens == 10 * 8 * 32 * 2
+    assert experts.tokens_per_iteration == 8 * 32 * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "by_model", "expected"),
+    [(None, False, False), (None, True, True), (True, False, True), (False, True, False)],
+)
+def test_replay_is_exact_if_the_loop_or_else_its_model_says_so(
+    given: bool | None, by_model: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(MODEL, "deterministic_mode", by_model)
+    assert loop_of(is_deterministic=given).job_facts("").is_deterministic is expected
+
+
+def test_start_names_the_layout(job: CustomLoop) -> None:
+    fields = job.start_fields()
+    assert (fields["dp"], fields["ep"], fields["world_size"]) == (2, 2, 2)
+    assert (fields["seq_length"], fields["num_experts"], fields["train_iterations"]) == (32, 4, 10)

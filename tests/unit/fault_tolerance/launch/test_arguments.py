@@ -1,0 +1,131 @@
+"""Flags of moe_ft join those of a script, and none of them is ignored in silence."""
+
+import argparse
+import sys
+
+import pytest
+from megatron.training import arguments as megatron_arguments
+
+from megatron.fault_tolerance.launch import arguments
+from megatron.fault_tolerance.launch.arguments import (
+    add_arguments,
+    parse_args,
+    unread_flags,
+    words_of_moe_ft,
+)
+from megatron.fault_tolerance.launch.refusing import EXIT_REFUSED
+from megatron.fault_tolerance.program.run_settings import script_settings
+from tests.demo_model import model_flags
+
+ON = ("--moe-ft-strategy", "dense", "--moe-ft-job-id", "job")
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process rank 0 of two, and leave it as it is."""
+    monkeypatch.setattr(arguments, "prepare_environment", lambda: None)
+    arguments._warn_once.cache_clear()
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--corpus", required=True)
+    parser.add_argument("--temperature", type=float, default=0.5)
+    parser.set_defaults(lr=0.25)
+    return parser
+
+
+def parse(
+    monkeypatch: pytest.MonkeyPatch, *words: str, ignore_unknown_args: bool = False
+) -> argparse.Namespace:
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    return parse_args(megatron_arguments.parse_args, own_flags, ignore_unknown_args)
+
+
+def test_flags_of_megatron_of_the_script_and_of_moe_ft_are_read_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = parse(monkeypatch, "--corpus", "a", "--num-layers", "3", *ON)
+    assert (args.corpus, args.temperature, args.num_layers) == ("a", 0.5, 3)
+    assert (args.lr, args.moe_ft_strategy, args.world_size) == (0.25, "dense", 2)
+    assert script_settings(args) == {"--corpus": "a", "--temperature": "0.5"}
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_misspelled_flag_is_refused_also_where_the_script_ignores_unknown_ones(
+    ignore: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--corpus", "a", "--other", "--moe-ft-strateg=dense")
+    if ignore:
+        words = tuple(word for word in words if word != "--other")
+    with pytest.raises(SystemExit) as end:
+        parse(monkeypatch, *words, ignore_unknown_args=ignore)
+    assert end.value.code == EXIT_REFUSED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train.py: error: unrecognized arguments: ")
+    assert "--moe-ft-strateg=dense. The flags are listed by --help." in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--moe-ft-window", "0", "--moe-ft-strategy", "sparse"), "--moe-ft-window=0 must be"),
+        (("--pipeline-model-parallel-size", "3", *ON), "world size 2 must be a multiple of"),
+        (("--inprocess-restart", *ON), "--inprocess-restart is not supported"),
+        (("--yaml-cfg", "x", *ON), "--yaml-cfg=x is not supported"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_as_soon_as_they_are_read(
+    words: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(SystemExit) as end:
+        parse(monkeypatch, "--corpus", "a", *model_flags(), "--moe-ft-job-id", "job", *words)
+    assert end.value.code == EXIT_REFUSED
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert line.startswith(f"train.py: error: {message}")
+
+
+def test_without_flags_of_moe_ft_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parse(monkeypatch, "--corpus", "a", "--inprocess-restart", "--use-megatron-fsdp")
+    assert args.moe_ft_strategy == "none"
+
+
+def test_untested_flags_are_named_once_and_those_of_the_script_are_its_own_business(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        parse(monkeypatch, "--corpus", "a", "--qk-l2-norm", *ON)
+    assert capsys.readouterr().err.splitlines() == [
+        "moe_ft: warning: no test of moe_ft runs with --qk-l2-norm"
+    ]
+
+
+def test_help_lists_all_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(monkeypatch, "--help")
+    assert not end.value.code
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--num-layers", "--corpus", "--moe-ft-strategy"))
+
+
+def test_adding_the_flags_twice_adds_them_once() -> None:
+    parser = argparse.ArgumentParser()
+    assert add_arguments(add_arguments(parser)) is parser
+
+
+def test_flag_that_no_parser_has_read_is_found() -> None:
+    words = ["python", "train.py", "--moe-ft-strategy", "dense", "--lr", "1", "--moe-ft-keep=3"]
+    assert words_of_moe_ft(words) == ["--moe-ft-strategy", "--moe-ft-keep"]
+    assert unread_flags(words, argparse.Namespace()) == ["--moe-ft-strategy", "--moe-ft-keep"]
+    half = argparse.Namespace(moe_ft_strategy="dense", moe_ft_keep=2)
+    assert unread_flags(words, half) == ["--moe-ft-keep"]
+    changed = argparse.Namespace(moe_ft_strategy="sparse", moe_ft_keep=5)
+    assert unread_flags(words, changed) == []
+    assert unread_flags(["train.py", "--moe-ft-strategy", "none"], argparse.Namespace()) == []

@@ -1,0 +1,72 @@
+"""Processes that a rank starts end soon after the rank, and new interpreters have its device."""
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron.fault_tolerance.launch import children
+from tests.waiting import wait_for
+
+DEADLINE_S = 60.0
+_context = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def unwrapped() -> Iterator[None]:
+    yield
+    BaseProcess.start = children._start  # type: ignore[method-assign]
+    BaseProcess._bootstrap = children._bootstrap  # type: ignore[attr-defined]
+
+
+def _pass_on(methods: tuple[str, ...], folder: Path) -> None:
+    """Start the next process by the next method; the last one leaves its process id in the folder."""
+    if methods:
+        context = multiprocessing.get_context(methods[0])
+        context.Process(target=_pass_on, args=(methods[1:], folder)).start()
+    else:
+        (folder / str(os.getpid())).touch()
+    time.sleep(DEADLINE_S)
+
+
+def _be_a_rank(methods: tuple[str, ...], folder: Path) -> None:
+    children.end_children_with(os.getpid(), on_cpu=False)
+    _pass_on(methods, folder)
+
+
+@pytest.mark.parametrize("methods", [("fork",), ("spawn",), ("spawn", "fork"), ("fork", "fork")])
+def test_worker_ends_soon_after_its_rank_however_it_was_started(
+    methods: tuple[str, ...], tmp_path: Path
+) -> None:
+    rank = _context.Process(target=_be_a_rank, args=(methods, tmp_path))
+    rank.start()
+    (left,) = wait_for(lambda: [*tmp_path.iterdir()], "the worker")
+    worker = psutil.Process(int(left.name))
+    time.sleep(2 * children.RANK_POLL_S)
+    assert worker.is_running()
+    rank.kill()
+    worker.wait(DEADLINE_S)
+    rank.join(DEADLINE_S)
+
+
+def _count_devices(on_cpu: bool, counts: "SimpleQueue[int]") -> None:
+    children.follow(os.getppid(), on_cpu)
+    device = sys.modules.get("megatron.fault_tolerance.cpu.device")
+    is_cpu = device is not None and device.is_active()
+    counts.put(sys.modules["torch"].cuda.device_count() if is_cpu else -1)
+
+
+@pytest.mark.parametrize(("on_cpu", "count"), [(True, 1), (False, -1)])
+def test_calls_to_cuda_are_answered_by_the_cpu_if_the_rank_does_so(
+    on_cpu: bool, count: int
+) -> None:
+    counts: SimpleQueue[int] = _context.SimpleQueue()
+    _context.Process(target=_count_devices, args=(on_cpu, counts)).start()
+    assert counts.get() == count

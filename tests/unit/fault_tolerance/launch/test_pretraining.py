@@ -1,0 +1,112 @@
+"""Calls of `pretrain` are checked, and pass to Megatron's own with nothing around it where moe_ft is off."""
+
+import argparse
+import inspect
+import sys
+from typing import Any
+
+import pytest
+from megatron.training import global_vars
+from megatron.training import pretrain as stock_pretrain
+
+from megatron import fault_tolerance
+from megatron.fault_tolerance.launch import pretraining
+from megatron.fault_tolerance.launch.refusing import EXIT_REFUSED
+from tests.unit.fault_tolerance.parsing import parse
+
+CONTAINER = object()
+CALL = (CONTAINER, "datasets", "type", "forward step")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the calls of Megatron's own function, which does nothing."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def stock(
+        cfg_container: Any, datasets: Any, model_type: Any, forward: Any, model_provider: Any = None
+    ) -> str:
+        found.append(((cfg_container, datasets, model_type, forward), {"provider": model_provider}))
+        return "result"
+
+    monkeypatch.setattr(pretraining, "stock_pretrain", stock)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    return found
+
+
+@pytest.fixture
+def loop_args(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    args = parse("--mock-data")
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    return args
+
+
+def test_library_function_has_the_name_and_signature_of_megatrons() -> None:
+    assert fault_tolerance.pretrain is pretraining.pretrain
+    assert inspect.signature(pretraining.pretrain) == inspect.signature(stock_pretrain)
+    assert pretraining.pretrain.__name__ == "pretrain"
+
+
+def test_call_without_flags_passes_and_says_that_moe_ft_is_off(
+    calls: list[Any], loop_args: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretraining.pretrain(*CALL, model_provider="model") == "result"
+    assert calls == [(CALL, {"provider": "model"})]
+    assert "moe_ft: off" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        ((print, print, "type", print), {}, "is called with a provider first"),
+        ((print, print, "type", print), {"extra_args_provider": print}, "does not take"),
+        ((), {"train_valid_test_dataset_provider": print}, "does not take"),
+    ],
+)
+def test_older_call_is_refused_with_the_lines_to_change(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    words: str,
+    calls: list[Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        pretraining.pretrain(*args, **kwargs)
+    assert end.value.code == EXIT_REFUSED
+    assert not calls
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert "pretrain(pretrain_cfg_container_from_args(args, model_config), dataset_provider" in line
+
+
+def test_call_before_flags_are_parsed_is_refused(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", None)
+    with pytest.raises(SystemExit):
+        pretraining.pretrain(*CALL)
+    assert "before Megatron's arguments are set. Add args = parse_and" in capsys.readouterr().err
+
+
+def test_flags_that_the_arguments_of_the_script_lack_are_refused(
+    calls: list[Any],
+    loop_args: argparse.Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--moe-ft-strategy", "dense"])
+    with pytest.raises(SystemExit):
+        pretraining.pretrain(*CALL)
+    assert not calls
+    assert "train.py: error: --moe-ft-strategy would be ignored" in capsys.readouterr().err
+
+
+def test_settings_that_the_script_changed_after_parsing_are_checked_again(
+    calls: list[Any], loop_args: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop_args.moe_ft_strategy, loop_args.moe_ft_job_id = "partial", "job"
+    loop_args.moe_ft_k_snapshot, loop_args.num_experts = "4", 2
+    with pytest.raises(SystemExit):
+        pretraining.pretrain(*CALL)
+    assert "--moe-ft-k-snapshot=4 must be at most --num-experts=2" in capsys.readouterr().err

@@ -1,0 +1,39 @@
+"""A refusal is one line a node and exit code 2."""
+
+import sys
+
+import pytest
+
+from megatron.fault_tolerance.launch import refusing
+from moe_ft.errors import ConfigError, SnapshotError, UnrecoverableError
+
+
+@pytest.fixture(autouse=True)
+def script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/some/where/pretrain_mine.py", "--lr", "1"])
+    monkeypatch.setattr(refusing, "REFUSAL_GRACE_S", 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+
+@pytest.mark.parametrize("kind", [ConfigError, UnrecoverableError])
+def test_refusal_is_one_line_with_the_name_of_the_script(
+    kind: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end, refusing.refusing():
+        raise kind("--lr=1 is too much. Lower it.")
+    assert end.value.code == refusing.EXIT_REFUSED
+    assert capsys.readouterr().err == "pretrain_mine.py: error: --lr=1 is too much. Lower it.\n"
+
+
+def test_other_ranks_of_the_node_are_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit, match=str(refusing.EXIT_REFUSED)):
+        refusing.refuse("too much")
+    assert capsys.readouterr().err == ""
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(SnapshotError), refusing.refusing():
+        raise SnapshotError("a copy failed")

@@ -1,0 +1,117 @@
+"""Flags become settings; no flag means that moe_ft is off."""
+
+import argparse
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.fault_tolerance.seams.settings import (
+    add_moe_ft_flags,
+    check_model,
+    checked_config,
+    config_from_arguments,
+    is_off,
+    planned_iterations,
+    void_settings,
+)
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.errors import ConfigError
+from moe_ft.strategies.registry import option_types
+from moe_ft.strategies.sparse.config import SparseConfig
+from tests.unit.fault_tolerance.parsing import parse
+
+PRESETS = Path(__file__).parents[4] / "examples" / "presets"
+
+
+def test_flags_without_values_give_the_default_config() -> None:
+    options = {name: type_() for name, type_ in option_types().items()}
+    assert config_from_arguments(parse("--mock-data")) == MoeFtConfig(options=options)
+
+
+def test_every_kind_of_flag_reaches_the_config() -> None:
+    config = config_from_arguments(
+        parse(
+            *("--moe-ft-event-log", "DIR", "--moe-ft-state-digest"),
+            *("--moe-ft-state-digest-interval", "3", "--moe-ft-fault-report-grace-s", "1.5"),
+            *("--moe-ft-inject-fault", "kill:1@2", "--moe-ft-inject-fault", "hang:0@3"),
+        )
+    )
+    assert config.observability.event_log == "DIR"
+    assert config.observability.state_digest
+    assert config.observability.state_digest_interval == 3
+    assert config.fault.fault_report_grace_s == 1.5
+    assert config.fault.inject_fault == ("kill:1@2", "hang:0@3")
+
+
+def test_settings_of_sparse_windows_reach_the_config() -> None:
+    config = config_from_arguments(
+        parse(
+            *("--mock-data", "--moe-ft-strategy", "sparse", "--moe-ft-window", "3"),
+            *("--moe-ft-max-window", "5", "--moe-ft-unit-order", "soft-count"),
+            *("--moe-ft-popularity-decay", "0.5", "--moe-ft-reorder-change", "0.2"),
+            *("--moe-ft-reorder-fraction", "0.4"),
+        )
+    )
+    assert config.strategy.strategy == "sparse"
+    assert config.options["sparse"] == SparseConfig(
+        window="3",
+        max_window=5,
+        unit_order="soft-count",
+        popularity_decay=0.5,
+        reorder_change=0.2,
+        reorder_fraction=0.4,
+    )
+
+
+@pytest.mark.parametrize("preset", ["checkfreq", "gemini", "moc", "moevement"])
+def test_preset_has_no_flag_without_effect(preset: str) -> None:
+    command = [str(PRESETS / f"{preset}.sh")]
+    variables = {**os.environ, "PERSIST_DIR": "/somewhere"}
+    printed = subprocess.run(command, env=variables, capture_output=True, check=True, text=True)
+    flags = printed.stdout.split()
+    args = parse(*flags)
+    args.train_iters = 1000
+    assert void_settings(args, config_from_arguments(args), flags) == []
+
+
+def test_moe_ft_is_off_without_flags_and_with_their_defaults() -> None:
+    assert is_off(argparse.Namespace())
+    assert is_off(parse("--mock-data"))
+    assert is_off(parse("--mock-data", "--moe-ft-strategy", "none", "--moe-ft-keep", "2"))
+    assert not is_off(parse("--mock-data", "--moe-ft-event-log", "DIR"))
+    assert not is_off(parse("--mock-data", "--moe-ft-strategy", "dense"))
+
+
+def test_settings_are_checked_without_the_model_and_then_with_it() -> None:
+    flags = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "5", "--moe-ft-job-id", "job")
+    args = parse("--mock-data", *flags)
+    config = checked_config(args)
+    with pytest.raises(ConfigError, match="--moe-ft-k-snapshot=5 must be at most --num-experts=4"):
+        check_model(args, config)
+    args.num_experts = 8  # as a script may set it
+    check_model(args, config)
+
+
+@pytest.mark.parametrize(
+    ("iterations", "samples", "batch", "planned"),
+    [(7, None, None, 7), (None, 33, 16, 2), (None, 33, None, 0), (None, None, 16, 0)],
+)
+def test_length_of_the_run_is_known_from_iterations_or_samples(
+    iterations: int | None, samples: int | None, batch: int | None, planned: int
+) -> None:
+    args = argparse.Namespace(
+        train_iters=iterations, train_samples=samples, global_batch_size=batch
+    )
+    assert planned_iterations(args) == planned
+
+
+def test_help_can_be_printed_whatever_percent_signs_other_flags_have() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--share", help="between 0% (none) and 100%")
+    parser.add_argument("--rate", default=0.5, help="a rate, by default %(default)s")
+    add_moe_ft_flags(parser)
+    text = parser.format_help()
+    assert "between 0% (none) and 100%" in text
+    assert "by default 0.5" in text
