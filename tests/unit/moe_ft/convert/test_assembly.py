@@ -8,8 +8,9 @@ import torch
 from moe_ft.convert.assembly import read_tensor
 from moe_ft.convert.source import Source, open_source
 from moe_ft.convert.tensors import find_tensors
+from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import ConfigError, CorruptStateError
-from tests.unit.moe_ft.convert.models import BIAS, known_tensors
+from tests.unit.moe_ft.convert.models import BIAS, known_tensors, persist_model
 
 
 def test_every_tensor_is_what_the_ranks_had_together(source: Source) -> None:
@@ -48,3 +49,13 @@ def test_byte_that_was_changed_is_found_before_it_is_used(checkpoints: Path) -> 
     with pytest.raises(CorruptStateError, match="layer.0.expert.1 does not match its checksum"):
         for tensor in find_tensors(source):
             read_tensor(source, tensor)
+
+
+def test_checkpoint_that_is_elsewhere_is_read_through_fsspec() -> None:
+    url = "memory://test-of-conversions/checkpoints"
+    persist_model(Storage(url))
+    source = open_source(url)
+    known = known_tensors()
+    for tensor in find_tensors(source):
+        if not tensor.buffer:
+            assert torch.equal(read_tensor(source, tensor), known[tensor.name, "weight"])
