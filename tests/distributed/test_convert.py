@@ -121,9 +121,9 @@ def second_half(training: Training) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def check_continues_bitwise(runs: Runs) -> Path:
+def check_continues_bitwise(runs: Runs, *flags: str) -> Path:
     """Check that stock Megatron ends like our run from its middle; return the converted checkpoint."""
-    ours = runs.ours()
+    ours = runs.ours(*flags)
     folder = runs.converted()
     stock = runs.stock("--load", str(folder))
     assert second_half(stock)[LOSS] == second_half(ours)[LOSS]
@@ -149,6 +149,14 @@ def test_stock_megatron_continues_other_models(
     name: str, dataset_flags: list[str], tmp_path: Path, memory_dir: Path
 ) -> None:
     check_continues_bitwise(Runs(OTHERS[name], dataset_flags, tmp_path, memory_dir))
+
+
+@pytest.mark.rest
+def test_masters_that_are_split_are_put_together(
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+) -> None:
+    runs = Runs((1, {}, SMALL), dataset_flags, tmp_path, memory_dir)
+    check_continues_bitwise(runs, "--moe-ft-state-dtype", "master=split")
 
 
 @pytest.mark.rest
