@@ -1,6 +1,6 @@
 """Command line of moe_ft: ``moe_ft COMMAND``, or ``python -m moe_ft COMMAND``.
 
-Each command is a file of moe_ft/commands/. None of them but `run` and `convert` imports torch.
+Each command is a file of moe_ft/commands/. None of them but `run`, `convert` and `diff` imports torch.
 """
 
 import argparse
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from moe_ft.commands.clean import add_clean_command
 from moe_ft.commands.convert import add_convert_command
+from moe_ft.commands.diff import add_diff_command
 from moe_ft.commands.inspect import add_inspect_command
 from moe_ft.commands.plan import add_plan_command, split_command_line
 from moe_ft.commands.prune import add_prune_command
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add_run_command(commands)
     add_inspect_command(commands)
     add_verify_command(commands)
+    add_diff_command(commands)
     add_convert_command(commands)
     add_clean_command(commands)
     add_prune_command(commands)

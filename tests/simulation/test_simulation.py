@@ -38,9 +38,7 @@ def test_fixed_schedules_break_no_promise() -> None:
     assert run_schedules("--first", "0", "--count", str(NUM_FIXED)) == NUM_FIXED
 
 
-@pytest.mark.parametrize(
-    "seconds", [RANDOM_S, pytest.param(MANY_RANDOM_S, marks=pytest.mark.rest)]
-)
+@pytest.mark.parametrize("seconds", [RANDOM_S, pytest.param(MANY_RANDOM_S, marks=pytest.mark.rest)])
 @pytest.mark.timeout(_TIMEOUT_S)
 def test_random_schedules_break_no_promise(seconds: int) -> None:
     first = random.SystemRandom().randrange(1 << 40)
