@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+import fsspec
 import pytest
 import requests
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -132,5 +133,8 @@ def object_store() -> Iterator[ObjectStore]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": store.endpoint}.items():
             patch.setenv(name, value)
+        # Tests of other things may replace the environment of this process.
+        own = {"key": "key", "secret": "secret", "endpoint_url": store.endpoint}
+        patch.setitem(fsspec.config.conf, "s3", own)
         yield store
     store.close()

@@ -136,13 +136,13 @@ def _optimizers(source: Source, for_ep: int | None) -> dict[Any, Any]:
             )
         return dict(enumerate(found)) if is_chained else found[0]
     groups = [group for inner in records for group in _groups(inner)]
-    dense = [each for each in groups if not each.get("is_expert_parallel")]
+    shared = [each for each in groups if not each.get("is_expert_parallel")]
     expert = [each for each in groups if each.get("is_expert_parallel")]
     if not is_chained:
-        return _distributed(_marked([*dense, *expert], is_expert=False), records[0])
+        return _distributed(_marked([*shared, *expert], is_expert=False), records[0])
     return {
-        0: _distributed(dense, records[0]),
-        1: _distributed(_marked(expert or dense, is_expert=True), records[0]),
+        0: _distributed(shared, records[0]),
+        1: _distributed(_marked(expert or shared, is_expert=True), records[0]),
     }
 
 

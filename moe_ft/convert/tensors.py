@@ -9,7 +9,7 @@ there, of experts: Megatron stacks the experts of a layer in one tensor. The wei
     decoder.layers.L.self_attention.{q,k}_layernorm.weight
     decoder.layers.L.self_attention.linear_{q,q_down,q_up,kv_down,kv_up}_proj.weight          MLA
     decoder.layers.L.self_attention.linear_proj.{weight,bias}
-    decoder.layers.L.mlp.linear_fc1.layer_norm_{weight,bias}     the norm before the MLP, if dense or local
+    decoder.layers.L.mlp.linear_fc1.layer_norm_{weight,bias}     the norm before a dense MLP or a local one
     decoder.layers.L.pre_mlp_layernorm.{weight,bias}             the same, Transformer Engine's MoE layers
     decoder.layers.L.mlp.linear_fc{1,2}.{weight,bias}            dense MLP; with SwiGLU gate above up in fc1
     decoder.layers.L.mlp.router.{weight,expert_bias}
@@ -130,7 +130,7 @@ def find_tensors(source: Source) -> tuple[GlobalTensor, ...]:
     for rank, state in enumerate(source.ranks):
         for parameter, description in state.index.parameters.items():
             by_tensor: dict[tuple[str, tuple[int, ...]], list[GlobalPlace]] = {}
-            for place in description.places:
+            for place in description.places or ():
                 by_tensor.setdefault((place.key, _index_of(place)), []).append(place)
             for tensor, places in by_tensor.items():
                 found.setdefault(tensor, []).append((parameter, rank, tuple(places)))
@@ -158,7 +158,11 @@ def _check_is_described(source: Source, unit_of: Mapping[str, UnitId]) -> None:
         raise CorruptStateError(
             f"{source.place} holds {unknown[0]}, of which its indexes say nothing"
         )
-    problems = [state.index.model.problem for state in source.ranks if state.index.model.problem]
+    problems = [
+        state.index.model_places.problem
+        for state in source.ranks
+        if state.index.model_places.problem
+    ]
     if problems:
         raise ConfigError(
             f"{source.place} must say where its tensors belong in the whole model, and Megatron could not, "
@@ -208,7 +212,7 @@ def _parameter(
         name=name,
         unit=unit,
         shape=shape,
-        dtype=ranks[first].index.parameters[parameter].dtype,
+        dtype=ranks[first].index.parameters[parameter].dtype or "",
         key=place.key,
         stacked_shape=place.shape,
         index=index,
@@ -286,7 +290,7 @@ def _buffers(source: Source) -> Iterator[GlobalTensor]:
     seen: set[str] = set()
     for rank, state in enumerate(source.ranks):
         record = state.index.records[-1]
-        for name, places in state.index.model.buffers.items():
+        for name, places in state.index.model_places.buffers.items():
             (place,) = places
             if place.key in seen or name not in record.buffers:
                 continue

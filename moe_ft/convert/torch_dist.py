@@ -135,7 +135,7 @@ class TorchDist:
         encoded = {each.unique_key: _encode([each.data]) for each in found}
         # Modules take "nothing" for their FP8 state and make it again.
         for state in self._source.ranks:
-            encoded |= {key: _encode([None]) for key in state.index.model.objects}
+            encoded |= {key: _encode([None]) for key in state.index.model_places.objects}
         return encoded
 
 

@@ -95,8 +95,8 @@ class ParameterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tp_dim: dimension that tensor parallelism divides, -1 if none.
         tp_size, tp_rank: number of pieces, and the position of this one.
         num_halves: 2 if two matrices are stacked (SwiGLU's gate and up) and each is divided separately.
-        dtype: safetensors' name of the type of the weight that forward uses; empty in earlier versions.
-        places: of its blocks in the tensors of the model; none in earlier versions.
+        dtype: safetensors' name of the type of the weight that forward uses; unset in earlier versions.
+        places: of its blocks in the tensors of the model; unset in earlier versions.
     """
 
     shape: tuple[Count, ...]
@@ -104,8 +104,8 @@ class ParameterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tp_size: int = 1
     tp_rank: int = 0
     num_halves: int = 1
-    dtype: str = ""
-    places: tuple[GlobalPlace, ...] = ()
+    dtype: str | msgspec.UnsetType = msgspec.UNSET
+    places: tuple[GlobalPlace, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelPlaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -43,7 +43,7 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
             snapshot of the window holds at FULL.
         complete_iteration: the newest iteration that all ranks were known to have when this was taken; None
             if there was none, and then missing state of other ranks is no loss.
-        model: what Megatron's checkpoints hold besides parameters; nothing in earlier versions.
+        model: what Megatron's checkpoints hold besides parameters; unset in earlier versions.
     """
 
     rank: Count
@@ -63,7 +63,12 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
     num_snapshots: Annotated[int, msgspec.Meta(ge=1)] = 1
     compute: tuple[dict[str, UnitEntry], ...] = ()
     complete_iteration: Count | None = None
-    model: ModelPlaces = ModelPlaces()
+    model: ModelPlaces | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def model_places(self) -> ModelPlaces:
+        """Tensors and objects that Megatron's checkpoints hold besides parameters, if they are known."""
+        return self.model or ModelPlaces()
 
     @property
     def is_whole(self) -> bool:
