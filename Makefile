@@ -30,7 +30,7 @@ demo: .venv/installed
 test: .venv/installed
 	$(PYTEST) tests/unit --numprocesses 2 --quiet
 	$(PYTEST) tests/simulation
-	$(PYTEST) tests/distributed tests/gpu
+	$(PYTEST) tests/distributed tests/gpu --numprocesses 2
 
 test-all: .venv/installed
 	$(PYTEST) tests/simulation tests/distributed -m "rest or chaos"
