@@ -263,7 +263,7 @@ def test_lock_on_storage_that_fails_is_not_lost(storage: Storage, injector: Inje
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_lock, "LOCK_RENEWAL_S", 0.005)
-    monkeypatch.setattr(storage_lock, "_GAP_S", 5.0)  # another start writes through to the disk in it
+    monkeypatch.setattr(storage_lock, "_GAP_S", 5.0)  # another start waits for the disk in it
 
 
 def test_lock_that_was_started_is_renewed_until_it_is_closed(
