@@ -4,7 +4,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-_EXAMPLE = "torchrun --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy NAME"
+USAGE = "moe_ft run [-m] SCRIPT ARGS..."
+EXAMPLE = "torchrun --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy NAME"
 
 
 def add_run_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -12,8 +13,8 @@ def add_run_command(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     commands.add_parser(
         "run",
         help="train with a Megatron pretraining script, which stays as it is",
-        usage="moe_ft run [-m] SCRIPT ARGS...",
-        epilog=f"The flags of moe_ft join those of the script, whose --help lists both. Example: {_EXAMPLE}",
+        usage=USAGE,
+        epilog=f"The flags of moe_ft join those of the script, whose --help lists both. Example: {EXAMPLE}",
     )
 
 

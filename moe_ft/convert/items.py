@@ -12,7 +12,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.format.packings import DTYPE_BYTES
 from moe_ft.state.slices import DTYPES
 
-# What --dtype offers, with safetensors' names.
+# Choices of --dtype, with safetensors' names.
 WEIGHT_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 

@@ -204,7 +204,7 @@ class FileFaults:
         sizes = {path: posix.stat(f"{self.root}/{path}").st_size for path in self.paths(where)}
         if not any(sizes.values()):
             return None
-        # What an index names is of more interest than what is being filled.
+        # A flipped bit matters more in a committed file than in one that is being filled.
         weights = [
             sizes[path] * (_NAMED if f"{path.rpartition('.')[0]}.json" in sizes else 1)
             for path in sizes

@@ -33,7 +33,7 @@ LIVE = {
     "wall-clock": 2,
     "corrupt": 2,
 }
-# What happens between two starts.
+# Faults between two starts.
 OFFLINE = {
     "flip-memory": 3,
     "flip-storage": 3,

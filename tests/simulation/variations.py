@@ -18,7 +18,7 @@ LIVE = {
     "memory-glitch": 3,
     "storage-denial": 3,
 }
-# What happens between two starts.
+# Faults between two starts.
 OFFLINE = {"reuse-name": 1}
 _EXTRA = 0.5
 

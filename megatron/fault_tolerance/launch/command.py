@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.fault_tolerance.launch.refusing import refuse
+from moe_ft.commands.run import EXAMPLE, USAGE
 
 PROGRAM = "moe_ft run"
-USAGE = "moe_ft run [-m] SCRIPT ARGS..."
-_EXAMPLE = "torchrun --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy NAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ def _read(words: Sequence[str]) -> tuple[Target, list[str]]:
     rest = list(words[is_module:])
     if not rest or rest[0].startswith("-"):
         given = f"{rest[0]} is no script" if rest else "there is no script"
-        refuse(f"{given}. Write {USAGE}, such as: {_EXAMPLE}", PROGRAM)
+        refuse(f"{given}. Write {USAGE}, such as: {EXAMPLE}", PROGRAM)
     if not is_module:
         _check_script(rest[0])
     return Target(rest[0], is_module), rest[1:]

@@ -1,6 +1,6 @@
 """A training loop as the listeners see it: facts that they ask of it, and counters that they set in it.
 
-Megatron's own loop is megatron_loop.py, any other one custom_loop.py. The position of the loop, which all
+Megatron's own loop is megatron_loop.py, any other one custom/loop.py. The position of the loop, which all
 listeners share, is `LoopState` in listeners.py.
 """
 

@@ -94,7 +94,7 @@ def end_iteration(*args: Any, **ending: Any) -> Callable[[Loop, Any], Any]:
     return lambda loop, checkpointer: checkpointer.end_iteration(*args, **ending)
 
 
-# What a loop does with a Checkpointer that has started, and a part of the answer.
+# Calls on a Checkpointer that has started, each with a part of the answer.
 WRONG_CALLS: dict[str, tuple[Callable[[Loop, Any], Any], str]] = {
     "recovers twice": (
         lambda loop, checkpointer: checkpointer.recover(),
@@ -137,7 +137,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[Loop, Any], Any], str]] = {
     ),
 }
 
-# What a Checkpointer is made with, and a part of the answer.
+# Arguments of a Checkpointer, each with a part of the answer.
 WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown setting": (
         {"settings": {"stratgy": "dense"}},
