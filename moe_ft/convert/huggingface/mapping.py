@@ -1,0 +1,178 @@
+"""The interface of a family of models on the Hugging Face hub, and the parts that most families share.
+
+A family says which tensors of Megatron its tensors are, by name, and translates settings. `Settings` are
+those of Megatron as a run keeps them (`Identity.fingerprint`): the flag's ``dest`` with dashes, such as
+`--num-layers` or `--add-bias-linear`, not always what a command line says. `Config` is the content of
+`config.json`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from moe_ft.errors import ConfigError
+
+Settings = Mapping[str, Any]
+Config = Mapping[str, Any]
+Split = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+def _one(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (tensor,)
+
+
+def _only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    (tensor,) = tensors
+    return tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mapped:
+    """A tensor of Megatron, and the tensors of Hugging Face that it is.
+
+    Attributes:
+        tensor: its name, as convert/tensors.py lists them, with global numbers of layers and experts.
+        shape: of Megatron's tensor, of a single expert, and without padding of the vocabulary. The shapes of
+            the others follow from `split`, which is also called with tensors on the meta device.
+        names: of the tensors on the hub.
+        split: makes them, in the order of names, from Megatron's tensor.
+        join: the exact inverse of `split`.
+        copies: other names on the hub of the only tensor in `names`. They are written as copies, and on
+            reading they may be absent, but must be equal.
+        other_tensors: other names in Megatron, which differ between its implementations of a layer. A
+            checkpoint of Megatron has at least one of the names; one that is written has all.
+        is_vocabulary: whether Megatron pads the first dimension (`--make-vocab-size-divisible-by`).
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    split: Split = field(default=_one, repr=False)
+    join: Join = field(default=_only, repr=False)
+    copies: tuple[str, ...] = ()
+    other_tensors: tuple[str, ...] = ()
+    is_vocabulary: bool = False
+
+
+class Family(Protocol):
+    """An architecture of `transformers`."""
+
+    @property
+    def architecture(self) -> str:
+        """Name in `architectures` of `config.json`, such as MixtralForCausalLM."""
+
+    @property
+    def model_type(self) -> str:
+        """Value of `model_type`, which is also the name in --family."""
+
+    def check(self, settings: Settings) -> None:
+        """Raise ConfigError that names the first feature which the family cannot express."""
+
+    def config(self, settings: Settings) -> dict[str, Any]:
+        """Return `config.json` without `torch_dtype` and the version; called after `check`."""
+
+    def settings(self, config: Config) -> dict[str, Any]:
+        """Return Megatron's settings, those that are off included.
+
+        Raises:
+            ConfigError: if Megatron has no such feature, or not known to give the same numbers.
+        """
+
+    def tensors(self, settings: Settings) -> Iterator[Mapped]:
+        """Yield every tensor of the model, layer by layer."""
+
+
+def same(
+    tensor: str, name: str, shape: Sequence[int], *, others: Sequence[str] = (), **options: Any
+) -> Mapped:
+    """Return a tensor that is the same in both."""
+    return Mapped(
+        tensor=tensor, names=(name,), shape=tuple(shape), other_tensors=tuple(others), **options
+    )
+
+
+def stacked(tensor: str, names: Sequence[str], shape: Sequence[int]) -> Mapped:
+    """Return a tensor of Megatron that has several of the same number of rows one above the other.
+
+    This is `linear_fc1` with SwiGLU: gate above up.
+    """
+    return Mapped(
+        tensor=tensor,
+        names=tuple(names),
+        shape=tuple(shape),
+        split=lambda whole: whole.chunk(len(names)),
+        join=lambda parts: torch.cat(tuple(parts)),
+    )
+
+
+def query_key_value(
+    tensor: str, names: Sequence[str], *, heads: int, groups: int, head_dim: int, columns: int = 0
+) -> Mapped:
+    """Return `linear_qkv`, whose rows are those of each query group: its queries, its key, its value.
+
+    Args:
+        names: of queries, keys and values.
+        groups: of heads that share a key and a value (`--num-query-groups`).
+        columns: of the weight; 0 for a bias.
+    """
+    rest = (columns,) if columns else ()
+    per_group = heads // groups
+
+    def split(whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        by_group = whole.reshape(groups, per_group + 2, head_dim, *rest)
+        parts = by_group.split((per_group, 1, 1), dim=1)
+        return tuple(part.reshape(-1, *rest) for part in parts)
+
+    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        by_group = [part.reshape(groups, -1, head_dim, *rest) for part in parts]
+        return torch.cat(by_group, dim=1).reshape(-1, *rest)
+
+    rows = groups * (per_group + 2) * head_dim
+    return Mapped(tensor=tensor, names=tuple(names), shape=(rows, *rest), split=split, join=join)
+
+
+def vocabulary_size(settings: Settings) -> int:
+    """Return the number of tokens: --vocab-size of the run, else all rows with padding."""
+    return int(settings.get("--vocab-size") or settings["--padded-vocab-size"])
+
+
+def expect(settings: Settings, family: str, values: Mapping[str, Any]) -> None:
+    """Refuse settings that a family cannot express.
+
+    Args:
+        values: by flag, the value that the family has, or a tuple of several. None, False and 0 are the same.
+
+    Raises:
+        ConfigError: naming the first one that has another value.
+    """
+    for flag, value in values.items():
+        allowed = value if isinstance(value, tuple) else (value,)
+        found = settings.get(flag)
+        if not any(found == each or (not found and not each) for each in allowed):
+            wanted = " or ".join("off" if not each else str(each) for each in allowed)
+            raise ConfigError(
+                f"{flag}={found} must be {wanted} for a model of {family}, which has no such feature. "
+                "Convert to torch_dist or safetensors, or name another --family."
+            )
+
+
+def expect_config(config: Config, family: str, values: Mapping[str, Any]) -> None:
+    """Refuse values in `config.json` that Megatron cannot express.
+
+    Args:
+        values: by key, as in `expect`. A key that is absent has the first of its values.
+
+    Raises:
+        ConfigError: naming the first one that has another value.
+    """
+    for key, value in values.items():
+        allowed = value if isinstance(value, tuple) else (value,)
+        found = config.get(key, allowed[0])
+        if not any(found == each or (not found and not each) for each in allowed):
+            raise ConfigError(
+                f"config.json has {key}={found}, and of a model of {family} Megatron can express only "
+                f"{' or '.join(map(str, allowed))}. There is no conversion of this model."
+            )

@@ -1,0 +1,1 @@
+"""Tests of conversions from and to Hugging Face."""
