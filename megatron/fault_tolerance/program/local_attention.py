@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import get_default_causal_mask, get_sliding_window_causal_mask
 from megatron.core.utils import divide
@@ -122,7 +123,18 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
     All heads share the rotary part of the keys. The local implementation divides the projection that computes
     it over the tensor-parallel ranks, and gathers the result. In the backward pass of Megatron's gather, each
     rank gets only the contribution of its own heads: nothing adds the others (Megatron 0.19.2).
+
+    Queries need not be compressed (no --q-lora-rank), as in DeepSeek-V2-Lite: --qk-layernorm is then for keys
+    and values alone. Megatron's local implementation refuses that, and Transformer Engine's normalizes the
+    queries' input a second time (Megatron 0.19.2).
     """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return norms and projections as with compressed queries, which those not compressed do not use."""
+        compressed = copy.copy(self.config)
+        compressed.q_lora_rank = self.config.q_lora_rank or self.config.hidden_size
+        classes: dict[str, Any] = QKNormConfigResolver(compressed, submodules).resolve()
+        return {**classes, "linear_q_proj": submodules.linear_q_proj}
 
     def _qkv_down_projection(
         self, hidden_states: torch.Tensor
