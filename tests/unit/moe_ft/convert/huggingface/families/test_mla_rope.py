@@ -1,0 +1,139 @@
+"""Rotary embeddings of the two sides have the same factors, or are refused.
+
+The angles are checked with the logits of whole models, by test_deepseek_v2.py and test_deepseek_v3.py.
+"""
+
+from typing import Any
+
+import pytest
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor,
+    _yarn_get_mscale,
+)
+from transformers import DeepseekV3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+
+from moe_ft.convert.huggingface.families.mla_rope import rope_config, rope_settings
+from moe_ft.errors import ConfigError
+
+FAMILY = "DeepseekV3ForCausalLM"
+LENGTH = 163840
+PLAIN: dict[str, Any] = {
+    "--position-embedding-type": "rope",
+    "--rope-type": "rope",
+    "--rotary-base": 10000,
+    "--rotary-percent": 1.0,
+    "--rotary-scaling-factor": 1.0,
+    "--mscale": 1.0,
+    "--mscale-all-dim": 0.0,
+}
+YARN = {**PLAIN, "--rope-type": "yarn", "--rotary-scaling-factor": 40.0, "--mscale-all-dim": 1.0}
+# As in the config.json of DeepSeek-V3.
+PUBLISHED = {
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+def test_yarn_is_written_as_it_is_published() -> None:
+    assert rope_config(YARN, FAMILY) == PUBLISHED
+
+
+def test_plain_rotation_is_written_without_scaling() -> None:
+    assert rope_config(PLAIN, FAMILY) == {"rope_theta": 10000, "rope_scaling": None}
+
+
+def scaled(**changes: Any) -> dict[str, Any]:
+    """Return the published keys with changes of the scaling."""
+    scaling = {**PUBLISHED["rope_scaling"], **changes}  # type: ignore[dict-item]
+    return {**PUBLISHED, "rope_scaling": {key: val for key, val in scaling.items() if val != ""}}
+
+
+# Ways to write the scaling that Megatron can express.
+KNOWN = {
+    "published": scaled(),
+    "V2": scaled(mscale=0.707, mscale_all_dim=0.707),
+    "different": scaled(mscale=1.5, mscale_all_dim=0.5),
+    "neither": scaled(mscale="", mscale_all_dim=""),
+    "none for all": scaled(mscale_all_dim=0),
+    "none for all, ignored": scaled(mscale=0.5, mscale_all_dim=""),
+    "other name": scaled(type="", rope_type="yarn"),
+    "without betas": scaled(beta_fast="", beta_slow=""),
+    "no growth": scaled(factor=1.0),
+    "one dictionary": {"rope_parameters": {**scaled()["rope_scaling"], "rope_theta": 500000.0}},
+    "plain": {"rope_theta": 10000},
+    "plain, one dictionary": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("is_written_again", [False, True])
+def test_megatron_has_the_factors_of_transformers(name: str, is_written_again: bool) -> None:
+    config = {"max_position_embeddings": LENGTH, **KNOWN[name]}
+    settings = rope_settings(config, FAMILY)
+    if is_written_again:
+        config = {"max_position_embeddings": LENGTH, **rope_config(settings, FAMILY)}
+        assert rope_settings(config, FAMILY) == settings
+    theirs = DeepseekV3Config(**config)
+    kind = theirs.rope_parameters["rope_type"]
+    _, rotation = ROPE_INIT_FUNCTIONS[kind](theirs) if kind != "default" else (None, 1.0)
+    softmax = yarn_apply_mscale(theirs.rope_parameters, 1.0)
+    factor, of_all = settings["--rotary-scaling-factor"], settings["--mscale-all-dim"]
+    assert _yarn_get_mscale(factor, of_all) ** 2 == pytest.approx(softmax, rel=1e-12)
+    if settings["--rope-type"] == "yarn":
+        ours = _yarn_get_concentration_factor(factor, settings["--mscale"], of_all)
+        assert ours == pytest.approx(rotation, rel=1e-12)
+    else:
+        assert rotation == 1
+    assert settings["--rotary-base"] == theirs.rope_parameters["rope_theta"]
+    assert settings["--max-position-embeddings"] == LENGTH
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"--mscale": 0.5, "--mscale-all-dim": 0.0}, "--mscale=0.5 and --mscale-all-dim=0.0 must"),
+        ({"--mscale": 0.0}, "--mscale=0.0 and --mscale-all-dim=1.0 must"),
+        ({"--rope-type": "rope"}, "--mscale-all-dim must be 0 with --rope-type=rope"),
+        ({"--rotary-interleaved": True}, "--rotary-interleaved=True must be off"),
+        ({"--rotary-percent": 0.5}, "--rotary-percent=0.5 must be 1.0"),
+        ({"--position-embedding-type": "none"}, "--position-embedding-type=none must be rope"),
+    ],
+)
+def test_settings_of_another_rotation_are_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        rope_config({**YARN, **changes}, FAMILY)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (scaled(mscale=""), "mscale=None, mscale_all_dim=1.0, attention_factor=None"),
+        (scaled(attention_factor=1.2), "mscale=1.0, mscale_all_dim=1.0, attention_factor=1.2"),
+        (scaled(beta_fast=16), "beta_fast=16"),
+        (scaled(beta_slow=2), "beta_slow=2"),
+        (scaled(truncate=False), "truncate=False"),
+        (scaled(original_max_position_embeddings=""), "original_max_position_embeddings=163840"),
+        (scaled(type="linear"), "rope_type=linear"),
+        ({"rope_theta": 10000.5}, "rope_theta=10000.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ],
+)
+def test_config_of_another_rotation_is_refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"config.json has {text}"):
+        rope_settings({"max_position_embeddings": LENGTH, **config}, FAMILY)
+
+
+def test_megatrons_default_is_yarn() -> None:
+    settings = {**PLAIN, "--rope-type": None}
+    scaling = rope_config(settings, FAMILY)["rope_scaling"]
+    assert (scaling["type"], scaling["factor"]) == ("yarn", 1.0)
