@@ -13,33 +13,41 @@ _INTERRUPTED = 130  # as shells have it
 def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command and its flags."""
     parser = commands.add_parser(
-        "convert", help="write a checkpoint as one of Megatron, or as plain safetensors files"
+        "convert",
+        help="write a checkpoint in a format of Megatron or Hugging Face, or plainly",
     )
     parser.add_argument(
         "source",
         metavar="SRC",
-        help="a persist directory (or fsspec URL), one of its iter_* directories, or a memory directory",
+        help="a persist directory (or fsspec URL), one of its iter_* directories, a memory directory, a "
+        "torch_dist checkpoint of Megatron, or a model of Hugging Face",
     )
     parser.add_argument("destination", metavar="DST", help="a new or empty folder")
     parser.add_argument(
         "--to",
         required=True,
-        choices=("torch_dist", "safetensors"),
-        help="torch_dist: for --load of Megatron in any layout; safetensors: files with the units' names",
+        choices=("torch_dist", "hf", "safetensors"),
+        help="torch_dist: for --load of Megatron in any layout; hf: for transformers; safetensors: files "
+        "with names of units",
     )
     parser.add_argument(
         "--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)"
     )
     parser.add_argument(
         "--what",
-        default="all",
         choices=("weights", "all"),
-        help="all: also masters and moments, to continue training (default)",
+        help="all: also masters and moments, to continue training (default, from a run to torch_dist and "
+        "safetensors)",
     )
     parser.add_argument(
         "--dtype",
         choices=("bf16", "fp16", "fp32"),
         help="of the weights (default: the type that forward uses); fp32 gives the masters",
+    )
+    parser.add_argument(
+        "--family",
+        metavar="NAME",
+        help="model_type of --to hf, such as mixtral (default: the one that has the flags of the run)",
     )
     parser.add_argument(
         "--for-ep",
@@ -84,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
         to=options.to,
         iteration=options.iteration,
         what=options.what,
+        family=options.family,
         dtype=options.dtype,
         for_ep=options.for_ep,
         shard_bytes=max(1, int(options.shard_size * _GIB)),

@@ -190,6 +190,11 @@ def spellings() -> Mapping[str, str]:
     return {spelled: name for name in flag_classes() for spelled in _spelling(name)}
 
 
+def spelling(name: str) -> str:
+    """Return the way to write a flag of Megatron, from its ``dest``."""
+    return _spelling(name)[0]
+
+
 @functools.cache
 def _special() -> Mapping[str, tuple[str, ...]]:
     found = {name: tuple(forms.split()) for name, forms in _SPELLED.items()}

@@ -10,10 +10,13 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from moe_ft.convert.destination import Destination
+from moe_ft.convert.huggingface.flags import flags_of
+from moe_ft.convert.huggingface.writing import HuggingFace
 from moe_ft.convert.items import Item, Shards, into_shards, list_items
+from moe_ft.convert.model import Model
+from moe_ft.convert.opening import open_model
 from moe_ft.convert.safetensors_set import SafetensorsSet
-from moe_ft.convert.source import Source, open_source
-from moe_ft.convert.tensors import find_tensors
+from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.torch_dist import TorchDist
 from moe_ft.errors import ConfigError, MoeFtError
 from moe_ft.format.encoding import checksum
@@ -26,7 +29,8 @@ class Request:
     Attributes:
         to: one of the formats.
         iteration: of the checkpoint in a directory of several; None for the newest.
-        what: "weights" or "all".
+        what: "weights" or "all"; None for all that both source and destination can hold.
+        family: of Hugging Face; None to choose it by the settings.
         dtype: of weights, None for their own.
         for_ep: --expert-model-parallel-size of the job that will load it; None for that of the run.
         shard_bytes: most bytes of a file, unless one tensor has more.
@@ -36,7 +40,8 @@ class Request:
     destination: str
     to: str
     iteration: int | None = None
-    what: str = "all"
+    what: str | None = None
+    family: str | None = None
     dtype: str | None = None
     for_ep: int | None = None
     shard_bytes: int = field(default=2 << 30)
@@ -44,6 +49,9 @@ class Request:
 
 class Format(Protocol):
     """Writes a destination. A shard is complete and verified when `write_shard` returns."""
+
+    def check(self, tensors: Sequence[GlobalTensor]) -> None:
+        """Raise ConfigError if the format cannot hold the tensors."""
 
     def name_of(self, item: Item) -> str:
         """Return the name of an item in the destination."""
@@ -63,44 +71,64 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
     """
     if request.shard_bytes <= 0:
         raise ConfigError(f"--shard-size={request.shard_bytes} must be a positive number of bytes")
-    source = open_source(request.source, request.iteration)
-    with_optimizer = request.what == "all"
-    items = list_items(find_tensors(source), with_optimizer=with_optimizer, dtype=request.dtype)
-    written = _format(request, source)
+    model = open_model(request.source, request.iteration)
+    with_optimizer = _with_optimizer(request, model)
+    written = _format(request, model, with_optimizer=with_optimizer)
+    tensors = model.tensors()
+    written.check(tensors)
+    items = list_items(tensors, with_optimizer=with_optimizer, dtype=request.dtype)
     shards = into_shards(items, request.shard_bytes)
-    destination = _destination(request, source, items)
+    destination = _destination(request, model, items)
     num_bytes = sum(item.num_bytes for item in items)
     destination.check(num_bytes)
     if is_dry_run:
         return _list(written, shards)
     try:
-        _write(written, destination, shards, items, f"{request.to} {source.iteration}")
+        _write(written, destination, shards, items, f"{request.to} {model.iteration}")
     except MoeFtError:
         raise
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"DST={destination.path} could not be written from {source.place}: {error}. Nothing is left "
+            f"DST={destination.path} could not be written from {model.place}: {error}. Nothing is left "
             "of it: make both readable and DST writable, and try again."
         ) from error
-    return (
-        f"{destination.path}: iteration {source.iteration} as {request.to}, {len(items)} tensors, "
+    lines = [
+        f"{destination.path}: iteration {model.iteration} as {request.to}, {len(items)} tensors, "
         f"{num_bytes} bytes in {len(shards)} shards, verified"
-    )
+    ]
+    if model.kind == "hf":
+        lines += ["flags of the model:", " ".join(flags_of(model.settings))]
+    return "\n".join(lines)
 
 
-def _format(request: Request, source: Source) -> Format:
+def _with_optimizer(request: Request, model: Model) -> bool:
+    """Return whether masters and moments are converted too."""
+    is_possible = model.kind == "moe_ft" and request.to != "hf"
+    if request.what == "all" and not is_possible:
+        place = model.place if model.kind != "moe_ft" else "a model of Hugging Face"
+        raise ConfigError(
+            f"--what=all: only weights are read from or written to {place}. Give --what weights."
+        )
+    return is_possible and request.what != "weights"
+
+
+def _format(request: Request, model: Model, *, with_optimizer: bool) -> Format:
+    if request.family is not None and request.to != "hf":
+        raise ConfigError(f"--family={request.family} is only for --to hf. Leave it out.")
     if request.to == "torch_dist":
-        return TorchDist(source, with_optimizer=request.what == "all", for_ep=request.for_ep)
-    return SafetensorsSet(source)
+        return TorchDist(model, with_optimizer=with_optimizer, for_ep=request.for_ep)
+    if request.to == "hf":
+        return HuggingFace(model, request.family)
+    return SafetensorsSet(model)
 
 
-def _destination(request: Request, source: Source, items: Sequence[Item]) -> Destination:
+def _destination(request: Request, model: Model, items: Sequence[Item]) -> Destination:
     options = (request.to, request.what, request.dtype, request.for_ep, request.shard_bytes)
     listed = [(item.tensor.name, item.kind, item.dtype) for item in items]
     return Destination(
         request.destination,
-        checksum(repr((options, source.signature, listed)).encode()),
-        f"iteration {source.iteration} of {request.source} to {request.to}, --what {request.what}",
+        checksum(repr((options, request.family, model.signature, listed)).encode()),
+        f"iteration {model.iteration} of {request.source} to {request.to}, --what {request.what or 'all'}",
     )
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ft.convert.assembly import read_tensor
-from moe_ft.convert.source import Source
+from moe_ft.convert.model import Model
 from moe_ft.convert.tensors import KINDS, GlobalTensor
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import DTYPE_BYTES
@@ -33,11 +32,12 @@ class Item:
         """Size in the destination, without what its format adds."""
         return self.tensor.numel * DTYPE_BYTES[self.dtype]
 
-    def read(self, source: Source) -> torch.Tensor:
+    def read(self, model: Model) -> torch.Tensor:
         """Return the tensor in the type to write."""
-        found = read_tensor(source, self.tensor, self.kind)
-        if self.dtype == "F32" and self.kind == "weight" and "master" in self.tensor.iterations:
-            found = read_tensor(source, self.tensor, "master")  # all bits, where they are asked for
+        kind = self.kind
+        if self.dtype == "F32" and kind == "weight" and "master" in self.tensor.iterations:
+            kind = "master"  # all bits, where they are asked for
+        found = model.read(self.tensor, kind)
         return found.to(DTYPES[self.dtype]).contiguous()
 
 

@@ -52,6 +52,14 @@ KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _KIND_OF = {key: kind for kind, keys in KINDS.items() for key in keys}
 _STACK = ".experts.experts."
 _LAYER = re.compile(r"(?P<stack>decoder|mtp)\.layers\.(?P<layer>\d+)\.")
+_EXPERT = re.compile(r"\.experts\.experts\.(?P<expert>\d+)\.")
+_OUTSIDE = MappingProxyType(
+    {
+        "embedding.": UnitKind.EMBEDDING,
+        "decoder.final_layernorm.": UnitKind.FINAL_NORM,
+        "output_layer.": UnitKind.OUTPUT,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,13 +316,40 @@ def _buffers(source: Source) -> Iterator[GlobalTensor]:
             )
 
 
+def tensor_named(
+    name: str, shape: tuple[int, ...], dtype: str, *, num_experts: int
+) -> GlobalTensor:
+    """Return a tensor by its name alone, as of a model that has no records."""
+    key = name
+    index: tuple[int, ...] = ()
+    stack: tuple[int, ...] = ()
+    if expert := _EXPERT.search(name):
+        key = name.replace(expert[0], _STACK)
+        index, stack = (int(expert["expert"]),), (num_experts,)
+    return GlobalTensor(
+        name=name,
+        unit=_unit_named(name),
+        shape=shape,
+        dtype=dtype,
+        key=key,
+        stacked_shape=(*stack, *shape),
+        index=index,
+        iterations={},
+        buffer=name if name.endswith(".expert_bias") else "",
+    )
+
+
 def _unit_named(key: str) -> UnitId:
-    match = _LAYER.match(key)
+    match, expert = _LAYER.match(key), _EXPERT.search(key)
     if match is None:
-        return UnitId(kind=UnitKind.OTHER)
+        kinds = (kind for start, kind in _OUTSIDE.items() if key.startswith(start))
+        return UnitId(kind=next(kinds, UnitKind.OTHER))
+    is_router = ".router." in key
+    kind = UnitKind.ROUTER if is_router else UnitKind.EXPERT if expert else UnitKind.NON_EXPERT
     return UnitId(
-        kind=UnitKind.ROUTER if ".router." in key else UnitKind.NON_EXPERT,
+        kind=kind,
         block="mtp" if match["stack"] == "mtp" else "layer",
         layer=int(match["layer"]),
+        expert=int(expert["expert"]) if expert else -1,
         part=Part.WHOLE,
     )

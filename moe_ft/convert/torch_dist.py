@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from moe_ft.convert.common_state import common_state, rng_states, uses_distributed_optimizer
 from moe_ft.convert.items import Item
+from moe_ft.convert.model import Model
 from moe_ft.convert.safetensors_set import checksum_of, facts_of
-from moe_ft.convert.source import Source
+from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.json_values import convert_leaves
 from moe_ft.state.slices import DTYPES
@@ -44,11 +44,13 @@ _RELEASE = "release"
 class TorchDist:
     """Writes the checkpoint."""
 
-    def __init__(self, source: Source, *, with_optimizer: bool, for_ep: int | None = None) -> None:
-        self._source, self._with_optimizer = source, with_optimizer
-        master = "param" if uses_distributed_optimizer(source) else "fp32_param"
-        self._keys = {"master": master}
-        self._common = common_state(source, with_optimizer=with_optimizer, for_ep=for_ep)
+    def __init__(self, model: Model, *, with_optimizer: bool, for_ep: int | None = None) -> None:
+        self._model, self._with_optimizer = model, with_optimizer
+        self._state = model.megatron_state(with_optimizer=with_optimizer, for_ep=for_ep)
+        self._keys = {"master": self._state.master}
+
+    def check(self, tensors: Sequence[GlobalTensor]) -> None:
+        """Accept all tensors."""
 
     def name_of(self, item: Item) -> str:
         """Return the key of an item, with the index of an expert in its stack."""
@@ -62,7 +64,7 @@ class TorchDist:
 
     def _folder(self, folder: Path) -> Path:
         """Return the folder of the checkpoint; weights alone are what Megatron calls a release."""
-        name = _ITERATION.format(self._source.iteration) if self._with_optimizer else _RELEASE
+        name = _ITERATION.format(self._model.iteration) if self._with_optimizer else _RELEASE
         return folder / name
 
     def write_shard(self, folder: Path, number: int, count: int, items: Sequence[Item]) -> Any:
@@ -70,7 +72,7 @@ class TorchDist:
         writer = FileSystemWriter(self._folder(folder), thread_count=1, per_thread_copy_ahead=0)
         self._folder(folder).mkdir(exist_ok=True)
         requests = {_write_item(self._key(item), item).index: item for item in items}
-        planner = _Reader(self._source, requests)
+        planner = _Reader(self._model, requests)
         plan = SavePlan(
             [_write_item(self._key(item), item) for item in items],
             storage_data=_StoragePrefix(f"__{number}_"),
@@ -119,24 +121,21 @@ class TorchDist:
         writer.finish(Metadata(metadata, planner_data={}), [results, list(written)])
         save_config(CheckpointingConfig("torch_dist", 1), str(where))
         save_integrity_manifest(str(where))
-        name = str(self._source.iteration) if self._with_optimizer else _RELEASE
+        name = str(self._model.iteration) if self._with_optimizer else _RELEASE
         (folder / _TRACKER).write_text(name, encoding="utf-8")
 
     def _objects(self, items: Sequence[Item]) -> dict[str, io.BytesIO]:
         """Return the objects of the checkpoint by key, encoded as Megatron does."""
-        facts = convert_leaves(facts_of(self._source, items), lambda value: value)
-        common = ShardedObject("common_state", {**self._common, "moe_ft": facts}, (1,), (0,))
-        found = [common]
-        if self._with_optimizer:
-            found += [
-                ShardedObject("rng_state", values, sizes, place)
-                for place, sizes, values in rng_states(self._source)
-            ]
+        facts = convert_leaves(facts_of(self._model, items), lambda value: value)
+        common = {**self._state.common, "moe_ft": facts}
+        found = [ShardedObject("common_state", common, (1,), (0,))]
+        found += [
+            ShardedObject("rng_state", values, sizes, place)
+            for place, sizes, values in self._state.rng
+        ]
         encoded = {each.unique_key: _encode([each.data]) for each in found}
         # Modules take "nothing" for their FP8 state and make it again.
-        for state in self._source.ranks:
-            encoded |= {key: _encode([None]) for key in state.index.model_places.objects}
-        return encoded
+        return encoded | {key: _encode([None]) for key in self._state.modules}
 
 
 def _encode(value: Any) -> io.BytesIO:
@@ -148,14 +147,14 @@ def _encode(value: Any) -> io.BytesIO:
 class _Reader(DefaultSavePlanner):
     """Gives torch's writer the tensors of a shard when it comes to them, and remembers their checksums."""
 
-    def __init__(self, source: Source, items: Mapping[MetadataIndex, Item]) -> None:
+    def __init__(self, model: Model, items: Mapping[MetadataIndex, Item]) -> None:
         super().__init__()
-        self._source, self._items = source, items
+        self._model, self._items = model, items
         self.sums: dict[MetadataIndex, str] = {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         item = self._items[write_item.index]
-        tensor = item.read(self._source)
+        tensor = item.read(self._model)
         self.sums[write_item.index] = checksum_of(tensor)
         return tensor.view((1,) * len(item.tensor.index) + item.tensor.shape)
 

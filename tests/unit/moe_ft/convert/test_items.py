@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_ft.convert.items import into_shards, list_items
+from moe_ft.convert.run_model import RunModel
 from moe_ft.convert.source import Source
 from moe_ft.convert.tensors import find_tensors
 from moe_ft.errors import ConfigError
@@ -21,13 +22,13 @@ def test_weights_alone_have_one_item_each(source: Source) -> None:
 
 def test_weights_in_fp32_are_the_masters(source: Source) -> None:
     items = list_items(find_tensors(source), with_optimizer=False, dtype="fp32")
-    (found,) = (each.read(source) for each in items if each.tensor.name == EMBEDDING)
+    (found,) = (each.read(RunModel(source)) for each in items if each.tensor.name == EMBEDDING)
     assert torch.equal(found, known_tensors()[EMBEDDING, "param"])
 
 
 def test_other_type_is_rounded_from_the_weights(source: Source) -> None:
     items = list_items(find_tensors(source), with_optimizer=False, dtype="fp16")
-    (found,) = (each.read(source) for each in items if each.tensor.name == EMBEDDING)
+    (found,) = (each.read(RunModel(source)) for each in items if each.tensor.name == EMBEDDING)
     assert torch.equal(found, known_tensors()[EMBEDDING, "weight"].half())
 
 

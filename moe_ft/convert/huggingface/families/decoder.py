@@ -1,0 +1,319 @@
+"""Decoders with experts, as far as all families are the same: settings, and the tensors of their parts.
+
+Attention is with query groups and rotary embeddings; norms are RMSNorm; MLPs are SwiGLU without biases. The
+files of the families say what differs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from moe_ft.convert.huggingface.mapping import (
+    Config,
+    Mapped,
+    Settings,
+    expect,
+    expect_config,
+    query_key_value,
+    same,
+    stacked,
+    vocabulary_size,
+)
+from moe_ft.errors import ConfigError
+
+# Features of Megatron, by flag, with the value that a family has unless it says otherwise.
+PLAIN: Mapping[str, Any] = MappingProxyType(
+    {
+        "--swiglu": True,
+        "--normalization": "RMSNorm",
+        "--position-embedding-type": "rope",
+        **dict.fromkeys(("--add-bias-linear", "--add-qkv-bias", "--qk-layernorm"), False),
+        **dict.fromkeys(("--multi-latent-attention", "--mtp-num-layers"), None),
+        **dict.fromkeys(
+            ("--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate"), None
+        ),
+        **dict.fromkeys(("--moe-router-enable-expert-bias", "--moe-router-num-groups"), None),
+        "--moe-router-topk-scaling-factor": (None, 1.0),
+        "--moe-router-score-function": ("softmax", None),
+        "--rotary-percent": (1.0, None),
+        "--softmax-type": ("vanilla", None),
+        **dict.fromkeys(
+            (
+                *(
+                    "--rotary-interleaved",
+                    "--rotary-seq-len-interpolation-factor",
+                    "--mrope-section",
+                ),
+                *(
+                    "--use-rope-scaling",
+                    "--no-rope-freq",
+                    "--window-size",
+                    "--qk-l2-norm",
+                    "--use-mup",
+                ),
+                *("--attention-output-gate", "--experimental-attention-variant", "--spec"),
+                *("--linear-attention-freq", "--heterogeneous-layers-config-encoded-json"),
+                *("--layernorm-zero-centered-gamma", "--quick-geglu", "--squared-relu"),
+                *("--glu-linear-offset", "--activation-func-clamp-value", "--moe-latent-size"),
+                *("--moe-apply-probs-on-input", "--moe-mlp-glu-interleave-size"),
+                "--moe-shared-expert-glu-interleave-size",
+            ),
+            None,
+        ),
+    }
+)
+# What `config.json` may say of things that Megatron does in one way only.
+PLAIN_CONFIG: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+        "partial_rotary_factor": (1.0, None),
+        "clip_qkv": None,
+        "quantization_config": None,
+    }
+)
+
+
+def without(features: Mapping[str, Any], *flags: str) -> dict[str, Any]:
+    """Return features but some, which a family has or writes otherwise."""
+    return {flag: value for flag, value in features.items() if flag not in flags}
+
+
+def query_groups(settings: Settings) -> int:
+    """Return the number of query groups."""
+    name = (
+        "--num-query-groups" if settings.get("--group-query-attention") else "--num-attention-heads"
+    )
+    return int(settings[name])
+
+
+def head_size(settings: Settings) -> int:
+    """Return the size of a query."""
+    size = settings.get("--kv-channels")
+    return int(size or settings["--hidden-size"] // settings["--num-attention-heads"])
+
+
+def expert_size(settings: Settings) -> int:
+    """Return the intermediate size of an expert."""
+    return int(settings.get("--moe-ffn-hidden-size") or settings["--ffn-hidden-size"])
+
+
+def moe_layers(settings: Settings) -> list[bool]:
+    """Return for each layer whether it has experts."""
+    pattern, num_layers = settings.get("--moe-layer-freq") or 1, int(settings["--num-layers"])
+    if isinstance(pattern, int):
+        return [layer % pattern == 0 for layer in range(num_layers)]
+    return [bool(each) for each in pattern]
+
+
+def layer_frequency(has_experts: list[bool]) -> int | list[int]:
+    """Return --moe-layer-freq, the inverse of `moe_layers`."""
+    return 1 if all(has_experts) else [int(each) for each in has_experts]
+
+
+def check_decoder(settings: Settings, family: str, features: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless a model has these features and experts."""
+    check_number(settings, family, "--num-experts")
+    expect(settings, family, features)
+
+
+def check_number(settings: Settings, family: str, flag: str) -> None:
+    """Raise ConfigError unless a setting is a number greater than 0."""
+    if not settings.get(flag):
+        raise ConfigError(
+            f"{flag}={settings.get(flag)} must be a number for a model of {family}. Convert to torch_dist or "
+            "safetensors, or name another --family."
+        )
+
+
+def decoder_config(settings: Settings) -> dict[str, Any]:
+    """Return the part of `config.json` that most families share."""
+    return {
+        "vocab_size": vocabulary_size(settings),
+        "hidden_size": settings["--hidden-size"],
+        "num_hidden_layers": settings["--num-layers"],
+        "num_attention_heads": settings["--num-attention-heads"],
+        "num_key_value_heads": query_groups(settings),
+        "head_dim": head_size(settings),
+        "hidden_act": "silu",
+        "max_position_embeddings": settings["--max-position-embeddings"],
+        "rms_norm_eps": settings["--layernorm-epsilon"],
+        "rope_theta": float(settings["--rotary-base"]),
+        "tie_word_embeddings": not settings["--untie-embeddings-and-output-weights"],
+        "attention_dropout": settings.get("--attention-dropout") or 0.0,
+        "num_experts_per_tok": settings["--moe-router-topk"],
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def decoder_settings(
+    config: Config, family: str, expected: Mapping[str, Any] = PLAIN_CONFIG
+) -> dict[str, Any]:
+    """Return the settings that follow from the part of `config.json` that most families share."""
+    expect_config(config, family, expected)
+    heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    off = {flag: None for flag, value in PLAIN.items() if not value or isinstance(value, tuple)}
+    return {
+        **off,
+        "--num-layers": config["num_hidden_layers"],
+        "--hidden-size": config["hidden_size"],
+        "--num-attention-heads": heads,
+        "--group-query-attention": groups != heads,
+        "--num-query-groups": groups,
+        "--kv-channels": config.get("head_dim") or config["hidden_size"] // heads,
+        "--max-position-embeddings": config["max_position_embeddings"],
+        "--position-embedding-type": "rope",
+        "--rotary-base": rope_base(config, family),
+        "--rotary-percent": 1.0,
+        "--normalization": "RMSNorm",
+        "--layernorm-epsilon": config["rms_norm_eps"],
+        "--swiglu": True,
+        "--add-bias-linear": False,
+        "--untie-embeddings-and-output-weights": not config.get("tie_word_embeddings", False),
+        "--vocab-size": config["vocab_size"],
+        "--moe-router-score-function": "softmax",
+        "--moe-router-topk": config["num_experts_per_tok"],
+        "--attention-dropout": config.get("attention_dropout", 0.0),
+        "--hidden-dropout": 0.0,
+    }
+
+
+def rope_base(config: Config, family: str) -> int:
+    """Return --rotary-base, from either place where `config.json` may have it.
+
+    Raises:
+        ConfigError: if positions are scaled, or the base is no whole number.
+    """
+    parameters = config.get("rope_parameters") or {}
+    for scaling in (parameters, config.get("rope_scaling") or {}):
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        expect_config({"rope_scaling": kind}, family, {"rope_scaling": "default"})
+        expect_config(scaling, family, {"partial_rotary_factor": (1.0, None)})
+    base = parameters.get("rope_theta", config.get("rope_theta"))
+    if base is None or int(base) != base:
+        raise ConfigError(
+            f"config.json has rope_theta={base}, and Megatron's --rotary-base is a whole number. There is no "
+            "conversion of this model."
+        )
+    return int(base)
+
+
+def router_settings(is_normalized: bool, num_chosen: int) -> dict[str, Any]:
+    """Return the settings of a router from `norm_topk_prob`.
+
+    Megatron's softmax is over the chosen experts, whose weights then have the sum 1, or over all experts with
+    --moe-router-pre-softmax.
+
+    Raises:
+        ConfigError: if Megatron has no such router.
+    """
+    if is_normalized and num_chosen == 1:
+        raise ConfigError(
+            "config.json has norm_topk_prob=True and num_experts_per_tok=1: the weight of each expert is 1, "
+            "and Megatron has no such router. There is no conversion of this model."
+        )
+    return {"--moe-router-pre-softmax": not is_normalized}
+
+
+def model_tensors(
+    settings: Settings, layer_tensors: Callable[[int], Iterator[Mapped]]
+) -> Iterator[Mapped]:
+    """Yield the tensors of a model whose layers have some tensors."""
+    shape = (vocabulary_size(settings), int(settings["--hidden-size"]))
+    embedding = "embedding.word_embeddings.weight"
+    yield same(embedding, "model.embed_tokens.weight", shape, is_vocabulary=True)
+    for layer in range(settings["--num-layers"]):
+        yield from layer_tensors(layer)
+    yield same("decoder.final_layernorm.weight", "model.norm.weight", shape[1:])
+    if settings["--untie-embeddings-and-output-weights"]:
+        yield same("output_layer.weight", "lm_head.weight", shape, is_vocabulary=True)
+
+
+def attention(
+    settings: Settings, layer: int, *, has_bias: bool = False, has_norms: bool = False
+) -> Iterator[Mapped]:
+    """Yield the norm before the attention of a layer, and its tensors.
+
+    Args:
+        has_bias: of queries, keys and values.
+        has_norms: of each query and key.
+    """
+    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}"
+    heads, groups = int(settings["--num-attention-heads"]), query_groups(settings)
+    size, hidden = head_size(settings), int(settings["--hidden-size"])
+    names = [f"{theirs}.self_attn.{each}_proj" for each in "qkv"]
+    yield same(
+        f"{ours}.linear_qkv.layer_norm_weight", f"{theirs}.input_layernorm.weight", (hidden,)
+    )
+    for kind, columns in (("weight", hidden), ("bias", 0))[: 1 + has_bias]:
+        yield query_key_value(
+            f"{ours}.linear_qkv.{kind}",
+            [f"{name}.{kind}" for name in names],
+            heads=heads,
+            groups=groups,
+            head_dim=size,
+            columns=columns,
+        )
+    for each in "qk" if has_norms else "":
+        name = f"{theirs}.self_attn.{each}_norm.weight"
+        yield same(f"{ours}.{each}_layernorm.weight", name, (size,))
+    shape = (hidden, heads * size)
+    yield same(f"{ours}.linear_proj.weight", f"{theirs}.self_attn.o_proj.weight", shape)
+
+
+def norm_before_mlp(settings: Settings, layer: int, *, has_experts: bool) -> Mapped:
+    """Return the norm before the MLP of a layer, which has two names in Megatron if it has experts."""
+    ours = f"decoder.layers.{layer}"
+    names = [f"{ours}.pre_mlp_layernorm.weight"] * has_experts
+    first, *others = [*names, f"{ours}.mlp.linear_fc1.layer_norm_weight"]
+    name = f"model.layers.{layer}.post_attention_layernorm.weight"
+    return same(first, name, (settings["--hidden-size"],), others=others)
+
+
+def mlp(
+    settings: Settings,
+    ours: str,
+    theirs: str,
+    size: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Mapped]:
+    """Yield the tensors of an MLP, which may be an expert.
+
+    Args:
+        ours, theirs: prefixes of the names in Megatron and on the hub.
+        size: of the intermediate state.
+        names: of gate, up and down.
+    """
+    hidden, (gate, up, down) = int(settings["--hidden-size"]), names
+    above = (f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight")
+    yield stacked(f"{ours}.linear_fc1.weight", above, (2 * size, hidden))
+    yield same(f"{ours}.linear_fc2.weight", f"{theirs}.{down}.weight", (hidden, size))
+
+
+def experts(
+    settings: Settings,
+    layer: int,
+    block: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Mapped]:
+    """Yield the router and the experts of a layer.
+
+    Args:
+        block: its name in the layer on the hub.
+        names: of gate, up and down of an expert.
+    """
+    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{block}"
+    num, hidden = int(settings["--num-experts"]), int(settings["--hidden-size"])
+    yield same(f"{ours}.router.weight", f"{theirs}.gate.weight", (num, hidden))
+    for expert in range(num):
+        yield from mlp(
+            settings,
+            f"{ours}.experts.experts.{expert}",
+            f"{theirs}.experts.{expert}",
+            expert_size(settings),
+            names,
+        )

@@ -1,0 +1,260 @@
+"""A model of Hugging Face in a local folder: `config.json` and safetensors, read as tensors of Megatron."""
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moe_ft.convert.huggingface.families import FAMILIES
+from moe_ft.convert.huggingface.mapping import Family, Mapped
+from moe_ft.convert.model import MegatronState
+from moe_ft.convert.safetensors_set import INDEX_NAME
+from moe_ft.convert.tensors import GlobalTensor, tensor_named
+from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.format.encoding import checksum
+from moe_ft.state.global_places import CONTENT_METADATA
+
+CONFIG_NAME = "config.json"
+_CHECKPOINT_VERSION = 3.0  # the order of rows in linear_qkv, and that arguments are there
+_FOLLOWS_FROM_CONFIG = ".rotary_emb.inv_freq"  # in files of early versions of transformers
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place of a tensor on the hub: its file, shape and type."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Release:
+    """The model. Used by one thread.
+
+    Attributes:
+        mapped: by name in Megatron; a tensor with several names has all of them.
+        places: by name on the hub.
+    """
+
+    place: str
+    family: Family
+    settings: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    signature: str
+    mapped: Mapping[str, Mapped] = field(repr=False)
+    places: Mapping[str, _Place] = field(repr=False)
+    kind: str = "hf"
+    iteration: int = 0
+
+    def tensors(self) -> Sequence[GlobalTensor]:
+        """Return the tensors, under all names that Megatron may look for."""
+        return tuple(sorted(self._listed(), key=lambda each: (each.unit, each.name)))
+
+    def _listed(self) -> Iterator[GlobalTensor]:
+        experts = int(self.settings.get("--num-experts") or 0)
+        for name, mapped in self.mapped.items():
+            dtypes = {self.places[each].dtype for each in mapped.names}
+            if len(dtypes) > 1:
+                raise ConfigError(
+                    f"{self.place}: {', '.join(mapped.names)} must have one type, as one tensor of Megatron, "
+                    f"and have {sorted(dtypes)}. Save the model in one type."
+                )
+            tensor = tensor_named(name, mapped.shape, dtypes.pop(), num_experts=experts)
+            yield replace(tensor, iterations={"weight": self.iteration})
+
+    def read(self, tensor: GlobalTensor, kind: str) -> torch.Tensor:
+        """Return a tensor of Megatron, joined from those of the files."""
+        mapped = self.mapped[tensor.name]
+        if mapped.copies:
+            self._check_copies(mapped)
+        return mapped.join([self._read(name) for name in mapped.names])
+
+    def _check_copies(self, mapped: Mapped) -> None:
+        first = self._read(mapped.names[0])
+        for name in mapped.copies:
+            if name in self.places and not torch.equal(first, self._read(name)):
+                raise ConfigError(
+                    f"{self.place}: {name} and {mapped.names[0]} must be equal, since Megatron has one "
+                    "tensor for both, and are not. There is no conversion of this model."
+                )
+
+    def _read(self, name: str) -> torch.Tensor:
+        path = self.places[name].path
+        try:
+            with safe_open(path, framework="pt") as opened:
+                found: torch.Tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CorruptStateError(f"{path}: {name} cannot be read: {error}") from error
+        return found
+
+    def megatron_state(self, *, with_optimizer: bool, for_ep: int | None) -> MegatronState:
+        """Return the settings as arguments, and the states of modules that Megatron may look for."""
+        arguments = {
+            flag.removeprefix("--").replace("-", "_"): value
+            for flag, value in self.settings.items()
+        }
+        args = Namespace(
+            **arguments,
+            iteration=0,
+            consumed_train_samples=0,
+            consumed_valid_samples=0,
+            skipped_train_samples=0,
+            ckpt_format="torch_dist",
+            no_save_optim=True,
+            no_save_rng=True,
+        )
+        common = {
+            "args": args,
+            "checkpoint_version": _CHECKPOINT_VERSION,
+            "iteration": 0,
+            "num_floating_point_operations_so_far": 0,
+            "content_metadata": dict(CONTENT_METADATA),
+        }
+        experts = int(self.settings.get("--num-experts") or 0)
+        return MegatronState(common=common, modules=sorted(_module_states(self.mapped, experts)))
+
+
+def is_release(folder: Path) -> bool:
+    """Return whether a folder holds a model of Hugging Face."""
+    return (folder / CONFIG_NAME).is_file()
+
+
+def open_release(folder: Path) -> Release:
+    """Return the model in a folder, with every tensor and its shape checked.
+
+    Raises:
+        ConfigError: if Megatron has no such model, or tensors are unknown, missing or of other shapes.
+        CorruptStateError: if a file is cut short.
+    """
+    config = _read_json(folder / CONFIG_NAME)
+    family = _family_of(folder, config)
+    try:
+        settings = family.settings(config)
+        listed = list(family.tensors(settings))
+    except KeyError as error:
+        raise ConfigError(
+            f"{folder / CONFIG_NAME} must have {error.args[0]} for a model of {family.model_type}, and "
+            "lacks it."
+        ) from error
+    index = _read_json(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else {}
+    places = _find_places(folder, index)
+    _check(folder, listed, places)
+    files = sorted({each.path for each in places.values()} | {folder / CONFIG_NAME})
+    seen = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
+    return Release(
+        place=str(folder),
+        family=family,
+        settings=settings,
+        facts=index.get("metadata", {}).get("moe_ft", {}),
+        signature=checksum(repr(seen).encode()),
+        mapped={name: each for each in listed for name in (each.tensor, *each.other_tensors)},
+        places=places,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptStateError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CorruptStateError(
+            f"{path} must hold a JSON object, and holds a {type(found).__name__}"
+        )
+    return found
+
+
+def _family_of(folder: Path, config: Mapping[str, Any]) -> Family:
+    model_type = str(config.get("model_type"))
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"{folder / CONFIG_NAME} has model_type={model_type}, and conversions know "
+            f"{', '.join(sorted(FAMILIES))}. There is no conversion of this model."
+        )
+    family = FAMILIES[model_type]
+    architectures = config.get("architectures")
+    if architectures and family.architecture not in architectures:
+        raise ConfigError(
+            f"{folder / CONFIG_NAME} has architectures={architectures}, and only {family.architecture} of "
+            f"{model_type} can be converted. There is no conversion of this model."
+        )
+    return family
+
+
+def _find_places(folder: Path, index: Mapping[str, Any]) -> dict[str, _Place]:
+    """Return the places of all tensors: of the files that the index names, or of all files without one."""
+    named = index.get("weight_map")
+    paths = (
+        sorted({folder / name for name in named.values()})
+        if named is not None
+        else sorted(folder.glob("*.safetensors"))
+    )
+    if not paths:
+        raise ConfigError(
+            f"{folder} must hold safetensors, and has no file of them. Save the model with transformers' "
+            "save_pretrained."
+        )
+    found: dict[str, _Place] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no dictionary
+                    part = opened.get_slice(name)
+                    found[name] = _Place(path, tuple(part.get_shape()), part.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise CorruptStateError(f"{path} cannot be read: {error}") from error
+    if lost := sorted(set(named or ()) - set(found)):
+        raise CorruptStateError(f"{folder / INDEX_NAME} names {lost[0]}, and its file lacks it")
+    return {name: each for name, each in found.items() if not name.endswith(_FOLLOWS_FROM_CONFIG)}
+
+
+def _check(folder: Path, listed: Sequence[Mapped], places: Mapping[str, _Place]) -> None:
+    """Raise ConfigError for the first tensor that is unknown, missing, or of another shape."""
+    needed = {name for each in listed for name in each.names}
+    known = needed | {name for each in listed for name in each.copies}
+    for problem, names in (
+        ("lacks", sorted(needed - set(places))),
+        ("has an unknown tensor:", sorted(set(places) - known)),
+    ):
+        if names:
+            raise ConfigError(
+                f"{folder} {problem} {names[0]}"
+                + (f" (and {len(names) - 1} others)" if len(names) > 1 else "")
+                + f", by its {CONFIG_NAME}. Convert a checkpoint whose tensors are all of the model."
+            )
+    for mapped in listed:
+        parts = mapped.split(torch.empty(mapped.shape, device="meta"))
+        for name, part in zip(mapped.names, parts, strict=True):
+            if places[name].shape != tuple(part.shape):
+                raise ConfigError(
+                    f"{folder}: {name} must have the shape {tuple(part.shape)} by {CONFIG_NAME}, and has "
+                    f"{places[name].shape}."
+                )
+
+
+def _module_states(names: Mapping[str, Mapped], num_experts: int) -> Iterator[str]:
+    """Yield the keys of all module states that Megatron's implementations of these layers look for."""
+    modules = {name.rpartition(".")[0] for name in names if name.startswith(("decoder.", "mtp."))}
+    attention = {
+        f"{module.rpartition('.')[0]}.core_attention"
+        for module in modules
+        if _is_projection(module)
+    }
+    for module in modules | attention:
+        expert = re.fullmatch(r"(.*\.experts\.experts)\.(\d+)\.(.*)", module)
+        if expert is None:
+            yield f"{module}._extra_state/shard_0_1"
+        else:
+            stack, number, rest = expert.groups()
+            yield f"{stack}.{rest}._extra_state/shard_{number}_{num_experts}"
+
+
+def _is_projection(module: str) -> bool:
+    return module.endswith(".self_attention.linear_proj")

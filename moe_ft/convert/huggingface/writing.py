@@ -1,0 +1,140 @@
+"""Writing a model of Hugging Face: safetensors with the names of the hub, their index, and `config.json`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ft.convert.huggingface.families import FAMILIES
+from moe_ft.convert.huggingface.mapping import Family, Mapped
+from moe_ft.convert.huggingface.release import CONFIG_NAME
+from moe_ft.convert.items import Item
+from moe_ft.convert.model import Model
+from moe_ft.convert.safetensors_set import facts_of, write_file, write_index
+from moe_ft.convert.tensors import GlobalTensor
+from moe_ft.errors import ConfigError
+
+# Names that `config.json` has for types of safetensors.
+_TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+class HuggingFace:
+    """Writes the model."""
+
+    def __init__(self, model: Model, family: str | None) -> None:
+        """Choose the family, and map all tensors.
+
+        Raises:
+            ConfigError: if no family has such models, or tensors are unknown or missing.
+        """
+        if model.kind == "hf":
+            raise ConfigError(
+                f"--to=hf: {model.place} is a model of Hugging Face. Copy it, or convert to torch_dist."
+            )
+        self._model = model
+        self.family = choose_family(model, family)
+        self._mapped = {
+            name: each
+            for each in self.family.tensors(model.settings)
+            for name in (each.tensor, *each.other_tensors)
+        }
+
+    def check(self, tensors: Sequence[GlobalTensor]) -> None:
+        """Raise ConfigError for the first tensor that is unknown, missing, or of another shape."""
+        there = {each.name for each in tensors}
+        needed = {each.tensor: each for each in self._mapped.values()}
+        lost = [
+            name
+            for name, each in needed.items()
+            if not there.intersection((name, *each.other_tensors))
+        ]
+        for problem, names in (
+            ("lacks", lost),
+            ("has a tensor that the family does not know:", sorted(there - set(self._mapped))),
+        ):
+            if names:
+                raise ConfigError(
+                    f"{self._model.place} {problem} {names[0]}"
+                    + (f" (and {len(names) - 1} others)" if len(names) > 1 else "")
+                    + f", as a model of {self.family.model_type}. Name another --family, or convert to "
+                    "torch_dist or safetensors."
+                )
+        for each in tensors:
+            mapped = self._mapped[each.name]
+            if not _fits(each.shape, mapped):
+                raise ConfigError(
+                    f"{self._model.place}: {each.name} has the shape {each.shape}, and a model of "
+                    f"{self.family.model_type} with its settings {mapped.shape}."
+                )
+
+    def name_of(self, item: Item) -> str:
+        """Return the names of an item on the hub."""
+        mapped = self._mapped[item.tensor.name]
+        return " ".join((*mapped.names, *mapped.copies))
+
+    def write_shard(self, folder: Path, number: int, count: int, items: Sequence[Item]) -> Any:
+        """Write and verify one file; return what `finish` needs of it."""
+        tensors: dict[str, torch.Tensor] = {}
+        for item in items:
+            mapped = self._mapped[item.tensor.name]
+            whole = item.read(self._model)
+            if mapped.is_vocabulary:
+                whole = whole[: mapped.shape[0]]
+            parts = list(mapped.split(whole))
+            tensors |= {
+                name: part.contiguous() for name, part in zip(mapped.names, parts, strict=True)
+            }
+            tensors |= {name: parts[0].clone() for name in mapped.copies}
+        return write_file(folder, number, count, tensors, self._model)
+
+    def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
+        """Write the index and `config.json`."""
+        write_index(folder, shards, facts_of(self._model, items))
+        dtypes = [item.dtype for item in items if not item.tensor.buffer]
+        config = {
+            "architectures": [self.family.architecture],
+            "model_type": self.family.model_type,
+            **self.family.config(self._model.settings),
+            "torch_dtype": _TORCH_DTYPES[max(set(dtypes), key=dtypes.count)],
+        }
+        text = json.dumps(config, indent=2) + "\n"
+        (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+
+def _fits(shape: tuple[int, ...], mapped: Mapped) -> bool:
+    if mapped.is_vocabulary:
+        return shape[1:] == mapped.shape[1:] and shape[0] >= mapped.shape[0]
+    return shape == mapped.shape
+
+
+def choose_family(model: Model, name: str | None) -> Family:
+    """Return the family that a model is of.
+
+    Args:
+        name: --family; None to take the only one that can express the model.
+
+    Raises:
+        ConfigError: naming the features and flags that do not fit.
+    """
+    if name is not None:
+        if name not in FAMILIES:
+            raise ConfigError(f"--family={name} must be one of {', '.join(sorted(FAMILIES))}.")
+        FAMILIES[name].check(model.settings)
+        return FAMILIES[name]
+    problems: dict[str, str] = {}
+    for model_type, family in FAMILIES.items():
+        try:
+            family.check(model.settings)
+        except ConfigError as error:
+            problems[model_type] = str(error)
+    fitting = sorted(set(FAMILIES) - set(problems))
+    if len(fitting) == 1:
+        return FAMILIES[fitting[0]]
+    if fitting:
+        raise ConfigError(
+            f"--family must be given: {model.place} may be one of {', '.join(fitting)}."
+        )
+    reasons = "".join(f"\n  {model_type}: {each}" for model_type, each in problems.items())
+    raise ConfigError(f"{model.place} must be a model of a known family, and is of none:{reasons}")

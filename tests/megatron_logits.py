@@ -1,0 +1,58 @@
+"""Logits of Megatron's model in a checkpoint, which Megatron's own code loads with --load."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.checkpointing import load_checkpoint
+from megatron.training.initialize import initialize_megatron
+
+from megatron.fault_tolerance.launch.environment import prepare_environment
+from megatron.fault_tolerance.program.arguments import parse_arguments
+from megatron.fault_tolerance.program.model import build_config
+from tests.harness import run_ranks
+
+# Flags that a run needs besides those of its model.
+RUN_FLAGS = (
+    *("--micro-batch-size", "1", "--train-iters", "2", "--lr", "0.001", "--mock-data"),
+    *("--tokenizer-type", "NullTokenizer", "--make-vocab-size-divisible-by", "16"),
+    *("--distributed-timeout-minutes", "1", "--no-load-optim", "--no-load-rng"),
+)
+
+
+def megatron_logits(
+    flags: Sequence[str] | str, checkpoint: Path, tokens: torch.Tensor, folder: Path
+) -> torch.Tensor:
+    """Return logits [batch, sequence, vocabulary with padding] from a new process with one rank.
+
+    Args:
+        flags: of the model, which has the type fp32.
+        checkpoint: for --load.
+        tokens: [batch, sequence].
+        folder: for files of the process.
+    """
+    words = shlex.split(flags) if isinstance(flags, str) else list(flags)
+    length = str(tokens.shape[1])
+    words += [*RUN_FLAGS, "--seq-length", length, "--load", str(checkpoint)]
+    words.append("--exit-on-missing-checkpoint")
+    path = folder / "logits.pt"
+    run_ranks(_write_logits, 1, words, tokens.tolist(), str(path), log_dir=folder).check()
+    found: torch.Tensor = torch.load(path)
+    return found
+
+
+def _write_logits(flags: list[str], tokens: list[list[int]], path: str) -> None:
+    prepare_environment()
+    args, _ = parse_arguments(flags)
+    config = build_config(args)
+    initialize_megatron()
+    builder = config.model.get_builder_cls()(config.model)
+    model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups()).eval()
+    load_checkpoint([model], None, None)
+    batch = torch.tensor(tokens)
+    length = batch.shape[1]
+    later = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        torch.save(model(batch, torch.arange(length).expand_as(batch), later), path)
