@@ -7,21 +7,19 @@ mla.py has the attention.
 from collections.abc import Iterator
 from typing import Any
 
+from moe_ft.convert.huggingface.families import decoder
 from moe_ft.convert.huggingface.families.mla import attention, attention_config, attention_settings
 from moe_ft.convert.huggingface.families.mla_rope import rope_config, rope_settings
 from moe_ft.convert.huggingface.mapping import (
     Config,
     Mapped,
     Settings,
-    expect,
     expect_config,
     same,
-    stacked,
     vocabulary_size,
 )
 from moe_ft.errors import ConfigError
 
-_MLP = ("gate_proj", "up_proj")
 _SIZES = {
     "vocab_size": "--vocab-size",
     "hidden_size": "--hidden-size",
@@ -32,20 +30,17 @@ _SIZES = {
     "n_routed_experts": "--num-experts",
     "num_experts_per_tok": "--moe-router-topk",
 }
-_FIXED = {
-    "--normalization": "RMSNorm",
-    "--swiglu": True,
-    "--add-bias-linear": False,
-    "--add-qkv-bias": False,
-    "--moe-shared-expert-gate": False,
+_FEATURES = {
+    **decoder.without(
+        decoder.PLAIN,
+        *("--multi-latent-attention", "--qk-layernorm", "--experimental-attention-variant"),
+        *("--moe-router-enable-expert-bias", "--moe-router-score-function"),
+        *("--moe-router-topk-scaling-factor", "--moe-router-num-groups"),
+        *("--moe-shared-expert-intermediate-size", "--mtp-num-layers"),
+    ),
     "--moe-expert-capacity-factor": None,
+    "--mtp-use-repeated-layer": None,
 }
-_ABSENT = (
-    *("--layernorm-zero-centered-gamma", "--attention-output-gate", "--window-size", "--use-mup"),
-    *("--activation-func-clamp-value", "--glu-linear-offset", "--moe-latent-size", "--spec"),
-    *("--moe-apply-probs-on-input", "--moe-mlp-glu-interleave-size", "--mtp-use-repeated-layer"),
-    *("--moe-shared-expert-glu-interleave-size", "--heterogeneous-layers-config-encoded-json"),
-)
 # Balancing that decides which experts a token gets, not only what is trained.
 _ROUTING = {"sinkhorn", "quantile_balancing"}
 
@@ -56,8 +51,7 @@ def common_config(settings: Settings, family: str) -> dict[str, Any]:
     Raises:
         ConfigError: if the family cannot express the model.
     """
-    absent = dict.fromkeys(_ABSENT)
-    expect(settings, family, {**_FIXED, "--softmax-type": (None, "vanilla"), **absent})
+    decoder.check_decoder(settings, family, _FEATURES)
     balancing = settings.get("--moe-router-load-balancing-type")
     kinds = balancing if isinstance(balancing, list) else [balancing]
     if _ROUTING.intersection(kinds):
@@ -72,12 +66,16 @@ def common_config(settings: Settings, family: str) -> dict[str, Any]:
     return {
         **{key: settings[flag] for key, flag in _SIZES.items()},
         "vocab_size": vocabulary_size(settings),
+        "moe_intermediate_size": decoder.expert_size(settings),
         "max_position_embeddings": settings["--max-position-embeddings"],
         "n_shared_experts": _num_shared_experts(settings, family),
         "first_k_dense_replace": _num_dense_layers(settings, family),
         "moe_layer_freq": 1,
         "routed_scaling_factor": settings.get("--moe-router-topk-scaling-factor") or 1.0,
         "hidden_act": "silu",
+        "attention_dropout": settings.get("--attention-dropout") or 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "tie_word_embeddings": not settings["--untie-embeddings-and-output-weights"],
         **attention_config(settings, family),
         **rope_config(settings, family),
@@ -91,8 +89,7 @@ def common_settings(config: Config, family: str) -> dict[str, Any]:
     Raises:
         ConfigError: if Megatron cannot express the model.
     """
-    fixed = {"hidden_act": "silu", "moe_layer_freq": 1, "mlp_bias": False}
-    expect_config(config, family, {**fixed, "quantization_config": None})
+    expect_config(config, family, {**decoder.PLAIN_CONFIG, "moe_layer_freq": 1})
     num_layers, num_dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     if not config.get("n_shared_experts") or num_dense >= num_layers:
         raise ConfigError(
@@ -100,12 +97,19 @@ def common_settings(config: Config, family: str) -> dict[str, Any]:
             f"{num_dense} and num_hidden_layers={num_layers}: a model of {family} must have shared "
             "experts, and experts in its last layer. There is no conversion of this model."
         )
+    has_experts = [layer >= num_dense for layer in range(num_layers)]
     balancing = {None: "none", False: "aux_loss", True: "seq_aux_loss"}[config.get("seq_aux")]
     return {
-        **_FIXED,
-        **dict.fromkeys(_ABSENT),
+        **{
+            flag: None for flag, value in _FEATURES.items() if not value or isinstance(value, tuple)
+        },
+        "--normalization": "RMSNorm",
+        "--swiglu": True,
+        "--add-bias-linear": False,
+        "--attention-dropout": config.get("attention_dropout", 0.0),
+        "--hidden-dropout": 0.0,
         **{flag: config[key] for key, flag in _SIZES.items()},
-        "--moe-layer-freq": [0] * num_dense + [1] * (num_layers - num_dense),
+        "--moe-layer-freq": decoder.layer_frequency(has_experts),
         "--moe-shared-expert-intermediate-size": config["n_shared_experts"]
         * config["moe_intermediate_size"],
         "--moe-router-topk-scaling-factor": config.get("routed_scaling_factor", 1.0),
@@ -217,7 +221,7 @@ def _layer(settings: Settings, megatron: str, hub: str, *, is_dense: bool) -> It
     yield same(norm, f"{hub}.post_attention_layernorm.weight", hidden, others=fused)
     ours, theirs = f"{megatron}.mlp", f"{hub}.mlp"
     if is_dense:
-        yield from _mlp(settings, ours, theirs, settings["--ffn-hidden-size"])
+        yield from decoder.mlp(settings, ours, theirs, settings["--ffn-hidden-size"])
         return
     num_experts = settings["--num-experts"]
     yield same(f"{ours}.router.weight", f"{theirs}.gate.weight", (num_experts, *hidden))
@@ -226,26 +230,17 @@ def _layer(settings: Settings, megatron: str, hub: str, *, is_dense: bool) -> It
         yield same(f"{ours}.router.expert_bias", bias, (num_experts,))
     for expert in range(num_experts):
         names = f"{ours}.experts.experts.{expert}", f"{theirs}.experts.{expert}"
-        yield from _mlp(settings, *names, settings["--moe-ffn-hidden-size"])
+        yield from decoder.mlp(settings, *names, decoder.expert_size(settings))
     size = settings["--moe-shared-expert-intermediate-size"]
-    yield from _mlp(settings, f"{ours}.shared_experts", f"{theirs}.shared_experts", size)
-
-
-def _mlp(settings: Settings, megatron: str, hub: str, size: int) -> Iterator[Mapped]:
-    hidden = settings["--hidden-size"]
-    names = [f"{hub}.{name}.weight" for name in _MLP]
-    yield stacked(f"{megatron}.linear_fc1.weight", names, (2 * size, hidden))
-    yield same(f"{megatron}.linear_fc2.weight", f"{hub}.down_proj.weight", (hidden, size))
+    yield from decoder.mlp(settings, f"{ours}.shared_experts", f"{theirs}.shared_experts", size)
 
 
 def _num_dense_layers(settings: Settings, family: str) -> int:
     """Return the number of layers before the first with experts; all after it must have experts."""
-    num_layers, given = settings["--num-layers"], settings.get("--moe-layer-freq", 1)
-    kinds = (
-        given if isinstance(given, list) else [int(each % given == 0) for each in range(num_layers)]
-    )
-    num_dense = kinds.index(1) if 1 in kinds else num_layers
-    if num_dense == num_layers or 0 in kinds[num_dense:]:
+    has_experts, given = decoder.moe_layers(settings), settings.get("--moe-layer-freq")
+    num_layers = len(has_experts)
+    num_dense = has_experts.index(True) if True in has_experts else num_layers
+    if num_dense == num_layers or not all(has_experts[num_dense:]):
         raise ConfigError(
             f"--moe-layer-freq={given} must be dense layers and then layers with experts for a model of "
             f"{family}, such as ([0]*1+[1]*{num_layers - 1}). Convert to torch_dist or safetensors."
@@ -255,7 +250,7 @@ def _num_dense_layers(settings: Settings, family: str) -> int:
 
 def _num_shared_experts(settings: Settings, family: str) -> int:
     size = settings.get("--moe-shared-expert-intermediate-size") or 0
-    of_one = settings["--moe-ffn-hidden-size"]
+    of_one = decoder.expert_size(settings)
     if not size or size % of_one:
         raise ConfigError(
             f"--moe-shared-expert-intermediate-size={size} must be a multiple of --moe-ffn-hidden-size="

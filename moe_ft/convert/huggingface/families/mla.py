@@ -72,7 +72,6 @@ def attention_settings(config: Config, family: str) -> dict[str, Any]:
         config,
         family,
         {
-            "attention_bias": False,
             "num_key_value_heads": (heads, None),
             "rms_norm_eps": _EPSILON,
             "rope_interleave": True,

@@ -24,17 +24,7 @@ def rope_config(settings: Settings, family: str) -> dict[str, Any]:
     Raises:
         ConfigError: if the family would compute other numbers.
     """
-    expect(
-        settings,
-        family,
-        {
-            "--position-embedding-type": "rope",
-            "--rotary-interleaved": False,
-            "--rotary-percent": 1.0,
-            "--no-rope-freq": None,
-            "--rope-type": (None, "rope", "yarn"),
-        },
-    )
+    expect(settings, family, {"--rope-type": (None, "rope", "yarn")})
     rope: dict[str, Any] = {}
     if settings.get("--rope-type") != "rope":  # Megatron's default is YaRN
         rope = {
@@ -69,8 +59,10 @@ def rope_settings(config: Config, family: str) -> dict[str, Any]:
     theta = rope.get("rope_theta", _THETA)
     length = config["max_position_embeddings"]
     given = {"original_max_position_embeddings": length, **rope, "rope_type": kind}
-    fixed = {"rope_type": (_PLAIN, "yarn"), "partial_rotary_factor": 1.0}
-    expect_config(given, family, {**fixed, **(_FIXED if is_yarn else {}), "truncate": True})
+    fixed = {"partial_rotary_factor": (1.0, None), "truncate": True}
+    expect_config(
+        given, family, {"rope_type": (_PLAIN, "yarn"), **fixed, **(_FIXED if is_yarn else {})}
+    )
     expect_config(rope, family, {"rope_theta": int(theta)})  # --rotary-base is a whole number
     has_both = is_yarn and rope.get("mscale") and rope.get("mscale_all_dim")
     settings = {

@@ -108,6 +108,8 @@ def test_other_places_of_dense_layers_are_refused(frequency: Any) -> None:
         ("--normalization", "LayerNorm"),
         ("--moe-router-load-balancing-type", "sinkhorn"),
         ("--mtp-use-repeated-layer", True),
+        ("--rotary-interleaved", True),
+        ("--num-experts", None),
     ],
 )
 def test_model_that_the_family_does_not_have_is_refused(flag: str, value: Any) -> None:
@@ -120,6 +122,7 @@ def test_model_that_the_family_does_not_have_is_refused(flag: str, value: Any) -
     [
         ("moe_layer_freq", 2),
         ("hidden_act", "gelu"),
+        ("attention_bias", True),
         ("quantization_config", {"quant_method": "fp8"}),
         ("n_shared_experts", None),
         ("n_shared_experts", 0),

@@ -27,11 +27,12 @@ def test_published_config_is_the_same_after_both_directions() -> None:
     settings = FAMILY.settings(PUBLISHED_V3)
     FAMILY.check(settings)
     written = FAMILY.config(settings)
-    assert written == {key: PUBLISHED_V3[key] for key in written}
+    unknown = {"bos_token_id": None, "eos_token_id": None}  # to Megatron
+    assert written == {**{key: PUBLISHED_V3[key] for key in written}, **unknown}
     left = set(PUBLISHED_V3) - set(written)
     assert left <= {
-        *("attention_dropout", "initializer_range", "use_cache", "ep_size", "torch_dtype"),
-        *("bos_token_id", "eos_token_id", "architectures", "model_type"),
+        *("architectures", "model_type", "torch_dtype"),  # others write these
+        *("initializer_range", "use_cache", "ep_size"),
     }
 
 

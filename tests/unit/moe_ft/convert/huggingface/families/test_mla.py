@@ -94,7 +94,6 @@ def test_other_attention_is_refused(flag: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("attention_bias", True),
         ("num_key_value_heads", 8),
         ("rms_norm_eps", 1e-5),
         ("rope_interleave", False),

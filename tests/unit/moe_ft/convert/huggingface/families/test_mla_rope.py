@@ -20,10 +20,8 @@ from moe_ft.errors import ConfigError
 FAMILY = "DeepseekV3ForCausalLM"
 LENGTH = 163840
 PLAIN: dict[str, Any] = {
-    "--position-embedding-type": "rope",
     "--rope-type": "rope",
     "--rotary-base": 10000,
-    "--rotary-percent": 1.0,
     "--rotary-scaling-factor": 1.0,
     "--mscale": 1.0,
     "--mscale-all-dim": 0.0,
@@ -104,9 +102,6 @@ def test_megatron_has_the_factors_of_transformers(name: str, is_written_again: b
         ({"--mscale": 0.5, "--mscale-all-dim": 0.0}, "--mscale=0.5 and --mscale-all-dim=0.0 must"),
         ({"--mscale": 0.0}, "--mscale=0.0 and --mscale-all-dim=1.0 must"),
         ({"--rope-type": "rope"}, "--mscale-all-dim must be 0 with --rope-type=rope"),
-        ({"--rotary-interleaved": True}, "--rotary-interleaved=True must be off"),
-        ({"--rotary-percent": 0.5}, "--rotary-percent=0.5 must be 1.0"),
-        ({"--position-embedding-type": "none"}, "--position-embedding-type=none must be rope"),
     ],
 )
 def test_settings_of_another_rotation_are_refused(changes: dict[str, Any], text: str) -> None:
