@@ -27,6 +27,18 @@ def megatron_logits(
 ) -> torch.Tensor:
     """Return logits [batch, sequence, vocabulary with padding] from a new process with one rank.
 
+    Args: as those of `all_logits`.
+    """
+    return all_logits(flags, checkpoint, tokens, folder)[0]
+
+
+def all_logits(
+    flags: Sequence[str] | str, checkpoint: Path, tokens: torch.Tensor, folder: Path
+) -> torch.Tensor:
+    """Return logits [layer, batch, sequence, vocabulary with padding] from a new process with one rank.
+
+    Layer 0 is the last of the decoder; those after it are of multi-token prediction.
+
     Args:
         flags: of the model, which has the type fp32.
         checkpoint: for --load.
@@ -54,5 +66,11 @@ def _write_logits(flags: list[str], tokens: list[list[int]], path: str) -> None:
     batch = torch.tensor(tokens)
     length = batch.shape[1]
     later = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    states: list[torch.Tensor] = []
+    if model.mtp_process:
+        model.mtp.register_forward_hook(lambda *call: states.append(call[-1]))
     with torch.no_grad():
-        torch.save(model(batch, torch.arange(length).expand_as(batch), later), path)
+        logits = [model(batch, torch.arange(length).expand_as(batch), later)]
+        for state in states[0].split(length)[1:] if states else ():
+            logits.append(model.output_layer(state)[0].transpose(0, 1))
+    torch.save(torch.stack(logits), path)

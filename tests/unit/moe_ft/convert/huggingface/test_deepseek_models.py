@@ -1,0 +1,177 @@
+"""Models of DeepSeek's kind give the same logits in Megatron, those of further tokens too, and come back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
+
+from moe_ft.errors import ConfigError
+from tests.megatron_logits import all_logits
+from tests.unit.moe_ft.convert.huggingface.round_trip import (
+    NUM_TOKENS,
+    TOLERANCE,
+    check_is_equal,
+    check_round_trip,
+    converted,
+    difference,
+    loaded,
+    random_model,
+    tensors_of,
+)
+
+NUM_LAYERS = 3
+SMALL: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "max_position_embeddings": 163840,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500},
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.2,
+}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+V2 = SMALL | {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2}
+LITE = V2 | ONE_GROUP | {"topk_method": "greedy", "q_lora_rank": None, "rope_parameters": YARN}
+V3 = SMALL | {"num_nextn_predict_layers": 0}
+CASES: dict[str, PreTrainedConfig] = {
+    "V2 with groups": DeepseekV2Config(**V2),
+    "V2 without compressed queries, YaRN": DeepseekV2Config(**LITE),
+    "V3 with groups": DeepseekV3Config(**V3),
+}
+OTHERS: dict[str, PreTrainedConfig] = {
+    "V2, all layers with experts, YaRN": DeepseekV2Config(
+        **V2 | {"first_k_dense_replace": 0, "rope_parameters": YARN}
+    ),
+    "V3 without groups, one expert": DeepseekV3Config(
+        **V3 | ONE_GROUP | {"num_experts_per_tok": 1, "norm_topk_prob": False}
+    ),
+    "V3 without compressed queries, tied": DeepseekV3Config(
+        **V3 | {"q_lora_rank": None, "tie_word_embeddings": True}
+    ),
+    "V3, YaRN without factors": DeepseekV3Config(
+        **V3 | {"rope_parameters": YARN | {"mscale": None, "mscale_all_dim": 0.0}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_megatron_gives_the_same_logits_and_the_model_comes_back(name: str, tmp_path: Path) -> None:
+    check_round_trip(CASES[name], tmp_path)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_of_the_families(name: str, tmp_path: Path) -> None:
+    check_round_trip(OTHERS[name], tmp_path)
+
+
+def add_layers_of_further_tokens(saved: Path, num: int) -> None:
+    """Add layers as they are on the hub: like the last of the decoder, and what only they have."""
+    tensors, last = tensors_of(saved), f"model.layers.{NUM_LAYERS - 1}."
+    generator = torch.Generator().manual_seed(7)
+    hidden = SMALL["hidden_size"]
+    for number in range(num):
+        layer = f"model.layers.{NUM_LAYERS + number}."
+        shapes = {
+            name.replace(last, layer): tensor.shape
+            for name, tensor in tensors.items()
+            if name.startswith(last)
+        }
+        shapes |= {f"{layer}{each}.weight": (hidden,) for each in ("enorm", "hnorm")}
+        shapes[f"{layer}shared_head.norm.weight"] = (hidden,)
+        shapes[f"{layer}eh_proj.weight"] = (hidden, 2 * hidden)
+        for name, shape in shapes.items():
+            values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+            tensors[name] = values + ("norm" in name)
+        tensors[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_model(num: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Save a model with layers of further tokens, and return its folder."""
+    # transformers takes layers for those of further tokens by their numbers in DeepSeek-V3.
+    name = "_keys_to_ignore_on_load_unexpected"
+    monkeypatch.setattr(DeepseekV3PreTrainedModel, name, [rf"layers\.[{NUM_LAYERS}-9]\."])
+    config = DeepseekV3Config(**V3 | {"num_nextn_predict_layers": num, "rope_parameters": YARN})
+    saved = folder / "saved"
+    random_model(config).save_pretrained(saved)
+    add_layers_of_further_tokens(saved, num)
+    return saved
+
+
+def further_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Return logits [layer, batch, sequence, vocabulary] of transformers, the decoder's first."""
+    places = torch.arange(NUM_TOKENS).expand_as(tokens)
+    further = MtpModel.from_pretrained(model).eval()
+    outputs = model(tokens, output_hidden_states=True)
+    logits, state = [outputs.logits], outputs.hidden_states[-1]
+    for number in range(len(further.layers)):
+        tokens = torch.cat((tokens[:, 1:], torch.zeros_like(tokens[:, :1])), dim=1)
+        state = further.forward_layer(number, state, places, None, input_ids=tokens)
+        logits.append(model.lm_head(state))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.rest)])
+def test_layers_of_further_tokens_give_the_same_logits_and_come_back(
+    num: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_model(num, tmp_path, monkeypatch)
+    tokens = torch.arange(2 * NUM_TOKENS).view(2, -1) * 7 % SMALL["vocab_size"]
+    with torch.no_grad():
+        expected = further_logits(loaded(saved), tokens)
+    checkpoint, printed = converted(saved, "torch_dist")
+    flags = printed.splitlines()[-1].split()
+    logits = all_logits(flags, checkpoint, tokens, tmp_path / "run")[..., : SMALL["vocab_size"]]
+    assert len(logits) == len(expected) == 1 + num
+    known = NUM_TOKENS - num  # the tokens after the last are not
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert difference(ours[:, :known], theirs[:, :known]) < TOLERANCE
+    back, _ = converted(checkpoint, "hf")
+    check_is_equal(back, saved)
+
+
+def test_copy_that_differs_is_refused_and_one_that_is_absent_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_model(1, tmp_path, monkeypatch)
+    tensors, name = tensors_of(saved), f"model.layers.{NUM_LAYERS}.shared_head.head.weight"
+    path, metadata = saved / "model.safetensors", {"format": "pt"}
+    save_file({**tensors, name: tensors[name] + 1}, path, metadata=metadata)
+    with pytest.raises(ConfigError, match=f"{name} and lm_head.weight must be equal"):
+        converted(saved, "torch_dist")
+    absent = {each: tensor for each, tensor in tensors.items() if each != name}
+    save_file(absent, path, metadata=metadata)
+    checkpoint, _ = converted(saved, "torch_dist")
+    back, _ = converted(checkpoint, "hf")
+    assert torch.equal(tensors_of(back)[name], tensors["lm_head.weight"])
