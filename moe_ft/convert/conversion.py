@@ -50,8 +50,8 @@ class Request:
 class Format(Protocol):
     """Writes a destination. A shard is complete and verified when `write_shard` returns."""
 
-    def check(self, tensors: Sequence[GlobalTensor]) -> None:
-        """Raise ConfigError if the format cannot hold the tensors."""
+    def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
+        """Return the tensors to write; raise ConfigError if the format cannot hold them."""
 
     def name_of(self, item: Item) -> str:
         """Return the name of an item in the destination."""
@@ -74,8 +74,7 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
     model = open_model(request.source, request.iteration)
     with_optimizer = _with_optimizer(request, model)
     written = _format(request, model, with_optimizer=with_optimizer)
-    tensors = model.tensors()
-    written.check(tensors)
+    tensors = written.select(model.tensors())
     items = list_items(tensors, with_optimizer=with_optimizer, dtype=request.dtype)
     shards = into_shards(items, request.shard_bytes)
     destination = _destination(request, model, items)

@@ -28,12 +28,13 @@ class SafetensorsSet:
     def __init__(self, model: Model) -> None:
         self._model = model
 
-    def check(self, tensors: Sequence[GlobalTensor]) -> None:
-        """Refuse a model of Hugging Face, which is such a set already."""
+    def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
+        """Return all tensors, unless they are of a model of Hugging Face, which is such a set already."""
         if self._model.kind == "hf":
             raise ConfigError(
                 f"--to=safetensors: {self._model.place} is a set of safetensors. Convert to torch_dist."
             )
+        return tensors
 
     def name_of(self, item: Item) -> str:
         """Return the name of an item in the files."""

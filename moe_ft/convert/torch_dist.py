@@ -49,8 +49,9 @@ class TorchDist:
         self._state = model.megatron_state(with_optimizer=with_optimizer, for_ep=for_ep)
         self._keys = {"master": self._state.master}
 
-    def check(self, tensors: Sequence[GlobalTensor]) -> None:
-        """Accept all tensors."""
+    def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
+        """Return all tensors."""
+        return tensors
 
     def name_of(self, item: Item) -> str:
         """Return the key of an item, with the index of an expert in its stack."""

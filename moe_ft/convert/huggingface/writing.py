@@ -41,33 +41,40 @@ class HuggingFace:
             for name in (each.tensor, *each.other_tensors)
         }
 
-    def check(self, tensors: Sequence[GlobalTensor]) -> None:
-        """Raise ConfigError for the first tensor that is unknown, missing, or of another shape."""
-        there = {each.name for each in tensors}
-        needed = {each.tensor: each for each in self._mapped.values()}
-        lost = [
-            name
-            for name, each in needed.items()
-            if not there.intersection((name, *each.other_tensors))
-        ]
-        for problem, names in (
+    def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
+        """Return the tensors to write, one for each that the family has.
+
+        Raises:
+            ConfigError: for the first tensor that is unknown, missing, or of another shape.
+        """
+        by_name = {each.name: each for each in tensors}
+        found, lost = [], []
+        for mapped in {each.tensor: each for each in self._mapped.values()}.values():
+            names = (mapped.tensor, *mapped.other_tensors)
+            if there := [by_name[name] for name in names if name in by_name]:
+                found.append(there[0])
+            else:
+                lost.append(mapped.tensor)
+        unknown = sorted(by_name.keys() - self._mapped.keys())
+        for problem, wrong in (
             ("lacks", lost),
-            ("has a tensor that the family does not know:", sorted(there - set(self._mapped))),
+            ("has a tensor that the family does not know:", unknown),
         ):
-            if names:
+            if wrong:
                 raise ConfigError(
-                    f"{self._model.place} {problem} {names[0]}"
-                    + (f" (and {len(names) - 1} others)" if len(names) > 1 else "")
+                    f"{self._model.place} {problem} {wrong[0]}"
+                    + (f" (and {len(wrong) - 1} others)" if len(wrong) > 1 else "")
                     + f", as a model of {self.family.model_type}. Name another --family, or convert to "
                     "torch_dist or safetensors."
                 )
-        for each in tensors:
+        for each in found:
             mapped = self._mapped[each.name]
             if not _fits(each.shape, mapped):
                 raise ConfigError(
                     f"{self._model.place}: {each.name} has the shape {each.shape}, and a model of "
                     f"{self.family.model_type} with its settings {mapped.shape}."
                 )
+        return found
 
     def name_of(self, item: Item) -> str:
         """Return the names of an item on the hub."""

@@ -1,0 +1,93 @@
+"""A small random model of transformers on its way to Megatron and back."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from moe_ft.convert.conversion import Request, convert
+from tests.megatron_logits import megatron_logits
+
+TOLERANCE = 1e-5
+NUM_TOKENS = 24
+# The files are small, and there are several.
+SHARD_BYTES = 60_000
+
+
+def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model whose every parameter is random, also its norms and biases."""
+    generator = torch.Generator().manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
+            parameter.copy_(values * scale + ("norm" in name))
+    return model
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a folder of safetensors."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(path)
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    return found
+
+
+def converted(source: Path, to: str, **options: Any) -> tuple[Path, str]:
+    """Return the folder of a conversion and what it has printed."""
+    folder = source.with_name(f"{source.name}_{to}")
+    options = {"shard_bytes": SHARD_BYTES, **options}
+    printed = convert(Request(source=str(source), destination=str(folder), to=to, **options))
+    return folder, printed
+
+
+def loaded(folder: Path) -> PreTrainedModel:
+    """Return the model that transformers loads, which must need every tensor and miss none."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def check_is_equal(folder: Path, expected: Path) -> None:
+    """Check that two folders have the same tensors, bit for bit."""
+    ours, theirs = tensors_of(folder), tensors_of(expected)
+    assert set(ours) == set(theirs)
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest number."""
+    return float((first - second).abs().max() / second.abs().max())
+
+
+def check_round_trip(config: PreTrainedConfig, folder: Path, *flags: str) -> Path:
+    """Check that Megatron gives the logits of a model, and that it comes back bit for bit.
+
+    Args:
+        folder: an empty one.
+        flags: further ones of Megatron.
+
+    Returns:
+        The folder of the model that came back.
+    """
+    model = random_model(config)
+    saved = folder / "saved"
+    model.save_pretrained(saved)
+    tokens = torch.arange(2 * NUM_TOKENS).view(2, -1) * 7 % config.vocab_size
+    with torch.no_grad():
+        expected = model(tokens).logits
+    checkpoint, printed = converted(saved, "torch_dist")
+    printed_flags = printed.splitlines()[-1].split()
+    logits = megatron_logits([*printed_flags, *flags], checkpoint, tokens, folder / "run")
+    assert logits[..., config.vocab_size :].abs().max() == 0
+    assert difference(logits[..., : config.vocab_size], expected) < TOLERANCE
+    back, _ = converted(checkpoint, "hf")
+    check_is_equal(back, saved)
+    with torch.no_grad():
+        assert torch.equal(loaded(back)(tokens).logits, expected)
+    return back
