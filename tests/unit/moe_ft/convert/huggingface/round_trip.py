@@ -17,14 +17,14 @@ SHARD_BYTES = 60_000
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model whose every parameter is random, also its norms and biases."""
+    """Return a model whose every tensor is random, also its norms and biases."""
     generator = torch.Generator().manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator)
-            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.3
-            parameter.copy_(values * scale + ("norm" in name))
+        for name, tensor in model.state_dict().items():
+            values = torch.randn(tensor.shape, generator=generator)
+            scale = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.3
+            tensor.copy_(values * scale + ("norm" in name))
     return model
 
 
