@@ -1,0 +1,63 @@
+"""A run of a model of DeepSeek's kind becomes one of transformers, directly or from Megatron's checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moe_ft.convert.conversion import Request, convert
+from tests.checkpoint_job import CheckpointJob
+from tests.demo_model import deepseek_flags, layout_flags
+from tests.megatron_logits import megatron_logits
+from tests.unit.moe_ft.convert.huggingface.round_trip import (
+    NUM_TOKENS,
+    TOLERANCE,
+    check_is_equal,
+    difference,
+    tensors_of,
+)
+
+VOCABULARY = 256
+LAYOUTS = {
+    "tensors": ({"tp": 2, "etp": 1}, {"sequence_parallel": True}),
+    "stages, queries not compressed": ({"pp": 2}, {"q_lora_rank": False}),
+}
+
+
+def converted(source: Path, folder: Path, to: str) -> Path:
+    """Convert weights with all bits that they have."""
+    convert(
+        Request(source=str(source), destination=str(folder), to=to, what="weights", dtype="fp32")
+    )
+    return folder
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_run_becomes_a_model_of_transformers(
+    name: str, job: CheckpointJob, dataset_flags: list[str], tmp_path: Path
+) -> None:
+    layout, changes = LAYOUTS[name]
+    model = {"norm_epsilon": 1e-6, "rope_type": "rope", "max_position_embeddings": 64, **changes}
+    job.base = [
+        *deepseek_flags(train_iters=3, **model),
+        *layout_flags(layout),
+        *dataset_flags,
+    ]
+    job.run("--moe-ft-persist-interval", "1", storage=True).check()
+    direct = converted(job.storage, tmp_path / "direct", "hf")
+    checkpoint = converted(job.storage, tmp_path / "checkpoint", "torch_dist")
+    check_is_equal(converted(checkpoint, tmp_path / "model", "hf"), direct)
+    loaded, info = AutoModelForCausalLM.from_pretrained(direct, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert {name.split(".")[2] for name in info["unexpected_keys"]} == {"2"}  # further tokens
+    biases = [each for key, each in tensors_of(direct).items() if key.endswith("_bias")]
+    assert len(biases) == 2
+    assert all(each.all() for each in biases)  # an odd number of steps of the same size
+    tokens = torch.arange(2 * NUM_TOKENS).view(2, -1) * 7 % VOCABULARY
+    with torch.no_grad():
+        expected = loaded.eval()(tokens).logits
+    flags = deepseek_flags(bf16=False, **{**model, "sequence_parallel": False})
+    logits = megatron_logits(flags, checkpoint, tokens, tmp_path / "run")
+    assert difference(logits[..., : expected.shape[-1]], expected) < TOLERANCE
