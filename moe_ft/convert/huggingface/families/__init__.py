@@ -1,15 +1,1 @@
-"""The families, by `model_type`."""
-
-from collections.abc import Mapping
-from types import MappingProxyType
-
-from moe_ft.convert.huggingface.families.mixtral import Mixtral
-from moe_ft.convert.huggingface.families.qwen_moe import QwenMoe
-from moe_ft.convert.huggingface.mapping import Family
-
-_FAMILIES: tuple[Family, ...] = (
-    Mixtral(),
-    QwenMoe("Qwen2MoeForCausalLM", "qwen2_moe", True),
-    QwenMoe("Qwen3MoeForCausalLM", "qwen3_moe", False),
-)
-FAMILIES: Mapping[str, Family] = MappingProxyType({each.model_type: each for each in _FAMILIES})
+"""Families of models on the Hugging Face hub; registry.py lists them."""
