@@ -82,7 +82,7 @@ class MegatronCheckpoint:
 
     @property
     def place(self) -> str:
-        """Where it is."""
+        """The folder or URL."""
         return str(self.folder)
 
     def tensors(self) -> Sequence[GlobalTensor]:

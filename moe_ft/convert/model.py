@@ -35,7 +35,7 @@ class Model(Protocol):
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """The folder or URL, for messages."""
 
     @property
     def kind(self) -> str:
@@ -55,7 +55,7 @@ class Model(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Where the state comes from and what was lost, as JSON values."""
+        """Origin of the state and what was lost, as JSON values."""
 
     def tensors(self) -> Sequence[GlobalTensor]:
         """Return its tensors, ordered by unit and name.

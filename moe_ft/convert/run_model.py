@@ -23,7 +23,7 @@ class RunModel:
 
     @property
     def place(self) -> str:
-        """Where it is."""
+        """The folder or URL."""
         return self.source.place
 
     @property

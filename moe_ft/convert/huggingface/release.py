@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moe_ft.convert.huggingface.families import FAMILIES
+from moe_ft.convert.huggingface.families.registry import FAMILIES
 from moe_ft.convert.huggingface.mapping import Family, Mapped
 from moe_ft.convert.model import MegatronState
 from moe_ft.convert.safetensors_set import INDEX_NAME

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_ft.convert.huggingface.families import FAMILIES
+from moe_ft.convert.huggingface.families.registry import FAMILIES
 from moe_ft.convert.huggingface.mapping import Family, Mapped
 from moe_ft.convert.huggingface.release import CONFIG_NAME
 from moe_ft.convert.items import Item

@@ -12,6 +12,20 @@ from tests.megatron_logits import megatron_logits
 
 TOLERANCE = 1e-5
 NUM_TOKENS = 24
+# 101 tokens, which Megatron pads; heads in groups; a size of a head that does not follow from the others.
+SMALL: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "intermediate_size": 40,
+    "rms_norm_eps": 1e-4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500},
+}
 # The files are small, and there are several.
 SHARD_BYTES = 60_000
 

@@ -4,13 +4,13 @@ Families with multi-latent attention have tests of their own.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import MixtralConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from tests.unit.moe_ft.convert.huggingface.round_trip import (
+    SMALL,
     check_is_equal,
     check_round_trip,
     converted,
@@ -18,20 +18,6 @@ from tests.unit.moe_ft.convert.huggingface.round_trip import (
     tensors_of,
 )
 
-# 101 tokens, which Megatron pads; heads in groups; a size of a head that does not follow from the others.
-SMALL: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "intermediate_size": 40,
-    "rms_norm_eps": 1e-4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500},
-}
 QWEN = SMALL | {"num_experts": 4, "moe_intermediate_size": 24}
 QWEN2 = QWEN | {"shared_expert_intermediate_size": 20}
 MIXTRAL = MixtralConfig(**SMALL, num_local_experts=4)
