@@ -51,6 +51,7 @@ def common_config(settings: Settings, family: str) -> dict[str, Any]:
     Raises:
         ConfigError: if the family cannot express the model.
     """
+    attention_and_rope = attention_config(settings, family) | rope_config(settings, family)
     decoder.check_decoder(settings, family, _FEATURES)
     balancing = settings.get("--moe-router-load-balancing-type")
     kinds = balancing if isinstance(balancing, list) else [balancing]
@@ -77,8 +78,7 @@ def common_config(settings: Settings, family: str) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
         "tie_word_embeddings": not settings["--untie-embeddings-and-output-weights"],
-        **attention_config(settings, family),
-        **rope_config(settings, family),
+        **attention_and_rope,
         **loss,
     }
 

@@ -1,7 +1,7 @@
 """Multi-latent attention: the tensors and settings that DeepSeek-V2 and V3 have in common.
 
-The compressed queries of V2-Lite's kind (no `q_lora_rank`) are not compressed: their projection reads the
-hidden states. mla_rope.py has the rotary part.
+Queries need not be compressed (`q_lora_rank`): then one projection makes them, as in V2-Lite. mla_rope.py
+has the rotary part.
 """
 
 from collections.abc import Iterator
@@ -40,10 +40,15 @@ def attention_config(settings: Settings, family: str) -> dict[str, Any]:
         {
             "--multi-latent-attention": True,
             "--qk-layernorm": True,
-            "--layernorm-epsilon": _EPSILON,
             "--experimental-attention-variant": None,
         },
     )
+    if settings["--layernorm-epsilon"] != _EPSILON:
+        raise ConfigError(
+            f"--norm-epsilon={settings['--layernorm-epsilon']} must be {_EPSILON} for a model of {family}: "
+            "transformers has this number for the norms of compressed queries, keys and values. Convert "
+            "to torch_dist or safetensors."
+        )
     if not settings.get("--q-lora-rank") and settings.get("--transformer-impl") != "local":
         raise ConfigError(
             f"--q-lora-rank={settings.get('--q-lora-rank')} with "

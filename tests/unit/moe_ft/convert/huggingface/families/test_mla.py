@@ -82,13 +82,17 @@ def test_only_the_local_implementation_leaves_the_input_of_queries_alone() -> No
     [
         ("--multi-latent-attention", False),
         ("--qk-layernorm", False),
-        ("--layernorm-epsilon", 1e-5),
         ("--experimental-attention-variant", "dsa"),
     ],
 )
 def test_other_attention_is_refused(flag: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{flag}={value} must be"):
         attention_config({**V3, flag: value}, FAMILY)
+
+
+def test_other_epsilon_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--norm-epsilon=1e-05 must be 1e-06"):
+        attention_config({**V3, "--layernorm-epsilon": 1e-5}, FAMILY)
 
 
 @pytest.mark.parametrize(
