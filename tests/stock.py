@@ -79,7 +79,7 @@ def run_program(flags: list[str], world_size: int, *, is_stock: bool, folder: Pa
     paths = (folder / f"digests_{rank}.json" for rank in range(world_size))
     ends, embeddings = zip(*(json.loads(path.read_text()) for path in paths), strict=True)
     return Training(
-        scalars=_scalars(folder / "board"), ends=list(ends), embeddings=list(embeddings)
+        scalars=scalars_of(folder / "board"), ends=list(ends), embeddings=list(embeddings)
     )
 
 
@@ -96,7 +96,8 @@ def _embeddings(model: Sequence[torch.nn.Module], is_tied: bool) -> list[str]:
     return found
 
 
-def _scalars(board: Path) -> dict[str, list[tuple[int, float]]]:
+def scalars_of(board: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the numbers that Megatron has written to TensorBoard, without times."""
     accumulator = EventAccumulator(str(board)).Reload()
     return {
         name: [(point.step, point.value) for point in accumulator.Scalars(name)]

@@ -175,6 +175,7 @@ def decoder_settings(
         "--add-bias-linear": False,
         "--untie-embeddings-and-output-weights": not config.get("tie_word_embeddings", False),
         "--vocab-size": config["vocab_size"],
+        "--make-vocab-size-divisible-by": 1,  # Megatron's loss counts padding, with logits of 0
         "--moe-router-score-function": "softmax",
         "--moe-router-topk": config["num_experts_per_tok"],
         "--attention-dropout": config.get("attention_dropout", 0.0),
