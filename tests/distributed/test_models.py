@@ -127,8 +127,9 @@ def test_partial_snapshots_lose_what_the_routing_log_says_also_in_further_token_
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("q_lora_rank", [24, False], ids=["compressed", "not compressed"])
 def test_gradients_are_those_of_one_rank_whatever_ranks_share(
-    dataset_flags: list[str], tmp_path: Path
+    q_lora_rank: int | bool, dataset_flags: list[str], tmp_path: Path
 ) -> None:
     # Plain gradient descent with large steps: Adam would hide gradients of a wrong size. The loss of further
     # tokens is off: Megatron weights it by the tokens that one rank of the context has.
@@ -142,6 +143,7 @@ def test_gradients_are_those_of_one_rank_whatever_ranks_share(
         train_iters=5,
         global_batch_size=BATCH,
         mtp_num_layers=False,
+        q_lora_rank=q_lora_rank,
         make_vocab_size_divisible_by=128,
         moe_router_load_balancing_type="none",
     )

@@ -109,6 +109,7 @@ def common_settings(config: Config, family: str) -> dict[str, Any]:
         "--attention-dropout": config.get("attention_dropout", 0.0),
         "--hidden-dropout": 0.0,
         **{flag: config[key] for key, flag in _SIZES.items()},
+        "--make-vocab-size-divisible-by": 1,  # as in decoder.py
         "--moe-layer-freq": decoder.layer_frequency(has_experts),
         "--moe-shared-expert-intermediate-size": config["n_shared_experts"]
         * config["moe_intermediate_size"],
