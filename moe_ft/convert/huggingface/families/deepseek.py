@@ -128,7 +128,7 @@ def groups_config(settings: Settings, family: str, *, best: int) -> dict[str, An
 
     Args:
         best: experts of a group whose scores are the group's score. Megatron takes as many as each chosen
-            group has chosen experts on average.
+            group has chosen experts on average, rounded down.
 
     Raises:
         ConfigError: if the family chooses other groups.
@@ -139,9 +139,10 @@ def groups_config(settings: Settings, family: str, *, best: int) -> dict[str, An
     num_groups = settings["--moe-router-num-groups"]
     if _differ(top_k, chosen, num_groups, best):
         raise ConfigError(
-            f"--moe-router-topk={top_k} must be {best} times --moe-router-group-topk={chosen} for a "
-            f"model of {family}: it scores a group by its best {best}, and Megatron by its best "
-            f"{top_k // chosen}. Convert to torch_dist or safetensors."
+            f"--moe-router-topk={top_k} must be at least {best * chosen} and less than "
+            f"{(best + 1) * chosen} with --moe-router-group-topk={chosen} for a model of {family}: it "
+            f"scores a group by its best {best} experts, and Megatron by its best {top_k // chosen}. "
+            "Convert to torch_dist or safetensors."
         )
     return {"n_group": num_groups, "topk_group": chosen}
 

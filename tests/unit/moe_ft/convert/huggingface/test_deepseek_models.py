@@ -59,7 +59,8 @@ YARN: dict[str, Any] = {
     "mscale_all_dim": 1.2,
 }
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
-V2 = SMALL | {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2}
+# The best three experts may be in three groups, of which two are chosen.
+V2 = SMALL | {"topk_method": "group_limited_greedy", "num_experts_per_tok": 3}
 LITE = V2 | ONE_GROUP | {"topk_method": "greedy", "q_lora_rank": None, "rope_parameters": YARN}
 V3 = SMALL | {"num_nextn_predict_layers": 0}
 CASES: dict[str, PreTrainedConfig] = {
