@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from moe_ft.convert.huggingface.families.mixtral import Mixtral
+from moe_ft.convert.huggingface.families.olmoe import Olmoe
 from moe_ft.convert.huggingface.families.qwen_moe import QwenMoe
 from moe_ft.convert.huggingface.mapping import Family
 
@@ -11,5 +12,6 @@ _FAMILIES: tuple[Family, ...] = (
     Mixtral(),
     QwenMoe("Qwen2MoeForCausalLM", "qwen2_moe", True),
     QwenMoe("Qwen3MoeForCausalLM", "qwen3_moe", False),
+    Olmoe(),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType({each.model_type: each for each in _FAMILIES})
