@@ -7,14 +7,22 @@ and verified. After an interruption the same command continues there. After an e
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from moe_ft.errors import ConfigError
+from moe_ft.format.encoding import checksum
 
 _JOURNAL = "conversion.json"
 _SPARE_BYTES = 16 << 20  # for headers and indexes
+
+
+def signature_of(paths: Iterable[Path]) -> str:
+    """Return a checksum of the names, sizes and times of files: another one if they were written again."""
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(paths)]
+    return checksum(repr(facts).encode())
 
 
 class Destination:

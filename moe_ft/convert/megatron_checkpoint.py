@@ -20,10 +20,10 @@ from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from moe_ft.convert.destination import signature_of
 from moe_ft.convert.model import MegatronState
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.format.encoding import checksum
 from moe_ft.state.slices import DTYPES, dtype_name
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -52,11 +52,17 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor of the checkpoint."""
+    """A tensor of the checkpoint, which may be a stack of layers, of experts, or of both.
+
+    Attributes:
+        num_axes: of the stack.
+        pieces: by the index in the stack, those that overlap it.
+    """
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: Sequence[_Piece] = field(repr=False)
+    num_axes: int
+    pieces: Mapping[tuple[int, ...], Sequence[_Piece]] = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,9 +102,8 @@ class MegatronCheckpoint:
             has_master = any(f"optimizer.state.{each}.{key}" in self.stored for each in _MASTERS)
             has_master |= bool(self.problem) and stored.dtype != "F32"
             kinds = ("weight", "master") if has_master else ("weight",)
-            is_stacked = bool(_STACKED_LAYERS.match(key))
-            num_axes = is_stacked + (_STACK in key)
-            for index in product(*(range(size) for size in stored.shape[:num_axes])):
+            is_stacked, num_axes = bool(_STACKED_LAYERS.match(key)), stored.num_axes
+            for index in product(*map(range, stored.shape[:num_axes])):
                 name = key
                 if is_stacked:
                     name = _STACKED_LAYERS.sub(f"decoder.layers.{index[0]}.", name)
@@ -128,7 +133,7 @@ class MegatronCheckpoint:
         extent = (*(1 for _ in tensor.index), *tensor.shape)
         found = torch.empty(extent, dtype=DTYPES[stored.dtype])
         num_read = 0
-        for piece in stored.pieces:
+        for piece in stored.pieces.get(tensor.index, ()):
             ends = [
                 (max(a, c), min(a + b, c + d))
                 for a, b, c, d in zip(start, extent, piece.offset, piece.shape, strict=True)
@@ -224,7 +229,7 @@ def open_megatron_checkpoint(folder: Path, iteration: int | None) -> MegatronChe
             "--" + name.replace("_", "-"): value for name, value in vars(common["args"]).items()
         },
         facts=common.get("moe_ft") or {"iteration": named},
-        signature=checksum((folder / _METADATA).read_bytes()),
+        signature=signature_of(each for each in folder.iterdir() if each.is_file()),
         problem=_UNREADABLE if sharding == "dp_reshardable" else "",
         stored=stored,
         hashes=hashes,
@@ -257,7 +262,9 @@ def _stored(metadata: Any, folder: Path) -> Iterator[tuple[str, _Stored]]:
             continue
         if key.startswith(("optimizer.", "chained_")) and not key.startswith(wanted):
             continue
-        pieces = []
+        name = key.rpartition("param.")[2]
+        num_axes = bool(_STACKED_LAYERS.match(name)) + (_STACK in name)
+        pieces: dict[tuple[int, ...], list[_Piece]] = {}
         for chunk in each.chunks:
             info = places.get(key, {}).get(tuple(chunk.offsets))
             if info is None:
@@ -269,5 +276,8 @@ def _stored(metadata: Any, folder: Path) -> Iterator[tuple[str, _Stored]]:
                     f"{folder}: {key} is compressed, which is not read. Save it again."
                 )
             place = (info.relative_path, info.offset, info.length)
-            pieces.append(_Piece(tuple(chunk.offsets), tuple(chunk.sizes), *place))
-        yield key, _Stored(tuple(each.size), dtype_name(each.properties.dtype), pieces)
+            piece = _Piece(tuple(chunk.offsets), tuple(chunk.sizes), *place)
+            ends = zip(piece.offset[:num_axes], piece.shape[:num_axes], strict=True)
+            for index in product(*(range(first, first + num) for first, num in ends)):
+                pieces.setdefault(index, []).append(piece)
+        yield key, _Stored(tuple(each.size), dtype_name(each.properties.dtype), num_axes, pieces)

@@ -15,6 +15,7 @@ from moe_ft.convert.conversion import Request, convert
 from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import DEEPSEEK, layout_flags, model_flags
 from tests.stock import Training, run_program
+from tests.unit.moe_ft.convert.huggingface.round_trip import check_is_equal
 
 MIDDLE, END = 2, 4
 LOSS = "lm loss"
@@ -194,7 +195,7 @@ def test_ours_continues_multi_latent_attention_in_another_layout(
 def test_partial_checkpoint_continues_with_the_ages_of_its_experts(
     dataset_flags: list[str], tmp_path: Path, memory_dir: Path
 ) -> None:
-    case = (2, {"ep": 2}, SMALL | {"train_iters": 3 * MIDDLE})
+    case = (2, {"ep": 2}, SMALL | {"train_iters": 3 * MIDDLE, "normalization": "RMSNorm"})
     runs = Runs(case, dataset_flags, tmp_path, memory_dir)
     runs.ours(
         *("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4", "--moe-ft-k-persist", "2")
@@ -206,6 +207,13 @@ def test_partial_checkpoint_continues_with_the_ages_of_its_experts(
     assert state["moe_ft"]["plt"] == 0
     logged = runs.stock("--load", str(folder)).scalars[LOSS]
     assert [iteration for iteration, _ in logged] == [2 * MIDDLE + 1, 3 * MIDDLE]
+    both = [tmp_path / name for name in ("hf_of_ours", "hf_of_megatrons")]
+    for source, to in zip((runs.storage, folder), both, strict=True):
+        options = {"to": "hf", "dtype": "fp32", "iteration": 2 * MIDDLE}
+        convert(Request(source=str(source), destination=str(to), **options))
+        index = json.loads((to / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["moe_ft"]["unit_iterations"].items() >= ages.items()
+    check_is_equal(*both)
 
 
 @pytest.mark.rest

@@ -1,6 +1,7 @@
 """Settings of a model as words of a command line of Megatron."""
 
 import json
+from typing import Any
 
 from moe_ft.config.megatron_flags import spelling
 from moe_ft.convert.huggingface.mapping import Settings
@@ -15,6 +16,14 @@ def flags_of(settings: Settings) -> list[str]:
             is_negative = word.startswith(("--no-", "--disable-"))
             words += [word] if value is not is_negative else []
         elif value is not None:
-            is_list = isinstance(value, list | tuple)
-            words += [word, json.dumps(value, separators=(",", ":")) if is_list else str(value)]
+            words += [word, *_values(value)]
     return words
+
+
+def _values(value: Any) -> list[str]:
+    """Return the words of a value: a list of numbers is one word, a list of words is several."""
+    if not isinstance(value, list | tuple):
+        return [str(value)]
+    if all(isinstance(each, str) for each in value):
+        return list(value)
+    return [json.dumps(value, separators=(",", ":"))]

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moe_ft.convert.destination import signature_of
 from moe_ft.convert.huggingface.families.registry import FAMILIES
 from moe_ft.convert.huggingface.mapping import Family, Mapped
 from moe_ft.convert.model import MegatronState
 from moe_ft.convert.safetensors_set import INDEX_NAME
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.format.encoding import checksum
 from moe_ft.state.global_places import CONTENT_METADATA
 
 CONFIG_NAME = "config.json"
@@ -146,14 +146,12 @@ def open_release(folder: Path) -> Release:
     index = _read_json(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else {}
     places = _find_places(folder, index)
     _check(folder, listed, places)
-    files = sorted({each.path for each in places.values()} | {folder / CONFIG_NAME})
-    seen = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
     return Release(
         place=str(folder),
         family=family,
         settings=settings,
         facts=index.get("metadata", {}).get("moe_ft", {}),
-        signature=checksum(repr(seen).encode()),
+        signature=signature_of({each.path for each in places.values()} | {folder / CONFIG_NAME}),
         mapped={name: each for each in listed for name in (each.tensor, *each.other_tensors)},
         places=places,
     )

@@ -235,13 +235,13 @@ def model_tensors(
 
 
 def attention(
-    settings: Settings, layer: int, *, has_bias: bool = False, has_norms: bool = False
+    settings: Settings, layer: int, *, has_bias: bool = False, norms: tuple[int, int] | None = None
 ) -> Iterator[Mapped]:
     """Yield the norm before the attention of a layer, and its tensors.
 
     Args:
         has_bias: of queries, keys and values.
-        has_norms: of each query and key.
+        norms: sizes of those of queries and keys.
     """
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}"
     heads, groups = int(settings["--num-attention-heads"]), query_groups(settings)
@@ -259,9 +259,9 @@ def attention(
             head_dim=size,
             columns=columns,
         )
-    for each in "qk" if has_norms else "":
+    for each, norm_size in zip("qk", norms or (), strict=norms is not None):
         name = f"{theirs}.self_attn.{each}_norm.weight"
-        yield same(f"{ours}.{each}_layernorm.weight", name, (size,))
+        yield same(f"{ours}.{each}_layernorm.weight", name, (norm_size,))
     shape = (hidden, heads * size)
     yield same(f"{ours}.linear_proj.weight", f"{theirs}.self_attn.o_proj.weight", shape)
 

@@ -90,10 +90,11 @@ class QwenMoe:
         has_experts = decoder.moe_layers(settings)
         has_bias = self.has_shared_expert and bool(settings.get("--add-qkv-bias"))
 
+        size = decoder.head_size(settings)
+        norms = None if self.has_shared_expert else (size, size)
+
         def layer_tensors(layer: int) -> Iterator[Mapped]:
-            yield from decoder.attention(
-                settings, layer, has_bias=has_bias, has_norms=not self.has_shared_expert
-            )
+            yield from decoder.attention(settings, layer, has_bias=has_bias, norms=norms)
             yield decoder.norm_before_mlp(settings, layer, has_experts=has_experts[layer])
             if has_experts[layer]:
                 yield from decoder.experts(settings, layer)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.convert.destination import Destination
+from moe_ft.convert.destination import Destination, signature_of
 from moe_ft.errors import ConfigError
 
 
@@ -84,3 +84,12 @@ def test_destination_with_content_is_refused(is_file: bool, tmp_path: Path) -> N
 def test_too_little_space_is_found_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"DST=.*dst needs \d+ bytes, and .* has \d+ free"):
         make(tmp_path).check(shutil.disk_usage(tmp_path).total * 2)
+
+
+def test_signature_changes_when_a_file_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("a")
+    before = signature_of([path])
+    assert signature_of([path]) == before
+    path.write_text("ab")
+    assert signature_of([path]) != before

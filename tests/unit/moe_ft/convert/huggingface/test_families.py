@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MixtralConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from tests.unit.moe_ft.convert.huggingface.round_trip import (
     SMALL,
@@ -20,10 +26,12 @@ from tests.unit.moe_ft.convert.huggingface.round_trip import (
 
 QWEN = SMALL | {"num_experts": 4, "moe_intermediate_size": 24}
 QWEN2 = QWEN | {"shared_expert_intermediate_size": 20}
+OLMOE = {key: value for key, value in SMALL.items() if key != "head_dim"}
 MIXTRAL = MixtralConfig(**SMALL, num_local_experts=4)
 CASES: dict[str, PreTrainedConfig] = {
     "mixtral": MIXTRAL,
     "qwen2_moe": Qwen2MoeConfig(**QWEN2, mlp_only_layers=[0]),
+    "olmoe": OlmoeConfig(**OLMOE, num_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**QWEN, norm_topk_prob=True, decoder_sparse_step=2),
 }
 OTHERS: dict[str, PreTrainedConfig] = {
@@ -33,6 +41,7 @@ OTHERS: dict[str, PreTrainedConfig] = {
 }
 NAMES = {
     "mixtral": "block_sparse_moe.experts.3.w1.weight",
+    "olmoe": "mlp.experts.3.gate_proj.weight",
     "qwen2_moe": "mlp.shared_expert_gate.weight",
     "qwen3_moe": "self_attn.q_norm.weight",
 }

@@ -12,11 +12,17 @@ def test_settings_are_written_as_megatron_reads_them() -> None:
         "--qk-layernorm": False,
         "--mtp-num-layers": None,
         "--moe-layer-freq": [0, 1],
+        "--spec": ["module", "name"],
     }
-    expected = (
-        "--num-layers 2 --norm-epsilon 1e-06 --disable-bias-linear --swiglu --moe-layer-freq [0,1]"
-    )
-    assert flags_of(settings) == expected.split()
+    first = "--num-layers 2 --norm-epsilon 1e-06 --disable-bias-linear --swiglu"
+    assert flags_of(settings) == [
+        *first.split(),
+        "--moe-layer-freq",
+        "[0,1]",
+        "--spec",
+        "module",
+        "name",
+    ]
 
 
 def test_switch_that_is_on_by_default_needs_no_flag() -> None:
