@@ -130,11 +130,8 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return norms and projections as with compressed queries, which those not compressed do not use."""
-        compressed = copy.copy(self.config)
-        compressed.q_lora_rank = self.config.q_lora_rank or self.config.hidden_size
-        classes: dict[str, Any] = QKNormConfigResolver(compressed, submodules).resolve()
-        return {**classes, "linear_q_proj": submodules.linear_q_proj}
+        """Return norms and projections."""
+        return norms_without_queries(self.config, submodules)
 
     def _qkv_down_projection(
         self, hidden_states: torch.Tensor
@@ -151,6 +148,17 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
             whole = gather_from_tensor_model_parallel_region(keys_and_values, group=self.tp_group)
             keys_and_values = scatter_to_sequence_parallel_region(whole, group=self.tp_group)
         return queries, keys_and_values
+
+
+def norms_without_queries(config: Any, submodules: Any) -> dict[str, Any]:
+    """Return Megatron's norms and projections of multi-latent attention, by name, without a second norm.
+
+    They are those of compressed queries. Queries that are not compressed use the plain projection alone.
+    """
+    compressed = copy.copy(config)
+    compressed.q_lora_rank = config.q_lora_rank or config.hidden_size
+    classes: dict[str, Any] = QKNormConfigResolver(compressed, submodules).resolve()
+    return {**classes, "linear_q_proj": submodules.linear_q_proj}
 
 
 def check_latent_attention(args: argparse.Namespace) -> None:

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from moe_ft.convert.huggingface.families import decoder
-from moe_ft.convert.huggingface.families.mla import attention, attention_config, attention_settings
+from moe_ft.convert.huggingface.families.mla import (
+    SPEC,
+    attention,
+    attention_config,
+    attention_settings,
+)
 from moe_ft.convert.huggingface.families.mla_rope import rope_config, rope_settings
 from moe_ft.convert.huggingface.mapping import (
     Config,
@@ -38,6 +43,7 @@ _FEATURES = {
         *("--moe-router-topk-scaling-factor", "--moe-router-num-groups"),
         *("--moe-shared-expert-intermediate-size", "--mtp-num-layers"),
     ),
+    "--spec": (None, SPEC),
     "--moe-expert-capacity-factor": None,
     "--mtp-use-repeated-layer": None,
 }
@@ -128,7 +134,7 @@ def groups_config(settings: Settings, family: str, *, best: int) -> dict[str, An
 
     Args:
         best: experts of a group whose scores are the group's score. Megatron takes as many as each chosen
-            group has chosen experts on average, rounded down.
+            group has chosen experts on average, rounded down; the layers of SPEC take one.
 
     Raises:
         ConfigError: if the family chooses other groups.
@@ -137,7 +143,8 @@ def groups_config(settings: Settings, family: str, *, best: int) -> dict[str, An
     if not chosen:
         return {"n_group": 1, "topk_group": 1}
     num_groups = settings["--moe-router-num-groups"]
-    if _differ(top_k, chosen, num_groups, best):
+    takes_one = best == 1 and settings.get("--spec") == SPEC
+    if not takes_one and _differ(top_k, chosen, num_groups, best):
         raise ConfigError(
             f"--moe-router-topk={top_k} must be at least {best * chosen} and less than "
             f"{(best + 1) * chosen} with --moe-router-group-topk={chosen} for a model of {family}: it "
@@ -159,14 +166,17 @@ def groups_settings(config: Config, family: str, *, best: int) -> dict[str, Any]
     num_groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     top_k = config["num_experts_per_tok"]
     if num_groups == chosen:
-        num_groups = chosen = None
-    elif _differ(top_k, chosen, num_groups, best):
+        return dict.fromkeys(("--moe-router-num-groups", "--moe-router-group-topk"))
+    settings = {"--moe-router-num-groups": num_groups, "--moe-router-group-topk": chosen}
+    if not _differ(top_k, chosen, num_groups, best):
+        return settings
+    if best > 1:
         raise ConfigError(
             f"config.json has num_experts_per_tok={top_k} and topk_group={chosen}, and Megatron scores a "
             f"group by its best {top_k // chosen} experts: a model of {family} takes the best {best}. "
             "There is no conversion of this model."
         )
-    return {"--moe-router-num-groups": num_groups, "--moe-router-group-topk": chosen}
+    return {**settings, "--spec": SPEC}
 
 
 def _differ(top_k: int, chosen: int, num_groups: int, best: int) -> bool:

@@ -19,6 +19,8 @@ from moe_ft.errors import ConfigError
 
 # transformers takes this for the norms of compressed queries, keys and values, whatever rms_norm_eps is.
 _EPSILON = 1e-6
+# The layers that stock Megatron needs for what it would compute otherwise.
+SPEC = ["megatron.fault_tolerance.program.deepseek_layers", "layer_spec"]
 _SIZES = {
     "q_lora_rank": "--q-lora-rank",
     "kv_lora_rank": "--kv-lora-rank",
@@ -49,12 +51,14 @@ def attention_config(settings: Settings, family: str) -> dict[str, Any]:
             "transformers has this number for the norms of compressed queries, keys and values. Convert "
             "to torch_dist or safetensors."
         )
-    if not settings.get("--q-lora-rank") and settings.get("--transformer-impl") != "local":
+    if not settings.get("--q-lora-rank") and not _leaves_queries_alone(settings):
         raise ConfigError(
-            f"--q-lora-rank={settings.get('--q-lora-rank')} with "
-            f"--transformer-impl={settings.get('--transformer-impl')} must be a number: without it "
-            "Megatron 0.19.2 normalizes the input of the queries a second time, and a model of "
-            f"{family} does not. Convert to torch_dist or safetensors."
+            f"--q-lora-rank={settings.get('--q-lora-rank')} must be a number with --transformer-impl="
+            f"{settings.get('--transformer-impl')}, --spec={settings.get('--spec')}, --mtp-num-layers="
+            f"{settings.get('--mtp-num-layers')} and --mla-down-proj-fusion="
+            f"{bool(settings.get('--mla-down-proj-fusion'))}: Megatron 0.19.2 then normalizes the input of "
+            f"the queries a second time, and a model of {family} does not. Convert to torch_dist or "
+            "safetensors."
         )
     sizes = {key: settings.get(flag) or None for key, flag in _SIZES.items()}
     heads = settings["--num-attention-heads"]
@@ -82,6 +86,9 @@ def attention_settings(config: Config, family: str) -> dict[str, Any]:
             "rope_interleave": True,
         },
     )
+    # --spec does not reach layers of multi-token prediction.
+    has_further = bool(config.get("num_nextn_predict_layers"))
+    queries = {"--transformer-impl": "local"} if has_further else {"--spec": SPEC}
     return {
         "--multi-latent-attention": True,
         "--num-attention-heads": heads,
@@ -89,8 +96,15 @@ def attention_settings(config: Config, family: str) -> dict[str, Any]:
         "--qk-layernorm": True,
         "--layernorm-epsilon": _EPSILON,
         **{flag: config[key] for key, flag in _SIZES.items()},
-        **({} if config["q_lora_rank"] else {"--transformer-impl": "local"}),
+        **({} if config["q_lora_rank"] else queries),
     }
+
+
+def _leaves_queries_alone(settings: Settings) -> bool:
+    if settings.get("--transformer-impl") == "local":
+        return True
+    others = settings.get("--mtp-num-layers") or settings.get("--mla-down-proj-fusion")
+    return settings.get("--spec") == SPEC and not others
 
 
 def attention(settings: Settings, megatron: str, hub: str) -> Iterator[Mapped]:

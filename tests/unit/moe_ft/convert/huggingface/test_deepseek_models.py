@@ -59,16 +59,18 @@ YARN: dict[str, Any] = {
     "mscale_all_dim": 1.2,
 }
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
-# The best three experts may be in three groups, of which two are chosen.
+# The best three experts may be in three groups, of which two are chosen. Megatron scores a group by its best
+# expert then, and with four experts by its best two.
 V2 = SMALL | {"topk_method": "group_limited_greedy", "num_experts_per_tok": 3}
 LITE = V2 | ONE_GROUP | {"topk_method": "greedy", "q_lora_rank": None, "rope_parameters": YARN}
 V3 = SMALL | {"num_nextn_predict_layers": 0}
 CASES: dict[str, PreTrainedConfig] = {
-    "V2 with groups": DeepseekV2Config(**V2),
+    "V2 with groups": DeepseekV2Config(**V2 | {"num_experts_per_tok": 4}),
     "V2 without compressed queries, YaRN": DeepseekV2Config(**LITE),
     "V3 with groups": DeepseekV3Config(**V3),
 }
 OTHERS: dict[str, PreTrainedConfig] = {
+    "V2 with groups of Megatron": DeepseekV2Config(**V2),
     "V2, all layers with experts, YaRN": DeepseekV2Config(
         **V2 | {"first_k_dense_replace": 0, "rope_parameters": YARN}
     ),

@@ -133,3 +133,19 @@ PUBLISHED_V2_LITE: dict[str, Any] = {
     "topk_method": "greedy",
     "vocab_size": 102400,
 }
+# config.json of deepseek-ai/DeepSeek-V2.
+PUBLISHED_V2: dict[str, Any] = {
+    **PUBLISHED_V2_LITE,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 16.0,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+}

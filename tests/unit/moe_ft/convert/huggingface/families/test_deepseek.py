@@ -167,10 +167,10 @@ def test_groups_with_the_same_scores_are_translated(
 
 def test_groups_with_other_scores_are_refused() -> None:
     groups = {"--moe-router-num-groups": 8, "--moe-router-group-topk": 3}
-    with pytest.raises(ConfigError, match="--moe-router-topk=6 must be at least 3 and less than 6"):
-        deepseek.groups_config({**groups, "--moe-router-topk": 6}, FAMILY, best=1)
-    config = {"n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}
+    with pytest.raises(ConfigError, match="--moe-router-topk=9 must be at least 6 and less than 9"):
+        deepseek.groups_config({**groups, "--moe-router-topk": 9}, FAMILY, best=2)
+    config = {"n_group": 8, "topk_group": 3, "num_experts_per_tok": 9}
     with pytest.raises(
-        ConfigError, match="has num_experts_per_tok=6 and topk_group=3, and Megatron"
+        ConfigError, match="has num_experts_per_tok=9 and topk_group=3, and Megatron"
     ):
-        deepseek.groups_settings(config, FAMILY, best=1)
+        deepseek.groups_settings(config, FAMILY, best=2)

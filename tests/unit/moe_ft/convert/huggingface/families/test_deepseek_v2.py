@@ -6,31 +6,41 @@ from typing import Any
 import pytest
 
 from moe_ft.convert.huggingface.families.deepseek_v2 import DeepseekV2
+from moe_ft.convert.huggingface.families.mla import SPEC
 from moe_ft.errors import ConfigError
-from tests.unit.moe_ft.convert.huggingface.families.models import PUBLISHED_V2_LITE, V2
+from tests.unit.moe_ft.convert.huggingface.families.models import (
+    PUBLISHED_V2,
+    PUBLISHED_V2_LITE,
+    V2,
+)
 
 FAMILY = DeepseekV2()
 
 
-def test_published_model_has_as_many_parameters_as_published() -> None:
-    tensors = FAMILY.tensors(FAMILY.settings(PUBLISHED_V2_LITE))
-    assert sum(prod(mapped.shape) for mapped in tensors) == 15_706_484_224
+PUBLISHED = {
+    "V2": (PUBLISHED_V2, 235_741_434_880),
+    "V2-Lite": (PUBLISHED_V2_LITE, 15_706_484_224),
+}
 
 
-def test_published_config_is_the_same_after_both_directions() -> None:
-    settings = FAMILY.settings(PUBLISHED_V2_LITE)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_model_has_as_many_parameters_as_published(name: str) -> None:
+    config, size = PUBLISHED[name]
+    tensors = FAMILY.tensors(FAMILY.settings(config))
+    assert sum(prod(mapped.shape) for mapped in tensors) == size
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_is_the_same_after_both_directions(name: str) -> None:
+    config, _ = PUBLISHED[name]
+    settings = FAMILY.settings(config)
+    assert settings["--spec"] == SPEC  # both need layers of ours
     FAMILY.check(settings)
     written = FAMILY.config(settings)
     unknown = {"bos_token_id": None, "eos_token_id": None}  # to Megatron
-    assert written == {**{key: PUBLISHED_V2_LITE[key] for key in written}, **unknown}
+    assert written == {**{key: config[key] for key in written}, **unknown}
     assert settings["--moe-router-pre-softmax"] is True
-    assert not settings["--moe-router-num-groups"]
-
-
-def test_groups_of_the_large_model_are_refused() -> None:
-    groups = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
-    with pytest.raises(ConfigError, match="Megatron scores a group by its best 2 experts: a model"):
-        FAMILY.settings({**PUBLISHED_V2_LITE, **groups})
+    assert bool(settings["--moe-router-num-groups"]) == (name == "V2")
 
 
 def test_groups_are_named_by_the_method() -> None:
@@ -40,6 +50,14 @@ def test_groups_are_named_by_the_method() -> None:
     assert FAMILY.settings(config)["--moe-router-group-topk"] == 2
     assert FAMILY.settings({**config, "topk_method": "greedy"})["--moe-router-group-topk"] is None
     assert FAMILY.config({**V2, "--moe-router-group-topk": None})["topk_method"] == "greedy"
+
+
+def test_layers_of_ours_have_any_groups() -> None:
+    config = FAMILY.config({**V2, "--moe-router-topk": 4, "--spec": SPEC})
+    assert (config["topk_method"], config["topk_group"]) == ("group_limited_greedy", 2)
+    settings = FAMILY.settings(config)
+    assert settings["--spec"] == SPEC
+    assert FAMILY.settings({**config, "num_experts_per_tok": 3})["--spec"] is None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from moe_ft.convert.huggingface.families.mla import (
+    SPEC,
     attention,
     attention_config,
     attention_settings,
@@ -67,14 +68,28 @@ def test_published_sizes_are_the_same_after_both_directions(published: dict[str,
     assert settings["--qk-pos-emb-head-dim"] == 64
 
 
-def test_only_the_local_implementation_leaves_the_input_of_queries_alone() -> None:
+def test_input_of_queries_is_left_alone_by_layers_of_ours_and_by_local_ones() -> None:
     lite = attention_settings(PUBLISHED_V2_LITE, FAMILY)
-    assert lite["--transformer-impl"] == "local"
-    assert "--transformer-impl" not in attention_settings(PUBLISHED_V3, FAMILY)
+    assert lite["--spec"] == SPEC
+    attention_config({**lite, "--transformer-impl": "transformer_engine"}, FAMILY)
+    further = attention_settings({**PUBLISHED_V2_LITE, "num_nextn_predict_layers": 1}, FAMILY)
+    assert further["--transformer-impl"] == "local"
+    attention_config({**further, "--mtp-num-layers": 1}, FAMILY)
+    assert not {"--spec", "--transformer-impl"} & set(attention_settings(PUBLISHED_V3, FAMILY))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"--spec": None}, {"--mtp-num-layers": 1}, {"--mla-down-proj-fusion": True}],
+    ids=str,
+)
+def test_input_of_queries_that_is_normalized_again_is_refused(changes: dict[str, Any]) -> None:
+    lite = attention_settings(PUBLISHED_V2_LITE, FAMILY)
+    settings = {**lite, "--transformer-impl": "transformer_engine", **changes}
     with pytest.raises(
-        ConfigError, match="--q-lora-rank=None with --transformer-impl=transformer_engine must be"
+        ConfigError, match="--q-lora-rank=None must be a number with --transformer-"
     ):
-        attention_config({**lite, "--transformer-impl": "transformer_engine"}, FAMILY)
+        attention_config(settings, FAMILY)
 
 
 @pytest.mark.parametrize(
