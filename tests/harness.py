@@ -30,7 +30,7 @@ _TAIL_BYTES = 3000
 _PORTS = (10_000, 32_768)  # the system hands out the ports above these
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pretrain_gpt_moe"])
+_context.set_forkserver_preload(["tests.warm"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -303,7 +303,7 @@ def content_of(storage: Path) -> dict[Path, bytes | None]:
     }
 
 
-@pytest.mark.parametrize("name", share_of(CASES, "memory directory that is a file", "later format"))
+@pytest.mark.parametrize("name", share_of(CASES, "memory directory that is a file"))
 def test_start_that_cannot_work_is_refused_with_its_reason_and_changes_nothing_on_storage(
     name: str, directory: Path, memory_dir: Path, request: pytest.FixtureRequest
 ) -> None:

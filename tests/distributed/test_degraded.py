@@ -124,6 +124,7 @@ def test_killed_writer_is_started_again(
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_stopped_writer_is_killed_and_replaced(
     job: CheckpointJob,
     expected: list[tuple[str, str]],

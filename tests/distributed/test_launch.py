@@ -1,9 +1,6 @@
 """Pretraining scripts of all shapes train under `moe_ft run` unchanged, and a kill changes nothing."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +8,8 @@ import pytest
 
 from tests.checkpoint_job import NUM_RANKS, CheckpointJob, refusal
 from tests.demo_model import layout_flags, model_flags
-from tests.harness import free_port, run_ranks, run_training
+from tests.harness import run_ranks, run_training
 from tests.own_scripts import (
-    BASE_FLAGS,
-    OWN_SCRIPT,
     run_and_digest,
     run_hybrid,
     run_library,
@@ -40,6 +35,7 @@ def check_recovery(
     assert "moe_ft: on: --moe-ft-strategy is sparse" in results[-1].output(0)
 
 
+@pytest.mark.rest
 def test_killed_script_with_data_loss_and_arguments_of_its_own_ends_in_the_same_state(
     job: CheckpointJob,
 ) -> None:
@@ -93,36 +89,3 @@ def test_script_that_cannot_work_is_refused_with_the_line_to_change(
     flags = ["--moe-ft-strategy", "dense", "--moe-ft-job-id", "job"]
     result = run_training(flags, 1, log_dir=tmp_path, train=train)
     assert words in refusal(result)
-
-
-def test_torchrun_restarts_a_script_that_was_killed(
-    job: CheckpointJob, tmp_path: Path, memory_dir: Path
-) -> None:
-    options = [
-        *("--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "test"),
-    ]
-    job.base = [*BASE_FLAGS, *JOB]
-    flags = job.flags(*SPARSE, "--moe-ft-inject-fault", "kill:1@4:backward")
-    output = tmp_path / "output.log"
-    with output.open("w") as file:
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", *options),
-                *("-m", "moe_ft", "run", str(OWN_SCRIPT), *flags),
-            ],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "CUDA_VISIBLE_DEVICES": "",
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            },
-            stdout=file,
-            stderr=file,
-            timeout=240,
-            check=False,
-        )
-    assert done.returncode == 0, output.read_text()[-3000:]
-    assert job.recovered() == [(3, 4)]
-    job.base, job.train = JOB, run_own
-    assert job.digests() == job.reference()

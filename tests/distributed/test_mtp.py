@@ -7,7 +7,6 @@ import pytest
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import digests, events, run_with_restarts
 from tests.references import References
-from tests.shares import share_of
 
 NUM_RANKS = 3
 LAYOUT = ("--pipeline-model-parallel-layout", "Ett|ttm|L", "--mtp-num-layers", "1")
@@ -27,7 +26,8 @@ def flags(dataset_flags: list[str]) -> list[str]:
     return [*model, *layout_flags({"pp": NUM_RANKS}), *LAYOUT, *dataset_flags]
 
 
-@pytest.mark.parametrize("strategy", share_of(STRATEGIES, "sparse"))
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_killed_mtp_stage_is_recovered(
     strategy: str,
     flags: list[str],

@@ -100,11 +100,10 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, object]]] = {
     ),
 }
 
-# Together they have every kind of layout, precision and schedule, at few ranks.
+# Tensor parallelism beside the stock program: test_convert.py.
 QUICK = (
     "one rank, fp32, two MTP layers, rope scaling, per-token loss",
     "virtual stages, fp16, full recomputation, evaluation",
-    "tp2 ep2, sequence parallel, overlapped communication",
 )
 
 

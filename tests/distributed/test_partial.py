@@ -12,11 +12,11 @@ from tests.checkpoint_job import TWO_NODES, CheckpointJob
 from tests.demo_model import event_flags
 from tests.harness import digests, run_ranks
 from tests.partial_runs import PARTIAL, follow, killed_with_storage, recount, taken
-from tests.shares import share_of
 from tests.unit.moe_ft.builders import manifest_of
 
 
-@pytest.mark.parametrize("selection", share_of(["sequential", "load-aware"], "load-aware"))
+@pytest.mark.rest
+@pytest.mark.parametrize("selection", ["sequential", "load-aware"])
 def test_lost_node_gets_its_experts_from_storage_and_the_other_from_memory(
     job: CheckpointJob, selection: str
 ) -> None:

@@ -12,20 +12,19 @@ import pytest
 
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import digests, events, free_port
+from tests.own_scripts import BASE_FLAGS, OWN_SCRIPT, run_own
 from tests.processes import wait_until_group_is_gone
 from tests.references import References
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def start_torchrun(
-    options: Sequence[str], flags: Sequence[str], output: Path, **env: str
-) -> subprocess.Popen[bytes]:
-    """Start torchrun in a process group of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "pretrain_gpt_moe.py"]
+def start_torchrun(words: Sequence[str], output: Path, **env: str) -> subprocess.Popen[bytes]:
+    """Start torchrun with words of a command line in a process group of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run"]
     with output.open("w") as file:
         return subprocess.Popen(
-            [*command, *flags],
+            [*command, *words],
             cwd=ROOT,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **env},
             stdout=file,
@@ -42,7 +41,7 @@ def test_torchrun_ends_soon_after_a_kill_and_the_survivors_name_the_dead_rank(
     flags += ["--moe-ft-inject-fault", "kill:1@2:backward"]
     options = ["--nproc-per-node", "2", "--master-port", str(free_port())]
     output = tmp_path / "output.log"
-    process = start_torchrun(options, flags, output)
+    process = start_torchrun([*options, "pretrain_gpt_moe.py", *flags], output)
     assert process.wait(timeout=120) != 0
     text = output.read_text()
     assert "heard nothing from rank 1 (last in iteration 2, backward), which probably died" in text
@@ -50,14 +49,10 @@ def test_torchrun_ends_soon_after_a_kill_and_the_survivors_name_the_dead_rank(
     wait_until_group_is_gone(process.pid)
 
 
-def test_lost_node_of_two_torchrun_agents_is_recovered_from_its_peer(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path, references: References
+def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_its_peer(
+    tmp_path: Path, memory_dir: Path, references: References
 ) -> None:
-    job = [
-        *model_flags(train_iters=6, hidden_dropout=0.1),
-        *layout_flags({"ep": 2}),
-        *dataset_flags,
-    ]
+    job = [*model_flags(train_iters=6, hidden_dropout=0.1), *layout_flags({"ep": 2})]
     flags = [
         *(*job, *event_flags(tmp_path), "--moe-ft-strategy", "dense"),
         *("--moe-ft-memory-dir", str(memory_dir)),
@@ -68,10 +63,10 @@ def test_lost_node_of_two_torchrun_agents_is_recovered_from_its_peer(
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
         *("--rdzv-id", "two_agents", "--local-addr", "127.0.0.1"),
     ]
+    script = ["-m", "moe_ft", "run", str(OWN_SCRIPT), *BASE_FLAGS]
     agents = [
         start_torchrun(
-            options,
-            flags,
+            [*options, *script, *flags],
             tmp_path / f"{node}.log",
             MOE_FT_NODE_ID=node,
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
@@ -92,4 +87,4 @@ def test_lost_node_of_two_torchrun_agents_is_recovered_from_its_peer(
     # The agents may have swapped their ranks since.
     assert sorted([*one["sources"], *other["sources"]]) == ["memory", "peer"]
     assert one["restored_iteration"] == other["restored_iteration"] in range(1, 5)
-    assert digests(tmp_path, 2) == references.digests(job, 2)
+    assert digests(tmp_path, 2) == references.digests(job, 2, run_own)

@@ -48,7 +48,7 @@ OFFLINE = {
 }
 _AFTER_RECOVERY = 0.4  # of the starts after the first are killed in their first iterations
 _SOON = 0.2  # of the events of a start
-_DAMAGED = 0.12  # of the schedules have bits that flip and little else
+_DAMAGED = 0.15  # of the schedules have damage and little else
 _EVENTS_PER_ITERATION = 75  # of a rank, and more than most have, so that some faults come too late
 ENDS_PROCESSES = ("kill-rank", "kill-node", "kill-all", "lose-node")
 
@@ -124,8 +124,12 @@ def draw(seed: int) -> Schedule:
 
 
 def _damage(rng: random.Random, num_events: int) -> list[Fault]:
-    """Return faults of a job that dies when it has state, of which then many bits flip."""
-    death = _draw(rng, {"kill-all": 1, "kill-rank": 1}, 0, lambda: rng.randrange(num_events // 2))
+    """Return faults of a job that dies when it has state, which then is damaged: bits flip, or power is lost."""
+    kills = {"kill-all": 1, "kill-rank": 1}
+    if rng.random() < 0.25:  # late, so that something is on storage
+        death = _draw(rng, kills, 0, lambda: int(num_events * rng.uniform(0.4, 1.0)))
+        return [death, _draw(rng, {"power-loss": 1}, 1, lambda: -1)]
+    death = _draw(rng, kills, 0, lambda: rng.randrange(num_events // 2))
     if rng.random() < 0.7:
         return [death, *[_draw(rng, {"flip-memory": 1}, 1, lambda: -1)] * rng.choice((2, 8, 32))]
     flips = [_draw(rng, {"flip-storage": 1}, 1, lambda: -1)] * rng.choice((2, 8, 32))

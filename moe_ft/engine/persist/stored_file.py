@@ -5,6 +5,7 @@ A unit that is not written is in the file of an older checkpoint, or has never b
 
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import msgspec
@@ -76,7 +77,8 @@ def assemble(
     chosen = set(rotating)
     written = {name: unit for name, unit in index.units.items() if not unit.file or name in chosen}
     from_file = {name: unit.file for name, unit in written.items()}
-    older_units = {} if previous is None else _found_in(previous, written)
+    in_pool = index.units.keys() - written.keys()
+    older_units = {} if previous is None else _found_in(previous, in_pool)
     files = {unit.file for unit in older_units.values()}
     older = tuple(entry for entry in _files_of(previous) if entry.data in files)
     if not any(from_file.values()):
@@ -107,15 +109,16 @@ def assemble(
     )
 
 
-def _found_in(
-    previous: PreviousCheckpoint, written: Mapping[str, UnitEntry]
-) -> dict[str, UnitEntry]:
-    """Return the units that an older checkpoint has and that are not written again."""
+def _found_in(previous: PreviousCheckpoint, in_pool: AbstractSet[str]) -> dict[str, UnitEntry]:
+    """Return the units that an older checkpoint has, of those in the pool that are not written again.
+
+    It may hold others: parts that belonged to this rank then, and to another one now.
+    """
     own = posixpath.join(posixpath.dirname(previous.path), previous.index.file)
     return {
         name: msgspec.structs.replace(unit, file=unit.file or own)
         for name, unit in previous.index.units.items()
-        if name not in written
+        if name in in_pool
     }
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +120,17 @@ def test_file_that_nothing_is_found_in_any_more_is_not_named(memory: Memory) -> 
     before = assemble(memory.index, memory.names[:1], None, NAME)
     after = assemble(memory.index, memory.names[:1], checkpoint(before, 4), NAME)
     assert after.index.older == ()
+
+
+def test_part_that_now_belongs_to_another_rank_is_not_taken_from_an_older_file(
+    memory: Memory,
+) -> None:
+    before = assemble(memory.index, memory.names, None, NAME)
+    gone = next(name for name, unit in memory.index.units.items() if not unit.file)
+    units = {name: unit for name, unit in memory.index.units.items() if name != gone}
+    now = msgspec.structs.replace(memory.index, units=units)
+    after = assemble(now, memory.names[:1], checkpoint(before, 4), NAME)
+    assert set(after.index.units) == set(units)
 
 
 @given(st.lists(st.sets(st.integers(0, 2)), min_size=1, max_size=8))
