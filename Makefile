@@ -33,7 +33,7 @@ test: .venv/installed
 	$(PYTEST) tests/distributed tests/gpu --numprocesses 2
 
 test-all: .venv/installed
-	$(PYTEST) tests/simulation tests/distributed -m "rest or chaos"
+	$(PYTEST) tests/unit tests/simulation tests/distributed -m "rest or chaos"
 
 test-power: .venv/installed
 	$(BIN)/python -W ignore -m tests.power

@@ -77,7 +77,8 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
     tensors = written.select(model.tensors())
     items = list_items(tensors, with_optimizer=with_optimizer, dtype=request.dtype)
     shards = into_shards(items, request.shard_bytes)
-    destination = _destination(request, model, items)
+    what = "all" if with_optimizer else "weights"
+    destination = _destination(request, model, items, what)
     num_bytes = sum(item.num_bytes for item in items)
     destination.check(num_bytes)
     if is_dry_run:
@@ -121,13 +122,13 @@ def _format(request: Request, model: Model, *, with_optimizer: bool) -> Format:
     return SafetensorsSet(model)
 
 
-def _destination(request: Request, model: Model, items: Sequence[Item]) -> Destination:
-    options = (request.to, request.what, request.dtype, request.for_ep, request.shard_bytes)
+def _destination(request: Request, model: Model, items: Sequence[Item], what: str) -> Destination:
+    options = (request.to, what, request.dtype, request.for_ep, request.shard_bytes)
     listed = [(item.tensor.name, item.kind, item.dtype) for item in items]
     return Destination(
         request.destination,
         checksum(repr((options, request.family, model.signature, listed)).encode()),
-        f"iteration {model.iteration} of {request.source} to {request.to}, --what {request.what or 'all'}",
+        f"iteration {model.iteration} of {request.source} to {request.to}, --what {what}",
     )
 
 

@@ -84,9 +84,9 @@ def test_many_random_bits_are_rounded_alike(of: NumberFormat) -> None:
 
 @EACH
 def test_neighbours_of_all_ties_are_rounded_alike(of: NumberFormat) -> None:
-    # Every upper half with the lower bits around what is cut off, and all subnormal results.
+    # Every upper half, with lower bits around each tie that is among them, also of subnormal results.
     uppers = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
-    for shift in range(16):
+    for shift in (0, 12, 13, 14, 15):
         for beside in (-1, 0, 1):
             numbers = uppers + ((1 << shift) + beside)
             assert torch.equal(rounded_by_kernel(numbers, of), rounded_by_reference(numbers, of))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moe_ft.cli import main
 from moe_ft.convert.conversion import Request, convert
 from moe_ft.convert.huggingface.release import open_release
 from moe_ft.convert.model import MegatronState
@@ -200,3 +201,15 @@ def test_file_that_is_gone_is_named(saved: Path) -> None:
         path.unlink()
     with pytest.raises(CorruptStateError, match="gate.weight cannot be read"):
         release.read(router, "weight")
+
+
+def test_command_prints_the_flags_of_the_model(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(saved), str(tmp_path / "out"), "--to", "torch_dist"]) == 0
+    *_, title, flags = capsys.readouterr().out.splitlines()
+    assert title == "flags of the model:"
+    assert {"--disable-bias-linear", "--norm-epsilon", "--rotary-base"} <= set(flags.split())
+    words = ["convert", str(saved), str(tmp_path / "other"), "--to", "hf", "--family", "mixtral"]
+    assert main(words) == 2
+    assert "--to=hf" in capsys.readouterr().err

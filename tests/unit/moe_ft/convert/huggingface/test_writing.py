@@ -121,3 +121,26 @@ def test_state_of_an_optimizer_does_not_fit(checkpoint: Path, tmp_path: Path) ->
     request = Request(source=str(checkpoint), destination=str(tmp_path), to="hf", what="all")
     with pytest.raises(ConfigError, match="--what=all: only weights are read from or written to"):
         convert(request)
+
+
+def test_interrupted_conversion_continues_with_the_shards_that_it_has(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(
+        source=str(checkpoint), destination=str(tmp_path / "out"), to="hf", shard_bytes=50_000
+    )
+    write = HuggingFace.write_shard
+
+    def write_one(self: Any, folder: Path, number: int, *rest: Any) -> Any:
+        if number:
+            raise KeyboardInterrupt
+        return write(self, folder, number, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HuggingFace, "write_shard", write_one)
+        convert(request)
+    (first,) = (tmp_path / "out.incomplete").glob("*.safetensors")
+    before = first.stat().st_mtime_ns
+    convert(request)
+    assert (tmp_path / "out" / first.name).stat().st_mtime_ns == before
+    loaded(tmp_path / "out")

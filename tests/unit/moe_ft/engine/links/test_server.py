@@ -134,7 +134,7 @@ def test_peer_with_a_wrong_token_is_refused(peer: Peer, token: str) -> None:
 def test_server_that_has_no_token_yet_answers_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.peers.PROGRESS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("moe_ft.engine.links.peers.PROGRESS_TIMEOUT_S", 1.5)
     server = PeerServer(tmp_path, HOST)
     server.start()
     assert server.address is not None
