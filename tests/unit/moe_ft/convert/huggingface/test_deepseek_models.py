@@ -178,3 +178,16 @@ def test_copy_that_differs_is_refused_and_one_that_is_absent_is_written(
     checkpoint, _ = converted(saved, "torch_dist")
     back, _ = converted(checkpoint, "hf")
     assert torch.equal(tensors_of(back)[name], tensors["lm_head.weight"])
+
+
+def test_bias_of_the_choice_stays_in_fp32(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    random_model(CASES["V3 with groups"]).save_pretrained(saved)
+    checkpoint, _ = converted(saved, "torch_dist", dtype="bf16")
+    back, _ = converted(checkpoint, "hf")
+    ours, theirs = tensors_of(back), tensors_of(saved)
+    biases = {name for name in theirs if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 2
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor if name in biases else tensor.bfloat16())
+    assert loaded(back).dtype is torch.bfloat16
