@@ -1,5 +1,6 @@
 """Logits of Megatron's model in a checkpoint, which Megatron's own code loads with --load."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +15,11 @@ from megatron.fault_tolerance.program.arguments import parse_arguments
 from megatron.fault_tolerance.program.model import build_config
 from tests.harness import run_ranks
 
+_PADDING = 16  # of the vocabulary
 # Flags that a run needs besides those of its model.
 RUN_FLAGS = (
     *("--micro-batch-size", "1", "--train-iters", "2", "--lr", "0.001", "--mock-data"),
-    *("--tokenizer-type", "NullTokenizer", "--make-vocab-size-divisible-by", "16"),
+    *("--tokenizer-type", "NullTokenizer"),
     *("--distributed-timeout-minutes", "1", "--no-load-optim", "--no-load-rng"),
 )
 
@@ -47,7 +49,9 @@ def all_logits(
     """
     words = shlex.split(flags) if isinstance(flags, str) else list(flags)
     length = str(tokens.shape[1])
-    words += [*RUN_FLAGS, "--seq-length", length, "--load", str(checkpoint)]
+    padded = _PADDING * math.ceil(int(words[words.index("--vocab-size") + 1]) / _PADDING)
+    words += [*RUN_FLAGS, "--seq-length", length, "--padded-vocab-size", str(padded)]
+    words += ["--load", str(checkpoint)]
     words.append("--exit-on-missing-checkpoint")
     path = folder / "logits.pt"
     run_ranks(_write_logits, 1, words, tokens.tolist(), str(path), log_dir=folder).check()

@@ -36,7 +36,8 @@ FLAGS: dict[str, dict[str, str]] = {
             add_bias_linear add_qkv_bias ffn_hidden_size group_query_attention hidden_size
             kv_channels kv_lora_rank layernorm_epsilon
             max_position_embeddings mtp_num_layers multi_latent_attention normalization
-            num_attention_heads num_layers num_query_groups position_embedding_type q_lora_rank
+            num_attention_heads num_layers num_query_groups padded_vocab_size
+            position_embedding_type q_lora_rank
             qk_head_dim qk_layernorm qk_pos_emb_head_dim rotary_base rotary_percent
             rotary_seq_len_interpolation_factor seq_length swiglu transformer_impl
             untie_embeddings_and_output_weights use_rope_scaling v_head_dim vocab_size""",
@@ -53,7 +54,7 @@ FLAGS: dict[str, dict[str, str]] = {
             mla_down_proj_fusion mrope_section mscale mscale_all_dim mtp_use_repeated_layer
             mup_attn_scale_power mup_base_head_dim mup_base_hidden_size
             mup_embedding_mult mup_output_mult mup_width_mult no_rope_freq pad_vocab_size
-            padded_vocab_size qk_l2_norm quick_geglu
+            qk_l2_norm quick_geglu
             relative_attention_max_distance relative_attention_num_buckets rope_scaling_factor
             rope_type rotary_interleaved rotary_scaling_factor
             softmax_type spec squared_relu use_mup

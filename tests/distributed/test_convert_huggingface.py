@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig, PreTrainedModel
+from transformers import (
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 import pretrain_gpt_moe
 from moe_ft.convert.conversion import Request, convert
@@ -29,17 +36,24 @@ from tests.unit.moe_ft.convert.huggingface.round_trip import (
 
 NUM_RANKS, LAYOUT = 4, {"pp": 2, "ep": 2}
 SEQUENCE, MICRO_BATCHES = 32, 4
-MODEL = MixtralConfig(
-    vocab_size=256,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    max_position_embeddings=SEQUENCE,
-)
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": SEQUENCE,
+}
+QWEN = SMALL | {"num_experts": 4, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+MODELS: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "qwen2_moe": Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=20),
+    "qwen3_moe": Qwen3MoeConfig(**QWEN),
+    "olmoe": OlmoeConfig(**SMALL, num_experts=4),
+}
+QUICK = "mixtral"
 TRAINING = [
     *("--seq-length", str(SEQUENCE), "--micro-batch-size", "2", "--global-batch-size", "16"),
     *("--train-iters", "2", "--lr", "1e-3", "--lr-decay-style", "constant", "--eval-iters", "0"),
@@ -82,12 +96,14 @@ def loss_of(model: PreTrainedModel, samples: list[dict[str, torch.Tensor]]) -> f
     return float(total / count)
 
 
-@pytest.fixture
+@pytest.fixture(
+    params=[pytest.param(name, marks=() if name == QUICK else pytest.mark.rest) for name in MODELS]
+)
 def trained(
-    tmp_path: Path, memory_dir: Path, dataset_flags: list[str]
+    request: pytest.FixtureRequest, tmp_path: Path, memory_dir: Path, dataset_flags: list[str]
 ) -> tuple[PreTrainedModel, str, Path]:
     """Return a model, the flags of Megatron for it, and the folder of a job that has started from it."""
-    model = random_model(MODEL)
+    model = random_model(MODELS[request.param])
     model.save_pretrained(tmp_path / "saved")
     checkpoint, printed = converted(tmp_path / "saved", "torch_dist")
     flags = printed.splitlines()[-1]

@@ -135,8 +135,18 @@ def query_key_value(
 
 
 def vocabulary_size(settings: Settings) -> int:
-    """Return the number of tokens: --vocab-size of the run, else all rows with padding."""
-    return int(settings.get("--vocab-size") or settings["--padded-vocab-size"])
+    """Return the number of tokens: --vocab-size of the run, else all rows with padding.
+
+    Raises:
+        ConfigError: if the settings have neither.
+    """
+    size = settings.get("--vocab-size") or settings.get("--padded-vocab-size")
+    if not size:
+        raise ConfigError(
+            "--vocab-size=None: the settings of the run must have the size of its vocabulary, or "
+            "--padded-vocab-size. Convert to torch_dist or safetensors."
+        )
+    return int(size)
 
 
 def expect(settings: Settings, family: str, values: Mapping[str, Any]) -> None:

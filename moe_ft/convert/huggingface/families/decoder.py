@@ -174,13 +174,20 @@ def decoder_settings(
         "--swiglu": True,
         "--add-bias-linear": False,
         "--untie-embeddings-and-output-weights": not config.get("tie_word_embeddings", False),
-        "--vocab-size": config["vocab_size"],
-        "--make-vocab-size-divisible-by": 1,  # Megatron's loss counts padding, with logits of 0
+        **vocabulary_settings(config),
         "--moe-router-score-function": "softmax",
         "--moe-router-topk": config["num_experts_per_tok"],
         "--attention-dropout": config.get("attention_dropout", 0.0),
         "--hidden-dropout": 0.0,
     }
+
+
+def vocabulary_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of a vocabulary without padding, whatever a tokenizer has.
+
+    Megatron's loss counts padding, with logits of 0.
+    """
+    return {"--vocab-size": config["vocab_size"], "--padded-vocab-size": config["vocab_size"]}
 
 
 def rope_base(config: Config, family: str) -> int:

@@ -39,6 +39,8 @@ def test_gate_is_above_up() -> None:
 def test_vocabulary_is_that_of_the_run_or_has_all_rows() -> None:
     assert vocabulary_size({"--vocab-size": 100, "--padded-vocab-size": 128}) == 100
     assert vocabulary_size({"--vocab-size": None, "--padded-vocab-size": 128}) == 128
+    with pytest.raises(ConfigError, match="--vocab-size=None: the settings of the run must have"):
+        vocabulary_size({})
 
 
 def test_setting_of_another_value_is_refused_by_name() -> None:
