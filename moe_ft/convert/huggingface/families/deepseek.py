@@ -26,7 +26,6 @@ from moe_ft.convert.huggingface.mapping import (
 from moe_ft.errors import ConfigError
 
 _SIZES = {
-    "vocab_size": "--vocab-size",
     "hidden_size": "--hidden-size",
     "intermediate_size": "--ffn-hidden-size",
     "moe_intermediate_size": "--moe-ffn-hidden-size",
@@ -115,7 +114,7 @@ def common_settings(config: Config, family: str) -> dict[str, Any]:
         "--attention-dropout": config.get("attention_dropout", 0.0),
         "--hidden-dropout": 0.0,
         **{flag: config[key] for key, flag in _SIZES.items()},
-        "--make-vocab-size-divisible-by": 1,  # as in decoder.py
+        **decoder.vocabulary_settings(config),
         "--moe-layer-freq": decoder.layer_frequency(has_experts),
         "--moe-shared-expert-intermediate-size": config["n_shared_experts"]
         * config["moe_intermediate_size"],
