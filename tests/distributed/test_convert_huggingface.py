@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -47,11 +49,28 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": SEQUENCE,
 }
 QWEN = SMALL | {"num_experts": 4, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+DEEPSEEK: dict[str, Any] = SMALL | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
 MODELS: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
     "qwen2_moe": Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=20),
     "qwen3_moe": Qwen3MoeConfig(**QWEN),
     "olmoe": OlmoeConfig(**SMALL, num_experts=4),
+    "deepseek_v2": DeepseekV2Config(
+        **DEEPSEEK, q_lora_rank=None, topk_method="group_limited_greedy"
+    ),
+    "deepseek_v3": DeepseekV3Config(**DEEPSEEK, q_lora_rank=12, num_nextn_predict_layers=0),
 }
 QUICK = "mixtral"
 TRAINING = [
