@@ -112,12 +112,9 @@ def facts(iteration: int) -> records.IterationFacts:
         iteration=iteration,
         grad_norm=1.0,
         num_tokens=None,
-        consumed_train_samples=iteration,
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
         num_floating_point_operations=0.0,
-        num_microbatches=1,
         tokens_per_expert={},
+        counters=records.LoopCounters(consumed_train_samples=iteration, num_microbatches=1),
     )
 
 

@@ -39,7 +39,7 @@ FLAGS: dict[str, dict[str, str]] = {
             num_attention_heads num_layers num_query_groups padded_vocab_size
             position_embedding_type q_lora_rank
             qk_head_dim qk_layernorm qk_pos_emb_head_dim rotary_base rotary_percent
-            rotary_seq_len_interpolation_factor seq_length swiglu transformer_impl
+            rotary_seq_len_interpolation_factor seq_length spec swiglu transformer_impl
             untie_embeddings_and_output_weights use_rope_scaling v_head_dim vocab_size""",
         "fingerprint untested": """
             activation_func_clamp_value add_position_embedding apply_query_key_layer_scaling
@@ -57,7 +57,7 @@ FLAGS: dict[str, dict[str, str]] = {
             qk_l2_norm quick_geglu
             relative_attention_max_distance relative_attention_num_buckets rope_scaling_factor
             rope_type rotary_interleaved rotary_scaling_factor
-            softmax_type spec squared_relu use_mup
+            softmax_type squared_relu use_mup
             use_transformer_engine_op_fuser
             window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow
             yarn_correction_range_round_to_int yarn_original_max_position_embeddings""",

@@ -9,9 +9,9 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -35,6 +35,16 @@ from moe_ft.state.tensors import (
 _SETTINGS = ("max_lr", "min_lr")
 
 
+class LoopCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of a training loop, and its own state on this rank as JSON values: fields of the record."""
+
+    consumed_train_samples: int
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    num_microbatches: int
+    loop_state: dict[str, Any] = {}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationFacts:
     """Facts that the training loop knows about the iteration that has just ended.
@@ -43,20 +53,17 @@ class IterationFacts:
         iteration: of the state now.
         grad_norm: as train_step returned it; None after a skipped step.
         num_tokens: with --calculate-per-token-loss, on the device; else None.
+        num_floating_point_operations: so far.
         tokens_per_expert: local counts ``[expert]`` by MoE layer.
-        loop_state: state of the loop itself on this rank, as JSON values.
+        counters: of the loop, this iteration included.
     """
 
     iteration: int
     grad_norm: float | None
     num_tokens: torch.Tensor | None
-    consumed_train_samples: int
-    consumed_valid_samples: int
-    skipped_train_samples: int
     num_floating_point_operations: float
-    num_microbatches: int
     tokens_per_expert: Mapping[str, torch.Tensor]
-    loop_state: Mapping[str, Any] = MappingProxyType({})
+    counters: LoopCounters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,18 +216,14 @@ def encode(captured: CapturedRecord) -> IterationRecord:
         num_tokens=None if values["num_tokens"] is None else int(values["num_tokens"]),
         optimizers=tuple(_encode_optimizer(each) for each in values["optimizers"]),
         scheduler=_to_json(values["scheduler"]),
-        consumed_train_samples=facts.consumed_train_samples,
-        consumed_valid_samples=facts.consumed_valid_samples,
-        skipped_train_samples=facts.skipped_train_samples,
         num_floating_point_operations=float(facts.num_floating_point_operations),
-        num_microbatches=facts.num_microbatches,
         rng=_encode_rng(values["rng"]),
         buffers={name: pack(tensor) for name, tensor in values["buffers"].items()},
         extra_state={name: pack(tensor) for name, tensor in values["extra_state"].items()},
         tokens_per_expert={
             name: tuple(counts.tolist()) for name, counts in values["tokens_per_expert"].items()
         },
-        loop_state=dict(facts.loop_state),
+        **msgspec.structs.asdict(facts.counters),
     )
 
 

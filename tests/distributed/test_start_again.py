@@ -17,6 +17,7 @@ from moe_ft.config.strategy import StrategyConfig
 from moe_ft.recovery.running import Checkpointing
 from moe_ft.recovery.start import start
 from moe_ft.state.digest import digest_state
+from moe_ft.state.record import IterationFacts
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import run_ranks
 from tests.shares import share_of
@@ -53,13 +54,13 @@ class Process:
         optimizer.step()
         iteration += 1
         self.digests[iteration] = self.digest()
-        facts = loop_facts.iteration_facts(
-            get_args(),
-            iteration,
+        facts = IterationFacts(
+            iteration=iteration,
             grad_norm=1.0,
             num_tokens=None,
             num_floating_point_operations=0.0,
             tokens_per_expert={},
+            counters=loop_facts.counters(get_args()),
         )
         running.engine.end_iteration(iteration, 0.1, lambda: running.capture(facts))
 

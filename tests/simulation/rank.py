@@ -25,7 +25,7 @@ from moe_ft.recovery.replay import Conversion
 from moe_ft.recovery.running import Checkpointing
 from moe_ft.recovery.start import start
 from moe_ft.state import record as records
-from moe_ft.state.record import IterationFacts
+from moe_ft.state.record import IterationFacts, LoopCounters
 from moe_ft.strategies import registry
 from tests.simulation.active import Patches, World
 from tests.simulation.model import SAMPLES_PER_ITERATION, TOKENS_PER_SAMPLE, Model
@@ -246,12 +246,9 @@ class Rank:
             iteration=iteration,
             grad_norm=grad_norm,
             num_tokens=None,
-            consumed_train_samples=model.consumed,
-            consumed_valid_samples=0,
-            skipped_train_samples=0,
             num_floating_point_operations=0.0,
-            num_microbatches=1,
             tokens_per_expert=dict(zip(names, model.tokens, strict=True)),
+            counters=LoopCounters(consumed_train_samples=model.consumed, num_microbatches=1),
         )
 
     @property

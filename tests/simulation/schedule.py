@@ -124,7 +124,7 @@ def draw(seed: int) -> Schedule:
 
 
 def _damage(rng: random.Random, num_events: int) -> list[Fault]:
-    """Return faults of a job that dies when it has state, which then is damaged: bits flip, or power is lost."""
+    """Return faults of a job that dies when it has state: then bits flip, or power is lost."""
     kills = {"kill-all": 1, "kill-rank": 1}
     if rng.random() < 0.25:  # late, so that something is on storage
         death = _draw(rng, kills, 0, lambda: int(num_events * rng.uniform(0.4, 1.0)))

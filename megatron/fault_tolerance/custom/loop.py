@@ -7,7 +7,6 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron.fault_tolerance.cpu import device as cpu_device
@@ -18,7 +17,7 @@ from moe_ft.config.flag_table import Kind
 from moe_ft.format.records import IterationRecord
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.state.record import IterationFacts, apply_rng
+from moe_ft.state.record import LoopCounters, apply_rng
 
 
 class CustomLoop(TrainingLoop):
@@ -133,28 +132,12 @@ class CustomLoop(TrainingLoop):
         """Return the training samples; those of the last iteration are counted already."""
         return {"consumed_train_samples": self._position.consumed_samples}
 
-    def iteration_facts(
-        self,
-        iteration: int,
-        *,
-        grad_norm: float | None,
-        num_tokens: torch.Tensor | None,
-        num_samples: int,
-        num_floating_point_operations: float,
-        tokens_per_expert: dict[str, torch.Tensor],
-    ) -> IterationFacts:
-        """Return the counters of the state, as the loop has given them."""
-        return IterationFacts(
-            iteration=iteration,
-            grad_norm=grad_norm,
-            num_tokens=num_tokens,
+    def counters(self, num_uncounted: int) -> LoopCounters:
+        """Return what the loop has given."""
+        return LoopCounters(
             consumed_train_samples=self._position.consumed_samples,
-            consumed_valid_samples=0,
-            skipped_train_samples=0,
-            num_floating_point_operations=num_floating_point_operations,
             num_microbatches=self._num_microbatches,
-            tokens_per_expert=tokens_per_expert,
-            loop_state=self._position.state,
+            loop_state=dict(self._position.state),
         )
 
     def resume(self, record: IterationRecord) -> None:

@@ -5,7 +5,6 @@ watch/checkpoints.py hands them over.
 
 import argparse
 
-import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
@@ -26,7 +25,7 @@ from megatron.fault_tolerance.seams.training_loop import state_places
 from moe_ft.format.records import IterationRecord
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.state.record import IterationFacts
+from moe_ft.state.record import LoopCounters
 
 
 def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
@@ -78,36 +77,19 @@ def began_with(args: argparse.Namespace) -> str:
     return " ".join(flags)
 
 
-def iteration_facts(
-    args: argparse.Namespace,
-    iteration: int,
-    *,
-    grad_norm: float | None,
-    num_tokens: torch.Tensor | None,
-    num_samples: int = 0,
-    num_floating_point_operations: float,
-    tokens_per_expert: dict[str, torch.Tensor],
-) -> IterationFacts:
+def counters(args: argparse.Namespace, num_uncounted: int = 0) -> LoopCounters:
     """Return the counters of the state that an iteration has just made.
 
     Args:
-        grad_norm: as clipping used it.
-        num_tokens: of the batch, with --calculate-per-token-loss.
-        num_samples: of the iteration, if the loop has not counted them yet; then it has not counted the ones
-            that --decrease-batch-size-if-needed leaves out either.
-        num_floating_point_operations: so far, this iteration included.
+        num_uncounted: samples of the iteration, if the loop has not counted them yet; then it has not counted
+            the ones that --decrease-batch-size-if-needed leaves out either.
     """
     num_left_out = get_current_global_batch_size() - get_current_running_global_batch_size()
-    return IterationFacts(
-        iteration=iteration,
-        grad_norm=None if grad_norm is None else float(grad_norm),
-        num_tokens=num_tokens,
-        consumed_train_samples=args.consumed_train_samples + num_samples,
+    return LoopCounters(
+        consumed_train_samples=args.consumed_train_samples + num_uncounted,
         consumed_valid_samples=args.consumed_valid_samples,
-        skipped_train_samples=args.skipped_train_samples + num_left_out * (num_samples > 0),
-        num_floating_point_operations=num_floating_point_operations,
+        skipped_train_samples=args.skipped_train_samples + num_left_out * (num_uncounted > 0),
         num_microbatches=get_num_microbatches(),
-        tokens_per_expert=tokens_per_expert,
     )
 
 

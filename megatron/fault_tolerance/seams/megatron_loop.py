@@ -7,7 +7,6 @@ is loop_facts.py.
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training.training import num_floating_point_operations
@@ -18,7 +17,7 @@ from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import IterationRecord
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.state.record import IterationFacts
+from moe_ft.state.record import LoopCounters
 
 
 class MegatronLoop(TrainingLoop):
@@ -88,26 +87,9 @@ class MegatronLoop(TrainingLoop):
         """Return the operations of one batch, as Megatron counts them."""
         return float(num_floating_point_operations(get_args(), num_samples))
 
-    def iteration_facts(
-        self,
-        iteration: int,
-        *,
-        grad_norm: float | None,
-        num_tokens: torch.Tensor | None,
-        num_samples: int,
-        num_floating_point_operations: float,
-        tokens_per_expert: dict[str, torch.Tensor],
-    ) -> IterationFacts:
+    def counters(self, num_uncounted: int) -> LoopCounters:
         """Return Megatron's counters."""
-        return loop_facts.iteration_facts(
-            get_args(),
-            iteration,
-            grad_norm=grad_norm,
-            num_tokens=num_tokens,
-            num_samples=num_samples,
-            num_floating_point_operations=num_floating_point_operations,
-            tokens_per_expert=tokens_per_expert,
-        )
+        return loop_facts.counters(get_args(), num_uncounted)
 
     def resume(self, record: IterationRecord) -> None:
         """Set Megatron's counters, before the data iterators are built from them."""

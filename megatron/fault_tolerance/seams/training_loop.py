@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from moe_ft.format.records import IterationRecord
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.parameters import GroupPlace, StatePlaces
-from moe_ft.state.record import IterationFacts
+from moe_ft.state.record import LoopCounters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,23 +101,11 @@ class TrainingLoop(ABC):
         return 0.0
 
     @abstractmethod
-    def iteration_facts(
-        self,
-        iteration: int,
-        *,
-        grad_norm: float | None,
-        num_tokens: torch.Tensor | None,
-        num_samples: int,
-        num_floating_point_operations: float,
-        tokens_per_expert: dict[str, torch.Tensor],
-    ) -> IterationFacts:
+    def counters(self, num_uncounted: int) -> LoopCounters:
         """Return the counters of the state that an iteration has just made.
 
         Args:
-            grad_norm: as clipping used it.
-            num_tokens: of the batch, where the loss is calculated per token.
-            num_samples: of the iteration, if the loop has not counted them yet, else 0.
-            num_floating_point_operations: so far, this iteration included.
+            num_uncounted: samples of the iteration, if the loop has not counted them yet, else 0.
         """
 
     @abstractmethod

@@ -64,11 +64,12 @@ class StateSeam:
         self._loop.stall_s += self._act(self._last_facts, ended.seconds)
 
     def _facts(self, num_uncounted_samples: int) -> IterationFacts:
-        return self._training.iteration_facts(
-            self._loop.iteration,
-            grad_norm=self._loop.grad_norm,
+        grad_norm = self._loop.grad_norm
+        return IterationFacts(
+            iteration=self._loop.iteration,
+            grad_norm=None if grad_norm is None else float(grad_norm),
             num_tokens=self._loop.num_tokens,
-            num_samples=num_uncounted_samples,
             num_floating_point_operations=self._num_operations,
             tokens_per_expert=self._count_tokens(),
+            counters=self._training.counters(num_uncounted_samples),
         )

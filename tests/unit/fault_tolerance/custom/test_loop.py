@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron.fault_tolerance.custom.facts import Position, RunFacts
 from megatron.fault_tolerance.custom.loop import CustomLoop
 from megatron.fault_tolerance.seams.training_loop import LoopParts
-from moe_ft.state.record import IterationFacts
 from tests.unit.moe_ft.builders import make_record
 
 MODEL = Namespace(
@@ -45,17 +44,6 @@ def loop_of(**changes: Any) -> CustomLoop:
     return CustomLoop(run, MODEL, GROUPS)
 
 
-def facts_of(loop: CustomLoop, iteration: int) -> IterationFacts:
-    return loop.iteration_facts(
-        iteration,
-        grad_norm=1.5,
-        num_tokens=None,
-        num_samples=8,
-        num_floating_point_operations=0.0,
-        tokens_per_expert={},
-    )
-
-
 def test_loop_begins_where_it_says() -> None:
     loop = loop_of(consumed_samples=24, began_with="--finetune /old")
     assert (loop.iteration, loop.first_iteration, loop.train_iterations) == (3, 3, 10)
@@ -63,13 +51,13 @@ def test_loop_begins_where_it_says() -> None:
     assert loop.began_with() == "--finetune /old"
 
 
-def test_facts_of_a_state_are_those_that_the_loop_gave() -> None:
+def test_counters_of_a_state_are_those_that_the_loop_gave() -> None:
     loop = loop_of()
     state = {"epoch": 1}
     loop.end_iteration(Position(iteration=4, consumed_samples=32, state=state), 2)
-    facts = facts_of(loop, 4)
-    assert (facts.iteration, facts.consumed_train_samples, facts.num_microbatches) == (4, 32, 2)
-    assert (facts.loop_state, facts.grad_norm) == (state, 1.5)
+    counters = loop.counters(8)
+    assert (counters.consumed_train_samples, counters.num_microbatches) == (32, 2)
+    assert counters.loop_state == state
     assert loop.sample_counters(0) == {"consumed_train_samples": 32}
 
 
@@ -80,7 +68,7 @@ def test_recovered_loop_is_at_the_position_of_its_record() -> None:
     assert (position.iteration, position.consumed_samples, position.is_recovered) == (5, 40, True)
     assert position.state == make_record(5).loop_state
     assert (loop.iteration, loop.first_iteration) == (5, 5)
-    assert facts_of(loop, 5).num_microbatches == make_record(5).num_microbatches
+    assert loop.counters(0).num_microbatches == make_record(5).num_microbatches
 
 
 def test_replay_gets_the_position_before_the_iteration_and_its_micro_batches() -> None:

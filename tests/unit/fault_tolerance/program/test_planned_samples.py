@@ -90,13 +90,5 @@ def test_samples_that_an_iteration_left_out_are_in_its_record_also_before_the_lo
     num_samples: int, expected: int
 ) -> None:
     args = flags(global_batch_size=11, decrease_batch_size_if_needed=True, skipped_train_samples=3)
-    facts = loop_facts.iteration_facts(
-        args,
-        2,
-        grad_norm=None,
-        num_tokens=None,
-        num_samples=num_samples,
-        num_floating_point_operations=0.0,
-        tokens_per_expert={},
-    )
-    assert facts.skipped_train_samples == expected
+    counters = loop_facts.counters(args, num_samples)
+    assert counters.skipped_train_samples == expected

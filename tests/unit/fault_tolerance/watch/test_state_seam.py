@@ -73,8 +73,8 @@ def test_state_is_passed_at_once_with_samples_that_the_loop_has_not_counted(run:
     run.args.consumed_train_samples = 40
     run.seam.end_iteration(ended(6))
     (facts,) = run.engine.acted
-    assert (facts.iteration, facts.consumed_train_samples, facts.grad_norm) == (6, 48, 1.5)
-    assert facts.num_microbatches == 2
+    assert (facts.iteration, facts.counters.consumed_train_samples, facts.grad_norm) == (6, 48, 1.5)
+    assert facts.counters.num_microbatches == 2
     assert facts.tokens_per_expert is TOKENS
     assert run.engine.seconds == [2.0]
     assert run.loop.stall_s == 0.25
@@ -97,11 +97,9 @@ def test_state_that_is_evaluated_is_passed_when_the_loop_continues(run: Run) -> 
     run.args.consumed_train_samples, run.args.consumed_valid_samples = 48, 4  # by the loop
     run.seam.pass_postponed()
     (facts,) = run.engine.acted
-    assert (facts.iteration, facts.consumed_train_samples, facts.consumed_valid_samples) == (
-        6,
-        48,
-        4,
-    )
+    assert facts.iteration == 6
+    counters = facts.counters
+    assert (counters.consumed_train_samples, counters.consumed_valid_samples) == (48, 4)
     assert run.engine.seconds == [2.0]
     assert run.loop.stall_s == 0.25
 
@@ -118,11 +116,11 @@ def test_last_facts_do_not_include_a_batch_that_was_skipped_later(run: Run) -> N
     run.seam.end_iteration(ended(6))
     run.args.consumed_train_samples = 56  # 8 of the iteration, 8 of a skipped batch
     assert run.seam.last_facts() is run.engine.acted[0]
-    assert run.seam.last_facts().consumed_train_samples == 48
+    assert run.seam.last_facts().counters.consumed_train_samples == 48
 
 
 def test_last_facts_are_the_current_ones_if_nothing_was_trained(run: Run) -> None:
     run.args.consumed_train_samples = 40
     facts = run.seam.last_facts()
-    assert (facts.iteration, facts.consumed_train_samples) == (6, 40)
+    assert (facts.iteration, facts.counters.consumed_train_samples) == (6, 40)
     assert facts.num_floating_point_operations == 1000.0

@@ -29,7 +29,7 @@ from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.index import Index
-from moe_ft.state.record import CapturedRecord, IterationFacts
+from moe_ft.state.record import CapturedRecord, IterationFacts, LoopCounters
 from moe_ft.strategies.dense.strategy import DenseStrategy
 from moe_ft.strategies.interface import Strategy, WindowPlan
 from moe_ft.topology import RankInfo, Topology
@@ -78,12 +78,9 @@ def capture(iteration: int) -> CapturedRecord:
         iteration=iteration,
         grad_norm=1.5,
         num_tokens=None,
-        consumed_train_samples=8 * iteration,
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
         num_floating_point_operations=1e15,
-        num_microbatches=1,
         tokens_per_expert={},
+        counters=LoopCounters(consumed_train_samples=8 * iteration, num_microbatches=1),
     )
     generators = {
         "python": random.Random(iteration).getstate(),

@@ -76,12 +76,9 @@ FACTS = records.IterationFacts(
     iteration=1,
     grad_norm=None,
     num_tokens=torch.tensor(7),
-    consumed_train_samples=0,
-    consumed_valid_samples=0,
-    skipped_train_samples=0,
     num_floating_point_operations=0.0,
-    num_microbatches=1,
     tokens_per_expert={},
+    counters=records.LoopCounters(consumed_train_samples=0, num_microbatches=1),
 )
 
 

@@ -15,6 +15,7 @@ from moe_ft.format.records import IterationRecord
 from moe_ft.state.record import (
     CapturedRecord,
     IterationFacts,
+    LoopCounters,
     RecordTaker,
     apply,
     apply_rng,
@@ -112,12 +113,14 @@ def facts(grad_norm: float | None) -> IterationFacts:
         iteration=3,
         grad_norm=grad_norm,
         num_tokens=torch.tensor(640),
-        consumed_train_samples=24,
-        consumed_valid_samples=8,
-        skipped_train_samples=1,
         num_floating_point_operations=1e15,
-        num_microbatches=2,
         tokens_per_expert={"layer.0": torch.tensor([5, 3])},
+        counters=LoopCounters(
+            consumed_train_samples=24,
+            consumed_valid_samples=8,
+            skipped_train_samples=1,
+            num_microbatches=2,
+        ),
     )
 
 

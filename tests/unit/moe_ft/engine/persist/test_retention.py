@@ -275,9 +275,7 @@ def test_damaged_checkpoint_that_a_run_went_back_from_does_not_count_among_those
     assert complete_iterations(storage) == [110, 90]
 
 
-@pytest.mark.parametrize(
-    "storage", ["local", pytest.param("s3", marks=pytest.mark.rest)], indirect=True
-)
+@LOCAL
 def test_checkpoints_of_a_dead_branch_never_take_the_place_of_usable_ones(storage: Storage) -> None:
     for iteration in (70, 80, 90, 100):
         save(storage, iteration, make_identity(), 4)
