@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import warnings
 
 from moe_ft.commands.directory import reading
 from moe_ft.errors import ConfigError
@@ -83,6 +84,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"DST='{options.destination}' must be a folder on this machine. Convert to one, and copy it."
         )
+    warnings.simplefilter(
+        "ignore", UserWarning
+    )  # of Megatron and torch, about what is not used here
     # Here, since this is the only command that needs torch.
     from moe_ft.convert.conversion import Request, convert
 

@@ -22,6 +22,7 @@ from moe_ft.state.global_places import CONTENT_METADATA
 
 CONFIG_NAME = "config.json"
 _CHECKPOINT_VERSION = 3.0  # the order of rows in linear_qkv, and that arguments are there
+_REMEDY_OF_PREDICTION = " If it predicts one token only, set num_nextn_predict_layers to 0 there."
 _FOLLOWS_FROM_CONFIG = ".rotary_emb.inv_freq"  # in files of early versions of transformers
 
 
@@ -226,6 +227,7 @@ def _check(folder: Path, listed: Sequence[Mapped], places: Mapping[str, _Place])
                 f"{folder} {problem} {names[0]}"
                 + (f" (and {len(names) - 1} others)" if len(names) > 1 else "")
                 + f", by its {CONFIG_NAME}. Convert a checkpoint whose tensors are all of the model."
+                + _REMEDY_OF_PREDICTION * (problem == "lacks" and "eh_proj" in names[0])
             )
     for mapped in listed:
         parts = mapped.split(torch.empty(mapped.shape, device="meta"))

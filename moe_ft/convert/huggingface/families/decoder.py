@@ -37,6 +37,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "--moe-router-score-function": ("softmax", None),
         "--rotary-percent": (1.0, None),
         "--softmax-type": ("vanilla", None),
+        "--moe-expert-capacity-factor": None,
         **dict.fromkeys(
             (
                 *(
@@ -62,6 +63,8 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         ),
     }
 )
+# Balancing that decides which experts a token gets, not only what is trained.
+_ROUTING = {"sinkhorn", "quantile_balancing"}
 # What `config.json` may say of things that Megatron does in one way only.
 PLAIN_CONFIG: Mapping[str, Any] = MappingProxyType(
     {
@@ -114,9 +117,15 @@ def layer_frequency(has_experts: list[bool]) -> int | list[int]:
 
 
 def check_decoder(settings: Settings, family: str, features: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless a model has these features and experts."""
+    """Raise ConfigError unless a model has these features and experts, chosen by scores alone."""
     check_number(settings, family, "--num-experts")
     expect(settings, family, features)
+    balancing = settings.get("--moe-router-load-balancing-type")
+    if _ROUTING.intersection(balancing if isinstance(balancing, list) else [balancing]):
+        raise ConfigError(
+            f"--moe-router-load-balancing-type={balancing} must be another for a model of {family}: it "
+            "chooses experts in another way. Convert to torch_dist or safetensors."
+        )
 
 
 def check_number(settings: Settings, family: str, flag: str) -> None:

@@ -43,11 +43,8 @@ _FEATURES = {
         *("--moe-shared-expert-intermediate-size", "--mtp-num-layers"),
     ),
     "--spec": (None, SPEC),
-    "--moe-expert-capacity-factor": None,
     "--mtp-use-repeated-layer": None,
 }
-# Balancing that decides which experts a token gets, not only what is trained.
-_ROUTING = {"sinkhorn", "quantile_balancing"}
 
 
 def common_config(settings: Settings, family: str) -> dict[str, Any]:
@@ -59,12 +56,6 @@ def common_config(settings: Settings, family: str) -> dict[str, Any]:
     attention_and_rope = attention_config(settings, family) | rope_config(settings, family)
     decoder.check_decoder(settings, family, _FEATURES)
     balancing = settings.get("--moe-router-load-balancing-type")
-    kinds = balancing if isinstance(balancing, list) else [balancing]
-    if _ROUTING.intersection(kinds):
-        raise ConfigError(
-            f"--moe-router-load-balancing-type={balancing} must be another for a model of {family}: it "
-            "chooses experts in another way. Convert to torch_dist or safetensors."
-        )
     loss: dict[str, Any] = {}
     if balancing in ("aux_loss", "seq_aux_loss"):
         loss = {"seq_aux": balancing == "seq_aux_loss"}

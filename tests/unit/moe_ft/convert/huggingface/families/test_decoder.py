@@ -57,6 +57,8 @@ def test_model_with_plain_features_is_accepted() -> None:
         ({"--add-bias-linear": True}, "--add-bias-linear=True must be off"),
         ({"--rotary-percent": 0.5}, "--rotary-percent=0.5 must be 1.0"),
         ({"--use-rope-scaling": True}, "--use-rope-scaling=True must be off"),
+        ({"--moe-expert-capacity-factor": 1.5}, "--moe-expert-capacity-factor=1.5 must be off"),
+        ({"--moe-router-load-balancing-type": "sinkhorn"}, "=sinkhorn must be another for a model"),
         ({"--window-size": [8, 0]}, r"--window-size=\[8, 0\] must be off"),
         ({"--softmax-type": "learnable"}, "--softmax-type=learnable must be vanilla"),
         ({"--moe-router-score-function": "sigmoid"}, "--moe-router-score-function=sigmoid must be"),
