@@ -11,7 +11,6 @@ from moe_ft.convert.huggingface.families.mla import SPEC
 from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import deepseek_flags, layout_flags
 from tests.megatron_logits import megatron_logits
-from tests.shares import share_of
 from tests.unit.moe_ft.convert.huggingface.round_trip import (
     NUM_TOKENS,
     TOLERANCE,
@@ -44,7 +43,8 @@ def converted(source: Path, folder: Path, to: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", share_of(LAYOUTS, "tensors"))
+@pytest.mark.rest
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_run_becomes_a_model_of_transformers(
     name: str, job: CheckpointJob, dataset_flags: list[str], tmp_path: Path
 ) -> None:

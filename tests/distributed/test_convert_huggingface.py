@@ -5,6 +5,7 @@ That every family gives the same numbers is tests/unit/moe_ft/convert/huggingfac
 
 import json
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from tests.unit.moe_ft.convert.huggingface.round_trip import (
     random_model,
 )
 
-NUM_RANKS, LAYOUT = 4, {"pp": 2, "ep": 2}
 SEQUENCE, MICRO_BATCHES = 32, 4
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -72,7 +72,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     ),
     "deepseek_v3": DeepseekV3Config(**DEEPSEEK, q_lora_rank=12, num_nextn_predict_layers=0),
 }
-QUICK = "mixtral"
+QUICK = "mixtral"  # in `make test`, on two ranks
 TRAINING = [
     *("--seq-length", str(SEQUENCE), "--micro-batch-size", "2", "--global-batch-size", "16"),
     *("--train-iters", "2", "--lr", "1e-3", "--lr-decay-style", "constant", "--eval-iters", "0"),
@@ -136,8 +136,10 @@ def trained(
         ),
         *("--tensorboard-dir", str(tmp_path / "board")),
     ]
-    words = [*flags.split(), *TRAINING, *places, *dataset_flags, *layout_flags(LAYOUT)]
-    run_ranks(train_and_record, NUM_RANKS, words, str(tmp_path), log_dir=tmp_path / "job").check()
+    layout = {"ep": 2} if request.param == QUICK else {"pp": 2, "ep": 2}
+    words = [*flags.split(), *TRAINING, *places, *dataset_flags, *layout_flags(layout)]
+    num_ranks = prod(layout.values())
+    run_ranks(train_and_record, num_ranks, words, str(tmp_path), log_dir=tmp_path / "job").check()
     return model, flags, tmp_path
 
 
