@@ -1,6 +1,7 @@
 """Command line of moe_ft: ``moe_ft COMMAND``, or ``python -m moe_ft COMMAND``.
 
-Each command is a file of moe_ft/commands/. None of them but `run`, `convert` and `diff` imports torch.
+Each command is a file of moe_ft/commands/. None of them but `run`, `convert`, `diff` and, of several
+processes, `doctor` imports torch.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from moe_ft.commands.clean import add_clean_command
 from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.diff import add_diff_command
+from moe_ft.commands.doctor import add_doctor_command
 from moe_ft.commands.inspect import add_inspect_command
 from moe_ft.commands.plan import add_plan_command, split_command_line
 from moe_ft.commands.prune import add_prune_command
@@ -23,7 +25,8 @@ from moe_ft.errors import MoeFtError
 def main(command_line: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code.
 
-    It is 1 if verify found damage, or the job that clean was told to remove is still there; 2 for bad input.
+    It is 1 if verify found damage, a check of doctor failed, or the job that clean was told to remove is
+    still there; 2 for bad input.
     """
     words = sys.argv[1:] if command_line is None else list(command_line)
     if runs_script(words):
@@ -56,4 +59,5 @@ def _parser() -> argparse.ArgumentParser:
     add_prune_command(commands)
     add_report_command(commands)
     add_plan_command(commands)
+    add_doctor_command(commands)
     return parser

@@ -3,8 +3,9 @@
 import asyncio
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # Several ranks share the cores, and inherit this. Set it before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,3 +49,22 @@ def memory_dir() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="moe_ft_test_", dir="/dev/shm"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def mount_small(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Return a function that mounts a file system of a size such as "6m" and returns its folder."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        folder = tmp_path / f"small_{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
+            pytest.skip("mounting a small file system needs root")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

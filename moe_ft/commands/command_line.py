@@ -23,11 +23,15 @@ class Launch:
         world_size: None if its words do not say it.
         ranks_per_node: None if they do not say that.
         reason: why the world size is not known.
+        restarts: whether torchrun may start the ranks again.
+        backend: torchrun's --rdzv-backend, empty for its default; None for other launchers.
     """
 
     world_size: int | None = None
     ranks_per_node: int | None = None
     reason: str = ""
+    restarts: bool = False
+    backend: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +74,24 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
     )
 
 
+def read_settings(words: Sequence[str]) -> tuple[Launch, MoeFtConfig]:
+    """Return the ranks and the settings of moe_ft of a command line whose other flags cannot be planned.
+
+    Raises:
+        ConfigError: if a flag of moe_ft cannot be read.
+    """
+    launcher, flags = _split(words)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse  # type: ignore[method-assign]
+    option_types = registry.option_types()
+    add_flags(parser, part_types(option_types).values(), {"strategy": registry.names()})
+    args, others = parser.parse_known_args(flags)
+    unknown = [word for word in others if word.startswith("--moe-ft-")]
+    if unknown:
+        refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    return read_launch(launcher), config_from(args, option_types)
+
+
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the launcher's words and the flags of training, which follow the program."""
     if not words or words[0].startswith("-"):
@@ -97,18 +119,27 @@ def read_launch(words: Sequence[str]) -> Launch:
     names = [PurePath(word).name for word in words]
     start = next((place for place, name in enumerate(names) if name in _TORCHRUN), None)
     if start is not None:
-        given = dict(_options(words[start + 1 :]))
-        num_nodes, per_node = given.get("--nnodes", "1"), given.get("--nproc-per-node", "1")
-        if not all(each.isdecimal() and int(each) for each in (num_nodes, per_node)):
-            return Launch(
-                reason=f"--nnodes={num_nodes} --nproc-per-node={per_node} must be at least 1"
-            )
-        return Launch(world_size=int(num_nodes) * int(per_node), ranks_per_node=int(per_node))
+        return _read_torchrun(dict(_options(words[start + 1 :])))
     if "srun" in names:
         return _read_srun(dict(_options(words[names.index("srun") + 1 :])))
     if any(name.startswith("python") or name == "moe_ft" for name in names):
         return Launch(world_size=1, ranks_per_node=1)
     return Launch(reason=f"{names[0]} is no launcher that plan knows" if names else "no launcher")
+
+
+def _read_torchrun(given: dict[str, str]) -> Launch:
+    num_nodes, per_node = given.get("--nnodes", "1"), given.get("--nproc-per-node", "1")
+    restarts = given.get("--max-restarts", "0") != "0"
+    backend = given.get("--rdzv-backend", "")
+    if not all(each.isdecimal() and int(each) for each in (num_nodes, per_node)):
+        reason = f"--nnodes={num_nodes} --nproc-per-node={per_node} must be at least 1"
+        return Launch(reason=reason, restarts=restarts, backend=backend)
+    return Launch(
+        world_size=int(num_nodes) * int(per_node),
+        ranks_per_node=int(per_node),
+        restarts=restarts,
+        backend=backend,
+    )
 
 
 def _read_srun(given: dict[str, str]) -> Launch:

@@ -67,3 +67,22 @@ class MemoryShare:
     def total_bytes(self, *, persists: bool, replication_factor: int) -> int:
         """Return the bytes of a rank on its node if every rank keeps as many replicas as it has peers."""
         return self.own_bytes(persists=persists) + replication_factor * self.replica_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Room that the checkpoints of a job take.
+
+    Attributes:
+        share: host memory of the rank that needs the most.
+        checkpoint_bytes: that all ranks write of a checkpoint.
+        num_older: checkpoints that storage keeps besides, since newer ones refer to their files.
+    """
+
+    share: MemoryShare
+    checkpoint_bytes: int
+    num_older: int = 0
+
+    def num_stored(self, keep: int) -> int:
+        """Return the most checkpoints on storage: those that are kept, and the one that is written."""
+        return keep + 1 + self.num_older

@@ -17,6 +17,7 @@ from moe_ft.config.fields import Part
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.experts import Counts, ExpertFacts
+from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.token_ledger import Loss, UnitVersion
 from moe_ft.units import Level, UnitId
@@ -320,6 +321,16 @@ class StrategyKind(ABC):
         """
         raise ConfigError(
             f"--moe-ft-strategy={self.name} cannot be planned: it brings no report. Name another strategy."
+        )
+
+    def footprint(self, job: PlannedJob) -> Footprint:
+        """Return the room that checkpoints of a job take, at most.
+
+        Raises:
+            ConfigError: if the job cannot be planned.
+        """
+        raise ConfigError(
+            f"--moe-ft-strategy={self.name} cannot be planned: it brings no sizes. Name another strategy."
         )
 
     @abstractmethod

@@ -1,8 +1,5 @@
 """Fixtures of the tests that run jobs with checkpoints."""
 
-import os
-import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,22 +46,3 @@ def job(
 def expected(job: CheckpointJob) -> Digests:
     """Return the digests of the job's ranks when it takes no checkpoints and nothing fails."""
     return job.reference()
-
-
-@pytest.fixture
-def mount_small(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Return a function that mounts a file system of a size such as "6m" and returns its folder."""
-    mounted: list[Path] = []
-
-    def mount(size: str) -> Path:
-        folder = tmp_path / f"small_{len(mounted)}"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
-            pytest.skip("mounting a small file system needs root")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -28,6 +28,7 @@ LAYERS = {
     "moe_ft.commands": 54,
     "moe_ft.__main__": 56,
     "moe_ft.convert": 52,
+    "moe_ft.doctor": 52,
     "moe_ft.recovery": 50,
     "moe_ft.elastic": 50,
     "moe_ft.simulator": 40,
@@ -51,6 +52,7 @@ MAY_COMMUNICATE = (
     "moe_ft.recovery",
     "moe_ft.elastic",
     "moe_ft.convert",  # torch.distributed.checkpoint, in one process
+    "moe_ft.doctor",  # the store where ranks meet, and nothing else
     "pretrain_gpt_moe",
 )
 STRATEGIES = "moe_ft.strategies"

@@ -71,32 +71,8 @@ class PeerConnection:
     def _connected(self) -> socket.socket:
         """Return the connection, made and authenticated."""
         if self._connection is None:
-            deadline = Deadline(PROGRESS_TIMEOUT_S)
-            while (connection := self._connect(deadline)) is None:
-                time.sleep(_BUSY_PAUSE_S)
-                if deadline.is_over:
-                    raise TimeoutError(
-                        f"{self._address[0]}:{self._address[1]} closes connections before it lets anybody "
-                        "in: it has too many strangers, or its start has failed"
-                    )
-            self._connection = connection
+            self._connection = open_connection(self._address, self._token)
         return self._connection
-
-    def _connect(self, deadline: Deadline) -> socket.socket | None:
-        """Return a connection whose sides both know the token; None while the server takes no strangers."""
-        connection = socket.create_connection(self._address, deadline.rest_s)
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            try:
-                challenge = receive_challenge(connection, deadline)
-            except ConnectionError:
-                connection.close()
-                return None
-            answer_challenge(connection, self._token, challenge, deadline)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     def put(self, replica: "Replica", slots: Sequence[str], phase_hook: PhaseHook) -> None:
         """Send a replica and wait until it is committed there; raises OSError if that fails.
@@ -166,6 +142,36 @@ class PeerConnection:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def open_connection(address: tuple[str, int], token: str) -> socket.socket:
+    """Return a connection to a peer whose two sides know the token; raises OSError if that fails."""
+    deadline = Deadline(PROGRESS_TIMEOUT_S)
+    while (connection := _connect(address, token, deadline)) is None:
+        time.sleep(_BUSY_PAUSE_S)
+        if deadline.is_over:
+            raise TimeoutError(
+                f"{address[0]}:{address[1]} closes connections before it lets anybody in: it has too many "
+                "strangers, or its start has failed"
+            )
+    return connection
+
+
+def _connect(address: tuple[str, int], token: str, deadline: Deadline) -> socket.socket | None:
+    """Return a connection; None while the server takes no strangers."""
+    connection = socket.create_connection(address, deadline.rest_s)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            challenge = receive_challenge(connection, deadline)
+        except ConnectionError:
+            connection.close()
+            return None
+        answer_challenge(connection, token, challenge, deadline)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 class PeerReplicator:

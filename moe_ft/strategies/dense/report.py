@@ -1,6 +1,6 @@
 """The plan of dense checkpoints: bytes of each rank, the wait for a snapshot, host memory."""
 
-from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.host_memory import Footprint, MemoryShare
 from moe_ft.planning.ownership import saved_parameters
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import describe_ranks, memory_table, persist_line
@@ -13,7 +13,29 @@ def render(job: PlannedJob) -> str:
         ConfigError: if a measured value would be ignored.
     """
     job.measured.refuse_unplanned("dense")
-    parameters = [
+    parameters = _saved(job)
+    most, num_bytes = max(parameters), job.byte_model.optimizer
+    size = (
+        f"snapshot: {sum(parameters) * num_bytes / 1e6:,.1f} MB in all, {most * num_bytes / 1e6:,.1f} MB of "
+        f"rank {parameters.index(most)}, which has the most"
+    )
+    memory = memory_table(job, {"dense": MemoryShare(region_bytes=most * num_bytes)}, most)
+    lines = "\n".join([size, *_limits(job, most * num_bytes)])
+    return "\n\n".join([describe_ranks(job), lines, memory])
+
+
+def footprint(job: PlannedJob) -> Footprint:
+    """Return the room that checkpoints take."""
+    parameters, num_bytes = _saved(job), job.byte_model.optimizer
+    return Footprint(
+        share=MemoryShare(region_bytes=max(parameters) * num_bytes),
+        checkpoint_bytes=sum(parameters) * num_bytes,
+    )
+
+
+def _saved(job: PlannedJob) -> list[int]:
+    """Return ``[rank]`` the parameters that a rank saves."""
+    return [
         count
         for number, units in enumerate(job.stages)
         for count in saved_parameters(
@@ -23,14 +45,6 @@ def render(job: PlannedJob) -> str:
             bucket_parameters=job.bucket_parameters if number == 0 else None,
         )
     ]
-    most, num_bytes = max(parameters), job.byte_model.optimizer
-    size = (
-        f"snapshot: {sum(parameters) * num_bytes / 1e6:,.1f} MB in all, {most * num_bytes / 1e6:,.1f} MB of "
-        f"rank {parameters.index(most)}, which has the most"
-    )
-    memory = memory_table(job, {"dense": MemoryShare(region_bytes=most * num_bytes)}, most)
-    lines = "\n".join([size, *_limits(job, most * num_bytes)])
-    return "\n\n".join([describe_ranks(job), lines, memory])
 
 
 def _limits(job: PlannedJob, most_bytes: int) -> list[str]:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.planning.experts import ExpertLayout, experts_of_stage
+from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.experts_per_layer import PlannedRun
-from moe_ft.strategies.partial.report import render
+from moe_ft.strategies.partial.report import footprint, render
 from moe_ft.strategies.partial.sharing import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.strategies.partial.units import divide_units
@@ -53,6 +54,10 @@ class Partial(StrategyKind):
     def report(self, job: PlannedJob) -> str:
         """Return the plan of a job."""
         return render(job, self.options_in(job.config))
+
+    def footprint(self, job: PlannedJob) -> Footprint:
+        """Return the room that checkpoints of a job take, at most."""
+        return footprint(job, self.options_in(job.config))
 
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
         """Return the strategy of a rank. Called by all ranks of a stage."""

@@ -1,10 +1,11 @@
 """The plan of partial experts (MoC-System): bytes of each rank, hidden copies, losses of a failure."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moe_ft.errors import ConfigError
-from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.host_memory import Footprint, MemoryShare
 from moe_ft.planning.lost_tokens import expected_plt
 from moe_ft.planning.ownership import Sharding
 from moe_ft.planning.planned_job import PlannedJob
@@ -69,6 +70,21 @@ def render(job: PlannedJob, options: PartialConfig) -> str:
     )
     parts = [described, _size_table(plan), _rank_table(plan), _memory(plan)]
     return "\n\n".join([*parts, *_limits(plan), *_losses(plan)])
+
+
+def footprint(job: PlannedJob, options: PartialConfig) -> Footprint:
+    """Return the room that checkpoints take, at most.
+
+    A checkpoint refers to the files of as many older ones as it takes until every expert was written.
+    """
+    model, num_experts = saved_model(job, options), job.shape.num_experts
+    k = None if options.dynamic_k else options.k_in_memory
+    k_persist = min(options.k_persist, num_experts)
+    return Footprint(
+        share=model.memory_share(k),
+        checkpoint_bytes=model.plan_workload(k_persist).total_bytes,
+        num_older=math.ceil(num_experts / k_persist) - 1,
+    )
 
 
 def saved_model(job: PlannedJob, options: PartialConfig) -> SavedModel:

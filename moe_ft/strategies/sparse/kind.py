@@ -6,11 +6,12 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.planning.experts import experts_of_stage
+from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
-from moe_ft.strategies.sparse.report import render
+from moe_ft.strategies.sparse.report import footprint, render
 from moe_ft.strategies.sparse.strategy import SparseStrategy
 from moe_ft.units import Level
 
@@ -43,6 +44,10 @@ class Sparse(StrategyKind):
     def report(self, job: PlannedJob) -> str:
         """Return the plan of a job."""
         return render(job, self.options_in(job.config))
+
+    def footprint(self, job: PlannedJob) -> Footprint:
+        """Return the room that checkpoints of a job take, at most."""
+        return footprint(job, self.options_in(job.config))
 
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
         """Return the strategy of a rank. Called by all ranks of a stage."""

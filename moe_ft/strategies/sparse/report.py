@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ft.errors import ConfigError
-from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.host_memory import Footprint, MemoryShare
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import (
     describe_shape,
@@ -136,6 +136,15 @@ def render(job: PlannedJob, options: SparseConfig) -> str:
         *_recovery(plan, window, order),
     ]
     return "\n\n".join(parts)
+
+
+def footprint(job: PlannedJob, options: SparseConfig) -> Footprint:
+    """Return the room that checkpoints take, at most: as much as is reserved."""
+    plan = SparsePlan(job=job, options=options, window=options.window_snapshots, machine=None)
+    reserved = plan.reserve()
+    return Footprint(
+        share=MemoryShare(region_bytes=reserved), checkpoint_bytes=job.num_ranks * reserved
+    )
 
 
 def _read_machine(job: PlannedJob) -> Machine | None:

@@ -41,6 +41,7 @@ COMMANDS = (
     ("report", "EVENTS"),
     ("plan", "--help"),
     ("convert", "--help"),
+    ("doctor", "--transfer", "1MiB", "--", "--moe-ft-memory-dir", "JOBS", "--moe-ft-job-id", "a"),
     *((*PLAN, "--moe-ft-strategy", strategy) for strategy in ("dense", "partial", "sparse")),
 )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_ft.commands.command_line import Launch, read_command, read_launch
+from moe_ft.commands.command_line import read_command, read_launch, read_settings
 from moe_ft.errors import ConfigError
 
 
@@ -28,7 +28,29 @@ from moe_ft.errors import ConfigError
 def test_ranks_are_those_that_the_launcher_starts(
     words: str, world_size: int, per_node: int | None
 ) -> None:
-    assert read_launch(words.split()) == Launch(world_size=world_size, ranks_per_node=per_node)
+    launch = read_launch(words.split())
+    assert (launch.world_size, launch.ranks_per_node) == (world_size, per_node)
+
+
+@pytest.mark.parametrize(
+    ("words", "restarts", "backend"),
+    [
+        ("torchrun --max-restarts 3 --rdzv_backend=c10d --nnodes 2", True, "c10d"),
+        ("torchrun --max-restarts=0 --nnodes 1:4", False, ""),
+        ("srun --ntasks 4", False, None),
+    ],
+)
+def test_restarts_are_those_of_torchrun(words: str, restarts: bool, backend: str | None) -> None:
+    launch = read_launch(words.split())
+    assert (launch.restarts, launch.backend) == (restarts, backend)
+
+
+def test_settings_can_be_read_where_other_flags_cannot_be_planned() -> None:
+    words = "torchrun --nproc-per-node 2 train.py --multi-latent-attention --moe-ft-job-id a"
+    launch, config = read_settings(words.split())
+    assert (launch.world_size, config.memory.job_id) == (2, "a")
+    with pytest.raises(ConfigError, match="unrecognized arguments: --moe-ft-strateg"):
+        read_settings([*words.split(), "--moe-ft-strateg", "dense"])
 
 
 @pytest.mark.parametrize(

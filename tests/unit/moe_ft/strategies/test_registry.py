@@ -148,6 +148,8 @@ def test_strategy_without_a_report_says_so() -> None:
         ConfigError, match="--moe-ft-strategy=silent cannot be planned.*Name another"
     ):
         Silent(name="silent").report(None)
+    with pytest.raises(ConfigError, match="it brings no sizes"):
+        Silent(name="silent").footprint(None)
 
 
 # Nothing else knows a strategy by name

@@ -3,7 +3,8 @@
 import pytest
 
 from moe_ft.errors import ConfigError
-from tests.unit.moe_ft.planning.described import LARGE_OF_8, SMALL, planned, row
+from moe_ft.strategies.dense.kind import DENSE
+from tests.unit.moe_ft.planning.described import LARGE_OF_8, SMALL, planned, planned_job, row
 
 
 def test_snapshots_are_planned_with_their_wait_and_their_memory() -> None:
@@ -50,3 +51,13 @@ def test_value_that_the_plan_would_ignore_is_refused() -> None:
         ConfigError, match="--mtbf-s=600 does not go with .*=dense: .* Leave it out"
     ):
         planned("dense", *LARGE_OF_8, mtbf_s=600.0)
+
+
+def test_footprint_has_the_sizes_of_the_plan() -> None:
+    flags = (*LARGE_OF_8, "--moe-ft-strategy", "dense")
+    footprint = DENSE.footprint(planned_job(*flags))
+    text = planned("dense", *LARGE_OF_8)
+    assert f"snapshot: {footprint.checkpoint_bytes / 1e6:,.1f} MB in all" in text
+    rank_bytes = footprint.share.total_bytes(persists=False, replication_factor=0)
+    assert row(text, "a rank, MB")[1] == f"{rank_bytes / 1e6:,.1f}"
+    assert footprint.num_stored(2) == 3

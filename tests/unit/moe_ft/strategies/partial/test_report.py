@@ -3,7 +3,8 @@
 import pytest
 
 from moe_ft.errors import ConfigError
-from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, planned, row
+from moe_ft.strategies.partial.kind import PARTIAL
+from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, planned, planned_job, row
 
 IN_FULL = (
     *(*LARGE_OF_8, "--moe-ft-k-snapshot", "4", "--moe-ft-k-persist", "1"),
@@ -169,3 +170,21 @@ def test_setting_that_is_planned_as_another_is_named(flags: tuple[str, ...], lin
 def test_value_that_the_plan_would_ignore_is_refused() -> None:
     with pytest.raises(ConfigError, match="--network-bandwidth=1e.09 does not go with .*=partial"):
         planned("partial", *IN_FULL, network_bandwidth=1e9)
+
+
+def test_footprint_has_the_sizes_of_the_plan_and_of_older_files() -> None:
+    flags = (*LARGE_OF_8, "--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4")
+    text = planned("partial", *flags)
+    footprint = PARTIAL.footprint(planned_job(*flags, "--moe-ft-k-persist", "3"))
+    rank_bytes = footprint.share.total_bytes(persists=False, replication_factor=0)
+    assert row(text, "a rank, MB")[1] == f"{rank_bytes / 1e6:,.1f}"
+    assert footprint.num_stored(2) == 3 + 5  # sixteen experts, three in each
+    smallest = PARTIAL.footprint(planned_job(*flags))
+    assert row(text, "persist")[2] == f"{smallest.checkpoint_bytes / 1e6:,.1f}"
+
+
+def test_footprint_of_automatic_k_has_room_for_all_experts() -> None:
+    flags = (*LARGE_OF_8, "--moe-ft-strategy", "partial", "--moe-ft-k-snapshot")
+    auto = PARTIAL.footprint(planned_job(*flags, "auto"))
+    assert auto == PARTIAL.footprint(planned_job(*flags, "1", "--moe-ft-dynamic-k"))
+    assert auto.share.pool_bytes > PARTIAL.footprint(planned_job(*flags, "1")).share.pool_bytes

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from moe_ft.errors import ConfigError
-from tests.unit.moe_ft.planning.described import SMALL, planned, row
+from moe_ft.strategies.sparse.kind import SPARSE
+from tests.unit.moe_ft.planning.described import LARGE_OF_8, SMALL, planned, planned_job, row
 
 MEASURED = {"iteration_s": 1.0, "bandwidth": 5e6}
 TWO_NODES = {"ranks_per_node": 2, "network_bandwidth": 4.6e6}
@@ -173,3 +174,12 @@ def test_value_that_is_needed_and_missing_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_small(*flags, **facts)
+
+
+def test_footprint_is_what_is_reserved() -> None:
+    flags = (*LARGE_OF_8, "--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
+    text = planned("sparse", *flags)
+    footprint = SPARSE.footprint(planned_job(*flags))
+    rank_bytes = footprint.share.total_bytes(persists=False, replication_factor=0)
+    assert row(text, "a rank, MB")[2] == f"{rank_bytes / 1e6:,.1f}"
+    assert footprint.checkpoint_bytes == 8 * footprint.share.region_bytes

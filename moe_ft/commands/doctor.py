@@ -1,0 +1,167 @@
+"""`python -m moe_ft doctor`: check what usually goes wrong before an expensive run, where it will run."""
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from moe_ft.commands.command_line import TrainingCommand, read_command, read_settings
+from moe_ft.config.fields import parse_size
+from moe_ft.doctor.examination import Request, examine
+from moe_ft.doctor.job import Job
+from moe_ft.doctor.place import Place, find_place
+from moe_ft.doctor.rows import Result, Row, refused
+from moe_ft.errors import ConfigError
+from moe_ft.planning.described_job import describe_job
+from moe_ft.planning.host_memory import Footprint
+from moe_ft.planning.planned_job import Measured
+from moe_ft.strategies import registry
+from moe_ft.strategies.interface import ModelFacts
+
+_USAGE = "python -m moe_ft doctor [OPTIONS] [-- COMMAND LINE OF TRAINING]"
+_EXAMPLE = (
+    "srun --ntasks-per-node 1 python -m moe_ft doctor -- torchrun --nnodes 2 --nproc-per-node 8 "
+    "pretrain_gpt_moe.py ... --moe-ft-strategy NAME --moe-ft-persist-dir URL"
+)
+_LEAST_S = 5.0
+
+
+def add_doctor_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command and its flags."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check nodes, network and storage before a run",
+        usage=_USAGE,
+        epilog="Start it as the run is started (torchrun, srun, or alone); one process per node is enough. "
+        "The command line of training, or only its --moe-ft-* flags, follows the --: its directories and "
+        f"sizes are checked. Exit code 0: nothing failed, 1: something did. Example: {_EXAMPLE}",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=180.0,
+        metavar="S",
+        help="it ends within this time, whoever does not answer (default 180)",
+    )
+    parser.add_argument(
+        "--transfer",
+        default="256MiB",
+        metavar="SIZE",
+        help="bytes to send to each peer, and to write to storage, in about a second (default 256MiB)",
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks, where the launcher does not say it"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="of training, where it does not say that"
+    )
+    parser.add_argument("--strict", action="store_true", help="count warnings as failures")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine; return 1 if something failed.
+
+    Raises:
+        ConfigError: if a flag cannot be.
+    """
+    for name in ("world_size", "ranks_per_node"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}={getattr(options, name)} must be at least 1. Give a larger one."
+            )
+    if not _LEAST_S <= options.timeout < float("inf"):
+        raise ConfigError(
+            f"--timeout={options.timeout:g} must be at least {_LEAST_S:g} seconds. Give a larger one."
+        )
+    transfer_bytes = parse_size("transfer", options.transfer)
+    if transfer_bytes < 1:
+        raise ConfigError(
+            f"--transfer={options.transfer} must be at least 1 byte. Give a larger one."
+        )
+    place = find_place(os.environ)
+    request = Request(
+        job=_read_job(options, options.of_training, place),
+        timeout_s=options.timeout,
+        transfer_bytes=transfer_bytes,
+        is_strict=options.strict,
+        is_json=options.json,
+    )
+    return examine(request, place, os.environ)
+
+
+def _read_job(options: argparse.Namespace, words: Sequence[str], place: Place) -> Job:
+    """Return the job whose command line is given, with rows on what a start would refuse."""
+    if not words:
+        return Job()
+    try:
+        command = read_command(words)
+    except ConfigError as error:
+        launch, config = read_settings(words)
+        rows = [_unplanned(error)]
+        ranks = _ranks(options, launch.world_size, launch.ranks_per_node, place)
+        return Job(
+            config=config,
+            is_given=True,
+            rows=rows,
+            restarts=launch.restarts,
+            backend=launch.backend,
+            ranks=ranks,
+        )
+    launch = command.launch
+    ranks = _ranks(options, launch.world_size, launch.ranks_per_node, place)
+    footprint, rows = _plan(command, ranks)
+    return Job(
+        config=command.config,
+        is_given=True,
+        rows=rows,
+        restarts=launch.restarts,
+        backend=launch.backend,
+        ranks=ranks,
+        num_stages=command.args.pipeline_model_parallel_size or 1,
+        footprint=footprint,
+    )
+
+
+def _unplanned(error: ConfigError) -> Row:
+    remedy = "Sizes are not compared with memory and storage; everything else is checked."
+    return refused("plan", "command line", error, Result.WARN, remedy)
+
+
+def _ranks(
+    options: argparse.Namespace, world_size: int | None, per_node: int | None, place: Place
+) -> tuple[int, int] | None:
+    """Return the ranks of the job and of a node: as given, as the launcher says, or as doctor was started."""
+    world_size = options.world_size or world_size
+    per_node = options.ranks_per_node or per_node
+    if world_size is None and not place.is_alone:
+        world_size, per_node = place.world_size, per_node or place.local_world_size
+    if world_size is None or per_node is None:
+        return None
+    return world_size, min(per_node, world_size)
+
+
+def _plan(
+    command: TrainingCommand, ranks: tuple[int, int] | None
+) -> tuple[Footprint | None, list[Row]]:
+    """Return the room that the job needs, None if that is not known, and rows on why."""
+    config, args = command.config, command.args
+    kind = registry.kind_of(config.strategy.strategy)
+    if kind is None or args.num_layers is None:
+        return None, []
+    if ranks is None:
+        error = ConfigError(
+            "the number of ranks is not known: give --world-size and --ranks-per-node"
+        )
+        return None, [_unplanned(error)]
+    try:
+        config.validate(ranks[0])
+        registry.check(config, ModelFacts(num_experts=args.num_experts or 0, num_iterations=None))
+    except ConfigError as error:
+        return None, [refused("flags", "command line", error)]
+    try:
+        job = describe_job(args, config, Measured(), world_size=ranks[0], ranks_per_node=ranks[1])
+        return kind.footprint(job), []
+    except ConfigError as error:
+        return None, [_unplanned(error)]

@@ -1,0 +1,1 @@
+"""Checks before an expensive run: `python -m moe_ft doctor`."""

@@ -1,0 +1,233 @@
+"""An examination from its beginning to the exit code: the processes meet, check, and rank 0 prints the table.
+
+Everything ends within the time that it is given, also when ranks or nodes do not answer.
+"""
+
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from moe_ft.doctor.environment import check_store, check_variables
+from moe_ft.doctor.facts import RankFacts, find_facts
+from moe_ft.doctor.job import Job, peers_of_nodes
+from moe_ft.doctor.meeting import Meeting, OwnMeeting, StoreMeeting
+from moe_ft.doctor.names import check_job, check_names, check_ranks
+from moe_ft.doctor.node_checks import NodeChecks, Roster, Times
+from moe_ft.doctor.place import Place
+from moe_ft.doctor.probe import serve
+from moe_ft.doctor.rows import Row, exit_code, failed, fold, join_nodes, render
+from moe_ft.doctor.versions import check_gpus, check_versions
+from moe_ft.engine.links.addresses import own_host
+from moe_ft.engine.links.listener import PeerListener
+
+# When phases end, as parts of the time; those of a node are in node_checks.py.
+_MET, _ROSTER, _ROWS, _LAST = 0.4, 0.45, 0.9, 0.97
+_PROBE = ".moe_ft_doctor_"
+_TERMINATED = 143  # as shells have it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """An examination as the command line asks for it.
+
+    Attributes:
+        timeout_s: for everything.
+        transfer_bytes: to send to each peer, and to write to storage.
+        is_strict: whether warnings count as failures.
+        is_json: whether rows are printed as JSON.
+    """
+
+    job: Job
+    timeout_s: float
+    transfer_bytes: int
+    is_strict: bool = False
+    is_json: bool = False
+
+
+def examine(request: Request, place: Place, environment: Mapping[str, str]) -> int:
+    """Examine; rank 0 prints the table. Called by all processes of a launch.
+
+    Returns:
+        The exit code, the same on all ranks that have answered: 1 if something failed.
+    """
+    with _ending_within(request.timeout_s, place.rank):
+        times = Times(begin_s=time.monotonic(), total_s=request.timeout_s)
+        try:
+            with ExitStack() as opened:
+                meeting: Meeting = (
+                    OwnMeeting() if place.is_alone else StoreMeeting(place, times.end_of(_MET))
+                )
+                return _Examination(request, place, environment, meeting, times).run(opened)
+        except RuntimeError as error:  # of the store
+            if place.is_alone:
+                raise
+            host, port = place.master
+            line = f"rank {place.rank}: the store at {host}:{port} failed: {error}"
+            first = line.splitlines()[0]
+            remedy = "Look whether rank 0 runs, and whether this port of its node is open and free."
+            _print(
+                [failed("meeting", f"rank {place.rank}", first, remedy)], is_json=request.is_json
+            )
+            return 1
+
+
+@contextmanager
+def _ending_within(timeout_s: float, rank: int) -> Iterator[None]:
+    """End the process if it is still here after the time: something hangs that cannot be given up."""
+
+    def end() -> None:
+        print(f"error: rank {rank} of doctor was not done after {timeout_s:g} s", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # and clean up
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        timer.cancel()
+
+
+def _print(rows: list[Row], *, is_json: bool) -> None:
+    if is_json:
+        print(msgspec.json.format(msgspec.json.encode(rows)).decode(), flush=True)
+    else:
+        print(render(fold(rows)), flush=True)
+
+
+class _Examination:
+    """One process's part."""
+
+    def __init__(
+        self,
+        request: Request,
+        place: Place,
+        environment: Mapping[str, str],
+        meeting: Meeting,
+        times: Times,
+    ) -> None:
+        self._request, self._place, self._environment = request, place, environment
+        self._meeting, self._times = meeting, times
+        self._job = request.job
+
+    def run(self, opened: ExitStack) -> int:
+        """Return the exit code."""
+        facts = find_facts(self._place, self._job.config.memory, self._environment)
+        listener = PeerListener(own_host(self._place.master[0]), serve, lambda reason: None)
+        opened.callback(listener.close)
+        facts = self._listen(facts, listener)
+        self._meeting.show("facts", facts)
+        rows = self._lead() if self._place.rank == 0 else []
+        roster = self._read_roster()
+        if roster is None:
+            line = f"rank 0 did not answer within {self._times.total_s * _ROSTER:.0f} s"
+            remedy = "Look at its output and its node."
+            _print([failed("meeting", f"rank {self._place.rank}", line, remedy)], is_json=False)
+            return 1
+        listener.admit(roster.token)
+        if roster.speakers.get(facts.node) == self._place.rank:
+            self._meeting.show("rows", self._check_node(facts, roster, opened))
+        return self._conclude(rows, roster) if self._place.rank == 0 else self._wait()
+
+    def _listen(self, facts: RankFacts, listener: PeerListener) -> RankFacts:
+        """Listen as a rank of training does; return the facts with the address, or why there is none."""
+        try:
+            address = (own_host(self._place.master[0]), listener.start())
+        except OSError as error:
+            return msgspec.structs.replace(facts, address_problem=str(error))
+        return msgspec.structs.replace(facts, address=address)
+
+    def _check_node(self, facts: RankFacts, roster: Roster, opened: ExitStack) -> list[Row]:
+        return NodeChecks(
+            job=self._job,
+            node=facts.node,
+            num_local=facts.local_world_size,
+            roster=roster,
+            meeting=self._meeting,
+            times=self._times,
+            transfer_bytes=self._request.transfer_bytes,
+            opened=opened,
+        ).run()
+
+    def _lead(self) -> list[Row]:
+        """Show the roster, and return the rows that follow from what ranks say of themselves. Rank 0 only."""
+        ranks = range(self._place.world_size)
+        found = self._meeting.collect("facts", ranks, self._times.end_of(_MET))
+        everyone = [msgspec.convert(found[rank], RankFacts) for rank in sorted(found)]
+        speakers = {each.node: each for each in reversed(everyone)}
+        roster = Roster(
+            token=secrets.token_hex(16),
+            probe=f"{_PROBE}{secrets.token_hex(8)}",
+            speakers={node: each.rank for node, each in reversed(speakers.items())},
+            addresses={node: each.address for node, each in speakers.items() if each.address},
+            problems={node: each.address_problem for node, each in speakers.items()},
+            peers=peers_of_nodes(self._job, [each.node for each in everyone]),
+        )
+        self._meeting.show("roster", roster)
+        silent = [rank for rank in ranks if rank not in found]
+        return [*self._silent(silent, everyone), *self._rows_of(everyone)]
+
+    def _silent(self, silent: list[int], everyone: list[RankFacts]) -> list[Row]:
+        """Return a row that names the ranks that have not answered."""
+        if not silent:
+            return []
+        named = join_nodes([str(rank) for rank in silent])
+        found = (
+            f"no answer within {self._times.total_s * _MET:.0f} s; {len(everyone)} ranks answered"
+        )
+        remedy = "Look at their nodes: those that are not named below, or have fewer ranks."
+        return [failed("silent ranks", f"rank {named}", found, remedy)]
+
+    def _rows_of(self, everyone: list[RankFacts]) -> list[Row]:
+        job, environment = self._job, self._environment
+        return [
+            *job.rows,
+            *check_versions(everyone),
+            *check_gpus(everyone, None if job.ranks is None else job.ranks[1]),
+            *check_names(everyone, environment),
+            *check_ranks(everyone, job.ranks),
+            check_job(job.config.memory, environment, is_planned=job.is_given),
+            check_store(environment, restarts=job.restarts, backend=job.backend),
+            *check_variables(everyone),
+        ]
+
+    def _read_roster(self) -> Roster | None:
+        found = self._meeting.collect("roster", [0], self._times.end_of(_ROSTER))
+        return msgspec.convert(found[0], Roster) if found else None
+
+    def _conclude(self, rows: list[Row], roster: Roster) -> int:
+        """Print the table and tell the others the exit code. Rank 0 only."""
+        speakers = roster.speakers
+        found = self._meeting.collect("rows", speakers.values(), self._times.end_of(_ROWS))
+        for node, rank in speakers.items():
+            if rank in found:
+                rows += msgspec.convert(found[rank], list[Row])
+            else:
+                line = f"rank {rank} answered, then fell silent for {self._times.total_s * _ROWS:.0f} s"
+                rows.append(failed("silent ranks", node, line, "Look at this node."))
+        code = exit_code(rows, strict=self._request.is_strict)
+        _print(rows, is_json=self._request.is_json)
+        self._meeting.show("end", code)
+        if not (self._place.is_alone or self._place.has_agent_store):
+            # They read the code from this process.
+            others = range(1, self._place.world_size)
+            end_s = min(time.monotonic() + 2.0, self._times.end_of(_LAST))
+            self._meeting.collect("left", others, end_s)
+        return code
+
+    def _wait(self) -> int:
+        """Return the exit code that rank 0 tells."""
+        found = self._meeting.collect("end", [0], self._times.end_of(_LAST))
+        self._meeting.show("left", value=True)
+        return int(found[0]) if found else 1

@@ -1,0 +1,108 @@
+"""The job that a doctor examines: its settings, and the room it needs where that can be planned."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.doctor.rows import Row
+from moe_ft.errors import PlanError
+from moe_ft.planning.host_memory import Footprint
+from moe_ft.planning.placement import default_replication_factor, place_replicas
+from moe_ft.topology import RankInfo, Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A training job that is about to start.
+
+    Attributes:
+        is_given: whether its command line is known.
+        rows: what is wrong with that.
+        restarts, backend: torchrun's, see `Launch`.
+        ranks: of the job and of a node; None if they are not known.
+        num_stages: of the pipeline.
+        footprint: None if it cannot be planned.
+    """
+
+    config: MoeFtConfig = MoeFtConfig()
+    is_given: bool = False
+    rows: Sequence[Row] = ()
+    restarts: bool = False
+    backend: str | None = None
+    ranks: tuple[int, int] | None = None
+    num_stages: int = 1
+    footprint: Footprint | None = None
+
+    def replication_factor(self, num_nodes: int) -> int:
+        """Return the copies of a rank's state on other nodes."""
+        given = self.config.memory.num_replicas
+        return default_replication_factor(num_nodes) if given is None else given
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the job needs, 1 if that is not known."""
+        return 1 if self.ranks is None else math.ceil(self.ranks[0] / self.ranks[1])
+
+    @property
+    def node_bytes(self) -> int | None:
+        """Host memory of a node; None if it is not planned."""
+        if self.footprint is None or self.ranks is None:
+            return None
+        return self.ranks[1] * self.footprint.share.total_bytes(
+            persists=self.config.storage.persists,
+            replication_factor=self.replication_factor(self.num_nodes),
+        )
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Most bytes that a node sends to its peers after a snapshot; None if they are not planned."""
+        if self.footprint is None or self.ranks is None:
+            return None
+        per_rank = self.replication_factor(self.num_nodes) * self.footprint.share.region_bytes
+        return self.ranks[1] * per_rank
+
+    @property
+    def checkpoint_bytes(self) -> int | None:
+        """Bytes that a node writes of a checkpoint; None if they are not planned."""
+        if self.footprint is None:
+            return None
+        return math.ceil(self.footprint.checkpoint_bytes / self.num_nodes)
+
+    @property
+    def num_stored(self) -> int:
+        """Most checkpoints on storage at a time."""
+        keep = self.config.storage.keep
+        return keep + 1 if self.footprint is None else self.footprint.num_stored(keep)
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of all of them; None if they are not planned."""
+        if self.footprint is None:
+            return None
+        return self.num_stored * self.footprint.checkpoint_bytes
+
+
+def peers_of_nodes(job: Job, nodes: Sequence[str]) -> dict[str, list[str]]:
+    """Return the nodes to which each node would send replicas.
+
+    Args:
+        nodes: of each rank that has answered, by rank. If they run fewer ranks than training will, each node
+            counts as a whole one.
+    """
+    per_stage = max(1, len(nodes) // job.num_stages)
+    ranks = tuple(
+        RankInfo(rank=rank, node=node, stage=rank // per_stage, pid=0, address=None, region_bytes=1)
+        for rank, node in enumerate(nodes)
+    )
+    topology = Topology(ranks=ranks)
+    factor = min(job.replication_factor(len(topology.nodes)), len(topology.nodes) - 1)
+    try:
+        placed = place_replicas(topology, factor)
+    except PlanError:
+        return {node: [] for node in topology.nodes}
+    peers: dict[str, list[str]] = {node: [] for node in topology.nodes}
+    for rank, chosen in enumerate(placed):
+        own = peers[nodes[rank]]
+        own += [nodes[peer] for peer in chosen if nodes[peer] not in own]
+    return peers

@@ -1,0 +1,85 @@
+"""Exchange of values between the processes of a doctor, with a deadline for those that stay silent.
+
+torchrun's store, or one that rank 0 opens at MASTER_ADDR and MASTER_PORT. Training meets at the same address.
+"""
+
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import msgspec
+
+from moe_ft.doctor.place import Place
+
+_POLL_S = 0.05
+_OPERATION_S = 10.0  # of one request to the store
+
+
+class Meeting(Protocol):
+    """Values that the processes of a launch show each other."""
+
+    def show(self, name: str, value: Any) -> None:
+        """Show a value to all others, under a name that is used once."""
+        ...
+
+    def collect(self, name: str, ranks: Iterable[int], deadline_s: float) -> dict[int, Any]:
+        """Return what these ranks have shown by a time of the monotonic clock, by rank."""
+        ...
+
+
+class OwnMeeting:
+    """A process that is alone."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, Any] = {}
+
+    def show(self, name: str, value: Any) -> None:
+        """Keep a value."""
+        self._shown[name] = msgspec.json.decode(msgspec.json.encode(value))
+
+    def collect(self, name: str, ranks: Iterable[int], deadline_s: float) -> dict[int, Any]:
+        """Return the own value."""
+        return {0: self._shown[name]} if name in self._shown else {}
+
+
+class StoreMeeting:
+    """Several processes that meet in a TCPStore of torch. Used by one thread."""
+
+    def __init__(self, place: Place, deadline_s: float) -> None:
+        """Connect.
+
+        Raises:
+            RuntimeError: if nobody listens at the place by a time of the monotonic clock.
+        """
+        import torch.distributed as dist  # only here: commands start without torch
+
+        self._rank = place.rank
+        self._prefix = f"moe_ft_doctor/{place.attempt}"
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but in no __all__
+            *place.master,
+            is_master=place.rank == 0 and not place.has_agent_store,
+            timeout=timedelta(seconds=max(1.0, deadline_s - time.monotonic())),
+            wait_for_workers=False,
+        )
+        self._store.set_timeout(timedelta(seconds=_OPERATION_S))
+
+    def show(self, name: str, value: Any) -> None:
+        """Write a value to the store; raises RuntimeError if it does not answer."""
+        self._store.set(self._key(name, self._rank), msgspec.json.encode(value).decode())
+
+    def collect(self, name: str, ranks: Iterable[int], deadline_s: float) -> dict[int, Any]:
+        """Read values from the store; raises RuntimeError if it does not answer."""
+        found: dict[int, Any] = {}
+        missing = list(ranks)
+        while True:
+            there = [rank for rank in missing if self._store.check([self._key(name, rank)])]
+            for rank in there:
+                found[rank] = msgspec.json.decode(self._store.get(self._key(name, rank)))
+            missing = [rank for rank in missing if rank not in found]
+            if not missing or time.monotonic() > deadline_s:
+                return found
+            time.sleep(_POLL_S)
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"{self._prefix}/{name}/{rank}"

@@ -1,0 +1,203 @@
+"""Checks that one process of each node makes: memory, limits, network, storage.
+
+The order of a whole examination, and what all ranks say of themselves, is examination.py.
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import msgspec
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.doctor.job import Job
+from moe_ft.doctor.limits import check_limits
+from moe_ft.doctor.meeting import Meeting
+from moe_ft.doctor.memory import Demand, check_memory
+from moe_ft.doctor.network import (
+    Peer,
+    check_clocks,
+    check_group,
+    check_rates,
+    check_reach,
+    reach_all,
+)
+from moe_ft.doctor.rows import Row, failed, guarded
+from moe_ft.doctor.storage import ProbeDirectory, check_lock, check_semantics, check_space
+from moe_ft.doctor.storage_speed import Written, check_read, check_write, write_file
+from moe_ft.engine.memory.regions import node_directory
+from moe_ft.engine.persist.storage import hide_password
+from moe_ft.errors import ConfigError
+
+# When phases end, as parts of the time that the whole examination has.
+_NETWORK, _WRITTEN, _READ, _STORAGE = 0.6, 0.7, 0.8, 0.85
+
+
+class Roster(msgspec.Struct, frozen=True):
+    """List of the processes that have answered, as rank 0 made it.
+
+    Attributes:
+        token: secret of the connections of this examination.
+        probe: name of its directory on storage.
+        speakers: one rank of each node, which makes the checks.
+        addresses: where they listen.
+        problems: why a node cannot.
+        peers: nodes to which a node would send replicas.
+    """
+
+    token: str
+    probe: str
+    speakers: dict[str, int]
+    addresses: dict[str, tuple[str, int]]
+    problems: dict[str, str]
+    peers: dict[str, list[str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Beginning of an examination on the monotonic clock, and the seconds that it has."""
+
+    begin_s: float
+    total_s: float
+
+    def end_of(self, part: float) -> float:
+        """Return when a part of the time has passed."""
+        return self.begin_s + part * self.total_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeChecks:
+    """Checks of one node.
+
+    Attributes:
+        num_local: processes of the examination on this node.
+        transfer_bytes: to send to each peer, and to write to storage.
+        opened: removes what is written to storage.
+    """
+
+    job: Job
+    node: str
+    num_local: int
+    roster: Roster
+    meeting: Meeting
+    times: Times
+    transfer_bytes: int
+    opened: ExitStack
+
+    def run(self) -> list[Row]:
+        """Return all rows of this node."""
+        rows = self._guarded("memory dir", self._memory, _NETWORK)
+        rows += self._guarded("limits", self._limits, _NETWORK)
+        rows += self._guarded("reach", self._network, _NETWORK)
+        if self._config.storage.persist_dir is not None:
+            rows += self._guarded("storage", self._storage, _STORAGE)
+        return rows
+
+    def _guarded(self, check: str, act: Callable[[], list[Row]], part: float) -> list[Row]:
+        return guarded(check, self.node, act, self.times.end_of(part))
+
+    @property
+    def _config(self) -> MoeFtConfig:
+        return self.job.config
+
+    @property
+    def _is_first(self) -> bool:
+        return self.roster.speakers[self.node] == 0
+
+    def _memory(self) -> list[Row]:
+        memory = self._config.memory
+        try:
+            job_id = memory.resolve_job_id(os.environ)
+            own = node_directory(memory.memory_dir, job_id, self.node)
+        except ConfigError:  # which check_job reports
+            own = None
+        per_node = self.num_local if self.job.ranks is None else self.job.ranks[1]
+        demand = Demand(num_ranks=per_node, num_bytes=self.job.node_bytes, own=own)
+        return check_memory(self.node, memory.memory_dir, demand)
+
+    def _limits(self) -> list[Row]:
+        num_nodes = len(self.roster.speakers)
+        world_size = num_nodes * self.num_local if self.job.ranks is None else self.job.ranks[0]
+        return check_limits(self.node, world_size, -(-world_size // self.job.num_stages))
+
+    def _network(self) -> list[Row]:
+        peers = {name: self._peer(name) for name in self.roster.speakers if name != self.node}
+        if not peers:
+            return check_reach(self.node, reach_all([self._peer(self.node)], self.roster.token))
+        found = reach_all(list(peers.values()), self.roster.token)
+        rows = check_reach(self.node, found)
+        own = self._peer(self.node).address
+        if own is not None:
+            rows += check_group(self.node, own[0], os.environ, socket.gethostname())
+        if self._is_first:
+            rows += check_clocks(self.node, found)
+        reached = [
+            peers[name] for name in self.roster.peers[self.node] if not isinstance(found[name], str)
+        ]
+        token, num_bytes = self.roster.token, self.transfer_bytes
+        return rows + check_rates(self.node, reached, token, num_bytes, self.job.sent_bytes)
+
+    def _peer(self, node: str) -> Peer:
+        return Peer(
+            node=node,
+            address=self.roster.addresses.get(node),
+            problem=self.roster.problems.get(node, ""),
+        )
+
+    def _storage(self) -> list[Row]:
+        url = self._config.storage.persist_dir
+        assert url is not None
+        probe = ProbeDirectory(url, self.roster.probe)
+        self.opened.callback(probe.close)
+        rows: list[Row] = []
+        try:
+            probe.open()
+            if self._is_first:
+                rows += self._alone(probe)
+            rows += self._write(probe)
+        except Exception as error:  # packages of object stores have errors of their own
+            found = f"{hide_password(url)}: {type(error).__name__}: {error}"
+            remedy = (
+                "Name a directory that all nodes may write, or a URL whose package is installed."
+            )
+            rows.append(failed("storage", self.node, found, remedy))
+        return rows + self._read(probe)
+
+    def _alone(self, probe: ProbeDirectory) -> list[Row]:
+        """Return the rows of what one node finds out for all."""
+        try:
+            job_id = self._config.memory.resolve_job_id(os.environ)
+        except ConfigError:
+            job_id = None
+        rows = check_semantics(probe.storage)
+        rows += check_lock(probe.root, job_id)
+        return rows + check_space(probe.root, self.job.stored_bytes, self.job.num_stored)
+
+    def _write(self, probe: ProbeDirectory) -> list[Row]:
+        own = self.roster.speakers[self.node]
+        written = write_file(probe.storage, f"rank_{own:05d}", self.transfer_bytes)
+        self.meeting.show("written", written)
+        return check_write(self.node, written, self.job.checkpoint_bytes)
+
+    def _read(self, probe: ProbeDirectory) -> list[Row]:
+        """Return the row of a read. No node removes anything before all have read."""
+        found = self._collect("written", self.times.end_of(_WRITTEN))
+        written = {name: msgspec.convert(value, Written) for name, value in found.items()}
+        try:
+            if self.node not in written:
+                return []
+            return check_read(self.node, probe.storage, written, self.job.checkpoint_bytes)
+        except OSError as error:
+            remedy = "Look at the permissions and the connection of this node."
+            return [failed("storage read", self.node, f"{type(error).__name__}: {error}", remedy)]
+        finally:
+            self.meeting.show("read", value=True)
+            self._collect("read", self.times.end_of(_READ))
+
+    def _collect(self, name: str, deadline_s: float) -> dict[str, object]:
+        """Return what the nodes have shown, by node, in the order of the roster."""
+        speakers = self.roster.speakers
+        found = self.meeting.collect(name, speakers.values(), deadline_s)
+        return {node: found[rank] for node, rank in speakers.items() if rank in found}

@@ -1,0 +1,128 @@
+"""Rows of the doctor's table: their results, their order for people, and the exit code that follows."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+
+import msgspec
+from tabulate import tabulate
+
+from moe_ft.engine.persist.patience import call_within
+from moe_ft.errors import MoeFtError
+
+_MOST_NODES_NAMED = 3
+_MOST_ROWS_OF_A_CHECK = 4  # that pass; of more an example is shown
+_WIDTHS = (14, 15, 6, 42, 33)
+
+
+class Result(StrEnum):
+    """Outcome of a check."""
+
+    PASS = "pass"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Outcome of one check at one place.
+
+    Attributes:
+        where: the node, rank or directory that it is about.
+        remedy: empty if there is nothing to do.
+    """
+
+    check: str
+    where: str
+    result: Result
+    found: str
+    remedy: str = ""
+
+
+def passed(check: str, where: str, found: str) -> Row:
+    """Return a row of something that is as it should be."""
+    return Row(check, where, Result.PASS, found)
+
+
+def warned(check: str, where: str, found: str, remedy: str) -> Row:
+    """Return a row of something that may cost time or safety later."""
+    return Row(check, where, Result.WARN, found, remedy)
+
+
+def failed(check: str, where: str, found: str, remedy: str) -> Row:
+    """Return a row of something with which the run would fail or lose state."""
+    return Row(check, where, Result.FAIL, found, remedy)
+
+
+def refused(
+    check: str, where: str, error: MoeFtError, result: Result = Result.FAIL, remedy: str = ""
+) -> Row:
+    """Return a row of what a start would refuse; the last sentences of its message are the remedy."""
+    found, _, advice = str(error).partition(". ")
+    return Row(check, where, result, found, remedy or advice)
+
+
+def guarded(
+    check: str, where: str, act: Callable[[], Sequence[Row]], deadline_s: float
+) -> list[Row]:
+    """Return the rows of a check, or one row that says why it gave none.
+
+    Args:
+        act: the check. It runs on a thread of its own, which stays behind if it hangs.
+        deadline_s: end of the check, in seconds of the monotonic clock.
+    """
+    try:
+        return list(call_within(act, max(0.1, deadline_s - time.monotonic()), "this check"))
+    except Exception as error:  # a check must not keep others from being reported
+        found = f"{type(error).__name__}: {error}"
+        return [failed(check, where, found, "Look at what the message names.")]
+
+
+def join_nodes(nodes: Sequence[str]) -> str:
+    """Return names for a cell of the table."""
+    if len(nodes) <= _MOST_NODES_NAMED:
+        return ", ".join(nodes)
+    return f"{', '.join(nodes[:_MOST_NODES_NAMED])} and {len(nodes) - _MOST_NODES_NAMED} more"
+
+
+def fold(rows: Iterable[Row]) -> list[Row]:
+    """Return fewer rows: one for all places with the same text, and an example where many pass."""
+    places: dict[Row, list[str]] = {}
+    for row in rows:
+        places.setdefault(msgspec.structs.replace(row, where=""), []).append(row.where)
+    folded = [
+        msgspec.structs.replace(row, where=join_nodes(list(dict.fromkeys(where))))
+        for row, where in places.items()
+    ]
+    order = {name: number for number, name in enumerate(dict.fromkeys(row.check for row in folded))}
+    kept: list[Row] = []
+    for name in order:
+        own = [row for row in folded if row.check == name]
+        good = [row for row in own if row.result is Result.PASS]
+        kept += [row for row in own if row.result is not Result.PASS]
+        if len(good) > _MOST_ROWS_OF_A_CHECK:
+            example = f"for example {good[0].where}: {good[0].found}"
+            good = [passed(name, f"{len(good)} places", example)]
+        kept += good
+    return sorted(kept, key=lambda row: order[row.check])
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return the table, and the number of each result."""
+    cells = [(row.check, row.where, row.result.upper(), row.found, row.remedy) for row in rows]
+    headers = ("check", "where", "result", "found", "remedy")
+    text = tabulate(cells, headers, "simple", disable_numparse=True, maxcolwidths=list(_WIDTHS))
+    counts = ", ".join(f"{sum(row.result is each for row in rows)} {each}" for each in Result)
+    return f"{text}\n\n{counts}"
+
+
+def exit_code(rows: Iterable[Row], *, strict: bool) -> int:
+    """Return 1 if something failed or, if strict, something is to be warned of; else 0."""
+    bad = {Result.FAIL, Result.WARN} if strict else {Result.FAIL}
+    return int(any(row.result in bad for row in rows))
+
+
+def rate_text(num_bytes: int, seconds: float) -> str:
+    """Return a bandwidth for people."""
+    rate = num_bytes / seconds if seconds > 0 else math.inf
+    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"

@@ -1,0 +1,173 @@
+"""Check of the persist directory by one node: what the product relies on, another job's lock, free space.
+
+Several nodes at once, and bandwidth, are storage_speed.py.
+"""
+
+import os
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from moe_ft.config.fields import size_text
+from moe_ft.doctor.rows import Row, failed, passed, warned
+from moe_ft.engine.persist.patience import PATIENCE_S
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.storage_lock import (
+    LOCK_NAME,
+    LOCK_RENEWAL_S,
+    LOCK_STALE_S,
+    StorageLock,
+)
+
+_SEMANTICS, _LOCK, _SPACE = "storage", "storage lock", "storage room"
+_PLACE = "persist dir"
+_WATCH_S = LOCK_RENEWAL_S + 3.0
+_POLL_S = 0.5
+_REMEDY = "Name a directory or object store that does this, or ask its administrator."
+
+
+class ProbeDirectory:
+    """A directory below the persist directory that is gone after `close`. Each node has it open."""
+
+    def __init__(self, url: str, name: str) -> None:
+        """Prepare; raises OSError if the persist directory cannot be opened.
+
+        Args:
+            name: of the probe directory, the same on all nodes.
+        """
+        self.root = Storage(url, PATIENCE_S)
+        self.storage = Storage(f"{url.rstrip('/')}/{name}", PATIENCE_S)
+        self._name = name
+        self._created: list[Path] = []
+
+    def open(self) -> None:
+        """Create both directories; raises OSError if that fails."""
+        top = self.root.local_path(LOCK_NAME)
+        if top is not None:
+            self._created = [each for each in top.parents if not each.exists()]
+        self.root.make_root()
+        self.storage.make_root()
+
+    def close(self) -> None:
+        """Remove everything in it, and the directories that `open` has created if they are empty."""
+        with suppress(OSError):  # another node is removing the same
+            files = self.root.sizes_in(self._name)
+            for name in set(self.root.names_in(self._name)) - set(files):
+                self._empty(f"{self._name}/{name}")
+            self._empty(self._name)
+        for directory in self._created:
+            with suppress(OSError):
+                directory.rmdir()
+
+    def _empty(self, directory: str) -> None:
+        """Remove a directory with the files in it."""
+        for name in self.root.sizes_in(directory):
+            self.root.remove(f"{directory}/{name}")
+        self.root.remove_directory(directory)
+
+
+def check_semantics(storage: Storage) -> list[Row]:
+    """Return a row on what the product does with storage, done in an empty directory.
+
+    Raises:
+        OSError: if an operation fails.
+    """
+    for name, act in _OPERATIONS.items():
+        try:
+            problem = "" if act(storage) else "gave another result than it must"
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            return [failed(_SEMANTICS, _PLACE, f"{name}: {problem}", _REMEDY)]
+    return [passed(_SEMANTICS, _PLACE, ", ".join(_OPERATIONS))]
+
+
+def _creates(storage: Storage) -> bool:
+    storage.write("iter_0000001/data", [memoryview(b"some data")])
+    return storage.read("iter_0000001/data", 5, 4) == b"data"
+
+
+def _replaces(storage: Storage) -> bool:
+    storage.write_atomically("small", b"first")
+    storage.write_atomically("small", b"second one")
+    return storage.read("small") == b"second one" and storage.size("small") == len(b"second one")
+
+
+def _lists(storage: Storage) -> bool:
+    sizes = storage.sizes_in("iter_0000001")
+    return storage.iterations() == [1] and sizes == {"data": len(b"some data")}
+
+
+def _locks(storage: Storage) -> bool:
+    first, second = StorageLock(storage), StorageLock(storage)
+    has_first, has_second = first.take("doctor", None), second.take("another doctor", None)
+    first.renew()
+    first.release()
+    return has_first and not has_second and first.look() is None
+
+
+def _deletes(storage: Storage) -> bool:
+    storage.remove("small")
+    storage.remove("iter_0000001/data")
+    storage.remove_directory("iter_0000001")
+    return not storage.exists("small") and storage.iterations() == []
+
+
+_OPERATIONS = {
+    "create": _creates,
+    "replace": _replaces,
+    "list": _lists,
+    "lock": _locks,
+    "delete": _deletes,
+}
+
+
+def check_lock(root: Storage, job_id: str | None, watch_s: float = _WATCH_S) -> list[Row]:
+    """Return a row on the lock of the persist directory.
+
+    Args:
+        job_id: of this job, None if it has no name.
+        watch_s: how long to watch another job's lock.
+    """
+    lock = StorageLock(root)
+    seen = lock.look()
+    if seen is None:
+        return [passed(_LOCK, _PLACE, "free")]
+    if seen.lock is not None and seen.lock.job_id == job_id:
+        return [passed(_LOCK, _PLACE, f"of {seen.holder}, which is this one")]
+    end_s = time.monotonic() + watch_s
+    while time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+        now = lock.look()
+        if now is None:
+            return [passed(_LOCK, _PLACE, f"{seen.holder} has just given it up")]
+        if now != seen:
+            remedy = "Wait until that job has ended, or name another --moe-ft-persist-dir."
+            return [failed(_LOCK, _PLACE, f"{now.holder} writes there: it renews its lock", remedy)]
+    found = f"of {seen.holder}, not renewed in {watch_s:.0f} s"
+    remedy = f"Nothing if that job is dead: a start waits {LOCK_STALE_S:.0f} s and takes it over."
+    return [warned(_LOCK, _PLACE, found, remedy)]
+
+
+def check_space(root: Storage, needed: int | None, num_checkpoints: int) -> list[Row]:
+    """Return a row on the room for checkpoints.
+
+    Args:
+        needed: bytes of all of them; None if nothing is planned.
+        num_checkpoints: those that are kept, with the one that is being written.
+    """
+    place = root.local_path(LOCK_NAME)
+    what = "" if needed is None else f"{size_text(needed)} for {num_checkpoints} checkpoints"
+    if place is None:
+        return [passed(_SPACE, _PLACE, f"an object store; {what or 'nothing is planned'}")]
+    there = next(each for each in place.parents if each.exists())
+    free, status = shutil.disk_usage(there).free, os.statvfs(there)
+    found = f"{size_text(free)} free{f', {what}' * bool(what)}"
+    if status.f_files and status.f_favail < 1000:
+        remedy = "Remove files, or name another --moe-ft-persist-dir."
+        return [failed(_SPACE, _PLACE, f"room for {status.f_favail} more files", remedy)]
+    if needed is not None and free < needed:
+        remedy = "Lower --moe-ft-keep, remove old checkpoints (`moe_ft prune`), or name another directory."
+        return [failed(_SPACE, _PLACE, found, remedy)]
+    return [passed(_SPACE, _PLACE, found)]

@@ -1,0 +1,160 @@
+"""Processes examine their nodes together: real ones, of which one may be silent or another version."""
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moe_ft
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
+from moe_ft.doctor import examination, node_checks
+from moe_ft.doctor.examination import Request, examine
+from moe_ft.doctor.job import Job
+from moe_ft.doctor.place import Place
+from tests.unit.moe_ft.doctor.test_meeting import free_port
+from tests.waiting import wait_for
+
+FORK = multiprocessing.get_context("fork")
+Act = Callable[[], None]
+
+
+class Launch:
+    """Processes that are one node each."""
+
+    def __init__(self, folder: Path, memory_dir: Path, world_size: int, timeout_s: float) -> None:
+        self._folder, self._memory_dir, self._timeout_s = folder, memory_dir, timeout_s
+        self._world_size, self._port = world_size, free_port()
+        self._processes: dict[int, Any] = {}
+
+    def start(self, rank: int, act: Act = lambda: None) -> None:
+        """Fork a process, which does something before it examines."""
+        self._processes[rank] = FORK.Process(target=self._run, args=(rank, act))
+        self._processes[rank].start()
+
+    def terminate(self, rank: int) -> None:
+        """Terminate a process as launchers do, and wait for its end."""
+        self._processes[rank].terminate()
+        self._processes[rank].join(self._timeout_s)
+
+    def end(self) -> tuple[list[int], dict[str, list[dict[str, str]]]]:
+        """Return the exit codes by rank, and the rows of rank 0 by check."""
+        for process in self._processes.values():
+            process.join(10 * self._timeout_s)
+        codes = [self._processes[rank].exitcode for rank in sorted(self._processes)]
+        found: dict[str, list[dict[str, str]]] = {}
+        for row in json.loads((self._folder / "0").read_text()):
+            found.setdefault(row["check"], []).append(row)
+        return codes, found
+
+    def _run(self, rank: int, act: Act) -> None:
+        """Examine in a process of its own; what it prints goes to a file."""
+        act()
+        config = MoeFtConfig(
+            memory=MemoryConfig(memory_dir=str(self._memory_dir), job_id="a", node_id=f"n{rank}"),
+            storage=StorageConfig(persist_dir=str(self._folder / "persist")),
+        )
+        request = Request(
+            job=Job(config=config),
+            timeout_s=self._timeout_s,
+            transfer_bytes=1 << 20,
+            is_json=True,
+        )
+        place = Place(rank=rank, world_size=self._world_size, master=("127.0.0.1", self._port))
+        with (self._folder / str(rank)).open("w") as out, redirect_stdout(out):
+            code = examine(request, place, {})
+        os._exit(code)
+
+
+def test_nodes_examine_each_other_and_leave_nothing(tmp_path: Path, memory_dir: Path) -> None:
+    launch = Launch(tmp_path, memory_dir, 3, 120.0)
+    for rank in range(3):
+        launch.start(rank)
+    codes, rows = launch.end()
+    assert codes == [0, 0, 0]
+    assert [row["found"][:13] for row in rows["reach"]] == ["2 other nodes"] * 3
+    assert {row["where"] for row in rows["bandwidth"]} == {"n0", "n1", "n2"}
+    assert len(rows["bandwidth"]) == 6  # to both others each
+    assert len(rows["storage read"]) == 3
+    assert len(rows["storage"]) == len(rows["clocks"]) == 1
+    assert not (tmp_path / "persist").exists()
+    assert list(memory_dir.iterdir()) == []
+
+
+def test_rank_of_another_version_fails_on_all(tmp_path: Path, memory_dir: Path) -> None:
+    def change() -> None:
+        moe_ft.__version__ = "0.0.9"
+
+    launch = Launch(tmp_path, memory_dir, 2, 120.0)
+    launch.start(0)
+    launch.start(1, change)
+    codes, rows = launch.end()
+    assert codes == [1, 1]
+    (row,) = rows["versions"]
+    assert "0.0.9 on n1 (rank 1)" in row["found"]
+
+
+def test_rank_that_never_answers_is_named(tmp_path: Path, memory_dir: Path) -> None:
+    launch = Launch(tmp_path, memory_dir, 3, 15.0)
+    for rank in (0, 2):
+        launch.start(rank)
+    codes, rows = launch.end()
+    assert codes == [1, 1]
+    (row,) = rows["silent ranks"]
+    assert (row["where"], row["result"]) == ("rank 1", "fail")
+    assert len(rows["reach"]) == 2  # the others are checked
+
+
+def test_node_that_falls_silent_is_named(tmp_path: Path, memory_dir: Path) -> None:
+    def die_at_the_first_check() -> None:
+        node_checks.check_memory = lambda *_: os._exit(9)
+
+    launch = Launch(tmp_path, memory_dir, 2, 15.0)
+    launch.start(0)
+    launch.start(1, die_at_the_first_check)
+    codes, rows = launch.end()
+    assert codes == [1, 9]
+    (row,) = rows["silent ranks"]
+    assert (row["where"], row["result"]) == ("n1", "fail")
+    assert not (tmp_path / "persist").exists()
+
+
+def test_process_that_hangs_ends_in_time() -> None:
+    def hang() -> None:
+        examination.find_facts = lambda *_: time.sleep(1e6)
+        examine(Request(job=Job(), timeout_s=1.0, transfer_bytes=1), Place(), {})
+
+    process = FORK.Process(target=hang)
+    process.start()
+    process.join(60.0)
+    assert process.exitcode == 1
+
+
+def test_process_that_is_terminated_cleans_up(tmp_path: Path, memory_dir: Path) -> None:
+    def hang(*_: object) -> None:
+        (tmp_path / "hangs").touch()
+        time.sleep(1e6)
+
+    def hang_at_the_lock() -> None:
+        node_checks.check_lock = hang
+
+    launch = Launch(tmp_path, memory_dir, 1, 120.0)
+    launch.start(0, hang_at_the_lock)
+    wait_for((tmp_path / "hangs").exists, "the check that hangs")
+    assert (tmp_path / "persist").exists()
+    launch.terminate(0)
+    assert not (tmp_path / "persist").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_store_that_nobody_opens_is_reported(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    # Rank 1: there is no rank 0. Rank 0: torchrun, which should listen there, does not.
+    place = Place(rank=rank, world_size=2, master=("127.0.0.1", free_port()), has_agent_store=True)
+    request = Request(job=Job(), timeout_s=5.0, transfer_bytes=1)
+    assert examine(request, place, {}) == 1
+    assert "the store at 127.0.0.1" in capsys.readouterr().out

@@ -1,0 +1,37 @@
+"""The room that a job needs follows from its plan, and bandwidth is measured to those who keep replicas."""
+
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
+from moe_ft.doctor.job import Job, peers_of_nodes
+from moe_ft.planning.host_memory import Footprint, MemoryShare
+
+PLANNED = Footprint(share=MemoryShare(region_bytes=10), checkpoint_bytes=100)
+
+
+def test_room_of_a_planned_job() -> None:
+    config = MoeFtConfig(storage=StorageConfig(persist_dir="/x", keep=2))
+    job = Job(config=config, ranks=(16, 8), footprint=PLANNED)
+    assert job.num_nodes == 2
+    assert job.node_bytes == 8 * (3 * 10 + 2 * 10)  # three regions, and two of one replica
+    assert job.sent_bytes == 8 * 10
+    assert job.checkpoint_bytes == 50
+    assert (job.num_stored, job.stored_bytes) == (3, 300)
+
+
+def test_job_that_is_not_planned_needs_an_unknown_room() -> None:
+    job = Job(ranks=(16, 8))
+    rooms = (job.node_bytes, job.sent_bytes, job.checkpoint_bytes, job.stored_bytes)
+    assert rooms == (None, None, None, None)
+
+
+def test_peers_are_the_nodes_that_replicas_go_to() -> None:
+    nodes = ["a", "a", "b", "b", "c", "c", "d", "d"]
+    assert peers_of_nodes(Job(), nodes)["a"] == ["b", "c"]
+    assert peers_of_nodes(Job(num_stages=2), nodes)["a"] == ["b", "c"]
+    config = MoeFtConfig(memory=MemoryConfig(replication_factor="1"))
+    two_stages = Job(config=config, num_stages=2)
+    expected = {"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"]}
+    assert peers_of_nodes(two_stages, nodes) == expected
+
+
+def test_node_that_is_alone_has_no_peers() -> None:
+    assert peers_of_nodes(Job(), ["a", "a"]) == {"a": []}

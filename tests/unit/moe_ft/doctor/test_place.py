@@ -1,0 +1,70 @@
+"""The place of a process is that of torchrun's or SLURM's variables; a lone process has nobody to meet."""
+
+import pytest
+
+from moe_ft.doctor.place import find_place
+from moe_ft.errors import ConfigError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "head",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "9",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "10",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
+    "SLURM_STEP_NODELIST": "gpu[003-007,9]b,login",
+    "SLURM_JOB_ID": "1234567",
+}
+
+
+def test_place_under_torchrun() -> None:
+    place = find_place(TORCHRUN)
+    assert (place.rank, place.world_size, place.local_world_size) == (3, 8, 4)
+    assert place.master == ("head", 29500)
+    assert (place.has_agent_store, place.attempt) == (True, "2")
+
+
+def test_place_in_a_step_of_slurm() -> None:
+    place = find_place(SLURM)
+    assert (place.rank, place.world_size, place.local_world_size) == (9, 10, 2)
+    assert place.master == ("gpu003b", 24567)
+    assert not place.has_agent_store
+
+
+def test_master_that_is_given_wins_over_the_nodes_of_slurm() -> None:
+    given = {**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1"}
+    assert find_place(given).master == ("head", 1)
+
+
+@pytest.mark.parametrize(("nodes", "first"), [("a1", "a1"), ("a1,a2", "a1"), ("r[8,9]", "r8")])
+def test_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert find_place({**SLURM, "SLURM_STEP_NODELIST": nodes}).master[0] == first
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}],
+    ids=["nothing", "one rank", "batch script"],
+)
+def test_process_without_others_is_alone(environment: dict[str, str]) -> None:
+    assert find_place(environment).is_alone
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"RANK": "8"}, "RANK=8 must be a number below WORLD_SIZE=8. Start doctor with"),
+        ({"MASTER_PORT": ""}, "MASTER_ADDR=head and MASTER_PORT= must say where"),
+    ],
+)
+def test_launch_that_cannot_meet_is_refused(changed: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_place({**TORCHRUN, **changed})

@@ -1,0 +1,116 @@
+"""Storage does what checkpoints need, a living job's lock is seen, and nothing of the check stays."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moe_ft.doctor import storage as checks
+from moe_ft.doctor.rows import Result
+from moe_ft.doctor.storage import ProbeDirectory, check_lock, check_semantics, check_space
+from moe_ft.engine.persist import storage_lock
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.storage_lock import StorageLock
+from tests.object_store import ObjectStore
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_lock, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(checks, "_POLL_S", 0.01)
+
+
+def test_local_directory_passes_and_nothing_stays(tmp_path: Path) -> None:
+    probe = ProbeDirectory(str(tmp_path / "a" / "b"), ".probe")
+    probe.open()
+    (row,) = check_semantics(probe.storage)
+    assert (row.result, row.found) == (Result.PASS, "create, replace, list, lock, delete")
+    probe.storage.write("rank_00000", [memoryview(b"left")])
+    probe.storage.write("iter_0000001/data", [memoryview(b"left")])
+    probe.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_persist_directory_with_checkpoints_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "iter_0000001" / "manifest.json").touch()
+    before = sorted(tmp_path.rglob("*"))
+    probe = ProbeDirectory(str(tmp_path), ".probe")
+    probe.open()
+    check_semantics(probe.storage)
+    probe.close()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_object_store_passes_and_nothing_stays(s3: ObjectStore) -> None:
+    url = f"{s3.bucket()}/persist"
+    probe = ProbeDirectory(url, ".probe")
+    probe.open()
+    (row,) = check_semantics(probe.storage)
+    assert row.result is Result.PASS
+    probe.storage.write("rank_00000", [memoryview(b"left")])
+    probe.close()
+    assert Storage(url).names_in(".probe") == []
+
+
+def test_operation_that_is_refused_is_named(s3: ObjectStore) -> None:
+    probe = ProbeDirectory(f"{s3.bucket()}/persist", ".probe")
+    with s3.failing("AccessDenied", "DELETE", "POST"):
+        (row,) = check_semantics(probe.storage)
+    assert row.result is Result.FAIL
+    assert row.found.partition(":")[0] in ("lock", "delete")
+
+
+def test_lock_of_a_living_job_fails(tmp_path: Path) -> None:
+    root = Storage(str(tmp_path))
+    owner = StorageLock(root)
+    owner.take("other", None)
+    looks = iter(range(1000))
+
+    class Renewing(Storage):
+        """Storage whose lock is renewed between two looks."""
+
+        def read(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytes:
+            """Read the lock as it is after a renewal."""
+            if next(looks) == 1:
+                owner.renew()
+            return super().read(path, offset, num_bytes)
+
+    (row,) = check_lock(Renewing(str(tmp_path)), "mine", watch_s=30.0)
+    assert row.result is Result.FAIL
+    assert "job 'other'" in row.found
+
+
+def test_lock_that_nobody_renews_is_warned_of(tmp_path: Path) -> None:
+    root = Storage(str(tmp_path))
+    StorageLock(root).take("other", None)
+    assert check_lock(root, "mine", watch_s=0.05)[0].result is Result.WARN
+    assert check_lock(root, "other")[0].result is Result.PASS
+
+
+def test_free_lock_passes(tmp_path: Path) -> None:
+    (row,) = check_lock(Storage(str(tmp_path)), "mine")
+    assert (row.result, row.found) == (Result.PASS, "free")
+
+
+def test_room_is_compared_with_the_plan(mount_small: Callable[[str], Path]) -> None:
+    root = Storage(str(mount_small("6m") / "not" / "yet"))
+    (row,) = check_space(root, 8 * MIB, 3)
+    assert row.result is Result.FAIL
+    assert row.found.endswith("free, 8.00 MiB for 3 checkpoints")
+    assert check_space(root, None, 3)[0].result is Result.PASS
+
+
+def test_directory_with_too_few_files_fails(mount_small: Callable[[str], Path]) -> None:
+    root = Storage(str(mount_small("6m,nr_inodes=40")))
+    assert "more files" in check_space(root, MIB, 3)[0].found
+
+
+def test_object_store_has_room(s3: ObjectStore) -> None:
+    (row,) = check_space(Storage(f"{s3.bucket()}/persist"), 8 * MIB, 3)
+    assert (row.result, row.found) == (
+        Result.PASS,
+        "an object store; 8.00 MiB for 3 checkpoints",
+    )
