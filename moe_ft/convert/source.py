@@ -109,7 +109,9 @@ def open_source(directory: str, iteration: int | None = None) -> Source:
         source = _stored(chosen.place, chosen.storage, chosen.manifest)
     else:
         source = _in_memory(directory, chosen, holdings)
-    _check_is_one_state(source)
+    _check_is_one_state(
+        source, max((each.iteration for each in holdings if each.window == 1), default=None)
+    )
     return source
 
 
@@ -237,14 +239,19 @@ def _checked(index: Index, place: str, read_range: ReadRange) -> RankState:
     return RankState(index=index, place=place, read_range=read_range)
 
 
-def _check_is_one_state(source: Source) -> None:
-    """Refuse a window of several snapshots, whose units are of different iterations."""
+def _check_is_one_state(source: Source, whole: int | None) -> None:
+    """Refuse a window of several snapshots, whose units are of different iterations.
+
+    Args:
+        whole: the newest iteration that could be named instead.
+    """
     window = source.ranks[0].index.window
     if window > 1:
         first = source.iteration - window + 1
         raise ConfigError(
             f"{source.place} must be the state of one iteration, and is a window of {window} snapshots: its "
             f"units are of iterations {first} to {source.iteration}, and only a recovery makes one state of "
-            f"them, by running {window - 1} iterations again. Start the job again and let it end by itself, "
-            "for example with --exit-interval: it leaves a snapshot of everything on storage."
+            f"them, by running {window - 1} iterations again. Give --densify -- COMMAND LINE OF THE JOB, "
+            "which starts the job for that"
+            + (f", or --iteration {whole}, which is one state." if whole is not None else ".")
         )
