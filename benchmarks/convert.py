@@ -5,8 +5,8 @@
 
 The source is a checkpoint of random numbers (benchmarks/large_checkpoint.py). In each repetition a conversion
 and a plain copy take turns: one thread reads the files of the source in pieces of 16 MiB and writes as many
-bytes as the conversion has written. Before either, the page cache is told to forget the source; both end
-when all that they have written is on the disk. What a conversion reads back to verify it comes from the page cache.
+bytes as the conversion has written. Before either, the page cache is told to forget the source. Both end when
+what they have written is on the disk. What a conversion reads back to verify it comes from the page cache.
 Each conversion has a process of its own, whose imports are not timed.
 
 GB/s are of bytes read once and bytes written. Memory is the peak of the resident set above that before the

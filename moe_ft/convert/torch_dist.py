@@ -198,7 +198,7 @@ class _HashedFiles(FileSystem):
 
 
 class _HashedStream:
-    """What torch's writer calls of a file."""
+    """A file with the methods that torch's writer calls."""
 
     def __init__(self, file: Any) -> None:
         self._file, self.parts = file, list[tuple[int, int, str]]()
