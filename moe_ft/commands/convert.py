@@ -57,6 +57,12 @@ def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
         help="--expert-model-parallel-size of the job that will load a torch_dist (default: the run's): if "
         "it is greater than 1, Megatron keeps another optimizer for experts",
     )
+    _add_ways(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    """Add the flags on the way of the conversion, which do not change what is written."""
     parser.add_argument(
         "--shard-size",
         type=float,
@@ -73,7 +79,6 @@ def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
         help="SRC's newest checkpoint is a window of sparse: start the job, whose command line follows a --, "
         "so that it leaves the state of one iteration there, and convert that",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
