@@ -62,6 +62,7 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.layouts
 	$(BIN)/python -m benchmarks.stall
 	$(BIN)/python -m benchmarks.storage
+	$(BIN)/python -m benchmarks.convert
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.sparse_schedule
 	$(BIN)/python -m benchmarks.router_load

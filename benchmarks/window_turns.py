@@ -129,11 +129,11 @@ def _take_turns(window_of: dict[int, int | None]) -> None:
     plan_window, is_due = SparseStrategy.plan_window, CheckpointEngine._is_due
 
     def plan_as_told(
-        strategy: SparseStrategy, iteration: int, *, is_last: bool = False
+        strategy: SparseStrategy, iteration: int, *, is_whole: bool = False
     ) -> WindowPlan:
         own = strategy.length.now
         strategy.length.now = window_of.get(iteration) or own
-        plan = plan_window(strategy, iteration, is_last=is_last)
+        plan = plan_window(strategy, iteration, is_whole=is_whole)
         strategy.length.now = own
         return plan
 

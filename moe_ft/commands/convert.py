@@ -57,6 +57,12 @@ def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
         help="--expert-model-parallel-size of the job that will load a torch_dist (default: the run's): if "
         "it is greater than 1, Megatron keeps another optimizer for experts",
     )
+    _add_ways(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    """Add the flags on the way of the conversion, which do not change what is written."""
     parser.add_argument(
         "--shard-size",
         type=float,
@@ -67,7 +73,12 @@ def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "--dry-run", action="store_true", help="list what would be written, and write nothing"
     )
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--densify",
+        action="store_true",
+        help="SRC's newest checkpoint is a window of sparse: start the job, whose command line follows a --, "
+        "so that it leaves the state of one iteration there, and convert that",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,11 +95,17 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"DST='{options.destination}' must be a folder on this machine. Convert to one, and copy it."
         )
+    if options.of_training and not options.densify:
+        raise ConfigError(
+            f"-- {options.of_training[0]}: convert takes a command line only with --densify. Add it, or "
+            "leave the command line out."
+        )
     warnings.simplefilter(
         "ignore", UserWarning
     )  # of Megatron and torch, about what is not used here
     # Here, since this is the only command that needs torch.
     from moe_ft.convert.conversion import Request, convert
+    from moe_ft.convert.densify import densify
 
     request = Request(
         source=options.source,
@@ -103,6 +120,10 @@ def run(options: argparse.Namespace) -> int:
     )
     try:
         with reading(options.source, "SRC"):
+            if options.densify and (
+                code := densify(options.source, options.iteration, options.of_training)
+            ):
+                return code
             print(convert(request, is_dry_run=options.dry_run))
     except KeyboardInterrupt:
         print("interrupted: the same command continues where it was", file=sys.stderr)

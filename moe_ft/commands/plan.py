@@ -67,15 +67,17 @@ def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of moe_ft itself and, for `plan` and `doctor`, those of training after the ``--``.
+    """Return the words of moe_ft itself and, for commands that take it, what follows the first ``--``.
+
+    That is the command line of training.
 
     Raises:
         ConfigError: if `plan` is given flags of training without a ``--`` before them.
     """
     own = list(takewhile(lambda word: word != "--", words))
-    if own[:1] not in (["plan"], ["doctor"]) or {"-h", "--help"} & {*own}:
+    if own[:1] not in (["plan"], ["doctor"], ["convert"]) or {"-h", "--help"} & {*own}:
         return list(words), []
-    if len(own) == len(words) and own[0] == "plan":
+    if own[0] == "plan" and len(own) == len(words):
         raise ConfigError(
             f"plan {' '.join(own[1:])}: plan reads the command line of training, which must follow a --. "
             f"Write it like {_USAGE}; for example {_EXAMPLE}"

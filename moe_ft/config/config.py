@@ -118,6 +118,14 @@ class StorageConfig(Part):
         bounds=Bounds(at_least=0),
         remedy="Give a number of snapshots, or 0 to write none to storage",
     )
+    persist_dense_interval: int = setting(
+        0,
+        "also write the whole state of one iteration to storage, every so many iterations, whatever the "
+        "strategy; 0 = only at the end",
+        metavar="N",
+        bounds=Bounds(at_least=0),
+        remedy="Give a number of iterations, or leave the flag out",
+    )
     keep: int = setting(
         2,
         "checkpoints to keep on storage",
@@ -130,7 +138,20 @@ class StorageConfig(Part):
     @property
     def persists(self) -> bool:
         """True if anything goes to storage."""
-        return self.persist_dir is not None and self.persist_interval > 0
+        return self.persist_dir is not None and (self.persist_interval > 0 or self.persists_dense)
+
+    @property
+    def persists_dense(self) -> bool:
+        """True if whole states go to storage while training runs."""
+        return self.persist_dense_interval > 0
+
+    def check(self, world_size: int) -> None:
+        """Raise ConfigError if whole states are to go to storage and there is none."""
+        if self.persists_dense and self.persist_dir is None:
+            raise ConfigError(
+                f"--moe-ft-persist-dense-interval={self.persist_dense_interval} writes to storage, and there "
+                "is none. Add --moe-ft-persist-dir URL, or leave it out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,6 +38,8 @@ def read_tensor(source: Source, tensor: GlobalTensor, kind: str = "weight") -> t
     # Weights follow from masters, unless the optimizer that holds the masters keeps few bits of them.
     saved = kind if all(kind in block.slices for block in tensor.blocks) else "master"
     dtype = DTYPES[tensor.dtype] if kind == "weight" else _dtype_of(tensor, saved)
+    if _is_all_of(tensor):
+        return _read_block(source, tensor.blocks[0], saved).to(dtype)
     found = torch.empty(tensor.shape, dtype=dtype)
     for block in tensor.blocks:
         local = _read_block(source, block, saved)
@@ -52,6 +54,13 @@ def read_tensor(source: Source, tensor: GlobalTensor, kind: str = "weight") -> t
     return found
 
 
+def _is_all_of(tensor: GlobalTensor) -> bool:
+    """Return whether some ranks have the tensor as it is."""
+    if len(tensor.blocks) != 1 or tensor.blocks[0].local_shape != tensor.shape:
+        return False
+    return all(place.extent == tensor.shape for place in tensor.blocks[0].places)
+
+
 def _dtype_of(tensor: GlobalTensor, kind: str) -> torch.dtype:
     return DTYPES[tensor.blocks[0].slices[kind][0].entry.dtype]
 
@@ -63,12 +72,12 @@ def _read_block(source: Source, block: Block, kind: str) -> torch.Tensor:
     local = torch.empty(numel, dtype=DTYPES[slices[0].entry.dtype])
     for each in slices:
         if each.entry.end > end:
-            local[each.entry.start : each.entry.end] = _read_slice(source, each)
+            _read_slice(source, each, local[each.entry.start : each.entry.end])
             end = each.entry.end
     return local.view(block.local_shape)
 
 
-def _read_slice(source: Source, each: Slice) -> torch.Tensor:
+def _read_slice(source: Source, each: Slice, target: torch.Tensor) -> None:
     entry, state = each.entry, source.ranks[each.rank]
     scales = (scale for inner in state.index.records[-1].optimizers for scale in inner.scales)
     if entry.dtype == "I16" or f"{entry.parameter}/{entry.key}" in scales:
@@ -77,6 +86,4 @@ def _read_slice(source: Source, each: Slice) -> torch.Tensor:
             "(--use-precision-aware-optimizer), in a form that only it can read. Give --what weights."
         )
     content = state.read(each.unit, entry.offset, tensor_bytes(entry))
-    target = torch.empty(entry.end - entry.start, dtype=DTYPES[entry.dtype])
     unpack_into(target, msgspec.structs.replace(entry, offset=0), content)
-    return target

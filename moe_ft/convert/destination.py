@@ -1,7 +1,8 @@
 """Destination of a conversion: a folder that appears when it is complete, and can be continued until then.
 
 Everything is written to a folder next to it, DST.incomplete, with a journal of the shards that are written
-and verified. After an interruption the same command continues there. After an error it is removed.
+and verified. After an interruption the same command continues there, unless the machine was started again in
+between: until the end nothing needs to be on the disk. After an error it is removed.
 """
 
 import json
@@ -17,6 +18,7 @@ from moe_ft.format.encoding import checksum
 
 _JOURNAL = "conversion.json"
 _SPARE_BYTES = 16 << 20  # for headers and indexes
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def signature_of(paths: Iterable[Path]) -> str:
@@ -70,7 +72,8 @@ class Destination:
             return
         try:
             journal = json.loads((self.work / _JOURNAL).read_text(encoding="utf-8"))
-            plan, self._shards = journal["plan"], dict(journal["shards"])
+            plan, shards = journal["plan"], dict(journal["shards"])
+            self._shards = shards if journal["boot"] == _boot() else {}
             description = journal["description"]
         except (OSError, ValueError, KeyError, TypeError):
             plan, description = "", "something else"
@@ -95,9 +98,12 @@ class Destination:
         """Publish the folder; remove it after an error, but not after an interruption."""
         if kind is None:
             (self.work / _JOURNAL).unlink()
+            for path in (*self.work.rglob("*"), self.work):
+                _sync(path)
             if self.path.exists():
                 self.path.rmdir()
             self.work.rename(self.path)
+            _sync(self.path.parent)
         elif issubclass(kind, Exception):
             shutil.rmtree(self.work, ignore_errors=True)
 
@@ -111,7 +117,26 @@ class Destination:
         self._write_journal()
 
     def _write_journal(self) -> None:
-        journal = {"description": self._description, "plan": self._plan, "shards": self._shards}
+        journal = {
+            "description": self._description,
+            "plan": self._plan,
+            "boot": _boot(),
+            "shards": self._shards,
+        }
         temporary = self.work / f"{_JOURNAL}.new"
         temporary.write_text(json.dumps(journal), encoding="utf-8")
         os.replace(temporary, self.work / _JOURNAL)
+
+
+def _boot() -> str:
+    """Return what tells this start of the machine from others; empty where nothing does."""
+    return _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -5,18 +5,18 @@ A tensor is called UNIT/NAME, and UNIT/NAME/KIND if it is not the weight. The in
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from moe_ft.convert.items import Item
 from moe_ft.convert.model import Model
+from moe_ft.convert.read_ahead import read_ahead
+from moe_ft.convert.safetensors_file import Description, content_of, write_tensors
 from moe_ft.convert.tensors import GlobalTensor
-from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import checksum
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -43,8 +43,14 @@ class SafetensorsSet:
 
     def write_shard(self, folder: Path, number: int, count: int, items: Sequence[Item]) -> Any:
         """Write and verify one file; return what `finish` needs of it."""
-        tensors = {self.name_of(item): item.read(self._model) for item in items}
-        return write_file(folder, number, count, tensors, self._model)
+        described = {
+            self.name_of(item): Description(item.dtype, item.tensor.shape) for item in items
+        }
+        tensors = (
+            (self.name_of(item), tensor)
+            for item, tensor in read_ahead(items, lambda item: item.read(self._model))
+        )
+        return write_file(folder, number, count, described, tensors, self._model)
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
         """Write the index."""
@@ -52,20 +58,22 @@ class SafetensorsSet:
 
 
 def write_file(
-    folder: Path, number: int, count: int, tensors: dict[str, torch.Tensor], model: Model
+    folder: Path,
+    number: int,
+    count: int,
+    described: Mapping[str, Description],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    model: Model,
 ) -> dict[str, Any]:
-    """Write and verify one file of a set; return what `write_index` needs of it. Empties `tensors`."""
+    """Write and verify one file of a set; return what `write_index` needs of it.
+
+    Args:
+        described, tensors: see `write_tensors`.
+    """
     path = folder / f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-    sums = {name: checksum_of(tensor) for name, tensor in tensors.items()}
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    save_file(tensors, path, {"format": "pt", "iteration": str(model.iteration)})
-    tensors.clear()
-    with safe_open(path, framework="pt") as opened:
-        wrong = [name for name in sums if checksum_of(opened.get_tensor(name)) != sums[name]]
-        wrong += sorted(set(opened.keys()) ^ set(sums))
-    if wrong:
-        raise CorruptStateError(f"{path}: {wrong[0]} is not what was written. Is the disk sound?")
-    return {"file": path.name, "names": list(sums), "bytes": num_bytes}
+    write_tensors(path, described, tensors, {"format": "pt", "iteration": str(model.iteration)})
+    num_bytes = sum(each.num_bytes for each in described.values())
+    return {"file": path.name, "names": list(described), "bytes": num_bytes}
 
 
 def write_index(folder: Path, shards: Sequence[Any], facts: Mapping[str, Any]) -> None:
@@ -94,4 +102,4 @@ def facts_of(model: Model, items: Sequence[Item]) -> Mapping[str, Any]:
 
 def checksum_of(tensor: torch.Tensor) -> str:
     """Return the checksum of a tensor's bytes."""
-    return checksum(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return checksum(content_of(tensor))

@@ -24,6 +24,7 @@ from moe_ft.recovery.inspect.holdings import Holding, find_holdings, newest_hold
 from moe_ft.recovery.job_memory import is_alive
 
 _CHUNK_BYTES = 16 << 20
+_MOST_KEPT_BYTES = 64 << 20
 _WATCH_S = LOCK_RENEWAL_S + 2.0
 
 # Reads a range of a file that a unit names; an empty name is the index's own file.
@@ -42,6 +43,7 @@ class RankState:
     place: str
     read_range: ReadRange = field(repr=False)
     _verified: set[str] = field(default_factory=set)
+    _kept: tuple[str, memoryview] = field(default=("", memoryview(b"")), repr=False)
 
     def read(self, name: str, offset: int, num_bytes: int) -> memoryview:
         """Return a range of a unit, whose checksum is verified before its first range is read.
@@ -54,10 +56,24 @@ class RankState:
             CorruptStateError: if the unit does not match its checksum, or is cut short.
         """
         unit = self.index.units[name]
+        if unit.num_bytes <= _MOST_KEPT_BYTES:
+            if name != self._kept[0]:
+                self._kept = ("", memoryview(b""))  # first, to have one at a time
+                self._kept = (name, self._read_unit(name, unit))
+            return self._kept[1][offset : offset + num_bytes]
         if name not in self._verified:
             self._verify(name, unit)
             self._verified.add(name)
         return self.read_range(unit.file, unit.offset + offset, num_bytes)
+
+    def _read_unit(self, name: str, unit: UnitEntry) -> memoryview:
+        """Return a unit that is small enough to stay in memory for the reads of its other tensors."""
+        content = self.read_range(unit.file, unit.offset, unit.num_bytes)
+        if len(content) != unit.num_bytes:
+            raise CorruptStateError(f"{self.place}: unit {name} is cut short")
+        if checksum(content) != unit.checksum:
+            raise CorruptStateError(f"{self.place}: unit {name} does not match its checksum")
+        return content
 
     def _verify(self, name: str, unit: UnitEntry) -> None:
         found = xxhash.xxh3_64()
@@ -109,7 +125,9 @@ def open_source(directory: str, iteration: int | None = None) -> Source:
         source = _stored(chosen.place, chosen.storage, chosen.manifest)
     else:
         source = _in_memory(directory, chosen, holdings)
-    _check_is_one_state(source)
+    _check_is_one_state(
+        source, max((each.iteration for each in holdings if each.window == 1), default=None)
+    )
     return source
 
 
@@ -237,14 +255,19 @@ def _checked(index: Index, place: str, read_range: ReadRange) -> RankState:
     return RankState(index=index, place=place, read_range=read_range)
 
 
-def _check_is_one_state(source: Source) -> None:
-    """Refuse a window of several snapshots, whose units are of different iterations."""
+def _check_is_one_state(source: Source, whole: int | None) -> None:
+    """Refuse a window of several snapshots, whose units are of different iterations.
+
+    Args:
+        whole: the newest iteration that could be named instead.
+    """
     window = source.ranks[0].index.window
     if window > 1:
         first = source.iteration - window + 1
         raise ConfigError(
             f"{source.place} must be the state of one iteration, and is a window of {window} snapshots: its "
             f"units are of iterations {first} to {source.iteration}, and only a recovery makes one state of "
-            f"them, by running {window - 1} iterations again. Start the job again and let it end by itself, "
-            "for example with --exit-interval: it leaves a snapshot of everything on storage."
+            f"them, by running {window - 1} iterations again. Give --densify -- COMMAND LINE OF THE JOB, "
+            "which starts the job for that"
+            + (f", or --iteration {whole}, which is one state." if whole is not None else ".")
         )

@@ -6,17 +6,26 @@ loader follows. The optimizer is in the form that Megatron calls `fully_resharda
 rest.
 """
 
+import hashlib
 import io
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.validation import save_integrity_manifest
+from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemWriter,
+    _StorageInfo,
+    _StoragePrefix,
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,9 +39,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from moe_ft.convert.items import Item
 from moe_ft.convert.model import Model
-from moe_ft.convert.safetensors_set import checksum_of, facts_of
+from moe_ft.convert.read_ahead import read_ahead
+from moe_ft.convert.safetensors_set import facts_of
 from moe_ft.convert.tensors import GlobalTensor
-from moe_ft.errors import CorruptStateError
+from moe_ft.convert.verifying import Part, verify_parts
 from moe_ft.format.json_values import convert_leaves
 from moe_ft.state.slices import DTYPES
 
@@ -69,33 +79,26 @@ class TorchDist:
         return folder / name
 
     def write_shard(self, folder: Path, number: int, count: int, items: Sequence[Item]) -> Any:
-        """Write and verify one file; return where its items are."""
-        writer = FileSystemWriter(self._folder(folder), thread_count=1, per_thread_copy_ahead=0)
-        self._folder(folder).mkdir(exist_ok=True)
-        requests = {_write_item(self._key(item), item).index: item for item in items}
-        planner = _Reader(self._model, requests)
-        plan = SavePlan(
-            [_write_item(self._key(item), item) for item in items],
-            storage_data=_StoragePrefix(f"__{number}_"),
+        """Write and verify one file; return where its items are, and the checksum that Megatron wants."""
+        writer = FileSystemWriter(
+            self._folder(folder), thread_count=1, per_thread_copy_ahead=0, sync_files=False
         )
-        results = writer.write_data(plan, planner).wait()
-        found = []
+        writer.fs = files = _HashedFiles()
+        self._folder(folder).mkdir(exist_ok=True)
+        requests = [_write_item(self._key(item), item) for item in items]
+        plan = SavePlan(requests, storage_data=_StoragePrefix(f"__{number}_"))
+        results = writer.write_data(plan, _Reader(self._model, items)).wait()
+        found, names = [], {}
         for result in results:
             place = result.storage_data
-            self._verify(folder, place, planner.sums[result.index], result.index.fqn)
+            names[place.offset] = result.index.fqn
             offset = list(result.index.offset or ())
             found.append(
                 [result.index.fqn, offset, place.relative_path, place.offset, place.length]
             )
-        return found
-
-    def _verify(self, folder: Path, place: _StorageInfo, checksum: str, name: str) -> None:
-        path = self._folder(folder) / place.relative_path
-        with path.open("rb") as file:
-            file.seek(place.offset)
-            content = io.BytesIO(file.read(place.length))
-        if checksum_of(torch.load(content, weights_only=True)) != checksum:
-            raise CorruptStateError(f"{path}: {name} is not what was written. Is the disk sound?")
+        (path,) = files.parts
+        sha256 = verify_parts(path, files.parts_of(path, names), with_sha256=True)
+        return {"places": found, "sha256": {path.name: sha256}}
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
         """Write what is no tensor, then the metadata and what makes Megatron find it."""
@@ -117,11 +120,11 @@ class TorchDist:
                 storage_data=_StorageInfo(path, start, length),
             )
             for shard in shards
-            for key, offset, path, start, length in shard
+            for key, offset, path, start, length in shard["places"]
         ]
         writer.finish(Metadata(metadata, planner_data={}), [results, list(written)])
         save_config(CheckpointingConfig("torch_dist", 1), str(where))
-        save_integrity_manifest(str(where))
+        _save_integrity(where, [shard["sha256"] for shard in shards])
         name = str(self._model.iteration) if self._with_optimizer else _RELEASE
         (folder / _TRACKER).write_text(name, encoding="utf-8")
 
@@ -145,18 +148,91 @@ def _encode(value: Any) -> io.BytesIO:
     return encoded
 
 
-class _Reader(DefaultSavePlanner):
-    """Gives torch's writer the tensors of a shard when it comes to them, and remembers their checksums."""
+def _save_integrity(where: Path, known: Iterable[Mapping[str, str]]) -> None:
+    """Write what `save_integrity_manifest` of Megatron writes, without reading shards again.
 
-    def __init__(self, model: Model, items: Mapping[MetadataIndex, Item]) -> None:
+    Args:
+        known: by file, checksums of the shards.
+    """
+    sums = {name: each for shard in known for name, each in shard.items()}
+    for path in where.iterdir():
+        if path.name not in sums:
+            sums[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    manifest = {"algorithm": "sha256", "files": dict(sorted(sums.items()))}
+    (where / INTEGRITY_FNAME).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+
+
+class _HashedFiles(FileSystem):
+    """Files that torch's writer writes, with checksums of the parts of them.
+
+    A part ends where the writer asks for its position, as it does after each tensor.
+
+    Attributes:
+        parts: by file, position, length and checksum of each part.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self._model, self._items = model, items
-        self.sums: dict[MetadataIndex, str] = {}
+        self.parts: dict[Path, list[tuple[int, int, str]]] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file to write."""
+        with super().create_stream(path, mode) as stream:
+            hashed = _HashedStream(stream)
+            yield hashed
+            hashed.tell()
+            self.parts[Path(path)] = hashed.parts
+
+    def parts_of(self, path: Path, names: Mapping[int, str]) -> list[Part]:
+        """Return the parts of a file.
+
+        Args:
+            names: of parts, by position.
+        """
+        found, name = [], "its beginning"
+        for start, num_bytes, checksum in self.parts[path]:
+            name = names.get(start, name)
+            found.append(Part(name, num_bytes, checksum))
+        return found
+
+
+class _HashedStream:
+    """A file with the methods that torch's writer calls."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.parts = file, list[tuple[int, int, str]]()
+        self._start = self._end = 0
+        self._hash = xxhash.xxh3_64()
+
+    def tell(self) -> int:
+        """Return the position, where another part begins."""
+        if self._end > self._start:
+            self.parts.append((self._start, self._end - self._start, self._hash.hexdigest()))
+            self._start, self._hash = self._end, xxhash.xxh3_64()
+        return self._end
+
+    def write(self, content: Any) -> int:
+        """Write and remember."""
+        self._hash.update(content)
+        self._file.write(content)
+        self._end += memoryview(content).nbytes
+        return memoryview(content).nbytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)  # flush, fileno
+
+
+class _Reader(DefaultSavePlanner):
+    """Gives torch's writer the tensors of a shard when it comes to them."""
+
+    def __init__(self, model: Model, items: Sequence[Item]) -> None:
+        super().__init__()
+        self._tensors = read_ahead(items, lambda item: item.read(model))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        item = self._items[write_item.index]
-        tensor = item.read(self._model)
-        self.sums[write_item.index] = checksum_of(tensor)
+        item, tensor = next(self._tensors)
+        assert write_item.index.offset == _chunk(item).offsets  # torch keeps the order
         return tensor.view((1,) * len(item.tensor.index) + item.tensor.shape)
 
 

@@ -65,13 +65,9 @@ def build_engine(
     windows = Windows(context.memory, strategy, layouts, writer, records, reports)
     directory = context.persist_dir
     client = PersistClient(directory, context.rank, reports, context.phase_hook, clock, len(ranks))
+    schedule = (windows.versions, strategy, context.identity, context.rank)
     storage = StorageSchedule(
-        settings.persist_interval,
-        client,
-        windows.versions,
-        strategy,
-        context.identity,
-        context.rank,
+        settings.persist_interval, client, *schedule, dense_interval=settings.dense_interval
     )
     return CheckpointEngine(
         settings,

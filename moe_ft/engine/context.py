@@ -25,6 +25,7 @@ class EngineSettings:
     Attributes:
         interval: iterations between snapshots, None for automatic.
         persist_interval: complete snapshots between those that go to storage, 0 for never.
+        dense_interval: iterations between whole states that go to storage, 0 for none before the end.
         raises: end training when a background part fails.
         staging_bytes: device memory in which snapshots are packed, 0 if nothing is.
     """
@@ -34,6 +35,12 @@ class EngineSettings:
     persist_interval: int
     raises: bool
     staging_bytes: int = 0
+    dense_interval: int = 0
+
+    @property
+    def persists(self) -> bool:
+        """True if anything goes to storage."""
+        return self.persist_interval > 0 or self.dense_interval > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -98,7 +98,7 @@ class CheckpointEngine:
                     "what was recovered does not fit this start's regions; peers get the next state"
                 )
                 self._reports.skipped(BackgroundPart.REPLICATE, iteration, reason)
-        self._storage.start(restored.persisted_index if restored else "")
+        self._storage.start(restored.persisted_index if restored else "", iteration)
         if self._supervisor is not None:
             self._supervisor.start()
 
@@ -186,18 +186,24 @@ class CheckpointEngine:
         self._settle(votes)
         self._poll_storage(votes)
         self._tune(iteration, iteration_s, votes, is_busy=is_busy)
-        if self._storage.is_due and votes.is_idle and self._windows.complete is not None:
-            self._submit(self._windows.complete)
+        complete = self._windows.complete
+        if complete is not None and votes.is_idle and self._storage.wants(complete, iteration):
+            self._submit(complete)
+        # Only one that the writer takes at once: what waits may be replaced.
+        is_whole = self._storage.needs_whole(iteration) and not self._storage.is_busy
+        is_whole &= votes.is_idle
         if self._windows.open is not None and self._windows.open.is_growing:
             self._windows.grow(iteration, capture, can_grow=votes.can_grow)
-        elif self._is_due(iteration):
+        elif self._is_due(iteration) or is_whole:
             if votes.state is SnapshotState.RUNNING or not votes.is_ready:
                 reason = (
                     "the last one is not complete" if votes.is_ready else "all regions are in use"
                 )
                 self._reports.skipped(BackgroundPart.SNAPSHOT, iteration, reason)
             else:
-                self._windows.begin(iteration, capture)
+                self._windows.begin(iteration, capture, is_whole=is_whole)
+                if is_whole:
+                    self._storage.note_whole(iteration)
 
     def _tune(self, iteration: int, iteration_s: float, votes: Votes, *, is_busy: bool) -> None:
         """Adapt the strategy and an automatic interval to what the slowest rank measured."""
@@ -237,13 +243,13 @@ class CheckpointEngine:
             self._has_removed_left_overs = True
             with self._reports.catching(BackgroundPart.MEMORY, last.iteration):
                 self._memory.remove_left_overs()
-        self._storage.note_complete()
+        self._storage.note_complete(last.iteration)
         if not self._storage.is_due:
             self._interval.end_checkpoint(last.complete_s)
 
-    def _submit(self, region: Region, *, is_last: bool = False) -> None:
+    def _submit(self, region: Region, *, is_whole: bool = False) -> None:
         with self._reports.catching(BackgroundPart.PERSIST, region.iteration or 0):
-            self._storage.submit(region, is_last=is_last)
+            self._storage.submit(region, is_whole=is_whole)
 
     def _poll_storage(self, votes: Votes) -> bool | None:
         """Take back what was written; return whether it is a checkpoint, None if that is not known yet."""
@@ -278,7 +284,7 @@ class CheckpointEngine:
         self._iteration = iteration
         is_new = iteration != self._start_iteration
         outcome = LastState.UNSAVED if is_new else self._outcome_without_training
-        if not self._settings.persist_interval:
+        if not self._settings.persists:
             outcome = LastState.NO_STORAGE
         is_for_memory = outcome is LastState.NO_STORAGE and is_new and not is_complete
         if outcome is LastState.UNSAVED or is_for_memory:
@@ -338,7 +344,7 @@ class CheckpointEngine:
 
     def _is_kept(self, iteration: int) -> bool:
         """Return whether the last state is where it is to be kept."""
-        if self._settings.persist_interval:
+        if self._settings.persists:
             return self._storage.is_at_end(iteration)
         return self._has_whole(iteration)
 
@@ -352,7 +358,7 @@ class CheckpointEngine:
         """Begin the next step on the last state's way to where it is kept."""
         if self._has_whole(iteration):
             assert self._windows.complete is not None
-            self._submit(self._windows.complete, is_last=True)
+            self._submit(self._windows.complete, is_whole=True)
         else:
             begin = partial(self._windows.begin, iteration, capture, is_last=True)
             self._decisions.attempt(iteration, begin)

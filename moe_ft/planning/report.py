@@ -65,13 +65,34 @@ def persist_line(
         planned: interval between writes, in units.
     """
     bandwidth = job.measured.storage_bandwidth
-    if bandwidth is None:
+    if bandwidth is None or not job.config.storage.persist_interval:
         return []
     least = smallest_interval(num_bytes, bandwidth_bytes_per_s=bandwidth, iteration_s=period_s)
     verdict = "is enough" if planned >= least else "is too short: persists will be skipped"
     return [
         f"persist: {num_bytes / bandwidth:.3f} s; smallest interval {least} {unit}; the one planned, "
         f"{planned}, {verdict}"
+    ]
+
+
+def whole_line(job: PlannedJob, num_bytes: int) -> list[str]:
+    """Return what whole states on storage cost, if they are asked for (--moe-ft-persist-dense-interval).
+
+    Args:
+        num_bytes: of the whole state of the rank with the most.
+    """
+    if not job.config.storage.persists_dense:
+        return []
+    measured, costs = job.measured, []
+    if measured.bandwidth is not None:
+        stall_s = max(0.0, num_bytes / measured.bandwidth - measured.hidden_s)
+        costs.append(f"stall {stall_s:.3f} s")
+    if measured.storage_bandwidth is not None:
+        costs.append(f"written in {num_bytes / measured.storage_bandwidth:.3f} s")
+    every = job.config.storage.persist_dense_interval
+    return [
+        f"whole state on storage every {every} iterations: "
+        + "; ".join([f"{megabytes(num_bytes)} MB of the rank with the most", *costs])
     ]
 
 

@@ -90,6 +90,7 @@ def _build(
             persist_interval=config.storage.persist_interval if config.storage.persists else 0,
             raises=config.strategy.on_error == "raise",
             staging_bytes=config.precision.staging,
+            dense_interval=config.storage.persist_dense_interval if config.storage.persists else 0,
         ),
         EngineContext(
             rank=met.site.rank,

@@ -145,13 +145,14 @@ class Strategy(ABC):
         return 0
 
     @abstractmethod
-    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+    def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
         """Return the contents of the next window.
 
         Args:
             iteration: of the state in the first snapshot.
-            is_last: whether training has ended, so that there is no further iteration for a second
-                snapshot, and windows are taken until `is_whole`.
+            is_whole: whether it must be one snapshot with every unit at this iteration: training has ended,
+                or the state goes to storage as a whole. At the end, where memory has no room for that,
+                windows are taken until `is_whole`.
         """
 
     def possible_windows(self) -> list[WindowPlan]:
@@ -166,11 +167,11 @@ class Strategy(ABC):
         """Return this rank's part of the agreement, which takes the least; always equally many."""
         return []
 
-    def plan_persist(self, *, is_last: bool = False) -> PersistPlan:
+    def plan_persist(self, *, is_whole: bool = False) -> PersistPlan:
         """Return the rotating units of this rank whose versions in memory go to storage now.
 
         Args:
-            is_last: whether training has ended: everything goes.
+            is_whole: whether everything goes.
         """
         return PersistPlan()
 

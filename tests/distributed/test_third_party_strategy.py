@@ -54,9 +54,9 @@ class TurnsStrategy(Strategy):
         """All units."""
         return self._units
 
-    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+    def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
         """Return the same window every time; at the end of a training, everything."""
-        if is_last:
+        if is_whole:
             whole = SnapshotPlan(levels=dict.fromkeys(self._units, Level.FULL))
             return WindowPlan(snapshots=(whole,), key="whole")
         return WindowPlan(snapshots=tuple(map(self._plan, range(self._num_turns))), key="turns")
@@ -73,7 +73,7 @@ class TurnsStrategy(Strategy):
 
     def possible_windows(self) -> list[WindowPlan]:
         """Return the two windows that there are."""
-        return [self.plan_window(0), self.plan_window(0, is_last=True)]
+        return [self.plan_window(0), self.plan_window(0, is_whole=True)]
 
     def note_complete(self, plan: WindowPlan, iteration: int) -> None:
         """Note where a window of one snapshot was taken."""

@@ -32,6 +32,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         nodes: that its ranks are divided over.
         options: of the strategy, by field.
         state_dtype: as --moe-ft-state-dtype takes it; empty for none.
+        dense_interval: as --moe-ft-persist-dense-interval takes it.
         stop_interval: iterations after which a start ends by itself, as with --exit-interval; 0 for never.
         on_error: as --moe-ft-on-error takes it.
     """
@@ -51,6 +52,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     sharding: str = "equal"
     replication: str = "auto"
     persist_interval: int = 0
+    dense_interval: int = 0
     keep: int = 2
     state_dtype: str = ""
     stop_interval: int = 0
@@ -69,12 +71,17 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             skips=self.skips,
         )
 
+    @property
+    def persists(self) -> bool:
+        """True if anything goes to storage."""
+        return self.persist_interval + self.dense_interval > 0
+
     def config(self, root: Path) -> MoeFtConfig:
         """Return the flags of the job, whose directories are below a root."""
         options = {}
         if (kind := registry.option_types().get(self.strategy)) is not None:
             options[self.strategy] = kind(**self.options)
-        storage = str(root / "storage") if self.persist_interval else None
+        storage = str(root / "storage") if self.persists else None
         return MoeFtConfig(
             strategy=StrategyConfig(
                 strategy=self.strategy,
@@ -91,7 +98,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                 memory_dir=str(root / "memory"), job_id="job", replication_factor=self.replication
             ),
             storage=StorageConfig(
-                persist_dir=storage, persist_interval=self.persist_interval, keep=self.keep
+                persist_dir=storage,
+                persist_interval=self.persist_interval,
+                persist_dense_interval=self.dense_interval,
+                keep=self.keep,
             ),
             recovery=RecoveryConfig(),
         )

@@ -56,6 +56,20 @@ def has_any(root: Path) -> bool:
     return any(memory) or any(storage)
 
 
+def states_of_several_iterations(root: Path) -> list[str]:
+    """Return the checkpoints on storage whose units are not all of their iteration."""
+    found = []
+    for path in sorted((root / "storage").glob("iter_*/manifest*.json")):
+        try:
+            manifest = decode(path.read_bytes(), Manifest, str(path))
+        except CorruptStateError:
+            continue
+        iterations = {unit.iteration for unit in manifest.units.values()}
+        if manifest.window > 1 or iterations != {manifest.iteration}:
+            found.append(f"{path.parent.name} with units of iterations {sorted(iterations)}")
+    return found
+
+
 def _in_memory(folder: Path, nodes: Collection[str]) -> Iterator[tuple[Family, int]]:
     for path in folder.glob("*/*/*/region_*.json"):
         index = _index(path) if path.parents[1].name in nodes else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from moe_ft.errors import ConfigError, DegradedError, UnrecoverableError
 from moe_ft.strategies import registry
 from tests.simulation.job import Job, Start, undisturbed
-from tests.simulation.left import Left, look
+from tests.simulation.left import Left, look, states_of_several_iterations
 from tests.simulation.lossy import Recount
 from tests.simulation.rank import Life
 
@@ -151,6 +151,9 @@ class Oracle:
         if not self.is_disturbed:
             self._check_is_quiet(start)
         self._cut_off()
+        if self.job.setup.dense_interval and not self.job.setup.persist_interval:
+            for what in states_of_several_iterations(self.job.root):
+                self._fail(start, f"storage has {what}, and whole states alone should go there")
         if start.has_ended_well:
             self._check_end(start)
 
@@ -228,7 +231,7 @@ class Oracle:
             if not self.is_disturbed:
                 self._fail(start, "the last state is not where it should be, undisturbed")
             return
-        if setup.persist_interval or start.last_iteration < self.job.training.iterations:
+        if setup.persists or start.last_iteration < self.job.training.iterations:
             left = look(root, setup.shape.num_ranks, {*start.nodes})
             is_excused = self.is_disturbed or self.is_damaged  # a checkpoint is not written twice
             if left.newest != start.last_iteration and not is_excused:

@@ -117,6 +117,7 @@ def draw(seed: int) -> Schedule:
     switching = rng.choice((0.02, 0.1, 0.3, 0.6))
     more = random.Random(f"variation {seed}")
     setup = variations.vary(setup, more)
+    setup = variations.add_dense_interval(setup, random.Random(f"dense {seed}"))
     faults = _add_faults(faults, more, num_events)
     if more.random() < _DAMAGED:
         faults = _damage(more, num_events)
@@ -247,6 +248,7 @@ def _smaller(schedule: Schedule, replace: Any) -> list[Schedule]:
         {"on_error": "degrade"},
         {"is_sharded": True},
         {"persist_interval": 0},
+        {"dense_interval": 0},
         {"replication": "0"},
         {"interval": "1"},
         {"iterations": 4},

@@ -85,3 +85,14 @@ def draw_kind(rng: random.Random, kinds: dict[str, int], number: int) -> str | N
     if rng.random() >= _EXTRA or (kinds is OFFLINE and (not number or rng.random() >= 0.2)):
         return None
     return rng.choices(list(known), list(known.values()))[0]
+
+
+def add_dense_interval(setup: Setup, rng: random.Random) -> Setup:
+    """Return a setup in which some jobs also write whole states to storage, or these alone."""
+    if rng.random() >= 0.3:
+        return setup
+    changes: dict[str, Any] = {"dense_interval": rng.randint(1, 4), "keep": rng.randint(1, 3)}
+    if rng.random() < 0.5:
+        changes["persist_interval"] = 0
+    changed: Setup = msgspec.structs.replace(setup, **changes)
+    return changed

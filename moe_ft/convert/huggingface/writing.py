@@ -12,6 +12,7 @@ from moe_ft.convert.huggingface.mapping import Family, Mapped
 from moe_ft.convert.huggingface.release import CONFIG_NAME
 from moe_ft.convert.items import Item
 from moe_ft.convert.model import Model
+from moe_ft.convert.safetensors_file import describe
 from moe_ft.convert.safetensors_set import facts_of, write_file, write_index
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.errors import ConfigError
@@ -94,7 +95,9 @@ class HuggingFace:
                 name: part.contiguous() for name, part in zip(mapped.names, parts, strict=True)
             }
             tensors |= {name: parts[0].clone() for name in mapped.copies}
-        return write_file(folder, number, count, tensors, self._model)
+        described = describe(tensors)
+        each = ((name, tensors.pop(name)) for name in described)
+        return write_file(folder, number, count, described, each, self._model)
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
         """Write the index and `config.json`."""

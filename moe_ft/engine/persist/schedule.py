@@ -48,17 +48,22 @@ class StorageSchedule:
         strategy: Strategy,
         identity: Identity,
         rank: int,
+        dense_interval: int = 0,
     ) -> None:
         """Make a schedule.
 
         Args:
             interval: complete snapshots between those that are written, 0 for never.
+            dense_interval: iterations between whole states that are written, 0 for none.
             strategy: chooses the units of the pool that are written.
         """
-        self._interval, self._client = interval, client
+        self._interval, self._dense_interval, self._client = interval, dense_interval, client
         self._versions, self._strategy = versions, strategy
         self._identity, self._rank = identity, rank
         self._num_complete = 0
+        self._num_since = 0  # complete snapshots since the last one that was submitted
+        self._num_stood_for = 1  # likewise, when that one was
+        self._whole_iteration = 0  # of the last whole state that was begun, or of this start
         self._newest_index = ""  # of this rank in the newest complete checkpoint
         self._planned = PersistPlan()  # for what is being written
         self._unconfirmed: _Written | None = None
@@ -67,10 +72,15 @@ class StorageSchedule:
         self._could_not_ask = False
         self.is_due, self.is_idle = False, True
 
-    def start(self, newest_index: str) -> None:
-        """Begin; `newest_index` is this rank's on storage, relative to the persist directory, if any."""
-        self._newest_index = newest_index
-        if self._interval:
+    def start(self, newest_index: str, iteration: int = 0) -> None:
+        """Begin.
+
+        Args:
+            newest_index: this rank's on storage, relative to the persist directory, if any.
+            iteration: that training begins with.
+        """
+        self._newest_index, self._whole_iteration = newest_index, iteration
+        if self._interval or self._dense_interval:
             self._client.start()
 
     @property
@@ -85,46 +95,72 @@ class StorageSchedule:
 
     @property
     def seconds_per_snapshot(self) -> float:
-        """Time to write the last one, which may take as long as `interval` snapshots."""
-        return self._client.last_seconds / self._interval
+        """Time to write the last one, divided by the complete snapshots that it stands for."""
+        return self._client.last_seconds / self._num_stood_for
 
-    def note_complete(self) -> None:
-        """All ranks have completed a snapshot."""
+    def needs_whole(self, iteration: int) -> bool:
+        """Return whether the next window must hold everything at this iteration, for storage."""
+        every = self._dense_interval
+        return every > 0 and iteration // every > self._whole_iteration // every
+
+    def note_whole(self, iteration: int) -> None:
+        """All ranks have begun a window with everything at this iteration; if it fails, none follows."""
+        self._whole_iteration = iteration
+
+    def note_complete(self, iteration: int) -> None:
+        """All ranks have completed a window."""
         self._num_complete += 1
-        if self._interval and self._num_complete % self._interval == 0:
-            self.is_due = True
+        self._num_since += 1
+        is_of_interval = self._interval > 0 and self._num_complete % self._interval == 0
+        self.is_due |= is_of_interval or self._is_whole(iteration)
 
-    def submit(self, region: Region, *, is_last: bool = False) -> None:
+    def _is_whole(self, iteration: int) -> bool:
+        return self._dense_interval > 0 and iteration == self._whole_iteration
+
+    def wants(self, complete: Region, iteration: int) -> bool:
+        """Return whether the newest complete window is to be written now, if all writers are idle.
+
+        A whole state that is due or being taken comes first, as it would not wait for the writer.
+        """
+        newest = complete.iteration or 0
+        if not self.is_due or self._is_whole(newest):
+            return self.is_due
+        return newest > self._whole_iteration and not self.needs_whole(iteration)
+
+    def submit(self, region: Region, *, is_whole: bool = False) -> None:
         """Have the newest complete snapshot written. Called by all ranks when all writers are idle.
 
         Args:
-            is_last: whether training has ended: everything goes to storage.
+            is_whole: whether everything goes to storage, because training has ended.
         """
         assert region.iteration is not None
+        is_whole |= self._is_whole(region.iteration)
+        self._num_stood_for, self._num_since = max(1, self._num_since), 0
         self.is_due = self.is_idle = self._could_not_ask = False
-        tag = file_tag(self._identity, is_last=is_last)
+        tag = file_tag(self._identity, is_whole=is_whole)
         self._unconfirmed = _Written(
             iteration=region.iteration,
-            has_all=is_last or self._strategy.saves_all,
+            has_all=is_whole or self._strategy.saves_all,
             index=rank_path(region.iteration, self._rank, tag, "json"),
         )
         region.advance(Role.PERSIST)
         try:
-            self._ask(region, tag, is_last=is_last)
+            self._ask(region, tag, is_whole=is_whole)
         except Exception:
             # All ranks have to hear of it: to them, this rank's writer has failed.
             if not self.is_busy:
                 self._unasked = region
             raise
 
-    def _ask(self, region: Region, tag: str, *, is_last: bool) -> None:
-        self._planned = self._strategy.plan_persist(is_last=is_last)
+    def _ask(self, region: Region, tag: str, *, is_whole: bool) -> None:
+        self._planned = self._strategy.plan_persist(is_whole=is_whole)
         names = {str(unit) for unit in self._planned.units}
         if self._client.has_lost_previous:  # nothing to build on: everything is written again
             self._newest_index = ""
             names = set(self._versions.newest)
-        previous = "" if self._strategy.saves_all else self._newest_index
         rotating = self._versions.keep_persisting(names)
+        is_alone = self._strategy.saves_all or self._versions.newest.keys() <= {*rotating}
+        previous = "" if is_alone else self._newest_index
         rotating_bytes = sum(self._versions.newest[name].num_bytes for name in rotating)
         self._client.submit(region, rotating, previous, tag, rotating_bytes)
 

@@ -33,14 +33,14 @@ _PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
 _CHUNK_BYTES = 16 << 20
 
 
-def file_tag(identity: Identity, *, is_last: bool = False) -> str:
+def file_tag(identity: Identity, *, is_whole: bool = False) -> str:
     """Return what tells the files of one incarnation of one run from all others.
 
     Args:
-        is_last: whether training has ended: a last checkpoint may be one of an iteration that has one
-            already, and does not overwrite its files.
+        is_whole: whether every unit is of its iteration: such a checkpoint may be of an iteration that has
+            another one already, and does not overwrite its files.
     """
-    end = " end" if is_last else ""
+    end = " end" if is_whole else ""
     return checksum(f"{identity.lineage} {identity.history}{end}".encode())[:8]
 
 

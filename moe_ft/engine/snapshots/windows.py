@@ -132,18 +132,24 @@ class Windows:
         return window
 
     def begin(
-        self, iteration: int, capture: Callable[[], CapturedRecord], *, is_last: bool = False
+        self,
+        iteration: int,
+        capture: Callable[[], CapturedRecord],
+        *,
+        is_whole: bool = False,
+        is_last: bool = False,
     ) -> None:
         """Begin a window. Called by all ranks, which have agreed that there is room.
 
         Args:
             capture: takes the record of the state.
-            is_last: whether training has ended.
+            is_whole: whether it is to hold every unit at this iteration.
+            is_last: likewise, because training has ended.
         """
         region = self._free_region()
         assert region is not None
         region.advance(Role.SNAPSHOT)
-        plan = self._strategy.plan_window(iteration, is_last=is_last)
+        plan = self._strategy.plan_window(iteration, is_whole=is_whole or is_last)
         self._strategy.note_begun(plan)
         layout = self._layout(plan)
         self.open = OpenWindow(plan=plan, layout=layout, region=region, is_last=is_last)

@@ -3,7 +3,7 @@
 from moe_ft.planning.host_memory import Footprint, MemoryShare
 from moe_ft.planning.ownership import saved_parameters
 from moe_ft.planning.planned_job import PlannedJob
-from moe_ft.planning.report import describe_ranks, memory_table, persist_line
+from moe_ft.planning.report import describe_ranks, memory_table, persist_line, whole_line
 
 
 def render(job: PlannedJob) -> str:
@@ -20,7 +20,7 @@ def render(job: PlannedJob) -> str:
         f"rank {parameters.index(most)}, which has the most"
     )
     memory = memory_table(job, {"dense": MemoryShare(region_bytes=most * num_bytes)}, most)
-    lines = "\n".join([size, *_limits(job, most * num_bytes)])
+    lines = "\n".join([size, *_limits(job, most * num_bytes), *whole_line(job, most * num_bytes)])
     return "\n\n".join([describe_ranks(job), lines, memory])
 
 

@@ -18,6 +18,6 @@ class DenseStrategy(Strategy):
         """All units."""
         return self._plan.snapshots[0].levels.keys()
 
-    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+    def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
         """Return the same window every time."""
         return self._plan

@@ -21,11 +21,13 @@ class PlannedRun:
         interval: iterations between snapshots, None for automatic.
         planned_tokens: tokens times top-k that a layer processes in the whole run.
         tokens_per_iteration: tokens times top-k of an iteration, on average.
+        takes_whole: whether some snapshots hold all experts (--moe-ft-persist-dense-interval).
     """
 
     interval: int | None
     planned_tokens: int
     tokens_per_iteration: int
+    takes_whole: bool = False
 
 
 class ExpertsPerLayer:

@@ -74,6 +74,7 @@ class Partial(StrategyKind):
             interval=config.strategy.interval_iterations,
             planned_tokens=experts.planned_tokens,
             tokens_per_iteration=experts.tokens_per_iteration,
+            takes_whole=config.storage.persists_dense,
         )
         own = [unit for unit in rotating if catalog.owns(unit)]
         share = RankShare(

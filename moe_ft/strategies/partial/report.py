@@ -16,6 +16,7 @@ from moe_ft.planning.report import (
     persist_line,
     reduction,
     table,
+    whole_line,
 )
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.size import SavedModel, Workload, largest_hidden_k
@@ -69,7 +70,8 @@ def render(job: PlannedJob, options: PartialConfig) -> str:
         [describe_ranks(job), *_simplifications(job, options), *_adaptive_advice(plan)]
     )
     parts = [described, _size_table(plan), _rank_table(plan), _memory(plan)]
-    return "\n\n".join([*parts, *_limits(plan), *_losses(plan)])
+    whole = whole_line(job, plan.workload(job.shape.num_experts).bottleneck_bytes)
+    return "\n\n".join([*parts, *_limits(plan), *whole, *_losses(plan)])
 
 
 def footprint(job: PlannedJob, options: PartialConfig) -> Footprint:
@@ -78,11 +80,13 @@ def footprint(job: PlannedJob, options: PartialConfig) -> Footprint:
     A checkpoint refers to the files of as many older ones as it takes until every expert was written.
     """
     model, num_experts = saved_model(job, options), job.shape.num_experts
-    k = None if options.dynamic_k else options.k_in_memory
+    takes_whole = job.config.storage.persists_dense
+    k = None if options.dynamic_k or takes_whole else options.k_in_memory
     k_persist = min(options.k_persist, num_experts)
+    largest = num_experts if takes_whole else k_persist
     return Footprint(
         share=model.memory_share(k),
-        checkpoint_bytes=model.plan_workload(k_persist).total_bytes,
+        checkpoint_bytes=model.plan_workload(largest).total_bytes,
         num_older=math.ceil(num_experts / k_persist) - 1,
     )
 
@@ -210,9 +214,9 @@ def _rank_table(plan: PartialPlan) -> str:
 def _memory(plan: PartialPlan) -> str:
     """Return host memory: with this k, with one that may become all experts, and of dense snapshots."""
     dense_bytes = plan.workload(plan.job.shape.num_experts).bottleneck_bytes
-    k = plan.k_by_target["snapshot"]
+    k, takes_whole = plan.k_by_target["snapshot"], plan.job.config.storage.persists_dense
     shares = {
-        f"k {k}": plan.model.memory_share(k),
+        f"k {k}": plan.model.memory_share(None if takes_whole else k),
         "k auto, or Dynamic-K": plan.model.memory_share(None),
         "dense": MemoryShare(region_bytes=dense_bytes),
     }
@@ -258,10 +262,13 @@ def _losses(plan: PartialPlan) -> list[str]:
     """Return what a fault loses with sequential selection and uniform routing."""
     num_experts, num_iterations = plan.job.shape.num_experts, plan.job.train_iterations
     k_snapshot, k_persist = plan.k_by_target.values()
+    persist_interval, storage = plan.interval * plan.job.persist_interval, plan.job.config.storage
+    if storage.persists_dense and not storage.persist_interval:
+        k_persist, persist_interval = num_experts, storage.persist_dense_interval
     rows = []
     for name, k, interval in (
         ("memory (no node lost)", k_snapshot, plan.interval),
-        ("storage (all nodes lost)", k_persist, plan.interval * plan.job.persist_interval),
+        ("storage (all nodes lost)", k_persist, persist_interval),
     ):
         # Tokens of an iteration as the unit, and so iterations as the unit of what is lost.
         row = [name, f"{expected_plt(num_experts, k, interval, 1, 1):.2f}"]

@@ -50,13 +50,13 @@ class _Turn:
         selection: experts in it.
         trained: ``[layer, expert]`` tokens of their versions.
         start: position of the first layer in the next snapshot.
-        is_last: whether training has ended.
+        is_whole: whether it is part of the whole state of its iteration.
     """
 
     selection: Selection
     trained: Counts
     start: int
-    is_last: bool
+    is_whole: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -107,7 +107,10 @@ class PartialStrategy(Strategy):
         self._persisted = self._saved  # on storage
         self._start = 0  # position of the first layer in the interleaved order
         self._interval, self._saved_iteration = run.interval or 1, -1
-        self._num_last = 0  # snapshots since training has ended
+        self._num_whole, self._whole_iteration = (
+            0,
+            -1,
+        )  # snapshots towards the whole state of an iteration
         self._copied_bytes: float | None = None
 
     @property
@@ -122,33 +125,33 @@ class PartialStrategy(Strategy):
     @property
     def most_rotating(self) -> int:
         """The most rotating units that a snapshot of this rank may ever hold."""
-        if self.k.may_grow:
+        if self.k.may_grow or self._run.takes_whole:
             return len(self.rotating)
         by_layer = Counter(unit.layer_name for unit in self.rotating)
         return sum(min(self.k.snapshot, count) for count in by_layer.values())
 
-    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+    def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
         """Return one snapshot with the next experts; until it is complete, its experts are planned again."""
-        selection = self._select(is_last=is_last)
-        start = self._start if is_last else self._start + self.k.snapshot
+        selection = self._select(is_whole=is_whole)
+        start = self._start if is_whole else self._start + self.k.snapshot
         start %= self._experts.num_experts
         snapshot = SnapshotPlan(
             levels=self._always,
             rotating=self._of_this_rank(selection),
-            shares=None if is_last else self._shares(selection),
+            shares=None if is_whole else self._shares(selection),
             progress=bind(
                 self._progress, start, self._ledger.routed, dict(self._ledger.gaps), self._k_now
             ),
         )
         turn = _Turn(
-            selection=selection, trained=self._ledger.trained, start=start, is_last=is_last
+            selection=selection, trained=self._ledger.trained, start=start, is_whole=is_whole
         )
         return WindowPlan(snapshots=(snapshot,), key=snapshot.shares, memo=turn)
 
-    def _select(self, *, is_last: bool) -> Selection:
+    def _select(self, *, is_whole: bool) -> Selection:
         experts, k = self._experts, self.k.snapshot
-        if is_last:  # what is not of this iteration yet
-            return select_by_keys(experts, self._cursors, [self._saved.iterations], k)
+        if is_whole:  # what is not of this iteration yet
+            return select_by_keys(experts, self._cursors, [self._saved.iterations], self._k_whole)
         if self._options.is_load_aware:
             unsaved = self._ledger.trained - self._saved.trained
             selection = select_load_aware(experts, self._cursors, unsaved, k)
@@ -213,8 +216,14 @@ class PartialStrategy(Strategy):
         return [WindowPlan(snapshots=(plan,), key=plan.shares) for plan in plans]
 
     def is_whole(self, iteration: int) -> bool:
-        """Return whether the snapshots since training ended hold every expert."""
-        return self._num_last * self.k.snapshot >= self._experts.num_experts
+        """Return whether the snapshots that were taken to hold every expert at this iteration do."""
+        num_experts = self._num_whole * self._k_whole
+        return iteration == self._whole_iteration and num_experts >= self._experts.num_experts
+
+    @property
+    def _k_whole(self) -> int:
+        """Experts per layer in each of these snapshots: all where memory was made for that."""
+        return self._experts.num_experts if self._run.takes_whole else self.k.snapshot
 
     def add_tokens(self, counts: Counts) -> None:
         """Note the tokens of an iteration."""
@@ -228,10 +237,12 @@ class PartialStrategy(Strategy):
             self._interval = iteration - self._saved_iteration
         self._saved_iteration = iteration
         self.k.note_snapshot()
-        self._num_last += turn.is_last
+        if turn.is_whole:
+            self._num_whole = 1 + self._num_whole * (iteration == self._whole_iteration)
+            self._whole_iteration = iteration
         self._saved = self._saved.replaced(turn.selection, Versions.of(turn.trained, iteration))
 
-    def plan_persist(self, *, is_last: bool = False) -> PersistPlan:
+    def plan_persist(self, *, is_whole: bool = False) -> PersistPlan:
         """Choose the experts whose versions in memory go to storage now."""
         saved, persisted = self._saved, self._persisted
         selection = select_to_persist(
@@ -240,7 +251,7 @@ class PartialStrategy(Strategy):
             saved.iterations,
             persisted.iterations,
             saved.trained - persisted.trained if self._options.is_load_aware else None,
-            self._experts.num_experts if is_last else self.k.persist,
+            self._experts.num_experts if is_whole else self.k.persist,
         )
         units = frozenset(self._of_this_rank(selection))
         return PersistPlan(units=units, memo=_Persist(selection=selection, versions=saved))

@@ -76,8 +76,11 @@ class WindowLength:
         return self.now != before
 
     def resume(self, window: int) -> None:
-        """Begin with the window of the run that is continued, if the length is automatic."""
-        if self.is_auto:
+        """Begin with the window of the run that is continued, if the length is automatic.
+
+        One snapshot may be a whole state that was taken for storage, and says nothing of the length.
+        """
+        if self.is_auto and window > 1:
             self.now = min(window, self._longest_possible)
             self._wanted = min(self._wanted, self.now)
 

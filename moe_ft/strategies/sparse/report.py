@@ -19,6 +19,7 @@ from moe_ft.planning.report import (
     persist_line,
     reduction,
     table,
+    whole_line,
 )
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.cost import Machine, ettr, expect_recovery, work_to_redo
@@ -133,6 +134,7 @@ def render(job: PlannedJob, options: SparseConfig) -> str:
         _snapshot_table(window),
         _memory(plan, window),
         *_storage(plan, window),
+        *whole_line(job, window.dense_bytes),
         *_recovery(plan, window, order),
     ]
     return "\n\n".join(parts)

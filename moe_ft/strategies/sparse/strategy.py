@@ -137,9 +137,9 @@ class SparseStrategy(Strategy):
         most = reserved_window_bytes(self._ordering.sizes, *self.length.limits)[self._rank]
         return float(most * (1 + MEMORY_MARGIN) / longest - 1) if longest else MEMORY_MARGIN
 
-    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+    def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
         """Return the snapshots of the next window; the last one of a training holds everything at once."""
-        if is_last:
+        if is_whole:
             return self._whole()
         ordering, reorder = self._reordered()
         return self._plan(self.length.now, ordering, reorder)

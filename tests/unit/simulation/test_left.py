@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
-from tests.simulation.left import Left, look
+from tests.simulation.left import Left, look, states_of_several_iterations
 from tests.unit.simulation.small_job import SmallJob, has_trained, small_job
 
 
@@ -55,3 +57,19 @@ def test_checkpoint_on_storage_is_found() -> None:
     with small_job(persist_interval=1) as job:
         job.run_until()
         assert looked(job).newest == job.setup.iterations
+
+
+@pytest.mark.parametrize(("intervals", "num"), [((1, 0), 1), ((0, 3), 0)])
+def test_windows_on_storage_are_told_from_whole_states(
+    intervals: tuple[int, int], num: int
+) -> None:
+    persist_interval, dense_interval = intervals
+    with small_job(
+        strategy="sparse",
+        options={"window": "2", "max_window": 4},
+        persist_interval=persist_interval,
+        dense_interval=dense_interval,
+    ) as job:
+        job.run_until()
+        assert len(list(job.root.glob("storage/iter_*/manifest.json"))) == 2  # with the end
+        assert len(states_of_several_iterations(job.root)) == num

@@ -87,6 +87,14 @@ def test_defaults_are_valid() -> None:
             "--moe-ft-persist-interval=-1 must be at least 0",
         ),
         (
+            MoeFtConfig(storage=StorageConfig(persist_dense_interval=-1)),
+            "--moe-ft-persist-dense-interval=-1 must be at least 0",
+        ),
+        (
+            MoeFtConfig(storage=StorageConfig(persist_dense_interval=50)),
+            "--moe-ft-persist-dense-interval=50 writes to storage, and there is none. Add --moe-ft-pers",
+        ),
+        (
             MoeFtConfig(storage=StorageConfig(keep=0)),
             "--moe-ft-keep=0 must be at least 1",
         ),
@@ -174,6 +182,7 @@ def test_iteration_to_recover_from_is_read(recover_from: str, iteration: int | N
         (StorageConfig(), False),
         (StorageConfig(persist_dir="/x"), True),
         (StorageConfig(persist_dir="/x", persist_interval=0), False),
+        (StorageConfig(persist_dir="/x", persist_interval=0, persist_dense_interval=5), True),
     ],
 )
 def test_storage_is_used_with_a_directory_and_an_interval(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_ft.convert import destination as destinations
 from moe_ft.convert.destination import Destination, signature_of
 from moe_ft.errors import ConfigError
 
@@ -47,6 +48,16 @@ def test_interrupted_conversion_continues(tmp_path: Path) -> None:
     with again:
         pass
     assert (again.path / "shard").read_text() == "content"
+
+
+def test_shards_of_before_a_restart_of_the_machine_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(make(tmp_path))
+    monkeypatch.setattr(destinations, "_boot", lambda: "another")
+    again = make(tmp_path)
+    again.check(1)
+    assert again.written("0") is None
 
 
 def test_other_conversion_does_not_continue_it(tmp_path: Path) -> None:

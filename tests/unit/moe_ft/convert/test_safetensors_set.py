@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_ft.convert import safetensors_set
 from moe_ft.convert.conversion import Request, convert
 from moe_ft.convert.safetensors_set import INDEX_NAME, checksum_of
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.index import Index
 from moe_ft.format.records import ExpertProgress
+from tests.unit.moe_ft.convert.flips import flip_written_bytes
 from tests.unit.moe_ft.convert.models import known_tensors, persist_model
 
 
@@ -89,13 +89,7 @@ def test_ages_and_losses_of_experts_travel_with_them(tmp_path: Path) -> None:
 def test_file_that_reads_differently_is_an_error_that_names_the_tensor(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = safetensors_set.save_file
-
-    def save_changed(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
-        name = next(iter(tensors))
-        save({**tensors, name: tensors[name] + 1}, *rest)
-
-    monkeypatch.setattr(safetensors_set, "save_file", save_changed)
+    flip_written_bytes(monkeypatch)
     with pytest.raises(CorruptStateError, match=r"embedding/.* is not what was written"):
         converted(checkpoints, tmp_path / "set")
     assert not (tmp_path / "set").exists()

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from moe_ft.convert import torch_dist
 from moe_ft.convert.conversion import Request, convert
 from moe_ft.errors import CorruptStateError
+from tests.unit.moe_ft.convert.flips import flip_written_bytes
 from tests.unit.moe_ft.convert.models import (
     BIAS,
     ITERATION,
@@ -113,10 +114,9 @@ def test_interrupted_conversion_continues_to_the_same_bytes(
 def test_tensor_that_reads_differently_is_an_error(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = torch.load
-    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: load(*args, **kwargs) + 1)
+    flip_written_bytes(monkeypatch)
     with pytest.raises(
-        CorruptStateError, match=r"__0_0.distcp: embedding.* is not what was written"
+        CorruptStateError, match=r"__0_0.distcp: optimizer.*embedding.* is not what was written"
     ):
         converted(checkpoints, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))

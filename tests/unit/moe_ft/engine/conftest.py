@@ -1,12 +1,14 @@
-"""Storage for tests: a directory, an S3 server, and file systems in which operations fail."""
+"""Jobs of engines; storage: a directory, an S3 server, and file systems in which operations fail."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_ft.engine.persist.storage import Storage
 from tests.object_store import ObjectStore, object_store
+from tests.unit.moe_ft.engine.engine_job import Job, MakeJob, Setup
 from tests.unit.moe_ft.faulty_storage import Injector, install
 
 
@@ -31,3 +33,17 @@ def injector() -> Iterator[Injector]:
     """Return what makes operations of `faulty_urls` fail."""
     with install() as injector:
         yield injector
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> Iterator[MakeJob]:
+    """Return what makes jobs, each with a folder of its own."""
+    jobs: list[Job] = []
+
+    def make(**settings: Any) -> Job:
+        jobs.append(Job(tmp_path / str(len(jobs)), Setup(**settings)))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()

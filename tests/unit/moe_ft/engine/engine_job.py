@@ -50,13 +50,13 @@ class WindowStrategy(DenseStrategy):
         super().__init__(WINDOW_UNITS)
         self._length = length
 
-    def plan_window(self, iteration: int, *, is_last: bool = False) -> WindowPlan:
+    def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
         """Return a window in which each unit is FULL where `window_position` says."""
-        return window_plan(1 if is_last else self._length)
+        return window_plan(1 if is_whole else self._length)
 
     def possible_windows(self) -> list[WindowPlan]:
         """Return both kinds."""
-        return [self.plan_window(0), self.plan_window(0, is_last=True)]
+        return [self.plan_window(0), self.plan_window(0, is_whole=True)]
 
 
 class JobClock(ManualClock):
@@ -115,8 +115,14 @@ class Setup:
     interval: int | None = 1
     window: int = 1
     persist_interval: int = 0
+    dense_interval: int = 0
     raises: bool = False
     has_peers: bool = False
+
+    @property
+    def persists(self) -> bool:
+        """True if anything goes to storage."""
+        return self.persist_interval + self.dense_interval > 0
 
 
 class Rank:
@@ -173,7 +179,7 @@ class Rank:
             self.rank,
             topology,
             [last] if has_peers else [],
-            persists=self.setup.persist_interval > 0,
+            persists=self.setup.persists,
         )
         self.context = EngineContext(
             rank=self.rank,
@@ -201,6 +207,7 @@ class Rank:
             overhead_limit=0.05,
             persist_interval=self.setup.persist_interval,
             raises=self.setup.raises,
+            dense_interval=self.setup.dense_interval,
         )
         return build_engine(
             settings,
@@ -274,7 +281,7 @@ class Job:
             rank.give(topology)
         for rank in self.ranks if self.is_started else ():
             rank.engine.start(0, None)
-            if self.setup.persist_interval:
+            if self.setup.persists:
                 rank.clock.serve = Writer(rank).serve
 
     def run(self, iterations: Iterable[int]) -> None:
@@ -331,3 +338,6 @@ class Writer:
         """Serve the rank's request, if there is one."""
         if self._path.exists():
             self._worker._serve(self._path, self._path.read_bytes())
+
+
+MakeJob = Callable[..., Job]

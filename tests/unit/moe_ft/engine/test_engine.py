@@ -1,9 +1,8 @@
 """The engine of one rank and of several: seams, memory after them, storage, and the end of training."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,24 +11,8 @@ from moe_ft.engine.engine import FENCE_DEADLINE_S
 from moe_ft.engine.memory.regions import Role
 from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
-from tests.unit.moe_ft.engine.engine_job import RECORD_S, Job, Rank, Setup
+from tests.unit.moe_ft.engine.engine_job import RECORD_S, MakeJob, Rank
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
-
-MakeJob = Callable[..., Job]
-
-
-@pytest.fixture
-def make_job(tmp_path: Path) -> Iterator[MakeJob]:
-    """Return what makes jobs, each with a folder of its own."""
-    jobs: list[Job] = []
-
-    def make(**settings: Any) -> Job:
-        jobs.append(Job(tmp_path / str(len(jobs)), Setup(**settings)))
-        return jobs[-1]
-
-    yield make
-    for job in jobs:
-        job.close()
 
 
 def fail_at(phase: Phase, iteration: int) -> Callable[[Phase, int], None]:

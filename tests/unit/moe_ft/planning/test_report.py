@@ -10,6 +10,7 @@ from moe_ft.planning.report import (
     persist_line,
     reduction,
     smallest_interval,
+    whole_line,
 )
 from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, planned_job, row
 
@@ -72,3 +73,14 @@ def test_smallest_interval_covers_the_persist(num_bytes: int, interval: int) -> 
 
 def test_reduction_is_negative_where_something_is_larger() -> None:
     assert (reduction(1, 4), reduction(5, 4)) == (0.75, -0.25)
+
+
+def test_line_on_whole_states_says_what_one_costs() -> None:
+    flags = (*LARGE, *STORED, "--moe-ft-persist-interval", "0")
+    speeds = {"iteration_s": 1.0, "bandwidth": 1e9, "storage_bandwidth": 1e9}
+    job = planned_job(*flags, "--moe-ft-persist-dense-interval", "500", **speeds)
+    (line,) = whole_line(job, 3 * 10**9)
+    assert line.startswith("whole state on storage every 500 iterations: 3,000.0 MB of the rank")
+    assert line.endswith("stall 2.000 s; written in 3.000 s")
+    assert persist_line(job, 3 * 10**9, period_s=1.0, planned=1) == []
+    assert whole_line(planned_job(*LARGE, *STORED), 1) == []

@@ -190,8 +190,8 @@ def test_every_window_fits_into_the_region_in_any_order_and_length(window: str) 
         counts = [[seed.choice([0, 1, 100]) for _ in range(EP_SIZE)] for _ in range(NUM_LAYERS)]
         for strategy, layout in zip(strategies, layouts, strict=True):
             strategy.add_tokens(np.array(counts))
-            is_last = iteration == 7
-            plan = strategy.plan_window(iteration, is_last=is_last)
+            is_whole = iteration == 7
+            plan = strategy.plan_window(iteration, is_whole=is_whole)
             strategy.note_begun(plan)
             assert layout.lay_out(plan).num_bytes == layout.region_bytes
 

@@ -55,7 +55,7 @@ class Run:
 
     def begin(self, seed: int) -> None:
         """Begin a window; an earlier one that is not complete is given up."""
-        plan = self.strategy.plan_window(self.iteration, is_last=seed % 7 == 0)
+        plan = self.strategy.plan_window(self.iteration, is_whole=seed % 7 == 0)
         self.strategy.note_begun(plan)
         self.begun = [plan]
 
@@ -69,7 +69,7 @@ class Run:
 
     def persist(self, seed: int) -> None:
         """Write a checkpoint, which perhaps fails."""
-        plan = self.strategy.plan_persist(is_last=seed % 7 == 0)
+        plan = self.strategy.plan_persist(is_whole=seed % 7 == 0)
         if seed % 3:
             self.strategy.note_persisted(plan)
 
@@ -89,12 +89,15 @@ class Run:
         """Return the answers to all questions, comparable."""
         strategy = self.strategy
         windows = [
-            *(strategy.plan_window(self.iteration, is_last=is_last) for is_last in (False, True)),
+            *(
+                strategy.plan_window(self.iteration, is_whole=is_whole)
+                for is_whole in (False, True)
+            ),
             *strategy.possible_windows(),
         ]
         return [
             [(window, [_progress(each) for each in window.snapshots]) for window in windows],
-            *(strategy.plan_persist(is_last=is_last).units for is_last in (False, True)),
+            *(strategy.plan_persist(is_whole=is_whole).units for is_whole in (False, True)),
             [strategy.is_whole(iteration) for iteration in range(self.iteration + 2)],
             strategy.values(),
             (list(strategy.always), strategy.rotating, strategy.most_rotating),
@@ -150,8 +153,8 @@ def test_every_window_holds_what_it_always_holds_in_full_at_some_snapshot(
     for step, seed in steps:
         getattr(run, step)(seed)
     always = set(run.strategy.always)
-    for is_last in (False, True):
-        snapshots = run.strategy.plan_window(run.iteration, is_last=is_last).snapshots
+    for is_whole in (False, True):
+        snapshots = run.strategy.plan_window(run.iteration, is_whole=is_whole).snapshots
         full = [
             unit for each in snapshots for unit, level in each.levels.items() if level is Level.FULL
         ]

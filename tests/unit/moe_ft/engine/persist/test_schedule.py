@@ -40,9 +40,15 @@ def no_fault(phase: Phase, iteration: int) -> None:
 
 
 class Rank:
-    """One rank whose snapshots hold all experts, of which each checkpoint writes one."""
+    """One rank whose snapshots hold all experts, of which each checkpoint writes one.
 
-    def __init__(self, folder: Path, interval: int = 1) -> None:
+    Attributes:
+        request_before: the last one that the writer has served.
+    """
+
+    request_before: PersistRequest
+
+    def __init__(self, folder: Path, interval: int = 1, dense_interval: int = 0) -> None:
         self.folder, self.storage = folder, Storage(str(folder / "storage"))
         self.reports = Reports()
         experts = ExpertLayout(num_layers=1, num_experts=NUM_EXPERTS, ep_size=1)
@@ -57,7 +63,13 @@ class Rank:
         self.client = PersistClient(folder / "persist", 0, self.reports, no_fault, Clock())
         self.worker = PersistWorker(folder / "persist", self.storage, keep=2)
         self.schedule = StorageSchedule(
-            interval, self.client, self.versions, self.strategy, make_identity(), 0
+            interval,
+            self.client,
+            self.versions,
+            self.strategy,
+            make_identity(),
+            0,
+            dense_interval=dense_interval,
         )
         self.schedule.start("")
 
@@ -74,7 +86,7 @@ class Rank:
         region.role = Role.RECOVERY
         self.versions.settle(region.index_path, units)
         self.strategy.note_complete(window, iteration)
-        self.schedule.note_complete()
+        self.schedule.note_complete(iteration)
         return region
 
     def request(self) -> PersistRequest:
@@ -89,7 +101,7 @@ class Rank:
 
     def serve(self, region: Region) -> None:
         """Have the writer answer, and all ranks hear of it."""
-        path = request_path(self._directory, 0)
+        path, self.request_before = request_path(self._directory, 0), self.request()
         self.worker._serve(path, path.read_bytes())
         assert self.schedule.poll(region, can_go_on=True)
         self.schedule.confirm(are_idle=True, can_persist=not self.schedule.has_failed)
@@ -127,6 +139,50 @@ def test_newer_complete_snapshot_takes_the_place_of_one_that_waits(rank: Rank) -
     rank.schedule.submit(rank.complete(2))
     assert rank.request().iteration == 2
     assert not rank.schedule.is_due
+
+
+def test_whole_state_is_needed_once_in_every_interval_from_where_training_began(
+    tmp_path: Path,
+) -> None:
+    schedule = Rank(tmp_path, dense_interval=4).schedule
+    schedule.start("", 5)
+    assert [at for at in range(6, 10) if schedule.needs_whole(at)] == [8, 9]
+    schedule.note_whole(9)
+    assert [at for at in range(9, 14) if schedule.needs_whole(at)] == [12, 13]
+
+
+def test_whole_state_comes_before_a_snapshot_that_is_due(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, dense_interval=3)
+    region = rank.complete(2)
+    assert rank.schedule.wants(region, 2)
+    assert not rank.schedule.wants(region, 3)
+    rank.schedule.note_whole(3)
+    assert not rank.schedule.wants(
+        region, 4
+    )  # not before the whole state is complete, or has failed
+    for later in (3, 4):
+        assert rank.schedule.wants(rank.complete(later), 5)
+
+
+def test_whole_state_is_written_with_every_expert_and_rests_on_no_other_checkpoint(
+    tmp_path: Path,
+) -> None:
+    rank = Rank(tmp_path, interval=0, dense_interval=2)
+    for iteration in (1, 2):
+        rank.schedule.note_whole(iteration)
+        rank.write(iteration)
+        assert (rank.on_storage(iteration), rank.request_before.previous) == (ALL, "")
+    region = rank.complete(3)
+    assert not rank.schedule.wants(region, 3)
+
+
+def test_time_of_a_write_is_divided_among_the_snapshots_that_it_stands_for(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, interval=0, dense_interval=4)
+    for iteration in (1, 2, 3):
+        rank.complete(iteration)
+    rank.schedule.note_whole(4)
+    rank.write(4)
+    assert rank.schedule.seconds_per_snapshot == rank.client.last_seconds / 4
 
 
 def test_checkpoints_build_on_the_newest_that_is_complete(rank: Rank) -> None:
@@ -191,7 +247,7 @@ def test_last_checkpoint_has_every_expert_and_files_of_its_own(rank: Rank) -> No
     tag = rank.request().tag
     rank.serve(region)
     assert not rank.schedule.is_at_end(1)
-    rank.schedule.submit(region, is_last=True)
+    rank.schedule.submit(region, is_whole=True)
     assert rank.request().tag != tag
     rank.serve(region)
     assert rank.schedule.is_at_end(1)
@@ -202,7 +258,7 @@ def test_last_state_that_was_submitted_is_not_at_the_end_before_all_ranks_have_w
     rank: Rank,
 ) -> None:
     region = rank.complete(1)
-    rank.schedule.submit(region, is_last=True)
+    rank.schedule.submit(region, is_whole=True)
     assert not rank.schedule.is_at_end(1)
     rank.serve(region)
     assert rank.schedule.is_at_end(1)
@@ -210,7 +266,7 @@ def test_last_state_that_was_submitted_is_not_at_the_end_before_all_ranks_have_w
 
 def test_last_state_that_another_rank_could_not_write_is_not_at_the_end(rank: Rank) -> None:
     region = rank.complete(1)
-    rank.schedule.submit(region, is_last=True)
+    rank.schedule.submit(region, is_whole=True)
     assert rank.schedule.poll(region, can_go_on=False)
     assert rank.schedule.confirm(are_idle=True, can_persist=False) is False
     assert not rank.schedule.is_at_end(1)
@@ -218,10 +274,10 @@ def test_last_state_that_another_rank_could_not_write_is_not_at_the_end(rank: Ra
 
 def test_last_state_that_failed_and_was_written_again_is_at_the_end(rank: Rank) -> None:
     region = rank.complete(1)
-    rank.schedule.submit(region, is_last=True)
+    rank.schedule.submit(region, is_whole=True)
     rank.schedule.poll(region, can_go_on=False)
     rank.schedule.confirm(are_idle=True, can_persist=False)
-    rank.schedule.submit(region, is_last=True)
+    rank.schedule.submit(region, is_whole=True)
     rank.serve(region)
     assert rank.schedule.is_at_end(1)
 

@@ -272,7 +272,7 @@ def try_to_save_third(storage: Storage) -> None:
 
 def test_last_checkpoint_of_an_iteration_has_files_of_its_own() -> None:
     identity = make_identity()
-    assert file_tag(identity) != file_tag(identity, is_last=True)
+    assert file_tag(identity) != file_tag(identity, is_whole=True)
 
 
 def test_manifest_of_an_index_that_names_an_unknown_file_is_refused(storage: Storage) -> None:

@@ -189,7 +189,7 @@ def test_windows_beyond_those_to_keep_are_removed(office: Office) -> None:
 def test_window_and_the_last_state_of_its_iteration_both_fit_on_storage(office: Office) -> None:
     office.persist(office.window()[0])
     region, _ = fill_region(office.tmp_path / "rank", 1, iteration=7)
-    office.persist(region, tag=file_tag(make_identity(), is_last=True))
+    office.persist(region, tag=file_tag(make_identity(), is_whole=True))
     assert complete_iterations(office.storage) == [7]
     assert manifest_of(office.storage, 7).window == 1
 

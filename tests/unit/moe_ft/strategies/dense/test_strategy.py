@@ -8,9 +8,9 @@ from moe_ft.units import Level, UnitId, UnitKind
 UNITS = [UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.EXPERT, layer=0, expert=1)]
 
 
-@pytest.mark.parametrize("is_last", [False, True])
-def test_window_is_one_snapshot_with_every_unit_in_full(is_last: bool) -> None:
-    (snapshot,) = DenseStrategy(UNITS).plan_window(5, is_last=is_last).snapshots
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_window_is_one_snapshot_with_every_unit_in_full(is_whole: bool) -> None:
+    (snapshot,) = DenseStrategy(UNITS).plan_window(5, is_whole=is_whole).snapshots
     assert snapshot.levels == dict.fromkeys(UNITS, Level.FULL)
     assert not snapshot.rotating
 

@@ -29,6 +29,7 @@ class Settings:
     interval: int | None = 1
     planned_tokens: int = 10_000
     tokens_per_iteration: int = 100
+    takes_whole: bool = False
 
     @property
     def options(self) -> PartialConfig:
@@ -47,6 +48,7 @@ class Settings:
             interval=self.interval,
             planned_tokens=self.planned_tokens,
             tokens_per_iteration=self.tokens_per_iteration,
+            takes_whole=self.takes_whole,
         )
 
 
@@ -95,23 +97,23 @@ def tokens(experts: ExpertLayout, seed: int) -> Counts:
     return np.random.default_rng(seed).integers(0, 50, shape, dtype=np.int64)
 
 
-def snapshot(strategy: PartialStrategy, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
+def snapshot(strategy: PartialStrategy, iteration: int, *, is_whole: bool = False) -> SnapshotPlan:
     """Plan a snapshot that is not taken."""
-    (found,) = strategy.plan_window(iteration, is_last=is_last).snapshots
+    (found,) = strategy.plan_window(iteration, is_whole=is_whole).snapshots
     return found
 
 
-def take_plan(strategy: PartialStrategy, iteration: int, *, is_last: bool = False) -> SnapshotPlan:
+def take_plan(strategy: PartialStrategy, iteration: int, *, is_whole: bool = False) -> SnapshotPlan:
     """Take a snapshot that completes, and return its plan."""
-    window = strategy.plan_window(iteration, is_last=is_last)
+    window = strategy.plan_window(iteration, is_whole=is_whole)
     strategy.note_begun(window)
     strategy.note_complete(window, iteration)
     return window.snapshots[0]
 
 
-def take(strategy: PartialStrategy, iteration: int, *, is_last: bool = False) -> set[UnitId]:
+def take(strategy: PartialStrategy, iteration: int, *, is_whole: bool = False) -> set[UnitId]:
     """Take a snapshot that completes, and return the experts in it."""
-    return set(take_plan(strategy, iteration, is_last=is_last).rotating)
+    return set(take_plan(strategy, iteration, is_whole=is_whole).rotating)
 
 
 def persist(strategy: PartialStrategy) -> frozenset[UnitId]:

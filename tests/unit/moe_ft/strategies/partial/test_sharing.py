@@ -61,7 +61,7 @@ def test_division_of_a_last_snapshot_is_among_those_that_regions_are_sized_for(
     for iteration in range(num_before):
         take(strategy, iteration)
     while not strategy.is_whole(num_before):
-        assert take_plan(strategy, num_before, is_last=True).shares in sized_for
+        assert take_plan(strategy, num_before, is_whole=True).shares in sized_for
 
 
 @given(shared(), st.integers(0, 100))

@@ -136,10 +136,27 @@ def test_last_snapshots_hold_every_expert_at_the_last_iteration_and_no_more_are_
     held: set[UnitId] = set()
     count = 0
     while not strategy.is_whole(num_before):
-        held |= take(strategy, num_before, is_last=True)
+        held |= take(strategy, num_before, is_whole=True)
         count += 1
     assert count == -(-experts.num_experts // k)
     assert held | _of_iteration(strategy, num_before) == strategy.rotating
+
+
+@given(shapes(), st.integers(0, 5))
+def test_whole_state_is_one_snapshot_where_memory_was_made_for_it(
+    shape: tuple[ExpertLayout, int], num_before: int
+) -> None:
+    experts, k = shape
+    settings = replace(SETTINGS, k_snapshot=k, takes_whole=True)
+    strategy, undisturbed = strategy_of(experts, settings), strategy_of(experts, settings)
+    for iteration in range(num_before):
+        assert take(strategy, iteration) == take(undisturbed, iteration)
+    assert take(strategy, num_before, is_whole=True) == strategy.rotating
+    assert strategy.most_rotating == len(strategy.rotating)
+    assert [strategy.is_whole(num_before + ahead) for ahead in (0, 1)] == [True, False]
+    assert strategy.plan_persist(is_whole=True).units == strategy.rotating
+    # The rotation continues where it was.
+    assert take(strategy, num_before + 1) == take(undisturbed, num_before + 1)
 
 
 def _of_iteration(strategy: PartialStrategy, iteration: int) -> set[UnitId]:

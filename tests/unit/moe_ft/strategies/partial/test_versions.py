@@ -72,7 +72,7 @@ def test_version_that_was_saved_while_its_predecessor_was_written_is_not_taken_f
 def test_last_persist_takes_every_expert() -> None:
     strategy = strategy_of(ONE_LAYER, replace(SETTINGS, k_snapshot=4))
     take(strategy, 1)
-    assert strategy.plan_persist(is_last=True).units == strategy.rotating
+    assert strategy.plan_persist(is_whole=True).units == strategy.rotating
 
 
 def test_version_on_storage_that_is_newer_than_the_restored_one_is_not_taken_for_intact() -> None:

@@ -34,9 +34,9 @@ class Stage:
             SparseStrategy(rank, ranks, self.layers, config) for rank in range(len(ranks))
         ]
 
-    def plan(self, iteration: int = 0, *, is_last: bool = False) -> list[WindowPlan]:
+    def plan(self, iteration: int = 0, *, is_whole: bool = False) -> list[WindowPlan]:
         """Begin the next window of every rank."""
-        windows = [each.plan_window(iteration, is_last=is_last) for each in self.strategies]
+        windows = [each.plan_window(iteration, is_whole=is_whole) for each in self.strategies]
         for strategy, window in zip(self.strategies, windows, strict=True):
             strategy.note_begun(window)
         return windows

@@ -125,7 +125,7 @@ def test_window_that_grows_after_a_change_of_the_order_fits_into_memory() -> Non
 @settings(max_examples=20)
 @given(stages())
 def test_last_window_of_a_training_holds_everything_at_once(stage: Stage) -> None:
-    for rank, window in zip(stage.ranks, stage.plan(7, is_last=True), strict=True):
+    for rank, window in zip(stage.ranks, stage.plan(7, is_whole=True), strict=True):
         (snapshot,) = window.snapshots
         assert dict(snapshot.levels) == dict.fromkeys(rank.sizes, Level.FULL)
 
@@ -144,7 +144,7 @@ def test_possible_windows_are_the_longest_that_may_be_chosen_and_the_last_one(st
     for strategy in stage.strategies:
         longest, last = strategy.possible_windows()
         assert longest == strategy.plan_window(0)
-        assert last == strategy.plan_window(1, is_last=True)
+        assert last == strategy.plan_window(1, is_whole=True)
 
 
 @settings(max_examples=20)
@@ -162,7 +162,7 @@ def test_nothing_rotates(stage: Stage) -> None:
     for strategy in stage.strategies:
         assert strategy.saves_all
         assert (strategy.rotating, strategy.most_rotating) == (frozenset(), 0)
-        assert strategy.plan_persist(is_last=True).units == frozenset()
+        assert strategy.plan_persist(is_whole=True).units == frozenset()
         assert all(not each.rotating for each in strategy.plan_window(0).snapshots)
 
 
@@ -249,7 +249,7 @@ def test_window_of_one_snapshot_leaves_its_iteration_whole() -> None:
 
 def test_last_window_leaves_its_iteration_whole_when_all_ranks_have_it() -> None:
     strategy = by_hand(window=3).strategies[0]
-    plan = strategy.plan_window(9, is_last=True)
+    plan = strategy.plan_window(9, is_whole=True)
     assert not strategy.is_whole(9)
     strategy.note_complete(plan, 9)
     assert strategy.is_whole(9)

@@ -1,0 +1,224 @@
+"""Speed and memory of conversions, next to reading and writing as many bytes.
+
+    python -m benchmarks.convert [--gb N] [--shard-gib N] [--repetitions N] [--directory DIR]
+        [--output FILE.md]
+
+The source is a checkpoint of random numbers (benchmarks/large_checkpoint.py). In each repetition a conversion
+and a plain copy take turns: one thread reads the files of the source in pieces of 16 MiB and writes as many
+bytes as the conversion has written. Before either, the page cache is told to forget the source. Both end when
+what they have written is on the disk. What a conversion reads back to verify it comes from the page cache.
+Each conversion has a process of its own, whose imports are not timed.
+
+GB/s are of bytes read once and bytes written. Memory is the peak of the resident set above that before the
+conversion, and includes files that are mapped.
+"""
+
+import argparse
+import io
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.large_checkpoint import write_checkpoint
+from benchmarks.output import markdown_table, show
+
+_PIECE_BYTES = 16 << 20
+_GIB = 1 << 30
+HEADERS = (
+    "conversion",
+    "GB/s",
+    "read and write, GB/s",
+    "of that",
+    "shard, MB",
+    "memory, MB",
+    "shards",
+)
+
+# (name, source, format, further settings of the request)
+CONVERSIONS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("moe_ft -> torch_dist", "moe_ft", "torch_dist", {}),
+    ("moe_ft -> safetensors", "moe_ft", "safetensors", {}),
+    ("moe_ft -> safetensors, weights", "moe_ft", "safetensors", {"what": "weights"}),
+)
+
+
+def files_of(directory: Path) -> list[Path]:
+    """Return all files below a directory."""
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def bytes_of(directory: Path) -> int:
+    """Return the size of all files below a directory."""
+    return sum(path.stat().st_size for path in files_of(directory))
+
+
+def forget(directory: Path) -> None:
+    """Have the page cache forget all files below a directory."""
+    os.sync()
+    for path in files_of(directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def copy_plainly(source: Path, target: Path, num_read: int, num_written: int) -> float:
+    """Read some bytes of a directory and write some to new files; return the seconds."""
+    begin = time.perf_counter()
+    target.mkdir()
+    content = memoryview(bytearray(_PIECE_BYTES))
+    with (target / "plain").open("wb", buffering=0) as file:
+        for path in files_of(source):
+            with path.open("rb", buffering=0) as opened:
+                while num_read > 0 and (
+                    count := opened.readinto(content[: min(num_read, _PIECE_BYTES)])
+                ):
+                    num_read -= count
+                    num_written -= _write(file, content[: min(count, num_written)])
+        while num_written > 0:
+            num_written -= _write(file, content[:num_written])
+        os.fsync(file.fileno())
+    return time.perf_counter() - begin
+
+
+def _write(file: io.FileIO, content: memoryview) -> int:
+    return file.write(content) or 0
+
+
+def status_bytes(name: str) -> int:
+    """Return a number of /proc/self/status, such as VmRSS or VmHWM."""
+    text = Path("/proc/self/status").read_text()
+    (line,) = (each for each in text.splitlines() if each.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
+
+
+def convert_here(request: dict[str, Any]) -> dict[str, float]:
+    """Convert in this process; return the seconds, and the peak of memory above that before."""
+    from moe_ft.convert.conversion import Request, convert
+
+    torch.set_num_threads(1)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    before = status_bytes("VmRSS")
+    begin = time.perf_counter()
+    with redirect_stderr(io.StringIO()):
+        convert(Request(**request))
+    seconds = time.perf_counter() - begin
+    return {"seconds": seconds, "memory": status_bytes("VmHWM") - before}
+
+
+def convert_apart(request: dict[str, Any]) -> dict[str, float]:
+    """Convert in a process of its own."""
+    words = [sys.executable, "-W", "ignore", "-m", "benchmarks.convert", "--request"]
+    done = subprocess.run([*words, json.dumps(request)], check=True, stdout=subprocess.PIPE)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(
+    source: Path, to: str, further: dict[str, Any], folder: Path, shard_bytes: int, repetitions: int
+) -> tuple[str, ...]:
+    """Time one conversion and the plain copy in turns; return the cells of its row."""
+    target, plain = folder / "converted", folder / "plain"
+    request = {
+        "source": str(source),
+        "destination": str(target),
+        "to": to,
+        "shard_bytes": shard_bytes,
+    }
+    ours: list[float] = []
+    raw: list[float] = []
+    memory: list[float] = []
+    sizes: list[int] = []
+    num_read = num_written = 0
+
+    def convert_once() -> None:
+        nonlocal num_read, num_written
+        found = convert_apart({**request, **further})
+        ours.append(found["seconds"])
+        memory.append(found["memory"])
+        sizes[:] = [path.stat().st_size for path in files_of(target)]
+        num_written = sum(sizes)
+        # Of a conversion of weights, masters alone are read.
+        num_read = min(bytes_of(source), 2 * num_written) if further else bytes_of(source)
+
+    def copy_once() -> None:
+        raw.append(copy_plainly(source, plain, num_read, num_written))
+
+    for turn in range(repetitions + 1):
+        for step in (convert_once, copy_once) if turn % 2 == 0 else (copy_once, convert_once):
+            for path in (target, plain):
+                shutil.rmtree(path, ignore_errors=True)
+            forget(source)
+            step()
+    for path in (target, plain):
+        shutil.rmtree(path, ignore_errors=True)
+    moved = num_read + num_written
+    shares = [raw_s / ours_s for raw_s, ours_s in zip(raw[1:], ours[1:], strict=True)]
+    return (
+        *(_rates(moved, each[1:]) for each in (ours, raw)),
+        f"{median(shares):.0%} ({min(shares):.0%}-{max(shares):.0%})",
+        f"{max(sizes) / 1e6:.0f}",
+        f"{median(memory[1:]) / 1e6:.0f}",
+        f"{median(memory[1:]) / max(sizes):.2f}",
+    )
+
+
+def _rates(num_bytes: int, seconds: Sequence[float]) -> str:
+    rates = [num_bytes / each / 1e9 for each in seconds]
+    return f"{median(rates):.2f} ({min(rates):.2f}-{max(rates):.2f})"
+
+
+def rows(
+    folder: Path, num_bytes: int, shard_bytes: int, repetitions: int
+) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table."""
+    sources = {"moe_ft": folder / "persist"}
+    write_checkpoint(sources["moe_ft"], num_bytes)
+    for name, source, to, further in CONVERSIONS:
+        cells = measure(sources[source], to, further, folder, shard_bytes, repetitions)
+        print(name, *cells, file=sys.stderr, flush=True)
+        yield (name, *cells)
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gb", type=float, default=1.0, help="of the checkpoint")
+    parser.add_argument(
+        "--shard-gib", type=float, help="largest file (default: an eighth, at most 2)"
+    )
+    parser.add_argument("--repetitions", type=int, default=5, help="after one unmeasured one")
+    parser.add_argument("--directory", type=Path, help="on the disk to write to (default: TMPDIR)")
+    parser.add_argument("--output", type=Path, metavar="FILE.md")
+    parser.add_argument("--request", help=argparse.SUPPRESS)  # of the process that converts
+    options = parser.parse_args()
+    if options.request:
+        print(json.dumps(convert_here(json.loads(options.request))))
+        return
+    num_bytes = int(options.gb * 1e9)
+    shard_bytes = (
+        int(options.shard_gib * _GIB) if options.shard_gib else min(num_bytes // 8, 2 * _GIB)
+    )
+    with tempfile.TemporaryDirectory(prefix="convert_", dir=options.directory) as name:
+        table = list(rows(Path(name), num_bytes, shard_bytes, options.repetitions))
+    described = (
+        f"{os.cpu_count()} cores; a checkpoint of {options.gb:g} GB of 4 ranks, shards of "
+        f"{shard_bytes / 1e6:.0f} MB; median (range) of {options.repetitions}; load "
+        f"{os.getloadavg()[0]:.1f}. Python {platform.python_version()}, torch {torch.__version__}."
+    )
+    show([described, markdown_table(table, HEADERS)], options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Comparison of a file on disk with what was to be written to it, part by part."""
+
+import hashlib
+import io
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from moe_ft.errors import CorruptStateError
+
+_PIECE_BYTES = 8 << 20
+
+
+class Part(NamedTuple):
+    """A part of a file: what it is, for messages, and its bytes."""
+
+    name: str
+    num_bytes: int
+    checksum: str
+
+
+def write_all(file: io.FileIO, content: memoryview) -> None:
+    """Write all of it: a call to the system may write less."""
+    while content:
+        content = content[file.write(content) or 0 :]
+
+
+def verify_parts(path: Path, parts: Iterable[Part], *, with_sha256: bool = False) -> str:
+    """Read a file once, and compare it with its parts.
+
+    Args:
+        parts: from its beginning to its end.
+        with_sha256: whether to compute the SHA-256 of all of it too.
+
+    Returns:
+        That, in hexadecimal digits; empty without.
+
+    Raises:
+        CorruptStateError: naming the first part that is another one, or is cut short.
+    """
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "moe_ft-sha") as hasher:
+        whole = _Whole(hasher) if with_sha256 else None
+        for part in parts:
+            found, left = xxhash.xxh3_64(), part.num_bytes
+            while left:
+                buffer = memoryview(bytearray(min(left, _PIECE_BYTES)))
+                if not (count := file.readinto(buffer)):
+                    break
+                found.update(buffer[:count])
+                left -= count
+                if whole is not None:
+                    whole.update(buffer[:count])
+            if left or found.hexdigest() != part.checksum:
+                raise CorruptStateError(
+                    f"{path}: {part.name} is not what was written. Is the disk sound?"
+                )
+        if file.read(1):
+            raise CorruptStateError(f"{path} is longer than what was written. Is the disk sound?")
+        return whole.digest() if whole is not None else ""
+
+
+class _Whole:
+    """SHA-256 of pieces, computed on another thread; at most one piece waits."""
+
+    def __init__(self, hasher: ThreadPoolExecutor) -> None:
+        self._hasher, self._sha = hasher, hashlib.sha256()
+        self._last: Future[None] | None = None
+
+    def update(self, piece: memoryview) -> None:
+        """Add a piece, which must not change any more."""
+        before, self._last = self._last, self._hasher.submit(self._sha.update, piece)
+        if before is not None:
+            before.result()
+
+    def digest(self) -> str:
+        """Return it, when all pieces are in it."""
+        if self._last is not None:
+            self._last.result()
+        return self._sha.hexdigest()

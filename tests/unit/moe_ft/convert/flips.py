@@ -1,0 +1,25 @@
+"""A disk that returns something else than what was written to it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ft.convert import safetensors_file, torch_dist
+from moe_ft.convert.verifying import Part, verify_parts
+
+
+def flip_written_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a bit in the middle of the second part of each file change before it is verified."""
+
+    def flip(path: Path, parts: Iterable[Part], **options: Any) -> str:
+        parts = list(parts)
+        first, second, *_ = parts
+        content = bytearray(path.read_bytes())
+        content[first.num_bytes + second.num_bytes // 2] ^= 1
+        path.write_bytes(content)
+        return verify_parts(path, parts, **options)
+
+    for module in (safetensors_file, torch_dist):
+        monkeypatch.setattr(module, "verify_parts", flip)
