@@ -76,7 +76,7 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--densify",
         action="store_true",
-        help="SRC's newest checkpoint is a window of sparse: start the job, whose command line follows a --, "
+        help="SRC's newest checkpoint is a window of several iterations: start the job, whose command line follows a --, "
         "so that it leaves the state of one iteration there, and convert that",
     )
 

@@ -156,7 +156,10 @@ def test_strategy_without_a_report_says_so() -> None:
 
 ROOT = Path(__file__).resolve().parents[4]
 # The names are words, too.
-ORDINARY = re.compile(r"dense[ _](FFN|MLP|data-parallel)|sparse-to-dense", re.I)
+# The flag --moe-ft-persist-dense-interval has its name from what others call such a checkpoint.
+ORDINARY = re.compile(
+    r"dense[ _](FFN|MLP|data-parallel)|sparse-to-dense|dense[-_]interval|persists_dense", re.I
+)
 
 
 def product_files() -> list[Path]:
