@@ -76,8 +76,8 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--densify",
         action="store_true",
-        help="SRC's newest checkpoint is a window of several iterations: start the job, whose command line follows a --, "
-        "so that it leaves the state of one iteration there, and convert that",
+        help="SRC's newest checkpoint is a window of several iterations: start the job, whose command line "
+        "follows a --, so that it leaves the state of one iteration there, and convert that",
     )
 
 
