@@ -243,7 +243,7 @@ class PeerReplicator:
                 BackgroundPart.REPLICATE,
                 iteration,
                 f"rank {rank} did not take the replica: {type(error).__name__}: {error}; until it takes "
-                "one, a loss of this node costs what came after the last one",
+                "one, a loss of this node may cost all that storage does not have",
             )
             return None
         pair.succeed(replica.index)
