@@ -51,6 +51,8 @@ CONVERSIONS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("moe_ft -> torch_dist", "moe_ft", "torch_dist", {}),
     ("moe_ft -> safetensors", "moe_ft", "safetensors", {}),
     ("moe_ft -> safetensors, weights", "moe_ft", "safetensors", {"what": "weights"}),
+    ("moe_ft -> hf", "moe_ft", "hf", {"what": "weights"}),
+    ("hf -> torch_dist", "hf", "torch_dist", {}),
 )
 
 
@@ -183,8 +185,10 @@ def rows(
     folder: Path, num_bytes: int, shard_bytes: int, repetitions: int
 ) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table."""
-    sources = {"moe_ft": folder / "persist"}
+    sources = {"moe_ft": folder / "persist", "hf": folder / "hf"}
     write_checkpoint(sources["moe_ft"], num_bytes)
+    places = {"source": str(sources["moe_ft"]), "destination": str(sources["hf"])}
+    convert_apart({**places, "to": "hf", "shard_bytes": shard_bytes})
     for name, source, to, further in CONVERSIONS:
         cells = measure(sources[source], to, further, folder, shard_bytes, repetitions)
         print(name, *cells, file=sys.stderr, flush=True)

@@ -12,7 +12,6 @@ from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from tests.checkpoint_job import CheckpointJob
 from tests.few_bits_adam import train_with_few_bits
-from tests.shares import share_of
 
 FEW_BITS = "--use-precision-aware-optimizer"
 # Formats that the optimizer keeps, and bytes per parameter at FULL: weight, master and moments.
@@ -37,7 +36,8 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", share_of(CONFIGURATIONS, "fp16-fp8+fp16"))
+@pytest.mark.rest
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_state_in_few_bits_is_recovered_bitwise_from_snapshots_of_its_size(
     job: CheckpointJob, name: str
 ) -> None:

@@ -42,6 +42,7 @@ def test_killed_script_with_data_loss_and_arguments_of_its_own_ends_in_the_same_
     check_recovery(job, run_own, (3, 4))
 
 
+@pytest.mark.rest
 def test_killed_hybrid_model_ends_in_the_same_state(job: CheckpointJob) -> None:
     check_recovery(job, run_hybrid, (3, 4))
 

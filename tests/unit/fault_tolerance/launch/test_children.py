@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megatron.fault_tolerance.launch import children
+from tests.shares import share_of
 from tests.waiting import wait_for
 
 DEADLINE_S = 60.0
@@ -41,7 +42,10 @@ def _be_a_rank(methods: tuple[str, ...], folder: Path) -> None:
     _pass_on(methods, folder)
 
 
-@pytest.mark.parametrize("methods", [("fork",), ("spawn",), ("spawn", "fork"), ("fork", "fork")])
+METHODS = [("fork",), ("spawn",), ("spawn", "fork"), ("fork", "fork")]
+
+
+@pytest.mark.parametrize("methods", share_of(METHODS, ("spawn", "fork")))
 def test_worker_ends_soon_after_its_rank_however_it_was_started(
     methods: tuple[str, ...], tmp_path: Path
 ) -> None:

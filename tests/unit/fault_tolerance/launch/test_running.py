@@ -21,6 +21,7 @@ print(__name__, __file__, __spec__, __package__, __doc__, sys.argv, sys.modules[
 CODE = "import sys; sys.argv = sys.argv[1:]; import {0}; {0}.run_script(sys.argv[0])"
 
 
+@pytest.mark.rest
 def test_script_sees_the_same_as_with_python_and_stays_the_main_module_to_the_end(
     tmp_path: Path,
 ) -> None:

@@ -110,6 +110,7 @@ def test_rank_that_never_answers_is_named(tmp_path: Path, memory_dir: Path) -> N
     assert len(rows["reach"]) == 2  # the others are checked
 
 
+@pytest.mark.rest
 def test_node_that_falls_silent_is_named(tmp_path: Path, memory_dir: Path) -> None:
     def die_at_the_first_check() -> None:
         node_checks.check_memory = lambda *_: os._exit(9)
