@@ -221,6 +221,8 @@ class Oracle:
         # A peer that has the last snapshot of a window has all of it.
         at_peers = set.intersection(*(life.replicated for life in lives)) & complete
         floors.protected = max(floors.protected, *at_peers, 0)
+        if any(_has_left_out(life, floors.protected) for life in lives):
+            floors.protected = 0  # ranks have room for the newest ones, which some peer has not
         floors.storage = max(floors.storage, *(life.confirmed for life in lives))
         if any(life.may_lose_memory for life in lives):
             floors.lose_memory()
@@ -245,3 +247,13 @@ class Oracle:
         may_go = all(life.may_lose_memory for life in start.lives)
         if may_go and memory and not self.has_strangers and not self.is_disturbed:
             self._fail(start, f"{memory[0].name} is still in memory")
+
+
+def _has_left_out(life: Life, iteration: int) -> bool:
+    """Return whether a rank has said that a peer was not sent what is newer than an iteration."""
+    return any(
+        report.event == "skipped"
+        and report.fields["part"] == "replicate"
+        and report.iteration > iteration
+        for _, report in life.reports
+    )
