@@ -1,7 +1,8 @@
 """The listeners of a run are all there, and in the order that their tasks need."""
 
-import os
 from pathlib import Path
+
+import pytest
 
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.watch.checkpoints import Checkpoints
@@ -35,8 +36,10 @@ def test_all_listeners_look_at_one_loop_and_write_one_log(tmp_path: Path) -> Non
     assert (log.directory, log.rank) == (tmp_path, 3)
 
 
-def test_run_without_settings_passes_all_phases_and_writes_nothing(tmp_path: Path) -> None:
-    os.chdir(tmp_path)
+def test_run_without_settings_passes_all_phases_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with listeners_of(MoeFtConfig(), MegatronLoop(), 3, on_sigterm=True) as listeners:
         for phase in Phase:
             assert not listeners.is_awaited(phase)
