@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from moe_ft.doctor.facts import RankFacts
 from moe_ft.doctor.rows import Row, failed, join_nodes, passed, warned
 
-# What constraints.txt pins; a unit test compares the two.
+# Copies of what constraints.txt pins; a unit test compares them with it.
 TESTED = {"torch": "2.13.0", "megatron-core": "0.19.2"}
 TESTED_PYTHON = ("3.12", "3.13")
 _CHECK = "versions"

@@ -100,7 +100,7 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, object]]] = {
     ),
 }
 
-# Tensor parallelism beside the stock program: test_convert.py.
+# test_convert.py compares tensor parallelism with the stock program.
 QUICK = (
     "one rank, fp32, two MTP layers, rope scaling, per-token loss",
     "virtual stages, fp16, full recomputation, evaluation",

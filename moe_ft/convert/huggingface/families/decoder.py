@@ -65,7 +65,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
 )
 # Balancing that decides which experts a token gets, not only what is trained.
 _ROUTING = {"sinkhorn", "quantile_balancing"}
-# What `config.json` may say of things that Megatron does in one way only.
+# Keys of `config.json` for which Megatron has one behavior only, with the value that says so.
 PLAIN_CONFIG: Mapping[str, Any] = MappingProxyType(
     {
         "hidden_act": "silu",

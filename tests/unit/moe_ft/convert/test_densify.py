@@ -51,7 +51,7 @@ def test_job_ends_after_its_recovery_and_what_it_leaves_is_converted(
     assert "--lr 1 --exit-interval 1" in said.out
     assert "iteration 5 as safetensors" in said.out
     assert "is a window of 2: starting the job" in said.err
-    # What is one state already needs no job.
+    # A checkpoint that is already one state needs no job.
     assert densify(storage, "no-such-program", flags=("--dry-run",)) == REFUSED  # DST is there
     assert "no job is started" in capfd.readouterr().err
 
