@@ -16,6 +16,7 @@ class RankInfo:
             does not listen.
         region_bytes: size of one of its regions.
         slot_bytes, num_slots: of its pool; 0 if every snapshot holds every unit.
+        breakpoint_bytes: of the region of its breakpoint; 0 without one.
     """
 
     rank: int
@@ -26,6 +27,7 @@ class RankInfo:
     region_bytes: int
     slot_bytes: int = 0
     num_slots: int = 0
+    breakpoint_bytes: int = 0
 
     def memory_bytes(self, num_regions: int) -> int:
         """Return the bytes that this many regions and the pool take."""

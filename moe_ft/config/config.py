@@ -41,6 +41,11 @@ class MemoryConfig(Part):
         metavar="N|auto",
         bounds=Bounds(at_least=0),
     )
+    breakpoints: bool = setting(
+        False,
+        "reserve memory for one more copy of the state, which a rank writes when the job is ended or another "
+        "rank has failed: if all ranks can, nothing is run again or lost",
+    )
     job_id: str | None = setting(
         None,
         "name of the job, the same after a restart; default: SLURM_JOB_ID, or torchrun's --rdzv-id",
@@ -228,8 +233,8 @@ class FaultConfig(Part):
     inject_fault: tuple[str, ...] = setting(
         (),
         "inflict a fault: KIND:RANK@ITERATION[:PHASE], repeatable, each fires once per event log; "
-        "KIND kill, exception, hang or lose-node; PHASE forward (default), backward, before-step, "
-        "in-step, after-step, snapshot, replicate, persist, recovery or replay",
+        "KIND kill, exception, hang, lose-node or terminate; PHASE forward (default), backward, "
+        "before-step, in-step, after-step, snapshot, replicate, persist, recovery or replay",
         metavar="KIND:RANK@ITERATION[:PHASE]",
     )
     fault_report_grace_s: float = setting(
@@ -301,9 +306,15 @@ class MoeFtConfig:
                 f"--moe-ft-inject-fault {self.fault.inject_fault[0]} needs the event log, where a "
                 "fault that fired is marked so that it fires once. Add --moe-ft-event-log DIR."
             )
+        if self.memory.breakpoints and not self.strategy.is_on:
+            raise ConfigError(
+                "--moe-ft-breakpoints needs a strategy: with --moe-ft-strategy=none nothing is recovered. "
+                "Name one with --moe-ft-strategy, or leave it out."
+            )
         if not self.strategy.is_on:
             for fault in self.fault.faults:
-                if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:
+                is_of_node = fault.kind in (FaultKind.LOSE_NODE, FaultKind.TERMINATE)
+                if fault.phase not in ITERATION_PHASES or is_of_node:
                     raise ConfigError(
                         f"--moe-ft-inject-fault {fault} needs a strategy: with --moe-ft-strategy=none "
                         "nothing is checkpointed. Name one with --moe-ft-strategy."

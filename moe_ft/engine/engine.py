@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from moe_ft.engine.background import BackgroundPart, Report
+from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.context import EngineContext, EngineSettings, Handover
 from moe_ft.engine.decisions import Decisions, Turn, Votes
@@ -40,7 +41,11 @@ _CLOSE_DEADLINE_S = 5.0
 
 
 class CheckpointEngine:
-    """Takes snapshots of one rank. Owned by the training thread."""
+    """Takes snapshots of one rank. Owned by the training thread.
+
+    Attributes:
+        breakpoints: the rank's breakpoint; None without one.
+    """
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class CheckpointEngine:
         windows: Windows,
         storage: StorageSchedule,
         supervisor: WriterSupervisor | None,
+        breakpoints: Breakpoints | None = None,
     ) -> None:
         self._settings, self._context, self._strategy = settings, context, strategy
         self._memory, self._clock = context.memory, clock
@@ -64,6 +70,7 @@ class CheckpointEngine:
         self._profile, self._stall = SnapshotProfile(), Stall(clock)
         self._writer, self._windows = writer, windows
         self._storage, self._supervisor = storage, supervisor
+        self.breakpoints = breakpoints
         self._has_removed_left_overs = False
         self._restored_replica: Replica | None = None
         self._forward_start_s: float | None = None
@@ -80,7 +87,7 @@ class CheckpointEngine:
             OSError: if the memory directory cannot be made or has no room.
         """
         context = self._context
-        self._memory.open((restored.start, iteration) if restored else None)
+        self._memory.open((restored.start, restored.iteration) if restored else None)
         if context.is_on_gpu:
             self._memory.pin()
         self._start_iteration = self._iteration = iteration
@@ -101,6 +108,9 @@ class CheckpointEngine:
         self._storage.start(restored.persisted_index if restored else "", iteration)
         if self._supervisor is not None:
             self._supervisor.start()
+        if self.breakpoints is not None:
+            is_in_use = restored is not None and restored.needs_breakpoint
+            self.breakpoints.start(is_in_use=is_in_use)
 
     def protect(self) -> None:
         """Send what was recovered to peers that lack it, once all ranks have started and accept replicas."""
@@ -123,6 +133,20 @@ class CheckpointEngine:
             self._decisions.begin_count(tokens_per_expert, self._iteration)
             self._wait_for_copy()
         self._decisions.begin(self._votes, self._iteration)
+
+    def moment(self, record: CapturedRecord) -> Moment:
+        """Return the live state as a breakpoint can be written of it: the optimizer has stepped.
+
+        Args:
+            record: its record.
+        """
+        assert self.breakpoints is not None
+        return Moment(
+            record=record,
+            plan=self._strategy.plan_breakpoint(),
+            tokens=self._decisions.pending_tokens(),
+            ready=self.breakpoints.mark_ready(),
+        )
 
     def _wait_for_copy(self) -> None:
         job = self._windows.last_job
@@ -167,6 +191,8 @@ class CheckpointEngine:
             counted = partial(self._stall.count, capture)
             act = partial(self._act, *decided, iteration, iteration_s, counted)
             self._decisions.attempt(iteration, act)
+        if self.breakpoints is not None:
+            self.breakpoints.count_tokens(self._strategy.plan_breakpoint())
         self._forward_start_s = self._clock.perf_counter()
         return self._stall.take()
 
@@ -231,6 +257,8 @@ class CheckpointEngine:
         if window is None or window.last is None:
             return
         last = window.last
+        if self.breakpoints is not None:
+            self.breakpoints.release()
         self._strategy.note_complete(window.plan, last.iteration)
         for job in window.jobs:
             result = job.result.result()
@@ -365,6 +393,8 @@ class CheckpointEngine:
 
     def close(self) -> None:
         """End workers, connections and the writer process. The memory stays."""
+        if self.breakpoints is not None:
+            self.breakpoints.close()
         self._writer.close(_CLOSE_DEADLINE_S)
         if self._supervisor is not None:
             self._supervisor.close()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.memory.layout import HEADER_ALIGNMENT_BYTES
+from moe_ft.engine.memory.layout import HEADER_ALIGNMENT_BYTES, FileLayout
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.format.entries import tensor_bytes
 from moe_ft.planning.experts import ExpertFacts
@@ -14,18 +14,19 @@ from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.freezing import grouped_layers
 from moe_ft.state.parameters import AssignSlices
-from moe_ft.strategies.interface import RankFacts, Strategy
+from moe_ft.strategies.interface import RankFacts, Strategy, WindowPlan
 from moe_ft.strategies.registry import chosen
 from moe_ft.units import Level
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSizes:
-    """Bytes of a region, and bytes and number of a pool's slots."""
+    """Bytes of a region, bytes and number of a pool's slots, and bytes of a breakpoint, 0 without one."""
 
     region_bytes: int
     slot_bytes: int
     num_slots: int
+    breakpoint_bytes: int = 0
 
 
 def slice_assignment(sharding: str) -> AssignSlices:
@@ -66,7 +67,19 @@ def _replicated_bytes(catalog: UnitCatalog) -> int:
     )
 
 
-def measure_sizes(strategy: Strategy, layouts: UnitLayouts) -> RankSizes:
+def lay_out_breakpoint(strategy: Strategy, layouts: UnitLayouts) -> FileLayout:
+    """Return the layout of a rank's breakpoint: every unit at FULL.
+
+    Args:
+        layouts: of the live state; nothing is packed.
+    """
+    plan = strategy.plan_breakpoint()(lambda: None)
+    return layouts.lay_out(WindowPlan(snapshots=(plan,)))
+
+
+def measure_sizes(
+    strategy: Strategy, layouts: UnitLayouts, breakpoint_: FileLayout | None = None
+) -> RankSizes:
     """Return what a rank's memory must hold for any plan of its strategy."""
     sizes = [layouts.lay_out(plan).num_bytes for plan in strategy.possible_windows()]
     # To fill a region up, its header declares the rest, and may get a page longer for it.
@@ -77,6 +90,7 @@ def measure_sizes(strategy: Strategy, layouts: UnitLayouts) -> RankSizes:
         region_bytes=max(sizes) + room,
         slot_bytes=max(map(layouts.most_bytes, units), default=0),
         num_slots=num_slots(len(units), strategy.most_rotating),
+        breakpoint_bytes=0 if breakpoint_ is None else breakpoint_.num_bytes,
     )
 
 

@@ -83,6 +83,10 @@ class Faults(LoopListener):
             _hang()
         elif fault.kind is FaultKind.LOSE_NODE and self._find_node is not None:
             _lose(self._find_node())
+        elif fault.kind is FaultKind.TERMINATE and self._find_node is not None:
+            for pid in self._find_node().pids:
+                os.kill(pid, signal.SIGTERM)
+            return
         raise InjectedFaultError(f"--moe-ft-inject-fault {fault}")
 
 

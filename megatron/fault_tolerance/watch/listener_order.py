@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
 from megatron.fault_tolerance.seams.training_loop import TrainingLoop
+from megatron.fault_tolerance.watch.breakpoint_writer import BreakpointWriter
 from megatron.fault_tolerance.watch.checkpoints import Checkpoints
 from megatron.fault_tolerance.watch.digests import Digests
 from megatron.fault_tolerance.watch.failure_report import FailureReport
@@ -22,11 +23,13 @@ def listeners_of(
     """Return everything that acts at the seams of a loop on one rank.
 
     The order matters: the log is opened before anything is recovered, and closed last; the events of an
-    iteration come before the reports of the engine. Without `on_sigterm`, SIGTERM is left alone.
+    iteration come before the reports of the engine; after a failure a breakpoint comes before its report.
+    Without `on_sigterm`, SIGTERM is left alone.
     """
     loop = LoopState()
     # Without a directory the log is never started, and drops what is written to it.
     log = EventLog(Path(config.observability.event_log or os.devnull), rank)
+    breakpoints = BreakpointWriter(loop, log)
     faults, routers = Faults(config.fault.faults, log), Routers(config, log)
     scalars = Scalars(training, loop)
     return Listeners(
@@ -37,7 +40,9 @@ def listeners_of(
             scalars,
             routers,
             Digests(config.observability, training, loop, log),
-            Checkpoints(config, training, loop, log, scalars, faults, routers),
-            FailureReport(config, loop, log, on_sigterm=on_sigterm),
+            Checkpoints(config, training, loop, log, scalars, faults, routers, breakpoints),
+            FailureReport(
+                config, loop, log, on_sigterm=on_sigterm, before_report=breakpoints.on_sigterm
+            ),
         ],
     )

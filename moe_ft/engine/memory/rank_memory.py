@@ -17,6 +17,7 @@ from moe_ft.engine.memory.private_files import read_private
 from moe_ft.engine.memory.regions import (
     MappedFile,
     Region,
+    breakpoint_region,
     own_directory,
     rank_and_holder,
     replica_directory,
@@ -29,7 +30,7 @@ from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.topology import RankInfo, Topology
 
 _REGION = re.compile(r"region_(\d+)\.safetensors")
-_OURS = re.compile(r"(region_\d+\.(safetensors|json))|(pool_\d+x\d+\.safetensors)")
+_OURS = re.compile(r"((region_\d+|breakpoint)\.(safetensors|json))|(pool_\d+x\d+\.safetensors)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,7 @@ class RankMemory:
 
     Attributes:
         regions, pool: of this rank; no pool where every snapshot holds every unit.
+        breakpoint: region of its breakpoint; None without --moe-ft-breakpoints.
         replicas: by the rank whose state they hold.
     """
 
@@ -63,6 +65,11 @@ class RankMemory:
         self._pinned: list[MappedFile] = []
         self.regions = _regions(own_directory(node_dir, rank), num_regions(persists=persists), own)
         self.pool = _pool(own_directory(node_dir, rank), own)
+        self.breakpoint = (
+            breakpoint_region(own_directory(node_dir, rank), own.breakpoint_bytes)
+            if own.breakpoint_bytes
+            else None
+        )
         self.replicas = {
             source: ReplicaMemory(
                 regions=_regions(
@@ -77,14 +84,14 @@ class RankMemory:
 
     @property
     def num_own_bytes(self) -> int:
-        """Bytes of this rank's regions and pool."""
+        """Bytes of this rank's regions, pool and breakpoint."""
         return sum(file.num_bytes for file in self._own_files())
 
     def open(self, restored: tuple[Start, int] | None) -> None:
         """Map everything.
 
         Args:
-            restored: writer and iteration of the state that was recovered: regions and replicas that hold
+            restored: writer and iteration of the state that is to be kept: regions and replicas that hold
                 it get its iteration, and so are not overwritten before their owner says so.
 
         Raises:
@@ -106,6 +113,8 @@ class RankMemory:
         yield from self.regions
         if self.pool is not None:
             yield self.pool
+        if self.breakpoint is not None:
+            yield self.breakpoint
 
     def pin(self) -> None:
         """Let the GPU copy into this rank's own memory directly; raises SnapshotError if it cannot."""
