@@ -3,7 +3,7 @@
 The memory is reserved and touched before training. The training thread says, under a lock, which iteration
 the live state is of, and when it is torn: from the first inner optimizer step until the last copy into the
 rank's own slices. Whoever writes waits until it is whole, and then holds it: the next optimizer step does not
-begin before it is let go. When to write is megatron/fault_tolerance/watch/breakpoint_writer.py.
+begin before the process ends. When to write is megatron/fault_tolerance/watch/breakpoint_writer.py.
 """
 
 import threading
@@ -59,16 +59,19 @@ class Written:
     Attributes:
         iteration: of the state; None if there is no breakpoint.
         problem: reason why there is none; empty if there is one.
+        stepping_to: iteration of the state when the step that is under way ends; None if there is none, or if
+            there will be no breakpoint then.
     """
 
     iteration: int | None = None
     problem: str = ""
     num_bytes: int = 0
     seconds: float = 0.0
+    stepping_to: int | None = None
 
 
 class Breakpoints:
-    """The breakpoint of one rank. The training thread calls all methods but `write` and `let_go`."""
+    """The breakpoint of one rank. The training thread calls all methods but `write` and `wait_for_iteration`."""
 
     def __init__(
         self,
@@ -160,39 +163,47 @@ class Breakpoints:
             self._is_broken = True
             self._state.notify_all()
 
-    def let_go(self) -> None:
-        """Let training continue, after `write`."""
-        with self._state:
-            self._is_held = False
-            self._state.notify_all()
-
     def wait_for_iteration(self, iteration: int, timeout_s: float) -> bool:
-        """Let training continue until its state is of an iteration, or a time has passed. Any thread."""
+        """Let training continue until its state is of an iteration, and hold it then. Any thread.
+
+        Returns:
+            False if it has not come so far in some seconds; it continues then.
+        """
         with self._state:
             self._is_held = False
             self._state.notify_all()
-            return self._state.wait_for(
-                lambda: not self._is_updating and self._has_reached(iteration), timeout_s
-            )
+            self._is_held = self._state.wait_for(lambda: self._has_reached(iteration), timeout_s)
+            return self._is_held
 
     def _has_reached(self, iteration: int) -> bool:
-        return self._moment is not None and self._moment.iteration >= iteration
+        is_whole = self._moment is not None and not self._is_updating
+        return is_whole and self._moment is not None and self._moment.iteration >= iteration
 
-    def write(self) -> Written:
-        """Write the live state, once it is whole, and hold it. Any thread; others wait for the first."""
+    def write(self, *, waits: bool = True) -> Written:
+        """Write the live state, once it is whole, and hold it. Any thread; others wait for the first.
+
+        Args:
+            waits: whether to wait for a step that is under way, for a while.
+        """
         with self._writing:
             with self._state:
-                moment, problem = self._hold()
+                moment, problem = self._hold(self._patience_s if waits else 0.0)
+                stepping_to = self._next_iteration if problem == TORN else None
             if moment is None:
-                return Written(problem=problem)
+                return Written(problem=problem, stepping_to=stepping_to)
             try:
                 return self._write(moment)
             except Exception as error:  # whatever it is, the rank leaves without a breakpoint
                 return Written(problem=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
-    def _hold(self) -> tuple[Moment | None, str]:
+    @property
+    def _next_iteration(self) -> int | None:
+        is_hopeless = self._is_broken or self._is_in_use or self._moment is None
+        return None if is_hopeless or self._moment is None else self._moment.iteration + 1
+
+    def _hold(self, patience_s: float) -> tuple[Moment | None, str]:
         """Hold the live state, and return it; None and the reason if that cannot be done."""
-        self._state.wait_for(lambda: not self._is_updating or self._is_broken, self._patience_s)
+        self._state.wait_for(lambda: not self._is_updating or self._is_broken, patience_s)
         if self._is_updating:
             return None, TORN
         if self._is_in_use:

@@ -59,21 +59,24 @@ class BreakpointWriter:
             start_s = time.perf_counter()
             if self._abort is not None:
                 self._abort()
-            written = self._breakpoints.write()
-            if dist.is_initialized() and dist.get_world_size() > 1:
+            is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+            # A step may need the ranks that wait for it: say that it is under way before waiting for it.
+            written = self._breakpoints.write(waits=is_alone or not can_step)
+            if not is_alone:
                 written = self._meet(self._breakpoints, written, can_step=can_step)
             self._tell(reason, written, time.perf_counter() - start_s)
 
     def _meet(self, breakpoints: Breakpoints, written: Written, *, can_step: bool) -> Written:
         """Bring the breakpoints of all ranks to one iteration, if that takes one step at most."""
         meeting = BreakpointMeeting(self._log.incarnation, self._pids)
-        if written.iteration is None or not can_step:
+        own = written.stepping_to if written.iteration is None else written.iteration
+        if own is None or not can_step:
             meeting.cannot_step()
             return written
-        target = meeting.agree(written.iteration)
+        target = meeting.agree(own)
         if target is None:
-            return written
-        if target > written.iteration and breakpoints.wait_for_iteration(target, meeting.step_s):
+            return breakpoints.write() if written.iteration is None else written
+        if target != written.iteration and breakpoints.wait_for_iteration(target, meeting.step_s):
             again = breakpoints.write()
             # What was written before stays where this could not begin.
             written = again if again.iteration is not None else written

@@ -148,5 +148,5 @@ def test_room_is_not_made_by_removing_what_a_link_leads_to(tmp_path: Path) -> No
     region = Region(own_directory(tmp_path / "elsewhere", 7), 0, REGION_BYTES)
     region.open()
     own_directory(site.node_dir, 7).symlink_to(own_directory(tmp_path / "elsewhere", 7))
-    make_room(site, [()], None)
+    make_room(site, [()], [])
     assert region.data_path.exists()
