@@ -100,6 +100,7 @@ class Breakpoints:
         self._problem = NOTHING_YET  # why there is no moment
         self._is_updating = self._is_held = self._is_in_use = self._is_over = False
         self._is_broken = False
+        self._hold_at: int | None = None  # an iteration that somebody waits for
         self._writing = threading.Lock()
 
     def start(self, *, is_in_use: bool) -> None:
@@ -136,6 +137,8 @@ class Breakpoints:
         with self._state:
             self._is_updating = False
             self._moment, self._problem = moment, problem
+            if self._hold_at is not None:
+                self._is_held = self._has_reached(self._hold_at)
             self._state.notify_all()
 
     def note(self, moment: Moment | None, problem: str = "") -> None:
@@ -170,10 +173,11 @@ class Breakpoints:
             False if it has not come so far in some seconds; it continues then.
         """
         with self._state:
-            self._is_held = False
+            self._is_held, self._hold_at = self._has_reached(iteration), iteration
             self._state.notify_all()
-            self._is_held = self._state.wait_for(lambda: self._has_reached(iteration), timeout_s)
-            return self._is_held
+            has_reached = self._state.wait_for(lambda: self._is_held, timeout_s)
+            self._hold_at = None
+            return has_reached
 
     def _has_reached(self, iteration: int) -> bool:
         is_whole = self._moment is not None and not self._is_updating

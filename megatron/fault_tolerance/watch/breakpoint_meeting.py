@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron.fault_tolerance.watch.local_processes import gone_ranks
 
 _MEETING_S = 5.0  # for ranks that say nothing and cannot be seen: of a node that is gone
@@ -26,16 +24,20 @@ _MAX_STORE_OPERATIONS_PER_S = 5000  # of all ranks together
 class BreakpointMeeting:
     """One rank's part. Used by one thread at a time."""
 
-    def __init__(self, incarnation: int, pids: Mapping[int, int]) -> None:
+    def __init__(
+        self, store: Any, world_size: int, incarnation: int, pids: Mapping[int, int]
+    ) -> None:
         """Prepare.
 
         Args:
+            store: of the job.
+            world_size: number of ranks.
             incarnation: of this start.
             pids: result of `local_pids`.
         """
-        self._prefix, self._pids = f"moe_ft/breakpoints/{incarnation}", pids
-        self._world_size = dist.get_world_size()
-        self._poll_s = max(_MIN_POLL_S, self._world_size / _MAX_STORE_OPERATIONS_PER_S)
+        self._store, self._world_size, self._pids = store, world_size, pids
+        self._prefix = f"moe_ft/breakpoints/{incarnation}"
+        self._poll_s = max(_MIN_POLL_S, world_size / _MAX_STORE_OPERATIONS_PER_S)
 
     def cannot_step(self) -> None:
         """Say that this rank has no breakpoint, or stays where it is: nobody need wait."""
@@ -83,7 +85,7 @@ class BreakpointMeeting:
 
         def call() -> None:
             with suppress(RuntimeError, OSError):
-                answers.append(ask(dist.distributed_c10d._get_default_store()))
+                answers.append(ask(self._store))
 
         # An operation can block for minutes when the store's host is gone.
         thread = threading.Thread(target=call, daemon=True)

@@ -68,7 +68,8 @@ class BreakpointWriter:
 
     def _meet(self, breakpoints: Breakpoints, written: Written, *, can_step: bool) -> Written:
         """Bring the breakpoints of all ranks to one iteration, if that takes one step at most."""
-        meeting = BreakpointMeeting(self._log.incarnation, self._pids)
+        store = dist.distributed_c10d._get_default_store()
+        meeting = BreakpointMeeting(store, dist.get_world_size(), self._log.incarnation, self._pids)
         own = written.stepping_to if written.iteration is None else written.iteration
         if own is None or not can_step:
             meeting.cannot_step()

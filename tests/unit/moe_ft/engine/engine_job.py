@@ -29,6 +29,7 @@ from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.index import Index
+from moe_ft.recovery.assembly import lay_out_breakpoint
 from moe_ft.state.record import CapturedRecord, IterationFacts, LoopCounters
 from moe_ft.strategies.dense.strategy import DenseStrategy
 from moe_ft.strategies.interface import Strategy, WindowPlan
@@ -109,6 +110,7 @@ class Setup:
     Attributes:
         window: snapshots of a window.
         has_peers: whether the ranks send replicas in a ring, over TCP.
+        has_breakpoints: whether the ranks have memory for breakpoints.
     """
 
     num_ranks: int = 1
@@ -118,6 +120,7 @@ class Setup:
     dense_interval: int = 0
     raises: bool = False
     has_peers: bool = False
+    has_breakpoints: bool = False
 
     @property
     def persists(self) -> bool:
@@ -151,6 +154,10 @@ class Rank:
         plans = self.strategy.possible_windows()
         sizes = [self.layouts.lay_out(plan).num_bytes for plan in plans]
         self.layouts.region_bytes = max(sizes) + (0 if len(sizes) == 1 else 8192)
+        self.breakpoint = None
+        if self.setup.has_breakpoints:
+            live = UnitLayouts(self.state.catalog(), 0)
+            self.breakpoint = lay_out_breakpoint(self.strategy, live)
         self.node_dir = job.folder / f"node-{rank}"
         self.server = PeerServer(self.node_dir, "127.0.0.1")
         self.memory: RankMemory
@@ -168,6 +175,7 @@ class Rank:
             pid=1,
             address=self.server.address,
             region_bytes=self.layouts.region_bytes,
+            breakpoint_bytes=0 if self.breakpoint is None else self.breakpoint.num_bytes,
         )
 
     def give(self, topology: Topology) -> None:
@@ -195,6 +203,7 @@ class Rank:
             token="token",
             writer=None,
             phase_hook=lambda phase, iteration: self.hook(phase, iteration),
+            breakpoint=self.breakpoint,
         )
         self.engine = self.build(
             clock=self.clock, make_worker=self._make_worker, replicator=self.job.replicator
