@@ -313,8 +313,7 @@ class MoeFtConfig:
             )
         if not self.strategy.is_on:
             for fault in self.fault.faults:
-                is_of_node = fault.kind in (FaultKind.LOSE_NODE, FaultKind.TERMINATE)
-                if fault.phase not in ITERATION_PHASES or is_of_node:
+                if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:
                     raise ConfigError(
                         f"--moe-ft-inject-fault {fault} needs a strategy: with --moe-ft-strategy=none "
                         "nothing is checkpointed. Name one with --moe-ft-strategy."

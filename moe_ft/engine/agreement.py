@@ -6,6 +6,7 @@ serve nothing else. The votes, and the way out when ranks can no longer agree, a
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,6 +21,8 @@ from moe_ft.errors import SnapshotError
 
 # The norm of the gradients has just brought the ranks together: the slowest one answers soon.
 _ANSWER_S = 120.0
+_PENDING_S = 1.0  # for a thread that has little time
+_PENDING_POLL_S = 0.01
 
 
 class Reduction[Given, Found](Protocol):
@@ -46,9 +49,9 @@ class Sum(Reduction[torch.Tensor, npt.NDArray[np.int64]], Protocol):
     """Sums of counts."""
 
     def pending(self) -> Callable[[], npt.NDArray[np.int64] | None]:
-        """Return what returns the sums that are under way without waiting, None if there are none.
+        """Return what returns the sums that are under way, None if there are none.
 
-        Any thread may call it. It raises SnapshotError while they are not known.
+        Any thread may call it. It waits for a moment, and raises SnapshotError if they are not known then.
         """
 
 
@@ -205,8 +208,11 @@ class StageSum(_Reduction):
             if values is None:
                 return None
             if work is not None:
-                if not work.is_completed():
-                    raise SnapshotError("the tokens of the iteration are not added up yet")
+                deadline_s = time.monotonic() + _PENDING_S
+                while not work.is_completed():
+                    if time.monotonic() > deadline_s:
+                        raise SnapshotError("the tokens of the iteration are not added up")
+                    time.sleep(_PENDING_POLL_S)
                 work.wait()  # raises if it has failed
             found: npt.NDArray[np.int64] = values.numpy()
             return found

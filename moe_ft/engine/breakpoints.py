@@ -71,7 +71,10 @@ class Written:
 
 
 class Breakpoints:
-    """The breakpoint of one rank. The training thread calls all methods but `write` and `wait_for_iteration`."""
+    """The breakpoint of one rank.
+
+    The training thread calls all methods; any other thread may call `write` and `wait_for_iteration`.
+    """
 
     def __init__(
         self,

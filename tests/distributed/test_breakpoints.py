@@ -16,10 +16,10 @@ from tests.references import Digests, References
 NUM_RANKS = 2
 NUM_ITERATIONS = 42
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
-DENSE = ("--moe-ft-strategy", "dense", "--moe-ft-interval", "4")
+DENSE = ("--moe-ft-strategy", "dense", "--moe-ft-interval", "5")
 PARTIAL = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "1", "--moe-ft-k-persist", "1")
 DROPOUT = ("--hidden-dropout", "0.1", "--lr-decay-style", "linear")
-FP16 = ("--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "2")
+FP16 = ("--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "1000")
 NOT_DISTRIBUTED = ("not distributed",)
 # All phases of an iteration; a new window replaces what was recovered before the next one.
 PHASES = ("forward", "backward", "before-step", "in-step", "after-step")
@@ -141,7 +141,7 @@ def test_node_that_is_lost_right_after_such_a_recovery_is_covered_by_older_windo
     job: CheckpointJob, strategy: Sequence[str]
 ) -> None:
     flags = (*DROPOUT, "--train-iters", "16", "--moe-ft-breakpoints")
-    faults = ("terminate:0@8:backward", "lose-node:1@8:before-step", "lose-node:1@9:before-step")
+    faults = ("terminate:0@8:backward", "lose-node:1@9:before-step", "lose-node:1@10:before-step")
     places = [TWO_NODES, TWO_NODES, ("node0", "node2")]
     job.run_with_faults(
         *faults,
