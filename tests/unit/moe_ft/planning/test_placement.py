@@ -167,3 +167,20 @@ def test_node_memory_of_all_nodes_is_that_of_all_regions_and_replicas(
     memory = plan_node_memory(topology, place_replicas(*case), num_regions, num_replica_regions)
     total = sum(info.region_bytes for info in topology.ranks)
     assert sum(memory.values()) == total * (num_regions + factor * num_replica_regions)
+
+
+def test_breakpoints_take_memory_on_their_own_node_only() -> None:
+    ranks = tuple(
+        RankInfo(
+            rank=rank,
+            node=node,
+            stage=0,
+            pid=1,
+            address=None,
+            region_bytes=10,
+            breakpoint_bytes=7,
+        )
+        for rank, node in enumerate("ab")
+    )
+    topology = Topology(ranks=ranks)
+    assert plan_node_memory(topology, place_replicas(topology, 1), 2, 2) == {"a": 47, "b": 47}
