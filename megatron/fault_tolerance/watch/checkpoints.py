@@ -29,7 +29,7 @@ from megatron.fault_tolerance.watch.routers import Routers
 from megatron.fault_tolerance.watch.scalars import Scalars
 from megatron.fault_tolerance.watch.state_seam import StateSeam
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.background import Report
+from moe_ft.engine.background import Report, describe
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
@@ -106,8 +106,7 @@ class Checkpoints(LoopListener):
             self._use_breakpoints(self._breakpoints, running)
 
         def act(state: IterationFacts, iteration_s: float) -> float:
-            if self._breakpoints is not None:
-                self._breakpoints.note(running.engine.moment(running.capture(state)))
+            self._note_moment(lambda: running.engine.moment(running.capture(state)))
             return running.engine.end_iteration(
                 state.iteration, iteration_s, lambda: running.capture(state)
             )
@@ -189,17 +188,8 @@ class Checkpoints(LoopListener):
 
     def end_update(self) -> None:
         """Take the record that the iteration will have: this rank may hang before it ends."""
-        if self._breakpoints is None:
-            return
-        moment, problem = (
-            None,
-            "the iteration has stepped, and its record is not known before it ends",
-        )
-        try:
-            moment = self._moment_ahead()
-        except Exception as error:  # training continues; there is no breakpoint before the end
-            problem = f"{problem} ({type(error).__name__}: {error})"
-        self._breakpoints.end_update(moment, problem)
+        if self._breakpoints is not None:
+            self._breakpoints.end_update(*_attempt(self._moment_ahead))
 
     def _moment_ahead(self) -> Moment | None:
         running, seam = self._running, self._seam
@@ -210,6 +200,10 @@ class Checkpoints(LoopListener):
         if facts is None:
             return None
         return running.engine.moment(running.capture_ahead(facts, num_samples))
+
+    def _note_moment(self, take: Callable[[], Moment]) -> None:
+        if self._breakpoints is not None:
+            self._breakpoints.note(*_attempt(take))
 
     def _wait_for_evaluation(self) -> None:
         if self._breakpoints is not None:
@@ -271,6 +265,15 @@ class Checkpoints(LoopListener):
         """End checkpointing, if it has started."""
         if self._running is not None:
             self._running.close(removes_memory=self._has_ended and self._may_lose_memory)
+
+
+def _attempt(take: Callable[[], Moment | None]) -> tuple[Moment | None, str]:
+    """Return the live state, and why it is not known if it is not: that costs a breakpoint, not the run."""
+    problem = "the record of the state is not known"
+    try:
+        return take(), f"{problem} before the iteration ends"
+    except Exception as error:  # whatever it is, training continues
+        return None, f"{problem}: {describe(error)}"
 
 
 def _node_of(site: Site) -> Node:
