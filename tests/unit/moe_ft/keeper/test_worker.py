@@ -86,12 +86,12 @@ def test_signals_reach_the_rank_and_what_it_started(agent: Agent, number: int) -
     agent.script(
         TELL
         + """
-import signal
+import signal, subprocess
 def act(number, frame):
     tell("heard", number=number)
     sys.exit(5)
 signal.signal(int(sys.argv[1]), act)
-tell("ready", child=os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000"))
+tell("ready", child=subprocess.Popen(["sleep", "1000"]).pid)
 while True:
     signal.pause()
 """
