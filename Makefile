@@ -63,6 +63,7 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.stall
 	$(BIN)/python -m benchmarks.storage
 	$(BIN)/python -m benchmarks.convert
+	$(BIN)/python -m benchmarks.recovery_time
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.sparse_schedule
 	$(BIN)/python -m benchmarks.router_load
