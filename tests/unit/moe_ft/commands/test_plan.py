@@ -152,7 +152,7 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
             "--moe-ft-k-persist=2 must be at most",
         ),
         ("WORLD DENSE --moe-ft-state-dtype exp_avg=bf16", "loses precision"),
-        ("WORLD DENSE --mtp-num-layers 1", "--mtp-num-layers cannot be planned"),
+        ("WORLD DENSE --softmax-type learnable", "--softmax-type cannot be planned"),
     ],
 )
 def test_bad_input_is_refused_with_flag_value_rule_and_remedy(
