@@ -40,7 +40,7 @@ FLAGS=(
 # shellcheck disable=SC2086  # PROGRAM and EXTRA_FLAGS hold several words
 torchrun --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "$MAX_RESTARTS" \
     --rdzv-id "$RUN_NAME" --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" \
-    --rdzv-conf "join_timeout=$JOIN_SECONDS" \
+    --rdzv-conf "join_timeout=$JOIN_SECONDS,is_host=$((${JOB_COMPLETION_INDEX:-0} == 0))" \
     --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout "$SAVE_SECONDS" \
     $PROGRAM "${FLAGS[@]}" "${FAULT_TOLERANCE_FLAGS[@]}" $EXTRA_FLAGS &
 torchrun=$!

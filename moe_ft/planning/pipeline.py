@@ -26,6 +26,16 @@ def layers_of_stages(args: argparse.Namespace) -> Layers:
     return [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
 
 
+def notes(args: argparse.Namespace) -> list[str]:
+    """Return a line on virtual stages in a layout, whose buffers are not planned apart."""
+    layout = args.pipeline_model_parallel_layout
+    if layout is None or len(parse_layout(layout)) == args.pipeline_model_parallel_size:
+        return []
+    return [
+        "--pipeline-model-parallel-layout: each stage is planned as if its layers were one chunk"
+    ]
+
+
 def parse_layout(text: str) -> list[str]:
     """Return the letters of every stage, virtual ones included, in the order of the model.
 

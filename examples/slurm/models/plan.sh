@@ -16,10 +16,10 @@ NETWORK_BANDWIDTH=${NETWORK_BANDWIDTH:-1.25e9}  # to other nodes: 100 Gbit/s, wh
 STORAGE_BANDWIDTH=${STORAGE_BANDWIDTH:-250MB}  # to storage: 2 GB/s of a node, which 8 ranks share
 PERSIST_DIR=${PERSIST_DIR:-/persist}           # any: plan writes nothing
 
-model=${1:?name a model file of this folder, without .sh}
+MODEL=${1:?name a model file of this folder, without .sh}
 shift
 # shellcheck source=/dev/null
-. "$FOLDER/$model.sh"
+. "$FOLDER/$MODEL.sh"
 
 options=(--iteration-s "$ITERATION_S" --bandwidth "$BANDWIDTH" --storage-bandwidth "$STORAGE_BANDWIDTH")
 [ "$STRATEGY" = sparse ] && options+=(--network-bandwidth "$NETWORK_BANDWIDTH")

@@ -1,1 +1,1 @@
-"""Tests of what lies in examples/."""
+"""Unit tests of examples."""

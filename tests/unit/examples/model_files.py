@@ -25,7 +25,7 @@ _ARRAYS = ("MODEL", "TRAINING", "LAYOUT", "TOKENIZER", "FAULT_TOLERANCE")
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """What a model file sets."""
+    """Settings of a model file."""
 
     num_nodes: int
     ranks_per_node: int

@@ -97,6 +97,7 @@ def test_sizes_are_those_of_the_plan() -> None:
     size = int(memory["sizeLimit"].removesuffix("Gi")) * GIB
     limit = int(container["resources"]["limits"]["memory"].removesuffix("Gi")) * GIB
     assert plan.node_bytes < size < 1.1 * plan.node_bytes
+    assert f"{plan.node_bytes / 1e6:,.0f} MB" in (ROOT / "docs" / "kubernetes.md").read_text()
     assert limit - size >= 200 * GIB
     assert (
         container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
