@@ -1,6 +1,14 @@
 # Flags of moe_ft for a model of this folder, by STRATEGY; model files source this file.
 # shellcheck shell=bash disable=SC2034  # the batch script reads FAULT_TOLERANCE_FLAGS
 #
+# dense: exact, and less memory than sparse. It needs a network that carries everything in INTERVAL iterations.
+# sparse: exact. Where the network is slower than that, every iteration sends a part; else it is the same as dense.
+# partial: the fewest bytes to send and to store. What experts lose is counted and limited.
+#
+# The tables of the model files say, of each: host memory of a node; the most bytes of a checkpoint on storage; the
+# iterations from one to the next, which a failure of all nodes repeats; the iterations that other failures repeat;
+# and the iterations whose updates of experts are lost, also where all nodes fail. plan.sh calculates them.
+#
 # The batch script adds --moe-ft-persist-dir. A model file sets what depends on its size; all can be set from outside.
 STRATEGY=${STRATEGY:-sparse}              # none, dense, sparse or partial
 REPLICAS=${REPLICAS:-auto}                # copies on other nodes; auto: 2, or 1 where there are two nodes

@@ -124,9 +124,9 @@ def _strategies_table(name: str) -> str:
         "strategy",
         "memory",
         "checkpoint",
-        "written every",
+        "every",
         "repeated",
-        "expert updates lost",
+        "updates lost",
         "with all nodes",
     )
     return table([_row(strategy, plan_of(name, strategy)) for strategy in STRATEGIES], headers)

@@ -13,6 +13,9 @@ import torch
 from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.program.arguments import add_flags
+from megatron.fault_tolerance.program.refusals import REFUSALS
+from megatron.fault_tolerance.seams.refusals import check_refusals
+from megatron.fault_tolerance.seams.settings import checked_config
 from moe_ft.convert.huggingface.families.registry import FAMILIES
 from moe_ft.convert.huggingface.flags import flags_of
 from moe_ft.planning.model_size import unit_parameters
@@ -144,14 +147,16 @@ def _same(value: Any) -> Any:
 
 @pytest.mark.parametrize("strategy", ["none", *STRATEGIES])
 @pytest.mark.parametrize("name", MODELS)
-def test_megatron_accepts_the_flags(
+def test_megatron_and_moe_ft_accept_the_flags(
     name: str, strategy: str, parser: argparse.ArgumentParser, hopper: None
 ) -> None:
     model = read_model(name, strategy)
-    args = parser.parse_args([*model.flags, "--data-path", "corpus"])
+    args = parser.parse_args([*model.flags, "--data-path", "corpus", "--moe-ft-job-id", "test"])
     args.world_size, args.rank = model.world_size, 0
+    checked_config(args, REFUSALS)
     with contextlib.redirect_stdout(io.StringIO()):
         megatron_arguments.validate_args(args)
+    check_refusals(args, REFUSALS)
     assert args.global_batch_size % (args.micro_batch_size * args.data_parallel_size) == 0
 
 
