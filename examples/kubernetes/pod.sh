@@ -35,7 +35,12 @@ FLAGS=(
     --tensorboard-dir "$RUN_DIR/tensorboard" --exit-signal-handler --exit-signal SIGUSR1
     --moe-ft-event-log "$RUN_DIR/events" --moe-ft-job-id "$RUN_NAME"
 )
-[ "$STRATEGY" = none ] || FLAGS+=(--moe-ft-persist-dir "$PERSIST_DIR")
+if [ "$STRATEGY" = none ]; then
+    FLAGS+=(--save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints" --ckpt-format torch_dist)
+    FLAGS+=(--save-interval "${SAVE_INTERVAL:-500}")
+else
+    FLAGS+=(--moe-ft-persist-dir "$PERSIST_DIR")
+fi
 
 # shellcheck disable=SC2086  # PROGRAM and EXTRA_FLAGS hold several words
 torchrun --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "$MAX_RESTARTS" \
