@@ -8,6 +8,7 @@ from itertools import takewhile
 from moe_ft.commands.command_line import TrainingCommand, read_command
 from moe_ft.config.fields import parse_size
 from moe_ft.errors import ConfigError
+from moe_ft.planning import pipeline
 from moe_ft.planning.described_job import describe_job
 from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.strategies import registry
@@ -111,7 +112,8 @@ def run(options: argparse.Namespace) -> int:
         ranks_per_node=ranks_per_node,
     )
     text = _render(job, command)
-    warnings = [*command.notes, *command.config.warnings(job.train_iterations)]
+    own = command.config.warnings(job.train_iterations)
+    warnings = [*command.notes, *pipeline.notes(command.args), *own]
     print(
         "\n\n".join(
             [text, *(["\n".join(f"note: {line}" for line in warnings)] if warnings else [])]
