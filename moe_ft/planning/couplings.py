@@ -109,7 +109,7 @@ def report_couplings(weights: SharedWeights) -> CouplingReport:
         line = "recoveries that run iterations again are global: the job has one pipeline stage"
     elif is_global:
         line = (
-            f"recoveries that run iterations again are global: all {weights.num_stages} pipeline stages share "
+            f"recoveries that run iterations again are global: all {weights.num_stages} stages share "
             f"{couplings[0].reason}"
         )
     else:
