@@ -89,7 +89,7 @@ def mtp_stages_of(layout: str, num_stages: int) -> tuple[int, ...]:
     """Return the stages with multi-token prediction layers.
 
     Args:
-        layout: value of --pipeline-model-parallel-layout, such as ``Et*3|(tt|)*4m|L``.
+        layout: value of --pipeline-model-parallel-layout, such as ``Et*3|(tt|)*5m|L``.
         num_stages: pipeline ranks; virtual stages go round them.
     """
     unrolled = layout.replace(",", "")
