@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ft.planning.remains import Direction, Pipelines, Remains
+from moe_ft.planning.remains import Direction, KeptRecord, Pipelines, Remains
 from moe_ft.planning.scope import RecoveryMode, ScopePlan, plan_scope
 from tests.unit.moe_ft.planning.failures import make_failure, make_pipelines, make_version
 
@@ -241,18 +241,14 @@ def test_recovery_is_global_if_the_logs_of_all_stages_are_lost() -> None:
 
 
 def test_missing_record_of_the_target_makes_an_older_one_the_target() -> None:
-    pipelines = make_pipelines(3)
-    at = {0: NEWEST, 2: NEWEST}
-    remains = make_failure(pipelines, at)
-    older = [make_version(rank, 5, node=f"node-{rank}") for rank in at]
-    # State and record of the newest iteration always come in one file; this is one that was damaged since.
-    damaged = [each for each in remains.versions if each.iteration != NEWEST]
-    records = [each for each in remains.records if each.iteration < NEWEST]
-    found = plan(
-        replace(remains, versions=[*damaged, *older], records=records),
-        pipelines,
-    )
+    pipelines = make_pipelines(3, has_common_records=False)
+    remains = make_failure(pipelines, healthy(pipelines, {1}))
+    older = [make_version(rank, 5, node=f"node-{rank}") for rank in (0, 2)]
+    own = KeptRecord(rank=1, iteration=5, node="node-1", path="records_1.json")
+    remains = replace(remains, versions=[*remains.versions, *older], records=[own])
+    found = plan(remains, pipelines)
     assert (found.target, begins(found)) == (5, [5, BEGIN, 5])
+    assert found.scopes[0].records == {1: (own,)}
 
 
 def test_missing_record_between_window_and_target_leaves_no_local_recovery() -> None:

@@ -134,7 +134,8 @@ def test_plan_names_only_states_logs_and_records_that_are_there(
                 assert each.version.iteration - each.version.window + 1 == way.replay_from
                 assert each.version.iteration <= plan.target
         assert len({each.version.window for own in way.sources.values() for each in own}) == 1
-    files = {(each.rank, each.node, each.path) for each in (*remains.records, *remains.versions)}
+    files = {(each.rank, each.node, each.path) for each in remains.records}
+    files |= {(each.rank, each.node, each.path) for each in remains.versions}
     for scope in plan.scopes:
         assert set(scope.logs) <= set(remains.logs)
         for records in scope.records.values():
