@@ -155,6 +155,8 @@ def test_plan_names_every_log_and_record_that_its_replays_read(
     assert named == logs_needed(pipelines, begins(plan), plan.target)
     assert len(named) == len(logs)
     for scope in plan.scopes:
+        order = [(log.iteration, log.receiver, log.sender, log.direction) for log in scope.logs]
+        assert order == sorted(order)
         assert set(scope.records) == set(scope.stages)
         for stage, records in scope.records.items():
             whole = next(iter(plan.stages[stage].sources.values()))[0].version.iteration
