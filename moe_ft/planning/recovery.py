@@ -232,7 +232,7 @@ def _plan_stages(
             target=version.iteration,
             replay_from=version.iteration - version.window + 1,
             sources={
-                rank: _order(by_rank[rank], node)
+                rank: order_sources(by_rank[rank], node)
                 for rank, node in enumerate(node_of)
                 if stage_of[rank] == stage
             },
@@ -264,7 +264,7 @@ def _all_of(
             is_left[key] = is_alive(version.iteration, version.history, run)
         if is_left[key]:
             alive[version.rank].append(version)
-    return {rank: _order(alive[rank], node) for rank, node in enumerate(node_of)}
+    return {rank: order_sources(alive[rank], node) for rank, node in enumerate(node_of)}
 
 
 def passed_over(plan: Plan, plans: Sequence[Plan]) -> list[Rejection]:
@@ -311,7 +311,7 @@ def newer_than(plan: Plan, others: Sequence[Rejection]) -> list[Rejection]:
     ]
 
 
-def _order(versions: list[Version], node: str) -> tuple[Source, ...]:
+def order_sources(versions: Sequence[Version], node: str) -> tuple[Source, ...]:
     """Order the sources of one rank: memory, peers, storage; newer starts first."""
     sources = [Source(tier=_tier(version, node), version=version) for version in versions]
     tiers = list(Tier)
