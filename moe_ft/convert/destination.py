@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from moe_ft.engine.persist.storage import sync_file
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import checksum
 
@@ -99,11 +100,11 @@ class Destination:
         if kind is None:
             (self.work / _JOURNAL).unlink()
             for path in (*self.work.rglob("*"), self.work):
-                _sync(path)
+                sync_file(str(path))
             if self.path.exists():
                 self.path.rmdir()
             self.work.rename(self.path)
-            _sync(self.path.parent)
+            sync_file(str(self.path.parent))
         elif issubclass(kind, Exception):
             shutil.rmtree(self.work, ignore_errors=True)
 
@@ -131,12 +132,3 @@ class Destination:
 def _boot() -> str:
     """Return what tells this start of the machine from others; empty where nothing does."""
     return _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

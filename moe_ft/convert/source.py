@@ -3,7 +3,6 @@
 Decides what can be converted and refuses the rest. Naming tensors is tensors.py, reading them assembly.py.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -12,7 +11,7 @@ import xxhash
 
 from moe_ft.engine.persist.soundness import check_references, check_region, read_file
 from moe_ft.engine.persist.storage import Storage
-from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock
+from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock, watch_lock
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.format.contents import check_header
 from moe_ft.format.encoding import checksum, encode
@@ -158,17 +157,12 @@ def _check_is_quiet(directory: str, storage: Storage) -> None:
     """Refuse a persist directory that a job writes to: it may delete what is read."""
     lock = StorageLock(storage)
     before = lock.look()
-    deadline = time.monotonic() + _WATCH_S
-    while before is not None and time.monotonic() < deadline:
-        time.sleep(1.0)
-        now = lock.look()
-        if now is not None and now.content != before.content:
-            raise ConfigError(
-                f"{directory} must not be written to while it is converted, and {now.holder} writes there: "
-                "it deletes old checkpoints. Wait for its end, or copy the checkpoint first."
-            )
-        if now is None:
-            return
+    now = before and watch_lock(lock, before, _WATCH_S)
+    if now is not None and now != before:
+        raise ConfigError(
+            f"{directory} must not be written to while it is converted, and {now.holder} writes there: "
+            "it deletes old checkpoints. Wait for its end, or copy the checkpoint first."
+        )
 
 
 def _stored(place: str, storage: Storage, manifest: Manifest) -> Source:

@@ -119,7 +119,7 @@ class Storage:
         is_new = self._is_local and not os.path.isdir(self._root)
         self._file_system.makedirs(self._root, exist_ok=True)
         if is_new:
-            _sync_directory(os.path.dirname(self._root))
+            sync_file(os.path.dirname(self._root))
 
     def write(self, path: str, pieces: Iterable[memoryview]) -> None:
         """Write a large file; on a local file system it is on the disk when this returns."""
@@ -141,7 +141,7 @@ class Storage:
     def _sync_directories(self, full: str) -> None:
         """Bring a file's name to the disk, with those of the directories that were made for it."""
         for directory in Path(full).parents if self._is_local else ():
-            _sync_directory(str(directory))
+            sync_file(str(directory))
             if directory == Path(self._root):
                 return
 
@@ -320,8 +320,9 @@ def hide_password(url: str) -> str:
     return _PASSWORD.sub(r"\1:***@", url)
 
 
-def _sync_directory(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync_file(path: str) -> None:
+    """Wait until a file or directory of this machine is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

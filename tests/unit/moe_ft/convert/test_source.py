@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.convert import source as sources
 from moe_ft.convert.source import open_source
+from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, CorruptStateError
@@ -64,7 +64,7 @@ def test_directory_that_a_job_writes_to_is_refused(
         lock.renew()
         ended.set()
 
-    monkeypatch.setattr(sources.time, "sleep", sleep)
+    monkeypatch.setattr(storage_lock.time, "sleep", sleep)
     with pytest.raises(ConfigError, match="and job 'other' on .* writes there"):
         open_source(str(checkpoints))
     assert ended.is_set()
