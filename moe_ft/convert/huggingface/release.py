@@ -13,8 +13,10 @@ from safetensors import SafetensorError, safe_open
 
 from moe_ft.convert.destination import signature_of
 from moe_ft.convert.huggingface.families.registry import FAMILIES
+from moe_ft.convert.huggingface.generation import GENERATION_NAME, facts_of_generation
 from moe_ft.convert.huggingface.mapping import Family, Mapped
 from moe_ft.convert.model import MegatronState
+from moe_ft.convert.safetensors_file import content_of
 from moe_ft.convert.safetensors_set import INDEX_NAME
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.errors import ConfigError, CorruptStateError
@@ -23,6 +25,7 @@ from moe_ft.state.global_places import CONTENT_METADATA
 CONFIG_NAME = "config.json"
 _CHECKPOINT_VERSION = 3.0  # the order of rows in linear_qkv, and that arguments are there
 _REMEDY_OF_PREDICTION = " If it predicts one token only, set num_nextn_predict_layers to 0 there."
+_REMEDY_OF_TIES = " If both are trained, set tie_word_embeddings to false in its config.json."
 _FOLLOWS_FROM_CONFIG = ".rotary_emb.inv_freq"  # in files of early versions of transformers
 
 
@@ -73,18 +76,23 @@ class Release:
     def read(self, tensor: GlobalTensor, kind: str) -> torch.Tensor:
         """Return a tensor of Megatron, joined from those of the files."""
         mapped = self.mapped[tensor.name]
-        if mapped.copies:
-            self._check_copies(mapped)
+        self._check_copies(mapped)
         return mapped.join([self._read(name) for name in mapped.names])
 
     def _check_copies(self, mapped: Mapped) -> None:
-        first = self._read(mapped.names[0])
-        for name in mapped.copies:
-            if name in self.places and not torch.equal(first, self._read(name)):
+        for name in (*mapped.copies, *mapped.duplicates):
+            if name in self.places and not self._are_equal(name, mapped.names[0]):
                 raise ConfigError(
                     f"{self.place}: {name} and {mapped.names[0]} must be equal, since Megatron has one "
                     "tensor for both, and are not. There is no conversion of this model."
+                    + _REMEDY_OF_TIES
+                    * (name in mapped.duplicates)
                 )
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        """Return whether two tensors have the same type and the same bits."""
+        first, second = self._read(name), self._read(other)
+        return first.dtype == second.dtype and content_of(first) == content_of(second)
 
     def _read(self, name: str) -> torch.Tensor:
         path = self.places[name].path
@@ -145,13 +153,14 @@ def open_release(folder: Path) -> Release:
             "lacks it."
         ) from error
     index = _read_json(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else {}
+    generation = _read_json(folder / GENERATION_NAME) if (folder / GENERATION_NAME).exists() else {}
     places = _find_places(folder, index)
     _check(folder, listed, places)
     return Release(
         place=str(folder),
         family=family,
         settings=settings,
-        facts=index.get("metadata", {}).get("moe_ft", {}),
+        facts=index.get("metadata", {}).get("moe_ft", {}) | facts_of_generation(config, generation),
         signature=signature_of({each.path for each in places.values()} | {folder / CONFIG_NAME}),
         mapped={name: each for each in listed for name in (each.tensor, *each.other_tensors)},
         places=places,
@@ -217,7 +226,7 @@ def _find_places(folder: Path, index: Mapping[str, Any]) -> dict[str, _Place]:
 def _check(folder: Path, listed: Sequence[Mapped], places: Mapping[str, _Place]) -> None:
     """Raise ConfigError for the first tensor that is unknown, missing, or of another shape."""
     needed = {name for each in listed for name in each.names}
-    known = needed | {name for each in listed for name in each.copies}
+    known = needed | {name for each in listed for name in (*each.copies, *each.duplicates)}
     for problem, names in (
         ("lacks", sorted(needed - set(places))),
         ("has an unknown tensor:", sorted(set(places) - known)),
