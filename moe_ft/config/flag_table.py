@@ -396,6 +396,15 @@ FLAGS: dict[str, dict[str, str]] = {
     },
 }
 
+# Of these paths the last part alone is kept and compared: where files lie may change.
+PATHS = frozenset(
+    {
+        *("tokenizer_model", "vocab_file", "merge_file", "metadata_path"),
+        *("te_precision_config_file", "heterogeneous_layers_config_path"),
+        *("nccl_communicator_config_path", "tp_comm_overlap_cfg"),
+    }
+)
+
 # Not flags: what Megatron derives from several of them, or from the launcher.
 DERIVED = {"fingerprint": "virtual_pipeline_model_parallel_size world_size"}
 
