@@ -108,7 +108,9 @@ def status_bytes(name: str) -> int:
 def convert_here(request: dict[str, Any]) -> dict[str, float]:
     """Convert in this process; return the seconds, and the peak of memory above that before."""
     from moe_ft.convert.conversion import Request, convert
+    from moe_ft.convert.freed_memory import keep_freed_memory
 
+    keep_freed_memory()  # as the command does
     torch.set_num_threads(1)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     before = status_bytes("VmRSS")

@@ -106,7 +106,9 @@ def run(options: argparse.Namespace) -> int:
     # Here, since this is the only command that needs torch.
     from moe_ft.convert.conversion import Request, convert
     from moe_ft.convert.densify import densify
+    from moe_ft.convert.freed_memory import keep_freed_memory
 
+    keep_freed_memory()
     request = Request(
         source=options.source,
         destination=options.destination,

@@ -1,6 +1,6 @@
 """A conversion from its command to its end: open, list, check, write shard by shard, verify, publish."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from moe_ft.convert.opening import open_model
 from moe_ft.convert.safetensors_set import SafetensorsSet
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.torch_dist import TorchDist
+from moe_ft.convert.verifying import WrittenFile, write_and_verify
 from moe_ft.errors import ConfigError, MoeFtError
 from moe_ft.format.encoding import checksum
 
@@ -48,7 +49,7 @@ class Request:
 
 
 class Format(Protocol):
-    """Writes a destination. A shard is complete and verified when `write_shard` returns."""
+    """Writes a destination."""
 
     def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
         """Return the tensors to write; raise ConfigError if the format cannot hold them."""
@@ -56,11 +57,13 @@ class Format(Protocol):
     def name_of(self, item: Item) -> str:
         """Return the name of an item in the destination."""
 
-    def write_shard(self, folder: Path, number: int, count: int, items: Sequence[Item]) -> Any:
-        """Write and verify one shard; return JSON values that `finish` needs of it."""
+    def write_shard(
+        self, folder: Path, number: int, count: int, items: Sequence[Item]
+    ) -> WrittenFile:
+        """Write the file of one shard."""
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
-        """Write what makes the shards one checkpoint."""
+        """Write what makes the shards, with what verifying each has found, one checkpoint."""
 
 
 def convert(request: Request, *, is_dry_run: bool = False) -> str:
@@ -135,13 +138,20 @@ def _destination(request: Request, model: Model, items: Sequence[Item], what: st
 def _write(
     written: Format, destination: Destination, shards: Shards, items: Sequence[Item], name: str
 ) -> None:
-    total = sum(item.num_bytes for item in items)
+    sizes = [sum(item.num_bytes for item in shard) for shard in shards]
+    total = sum(sizes)
     with destination, tqdm(total=total, unit="B", unit_scale=True, desc=name) as bar:
-        for number, shard in enumerate(shards):
-            if destination.written(str(number)) is None:
-                facts = written.write_shard(destination.work, number, len(shards), shard)
-                destination.note(str(number), facts)
-            bar.update(sum(item.num_bytes for item in shard))
+
+        def write(number: int) -> WrittenFile:
+            return written.write_shard(destination.work, number, len(shards), shards[number])
+
+        def note(number: int, found: Mapping[str, Any]) -> None:
+            destination.note(str(number), found)
+            bar.update(sizes[number])
+
+        missing = [n for n in range(len(shards)) if destination.written(str(n)) is None]
+        bar.update(total - sum(sizes[number] for number in missing))
+        write_and_verify(missing, write, note)
         facts = [destination.written(str(number)) for number in range(len(shards))]
         written.finish(destination.work, facts, items)
 

@@ -1,6 +1,6 @@
-"""Writing one safetensors file and reading it back, without a second copy of its tensors in memory.
+"""Writing one safetensors file, without a second copy of its tensors in memory.
 
-The library's own writer makes bytes of every tensor first, and maps the file to read it.
+The library's own writer makes bytes of every tensor first.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,13 +10,10 @@ from pathlib import Path
 
 import torch
 
-from moe_ft.convert.verifying import Part, verify_parts, write_all
+from moe_ft.convert.verifying import Part, write_all
 from moe_ft.engine.memory.layout import encode_header
 from moe_ft.format.encoding import checksum
 from moe_ft.format.packings import DTYPE_BYTES
-from moe_ft.state.slices import DTYPES
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +29,17 @@ class Description:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Description]:
-    """Return the descriptions of tensors that are there."""
-    return {
-        name: Description(_NAMES[tensor.dtype], tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    }
-
-
 def write_tensors(
     path: Path,
     described: Mapping[str, Description],
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: Mapping[str, str],
-) -> None:
-    """Write a file and verify it.
+) -> list[Part]:
+    """Write a file; return its parts.
 
     Args:
         described: all tensors by name.
         tensors: the same, in any order; each is written before the next one is asked for.
-
-    Raises:
-        CorruptStateError: naming the first tensor that is not read as it was written.
     """
     # As the library does: what needs the largest alignment comes first.
     names = sorted(described, key=lambda name: (-DTYPE_BYTES[described[name].dtype], name))
@@ -77,7 +63,7 @@ def write_tensors(
             parts[name] = Part(name, len(content), checksum(content))
             file.seek(len(header) + offsets[name])
             write_all(file, content)
-    verify_parts(path, [parts[name] for name in ["", *names]])
+    return [parts[name] for name in ["", *names]]
 
 
 def content_of(tensor: torch.Tensor) -> memoryview:

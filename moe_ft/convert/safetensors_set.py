@@ -16,6 +16,7 @@ from moe_ft.convert.model import Model
 from moe_ft.convert.read_ahead import read_ahead
 from moe_ft.convert.safetensors_file import Description, content_of, write_tensors
 from moe_ft.convert.tensors import GlobalTensor
+from moe_ft.convert.verifying import WrittenFile
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import checksum
 
@@ -41,8 +42,10 @@ class SafetensorsSet:
         name = f"{item.tensor.unit}/{item.tensor.name}"
         return name if item.kind == "weight" else f"{name}/{item.kind}"
 
-    def write_shard(self, folder: Path, number: int, count: int, items: Sequence[Item]) -> Any:
-        """Write and verify one file; return what `finish` needs of it."""
+    def write_shard(
+        self, folder: Path, number: int, count: int, items: Sequence[Item]
+    ) -> WrittenFile:
+        """Write one file."""
         described = {
             self.name_of(item): Description(item.dtype, item.tensor.shape) for item in items
         }
@@ -64,16 +67,18 @@ def write_file(
     described: Mapping[str, Description],
     tensors: Iterable[tuple[str, torch.Tensor]],
     model: Model,
-) -> dict[str, Any]:
-    """Write and verify one file of a set; return what `write_index` needs of it.
+) -> WrittenFile:
+    """Write one file of a set, with the facts that `write_index` needs.
 
     Args:
         described, tensors: see `write_tensors`.
     """
     path = folder / f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-    write_tensors(path, described, tensors, {"format": "pt", "iteration": str(model.iteration)})
+    metadata = {"format": "pt", "iteration": str(model.iteration)}
+    parts = write_tensors(path, described, tensors, metadata)
     num_bytes = sum(each.num_bytes for each in described.values())
-    return {"file": path.name, "names": list(described), "bytes": num_bytes}
+    facts = {"file": path.name, "names": list(described), "bytes": num_bytes}
+    return WrittenFile(path=path, parts=parts, facts=facts)
 
 
 def write_index(folder: Path, shards: Sequence[Any], facts: Mapping[str, Any]) -> None:

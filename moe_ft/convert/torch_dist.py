@@ -9,7 +9,7 @@ rest.
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from moe_ft.convert.model import Model
 from moe_ft.convert.read_ahead import read_ahead
 from moe_ft.convert.safetensors_set import facts_of
 from moe_ft.convert.tensors import GlobalTensor
-from moe_ft.convert.verifying import Part, verify_parts
+from moe_ft.convert.verifying import Part, WrittenFile
 from moe_ft.format.json_values import convert_leaves
 from moe_ft.state.slices import DTYPES
 
@@ -78,8 +78,10 @@ class TorchDist:
         name = _ITERATION.format(self._model.iteration) if self._with_optimizer else _RELEASE
         return folder / name
 
-    def write_shard(self, folder: Path, number: int, count: int, items: Sequence[Item]) -> Any:
-        """Write and verify one file; return where its items are, and the checksum that Megatron wants."""
+    def write_shard(
+        self, folder: Path, number: int, count: int, items: Sequence[Item]
+    ) -> WrittenFile:
+        """Write one file; its facts are where its items are, and the checksum that Megatron wants."""
         writer = FileSystemWriter(
             self._folder(folder), thread_count=1, per_thread_copy_ahead=0, sync_files=False
         )
@@ -97,8 +99,9 @@ class TorchDist:
                 [result.index.fqn, offset, place.relative_path, place.offset, place.length]
             )
         (path,) = files.parts
-        sha256 = verify_parts(path, files.parts_of(path, names), with_sha256=True)
-        return {"places": found, "sha256": {path.name: sha256}}
+        facts = {"file": path.name, "places": found}
+        parts = files.parts_of(path, names)
+        return WrittenFile(path=path, parts=parts, facts=facts, with_sha256=True)
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
         """Write what is no tensor, then the metadata and what makes Megatron find it."""
@@ -124,7 +127,7 @@ class TorchDist:
         ]
         writer.finish(Metadata(metadata, planner_data={}), [results, list(written)])
         save_config(CheckpointingConfig("torch_dist", 1), str(where))
-        _save_integrity(where, [shard["sha256"] for shard in shards])
+        _save_integrity(where, {shard["file"]: shard["sha256"] for shard in shards})
         name = str(self._model.iteration) if self._with_optimizer else _RELEASE
         (folder / _TRACKER).write_text(name, encoding="utf-8")
 
@@ -148,13 +151,13 @@ def _encode(value: Any) -> io.BytesIO:
     return encoded
 
 
-def _save_integrity(where: Path, known: Iterable[Mapping[str, str]]) -> None:
+def _save_integrity(where: Path, known: Mapping[str, str]) -> None:
     """Write what `save_integrity_manifest` of Megatron writes, without reading shards again.
 
     Args:
         known: by file, checksums of the shards.
     """
-    sums = {name: each for shard in known for name, each in shard.items()}
+    sums = dict(known)
     for path in where.iterdir():
         if path.name not in sums:
             sums[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -2,10 +2,13 @@
 
 import hashlib
 import io
-from collections.abc import Iterable
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -22,10 +25,65 @@ class Part(NamedTuple):
     checksum: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenFile:
+    """A file that is written, and may still be on its way to the disk.
+
+    Attributes:
+        parts: from its beginning to its end.
+        facts: JSON values that the end of the conversion needs of it.
+        with_sha256: whether it needs the SHA-256 of the file too.
+    """
+
+    path: Path
+    parts: Sequence[Part]
+    facts: Mapping[str, Any]
+    with_sha256: bool = False
+
+    def verify(self) -> dict[str, Any]:
+        """Compare the file with its parts and wait until it is on the disk; return the facts.
+
+        Raises:
+            CorruptStateError: naming the first part that is not read as it was written.
+        """
+        sha256 = verify_parts(self.path, self.parts, with_sha256=self.with_sha256)
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+        return {**self.facts, **({"sha256": sha256} if self.with_sha256 else {})}
+
+
 def write_all(file: io.FileIO, content: memoryview) -> None:
     """Write all of it: a call to the system may write less."""
     while content:
         content = content[file.write(content) or 0 :]
+
+
+def write_and_verify(
+    numbers: Iterable[int],
+    write: Callable[[int], WrittenFile],
+    note: Callable[[int, Mapping[str, Any]], None],
+) -> None:
+    """Write files one after the other, each while the one before is verified on another thread.
+
+    Args:
+        note: gets the facts of a verified file. After an error or Ctrl-C too, it gets those of all that are
+            written.
+    """
+    with ThreadPoolExecutor(1, "moe_ft-verify") as verifier:
+        pending: deque[tuple[int, Future[dict[str, Any]]]] = deque()
+
+        def note_first() -> None:
+            number, facts = pending.popleft()
+            note(number, facts.result())
+
+        try:
+            for number in numbers:
+                pending.append((number, verifier.submit(write(number).verify)))
+                if len(pending) > 1:
+                    note_first()
+        finally:
+            while pending:
+                note_first()
 
 
 def verify_parts(path: Path, parts: Iterable[Part], *, with_sha256: bool = False) -> str:

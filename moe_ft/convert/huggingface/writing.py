@@ -1,7 +1,7 @@
 """Writing a model of Hugging Face: safetensors with the names of the hub, their index, and `config.json`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from moe_ft.convert.huggingface.mapping import Family, Mapped
 from moe_ft.convert.huggingface.release import CONFIG_NAME
 from moe_ft.convert.items import Item
 from moe_ft.convert.model import Model
-from moe_ft.convert.safetensors_file import describe
+from moe_ft.convert.read_ahead import read_ahead
+from moe_ft.convert.safetensors_file import Description
 from moe_ft.convert.safetensors_set import facts_of, write_file, write_index
 from moe_ft.convert.tensors import GlobalTensor
+from moe_ft.convert.verifying import WrittenFile
 from moe_ft.errors import ConfigError
 
 # Names that `config.json` has for types of safetensors.
@@ -83,22 +85,28 @@ class HuggingFace:
         mapped = self._mapped[item.tensor.name]
         return " ".join((*mapped.names, *mapped.copies))
 
-    def write_shard(self, folder: Path, number: int, count: int, items: Sequence[Item]) -> Any:
-        """Write and verify one file; return what `finish` needs of it."""
-        tensors: dict[str, torch.Tensor] = {}
-        for item in items:
-            mapped = self._mapped[item.tensor.name]
-            whole = item.read(self._model)
-            if mapped.is_vocabulary:
-                whole = whole[: mapped.shape[0]]
-            parts = list(mapped.split(whole))
-            tensors |= {
-                name: part.contiguous() for name, part in zip(mapped.names, parts, strict=True)
-            }
-            tensors |= {name: parts[0].clone() for name in mapped.copies}
-        described = describe(tensors)
-        each = ((name, tensors.pop(name)) for name in described)
-        return write_file(folder, number, count, described, each, self._model)
+    def write_shard(
+        self, folder: Path, number: int, count: int, items: Sequence[Item]
+    ) -> WrittenFile:
+        """Write one file."""
+        described = {
+            name: Description(item.dtype, tuple(part.shape))
+            for item in items
+            for name, part in self._split(item, torch.empty(item.tensor.shape, device="meta"))
+        }
+        tensors = (
+            each
+            for item, whole in read_ahead(items, lambda item: item.read(self._model))
+            for each in self._split(item, whole)
+        )
+        return write_file(folder, number, count, described, tensors, self._model)
+
+    def _split(self, item: Item, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors on the hub that a tensor of Megatron is, by name."""
+        mapped = self._mapped[item.tensor.name]
+        parts = mapped.split(whole[: mapped.shape[0]] if mapped.is_vocabulary else whole)
+        yield from zip(mapped.names, parts, strict=True)
+        yield from ((name, parts[0]) for name in mapped.copies)
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
         """Write the index, `config.json`, and what is known about tokens."""

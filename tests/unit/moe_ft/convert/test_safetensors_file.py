@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from moe_ft.convert.safetensors_file import Description, content_of, write_tensors
+from moe_ft.convert.verifying import WrittenFile
 from moe_ft.errors import CorruptStateError
 from tests.unit.moe_ft.convert.flips import flip_written_bytes
 
@@ -23,7 +24,9 @@ DESCRIBED = {name: Description(dtype, tuple(each.shape)) for name, (each, dtype)
 
 
 def write(path: Path, names: list[str]) -> None:
-    write_tensors(path, DESCRIBED, ((name, TENSORS[name][0]) for name in names), {"format": "pt"})
+    tensors = ((name, TENSORS[name][0]) for name in names)
+    parts = write_tensors(path, DESCRIBED, tensors, {"format": "pt"})
+    WrittenFile(path=path, parts=parts, facts={}).verify()
 
 
 @pytest.mark.parametrize("seed", range(3))

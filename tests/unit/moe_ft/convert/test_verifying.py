@@ -1,13 +1,22 @@
 """A file is compared with every part of what was written, from its beginning to its end."""
 
 import hashlib
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.convert.verifying import Part, verify_parts, write_all
+from moe_ft.convert.verifying import (
+    Part,
+    WrittenFile,
+    verify_parts,
+    write_all,
+    write_and_verify,
+)
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import checksum
 
@@ -51,3 +60,56 @@ def test_file_that_is_too_short_or_too_long_is_found(path: Path) -> None:
         verify_parts(path, [*PARTS, Part("fourth", 1, checksum(b"y"))])
     with pytest.raises(CorruptStateError, match="is longer than what was written"):
         verify_parts(path, PARTS[:-1])
+
+
+def file_of(folder: Path, number: int, content: bytes = b"content") -> WrittenFile:
+    path = folder / str(number)
+    path.write_bytes(content)
+    part = Part("all", 7, checksum(b"content"))
+    return WrittenFile(path=path, parts=[part], facts={"number": number}, with_sha256=True)
+
+
+def test_file_is_written_while_the_one_before_is_verified(tmp_path: Path) -> None:
+    is_verifying = threading.Event()
+    noted: list[int] = []
+
+    class Watched(WrittenFile):
+        def verify(self) -> dict[str, Any]:
+            is_verifying.set()
+            return super().verify()
+
+    def write(number: int) -> WrittenFile:
+        assert number == 0 or is_verifying.wait(60)
+        is_verifying.clear()
+        assert noted == list(range(number - 1))
+        file = file_of(tmp_path, number)
+        return Watched(path=file.path, parts=file.parts, facts=file.facts, with_sha256=True)
+
+    def note(number: int, facts: Mapping[str, Any]) -> None:
+        assert facts == {"number": number, "sha256": hashlib.sha256(b"content").hexdigest()}
+        noted.append(number)
+
+    write_and_verify(range(4), write, note)
+    assert noted == [0, 1, 2, 3]
+
+
+def test_what_is_written_when_it_ends_early_is_verified_and_noted(tmp_path: Path) -> None:
+    def write(number: int) -> WrittenFile:
+        if number == 2:
+            raise KeyboardInterrupt
+        return file_of(tmp_path, number)
+
+    noted: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        write_and_verify(range(4), write, lambda number, _: noted.append(number))
+    assert noted == [0, 1]
+
+
+def test_file_that_reads_differently_is_not_noted(tmp_path: Path) -> None:
+    def write(number: int) -> WrittenFile:
+        return file_of(tmp_path, number, b"c0ntent" if number == 1 else b"content")
+
+    noted: list[int] = []
+    with pytest.raises(CorruptStateError, match="1: all is not what was written"):
+        write_and_verify(range(4), write, lambda number, _: noted.append(number))
+    assert noted == [0, 2]
