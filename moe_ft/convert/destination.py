@@ -2,7 +2,8 @@
 
 Everything is written to a folder next to it, DST.incomplete, with a journal of the shards that are written
 and verified. After an interruption the same command continues there, unless the machine was started again in
-between: until the end nothing needs to be on the disk. After an error it is removed.
+between: until the end nothing needs to be on the disk. After an error it is removed. remote_destination.py is
+the same for URLs.
 """
 
 import json
@@ -17,8 +18,8 @@ from moe_ft.engine.persist.storage import sync_file
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import checksum
 
-_JOURNAL = "conversion.json"
-_SPARE_BYTES = 16 << 20  # for headers and indexes
+JOURNAL = "conversion.json"
+SPARE_BYTES = 16 << 20  # for headers and indexes
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -29,7 +30,15 @@ def signature_of(paths: Iterable[Path]) -> str:
 
 
 class Destination:
-    """A folder that a conversion writes. Used by one thread."""
+    """A folder that a conversion writes. Used by one thread.
+
+    Attributes:
+        path: the folder.
+        work: where it is until it is complete.
+        left: a sentence on what an error leaves.
+    """
+
+    left = "Nothing is left of it: make both readable and DST writable, and try again."
 
     def __init__(self, path: str, plan: str, description: str) -> None:
         """Name it; nothing is created before the with statement.
@@ -62,7 +71,7 @@ class Destination:
         parent = next(each for each in self.path.absolute().parents if each.exists())
         there = sum(each.stat().st_size for each in self.work.rglob("*") if each.is_file())
         free = shutil.disk_usage(parent).free
-        if (needed := num_bytes + _SPARE_BYTES - there) > free:
+        if (needed := num_bytes + SPARE_BYTES - there) > free:
             raise ConfigError(
                 f"DST={self.path} needs {needed} bytes, and {parent} has {free} free. Make room, or give "
                 "--what weights or a shorter --dtype."
@@ -72,7 +81,7 @@ class Destination:
         if not self.work.exists():
             return
         try:
-            journal = json.loads((self.work / _JOURNAL).read_text(encoding="utf-8"))
+            journal = json.loads((self.work / JOURNAL).read_text(encoding="utf-8"))
             plan, shards = journal["plan"], dict(journal["shards"])
             self._shards = shards if journal["boot"] == _boot() else {}
             description = journal["description"]
@@ -98,7 +107,7 @@ class Destination:
     ) -> None:
         """Publish the folder; remove it after an error, but not after an interruption."""
         if kind is None:
-            (self.work / _JOURNAL).unlink()
+            (self.work / JOURNAL).unlink()
             for path in (*self.work.rglob("*"), self.work):
                 sync_file(str(path))
             if self.path.exists():
@@ -124,9 +133,9 @@ class Destination:
             "boot": _boot(),
             "shards": self._shards,
         }
-        temporary = self.work / f"{_JOURNAL}.new"
+        temporary = self.work / f"{JOURNAL}.new"
         temporary.write_text(json.dumps(journal), encoding="utf-8")
-        os.replace(temporary, self.work / _JOURNAL)
+        os.replace(temporary, self.work / JOURNAL)
 
 
 def _boot() -> str:
