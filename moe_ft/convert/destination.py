@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from moe_ft.convert.remote_path import AnyPath, RemotePath
 from moe_ft.engine.persist.storage import sync_file
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import checksum
@@ -23,10 +24,16 @@ SPARE_BYTES = 16 << 20  # for headers and indexes
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def signature_of(paths: Iterable[Path]) -> str:
+def signature_of(paths: Iterable[AnyPath]) -> str:
     """Return a checksum of the names, sizes and times of files: another one if they were written again."""
-    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(paths)]
+    facts = [(path.name, *_version_of(path)) for path in sorted(paths, key=str)]
     return checksum(repr(facts).encode())
+
+
+def _version_of(path: AnyPath) -> tuple[object, ...]:
+    if isinstance(path, RemotePath):
+        return (path.version(),)
+    return (path.stat().st_size, path.stat().st_mtime_ns)
 
 
 class Destination:

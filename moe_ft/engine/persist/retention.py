@@ -83,6 +83,7 @@ class Retention:
             self._check()
             self._storage.remove(path)
         left = [each for each in found if each[:2] not in gone]
+        left.append((newest.iteration, "", newest))  # which a store may not list yet
         remove_unneeded(self._storage, left, newest.iteration, self._check)
         return [iteration for iteration, _ in gone]
 

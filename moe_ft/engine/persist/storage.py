@@ -31,6 +31,16 @@ from moe_ft.format.index import Index
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
 _CHUNK_BYTES = 16 << 20
+_OF_VERSIONS = (
+    "size",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "ETag",
+    "etag",
+    "md5Hash",
+)
 
 
 def file_tag(identity: Identity, *, is_whole: bool = False) -> str:
@@ -232,11 +242,20 @@ class Storage:
 
         return self.within_patience(f"look at {full}", look)
 
-    def iterations(self) -> list[int]:
-        """Return the iterations that have a directory, newest first, with or without a manifest."""
+    def version(self, path: str) -> str:
+        """Return what changes when a file is written again, as far as storage tells it."""
+        found = self._info(self._full(path))
+        return repr([found.get(key) for key in _OF_VERSIONS])
+
+    def names(self) -> list[str]:
+        """Return the names of what is in the persist directory, none if it is not there."""
         if not self._is_there(self._root):
             return []
-        matches = (_ITERATION.fullmatch(_last_part(entry)) for entry in self._list(self._root))
+        return [_last_part(entry) for entry in self._list(self._root)]
+
+    def iterations(self) -> list[int]:
+        """Return the iterations that have a directory, newest first, with or without a manifest."""
+        matches = map(_ITERATION.fullmatch, self.names())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def _list(self, full: str, *, has_sizes: bool = False) -> list[Any]:
