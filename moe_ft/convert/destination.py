@@ -74,8 +74,10 @@ class Destination:
                 f"DST={self.path} must be a new or an empty folder, and is not empty. Name another one, or "
                 "remove it."
             )
-        self._read_journal()
         parent = next(each for each in self.path.absolute().parents if each.exists())
+        if not parent.is_dir():
+            raise ConfigError(f"DST={self.path} cannot be made: {parent} is a file. Name another.")
+        self._read_journal()
         there = sum(each.stat().st_size for each in self.work.rglob("*") if each.is_file())
         free = shutil.disk_usage(parent).free
         if (needed := num_bytes + SPARE_BYTES - there) > free:

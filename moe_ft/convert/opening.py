@@ -1,5 +1,7 @@
 """Sources of conversions by what a folder holds: of Hugging Face, of Megatron, or of moe_ft."""
 
+from pathlib import Path
+
 from moe_ft.convert.huggingface.release import is_release, open_release
 from moe_ft.convert.megatron_checkpoint import is_megatron_checkpoint, open_megatron_checkpoint
 from moe_ft.convert.model import Model
@@ -16,6 +18,12 @@ def open_model(directory: str, iteration: int | None = None) -> Model:
         MoeFtError: if there is none that can be converted; the message says why.
     """
     folder = path_of(directory)
+    if isinstance(folder, Path) and not folder.is_dir():
+        found = "is a file. Name the folder that it is in" if folder.exists() else "is not there"
+        raise ConfigError(
+            f"SRC={folder} must be a folder, and {found}. It may hold a run of moe_ft, checkpoints of "
+            "Megatron, or a model of Hugging Face."
+        )
     if is_release(folder):
         if iteration is not None:
             raise ConfigError(

@@ -122,7 +122,12 @@ def open_source(directory: str, iteration: int | None = None) -> Source:
     chosen = newest_holding(holdings)
     if chosen.manifest is not None and chosen.storage is not None:
         _check_is_quiet(directory, chosen.storage)
-        source = _stored(chosen.place, chosen.storage, chosen.manifest)
+        try:
+            source = _stored(chosen.place, chosen.storage, chosen.manifest)
+        except CorruptStateError as error:
+            raise CorruptStateError(
+                f"{error}. `verify` says what else is damaged; --iteration names another checkpoint."
+            ) from error
     else:
         source = _in_memory(directory, chosen, holdings)
     _check_is_one_state(
@@ -147,6 +152,12 @@ def _sound(directory: str, holdings: list[Holding], iteration: int | None) -> li
     if not sound:
         found = sorted({each.iteration for each in holdings if not each.problem})
         given = "" if iteration is None else f"--iteration={iteration}: "
+        if not found:
+            first = holdings[0]
+            raise ConfigError(
+                f"{given}{directory} holds no complete state: {first.place} is {first.problem}. The "
+                "job ended before it was complete. Start it again, or convert the memory that it has left."
+            )
         raise ConfigError(
             f"{given}{directory} holds no complete state{'' if iteration is None else ' of it'}. It has "
             f"iterations {found}: name one of them, or another directory."
