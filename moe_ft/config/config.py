@@ -128,7 +128,7 @@ class StorageConfig(Part):
     )
     keep: int = setting(
         2,
-        "checkpoints to keep on storage",
+        "checkpoints to keep on storage; with --moe-ft-persist-dense-interval also the newest whole state",
         metavar="N",
         bounds=Bounds(at_least=1),
         reason="the newest checkpoint is never deleted",
@@ -144,6 +144,11 @@ class StorageConfig(Part):
     def persists_dense(self) -> bool:
         """True if whole states go to storage while training runs."""
         return self.persist_dense_interval > 0
+
+    @property
+    def keeps_whole(self) -> bool:
+        """True if the newest whole state stays on storage besides the newest checkpoints."""
+        return self.persists_dense and self.persist_interval > 0
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError if whole states are to go to storage and there is none."""

@@ -76,7 +76,8 @@ class Footprint:
     Attributes:
         share: host memory of the rank that needs the most.
         checkpoint_bytes: that all ranks write of a checkpoint.
-        num_older: checkpoints that storage keeps besides, since newer ones refer to their files.
+        num_older: checkpoints that storage keeps besides: those whose files newer ones refer to, and the
+            newest whole state.
     """
 
     share: MemoryShare

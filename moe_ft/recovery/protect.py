@@ -126,6 +126,7 @@ def _writer_settings(site: Site, lock: StorageLock | None) -> WriterSettings | N
     return WriterSettings(
         url=site.config.storage.persist_dir or "",
         keep=site.config.storage.keep,
+        keeps_whole=site.config.storage.keeps_whole,
         parent=os.getpid(),
         lock_owner=lock.owner if lock is not None else "",
     )

@@ -87,7 +87,7 @@ def footprint(job: PlannedJob, options: PartialConfig) -> Footprint:
     return Footprint(
         share=model.memory_share(k),
         checkpoint_bytes=model.plan_workload(largest).total_bytes,
-        num_older=math.ceil(num_experts / k_persist) - 1,
+        num_older=math.ceil(num_experts / k_persist) - 1 + job.config.storage.keeps_whole,
     )
 
 

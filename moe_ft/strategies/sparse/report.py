@@ -145,7 +145,9 @@ def footprint(job: PlannedJob, options: SparseConfig) -> Footprint:
     plan = SparsePlan(job=job, options=options, window=options.window_snapshots, machine=None)
     reserved = plan.reserve()
     return Footprint(
-        share=MemoryShare(region_bytes=reserved), checkpoint_bytes=job.num_ranks * reserved
+        share=MemoryShare(region_bytes=reserved),
+        checkpoint_bytes=job.num_ranks * reserved,
+        num_older=int(job.config.storage.keeps_whole),
     )
 
 
