@@ -72,7 +72,6 @@ REST = {
         layout=PP2, scopes=[[0], [1]], flags=("--eval-interval", "1", "--eval-iters", "1")
     ),
     "lengths": Case(layout=PP2, scopes=[[0], [1]], varies=True),
-    "fp32-residual": Case(layout=PP2, scopes=[[0], [1]], flags=("--fp32-residual-connection",)),
 }
 
 
