@@ -71,7 +71,7 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logged:
-    """What one rank's log held at the end of a run, and what it cost the training thread.
+    """Contents of one rank's log at the end of a run, and its cost to the training thread.
 
     Attributes:
         sent: tensors and bytes of one iteration, in all of which they are the same.
