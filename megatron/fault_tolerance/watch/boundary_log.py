@@ -30,8 +30,16 @@ class PipelineLog(LoopListener):
         if self._log is not None and self._loop.is_in_iteration and not self._loop.is_replaying:
             self._log.begin(self._loop.iteration)
 
+    def before_step(self) -> None:
+        """Have the log of the iteration committed: nothing is sent once gradients are ready.
+
+        A rank that dies in its step may leave other stages with the state after it, which need this log.
+        """
+        if self._log is not None:
+            self._log.end()
+
     def end_iteration(self, ended: EndedIteration) -> None:
-        """Have the log of the iteration committed; it takes nothing more."""
+        """Have the log committed of an iteration whose step was skipped."""
         if self._log is not None:
             self._log.end()
 

@@ -73,6 +73,21 @@ def test_iteration_is_logged_and_evaluation_and_replay_are_not(
     listener.close()
 
 
+def test_log_is_committed_before_the_step_in_which_the_rank_may_die(
+    log: SmallLog, link: P2PCommunicator
+) -> None:
+    listener = listener_of(log, LoopState(iteration=3, is_in_iteration=True))
+    listener.begin_attempt()
+    send(link)
+    listener.before_step()
+    log.worker.work()
+    assert log.held() == [3]
+    listener.end_iteration(ended(4))
+    log.worker.work()
+    assert log.held() == [3]
+    listener.close()
+
+
 def test_links_are_left_as_they_were(log: SmallLog, link: P2PCommunicator) -> None:
     before = P2PCommunicator._communicate
     listener = listener_of(log, LoopState())
