@@ -1,8 +1,9 @@
 """The boundary log of a rank: what it sends to other pipeline stages, in slots of host memory.
 
-Each slot takes the sends of one iteration and is committed when its gradients are ready. Slots are used again,
-oldest first: a replay needs the iterations from the beginning of the newest complete window on, for which there
-is room (planning/boundary_log.py). Whatever fails costs the log of an iteration, never the iteration.
+Each slot takes the sends of one iteration and is committed when its gradients are ready. Slots are used
+again, oldest first: a replay needs the iterations from the beginning of the newest complete window on, for
+which there is room (planning/boundary_log.py). Whatever fails costs the log of an iteration, never the
+iteration.
 megatron/fault_tolerance/seams/pipeline_tap.py records, engine/boundary/reading.py reads.
 """
 
