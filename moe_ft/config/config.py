@@ -12,7 +12,7 @@ from typing import Any
 from moe_ft.config.directories import check_directories
 from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
 from moe_ft.config.precision import PrecisionConfig
-from moe_ft.config.strategy import StrategyConfig
+from moe_ft.config.strategy import NO_STRATEGY, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
 
@@ -40,6 +40,10 @@ class MemoryConfig(Part):
         "it, else 1, and 0 on one node",
         metavar="N|auto",
         bounds=Bounds(at_least=0),
+    )
+    upstream_log: bool = setting(
+        False,
+        "keep what every rank sends to other pipeline stages since the newest complete window",
     )
     job_id: str | None = setting(
         None,
@@ -306,6 +310,7 @@ class MoeFtConfig:
                 f"--moe-ft-inject-fault {self.fault.inject_fault[0]} needs the event log, where a "
                 "fault that fired is marked so that it fires once. Add --moe-ft-event-log DIR."
             )
+        self._check_upstream_log()
         if not self.strategy.is_on:
             for fault in self.fault.faults:
                 if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:
@@ -313,6 +318,22 @@ class MoeFtConfig:
                         f"--moe-ft-inject-fault {fault} needs a strategy: with --moe-ft-strategy=none "
                         "nothing is checkpointed. Name one with --moe-ft-strategy."
                     )
+
+    def _check_upstream_log(self) -> None:
+        """Raise ConfigError if what crosses stages is to be logged and nothing bounds the log."""
+        if not self.memory.upstream_log:
+            return
+        if not self.strategy.is_on:
+            raise ConfigError(
+                f"{flag_of('upstream_log')} needs a strategy: with --moe-ft-strategy={NO_STRATEGY} there is "
+                "no state from which a stage could be replayed. Name one with --moe-ft-strategy, or leave it "
+                "out."
+            )
+        if self.strategy.interval_iterations is None:
+            raise ConfigError(
+                f"{flag_of('upstream_log')} needs a fixed interval: with --moe-ft-interval=auto nobody knows "
+                "in advance how many iterations it must hold. Give --moe-ft-interval a number of iterations."
+            )
 
     def _check_given(self) -> None:
         """Raise ConfigError if a flag was given without a value: most would look like left out."""

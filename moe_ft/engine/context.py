@@ -13,6 +13,7 @@ from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Identity, Start
 from moe_ft.format.index import Index
+from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.recovery import Family
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.topology import RankInfo, Topology
@@ -55,6 +56,7 @@ class EngineContext:
         peers: ranks that keep this rank's replicas.
         server: listens already.
         token: the secret that peers share.
+        traffic: what the pipeline sends, if that is logged.
         writer: settings of the node's writer process; None on all but the lowest rank of a node
             and without storage.
     """
@@ -72,6 +74,7 @@ class EngineContext:
     token: str
     writer: WriterSettings | None
     phase_hook: PhaseHook
+    traffic: PipelineTraffic | None = None
 
     @property
     def is_on_gpu(self) -> bool:
@@ -124,3 +127,9 @@ class Handover:
     def start(self) -> Start:
         """The start that wrote the state."""
         return self.family[-1]
+
+    @property
+    def first_iteration(self) -> int:
+        """The iteration of the first snapshot that was put back."""
+        last, negative_window, _ = self.family
+        return last + negative_window + 1

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from moe_ft.engine.background import BackgroundPart, Report
+from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.context import EngineContext, EngineSettings, Handover
 from moe_ft.engine.decisions import Decisions, Turn, Votes
@@ -40,7 +41,11 @@ _CLOSE_DEADLINE_S = 5.0
 
 
 class CheckpointEngine:
-    """Takes snapshots of one rank. Owned by the training thread."""
+    """Takes snapshots of one rank. Owned by the training thread.
+
+    Attributes:
+        boundary: logs the sends of the pipeline, None without that.
+    """
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class CheckpointEngine:
         windows: Windows,
         storage: StorageSchedule,
         supervisor: WriterSupervisor | None,
+        boundary: BoundaryLog | None,
     ) -> None:
         self._settings, self._context, self._strategy = settings, context, strategy
         self._memory, self._clock = context.memory, clock
@@ -64,6 +70,7 @@ class CheckpointEngine:
         self._profile, self._stall = SnapshotProfile(), Stall(clock)
         self._writer, self._windows = writer, windows
         self._storage, self._supervisor = storage, supervisor
+        self.boundary = boundary
         self._has_removed_left_overs = False
         self._restored_replica: Replica | None = None
         self._forward_start_s: float | None = None
@@ -89,6 +96,8 @@ class CheckpointEngine:
                 LastState.SAVED if restored.is_on_storage else LastState.UNSAVED
             )
         self._windows.start(iteration, restored)
+        if self.boundary is not None:
+            self.boundary.start(iteration, restored.first_iteration if restored else iteration)
         context.server.keep(self._memory.replicas, self._reports)
         self._writer.start()
         if restored is not None and restored.peers_without:
@@ -232,6 +241,8 @@ class CheckpointEngine:
             return
         last = window.last
         self._strategy.note_complete(window.plan, last.iteration)
+        if self.boundary is not None:
+            self.boundary.keep(window.jobs[0].iteration)
         for job in window.jobs:
             result = job.result.result()
             self._profile.note(
@@ -366,6 +377,8 @@ class CheckpointEngine:
     def close(self) -> None:
         """End workers, connections and the writer process. The memory stays."""
         self._writer.close(_CLOSE_DEADLINE_S)
+        if self.boundary is not None:
+            self.boundary.close(_CLOSE_DEADLINE_S)
         if self._supervisor is not None:
             self._supervisor.close()
         self._context.server.close()

@@ -9,6 +9,7 @@ import math
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
+from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.model_size import ByteModel, LatentAttention, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.parallel_sizes import check_experts, check_world_size
@@ -25,6 +26,7 @@ _AT_LEAST_1 = (
     *("padded_vocab_size", "make_vocab_size_divisible_by", "moe_router_topk", "ddp_bucket_size"),
     *("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
     *("max_position_embeddings", "train_iters", "train_samples", "global_batch_size"),
+    *("micro_batch_size", "seq_length"),
 )
 _BYTE_VOCABULARY = 256  # of --text-dir without a tokenizer
 _LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000  # Megatron's defaults
@@ -79,6 +81,7 @@ def describe_job(
         active_share=min(1.0, args.moe_router_topk / shape.num_experts),
         is_grouped=args.moe_grouped_gemm,
         measured=measured,
+        traffic=traffic_of(args, layout) if config.memory.upstream_log else None,
     )
 
 
@@ -205,6 +208,41 @@ def layout_of(args: argparse.Namespace, world_size: int, sharding: str) -> Savin
         ep=ep,
         sharding=Sharding(sharding),
         is_optimizer_distributed=args.use_distributed_optimizer,
+    )
+
+
+def traffic_of(args: argparse.Namespace, layout: SavingLayout) -> PipelineTraffic:
+    """Return what the pipeline sends in an iteration, which the boundary log keeps.
+
+    Raises:
+        ConfigError: if a flag is missing, or there is only one stage.
+    """
+    stages = args.pipeline_model_parallel_size
+    if stages < 2:
+        raise ConfigError(
+            f"--moe-ft-upstream-log needs pipeline stages: with --pipeline-model-parallel-size={stages} "
+            "nothing is sent from one to another. Leave it out."
+        )
+    missing = [
+        flag_of(name) for name in ("seq_length", "micro_batch_size") if not getattr(args, name)
+    ]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not given: --moe-ft-upstream-log keeps what the stages send to each "
+            "other, whose size follows from it. Give the whole command line after the --."
+        )
+    samples = args.micro_batch_size * (layout.dp // args.context_parallel_size)
+    is_half = (args.bf16 or args.fp16) and not args.fp32_residual_connection
+    return PipelineTraffic(
+        num_stages=stages,
+        num_chunks=1,
+        num_microbatches=(args.global_batch_size or samples) // samples,
+        shape=(
+            args.seq_length // args.context_parallel_size,
+            args.micro_batch_size,
+            args.hidden_size,
+        ),
+        element_bytes=2 if is_half else 4,
     )
 
 

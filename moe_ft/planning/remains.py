@@ -7,18 +7,11 @@ of a strategy that does not save every unit in them.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from moe_ft.errors import PlanError
+from moe_ft.format.boundary import Direction
 from moe_ft.planning.couplings import Coupling
 from moe_ft.planning.recovery import Version
-
-
-class Direction(StrEnum):
-    """Directions in which tensors cross a stage boundary."""
-
-    FORWARD = "forward"  # activations, to the next stage
-    BACKWARD = "backward"  # gradients, to the previous one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -136,7 +136,7 @@ def meet(
     server = PeerServer(node_dir, own_host(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     opened.callback(server.close)
     server.start()
-    topology = _exchange_places(facts, live, strategy, node, server, ranks)
+    topology = _exchange_places(config, facts, live, strategy, node, server, ranks)
     token, names = ranks.everyone.gather(_draw_names())[0]
     server.admit(token)
     return Met(
@@ -204,6 +204,7 @@ def _build_strategy(
 
 
 def _exchange_places(
+    config: MoeFtConfig,
     facts: JobFacts,
     live: LiveState,
     strategy: Strategy,
@@ -212,7 +213,8 @@ def _exchange_places(
     ranks: Ranks,
 ) -> Topology:
     """Return where all ranks are, and fix the sizes of this rank's memory."""
-    sizes = measure_sizes(strategy, live.layouts)
+    interval = config.strategy.interval_iterations or 1  # a boundary log is refused with auto
+    sizes = measure_sizes(strategy, live.layouts, facts.traffic, facts.stage, interval)
     live.layouts.region_bytes = sizes.region_bytes
     info = RankInfo(
         rank=facts.rank,
@@ -223,6 +225,8 @@ def _exchange_places(
         region_bytes=sizes.region_bytes,
         slot_bytes=sizes.slot_bytes,
         num_slots=sizes.num_slots,
+        boundary_slot_bytes=sizes.boundary_slot_bytes,
+        num_boundary_slots=sizes.num_boundary_slots,
     )
     return Topology(ranks=tuple(ranks.everyone.gather(info)))
 

@@ -106,6 +106,7 @@ def _build(
             token=met.token,
             writer=_writer_settings(met.site, lock),
             phase_hook=met.live.phase_hook,
+            traffic=met.facts.traffic,
         ),
         met.strategy,
         met.ranks.everyone,
@@ -240,5 +241,6 @@ def make_room(
                 data.unlink(missing_ok=True)
             else:
                 is_needed = True
-        for pool in directory.glob("pool_*.safetensors") if not is_needed else ():
-            pool.unlink(missing_ok=True)
+        others = [*directory.glob("pool_*.safetensors"), *directory.glob("boundary_*")]
+        for path in others if not is_needed else ():
+            path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A rank's share of its node's memory: its own regions and pool, and the replicas that it keeps for others.
+"""A rank's share of its node's memory: its regions, pool and boundary log, and the replicas that it keeps.
 
 This file opens, pins, cleans up and removes it; engine/snapshots/windows.py decides what goes in.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from moe_ft.engine.boundary.slots import FILE_NAME as BOUNDARY_FILE_NAME
+from moe_ft.engine.boundary.slots import BoundarySlot
 from moe_ft.engine.memory.job_directory import remove_node
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.private_files import read_private
@@ -29,7 +31,9 @@ from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.topology import RankInfo, Topology
 
 _REGION = re.compile(r"region_(\d+)\.safetensors")
-_OURS = re.compile(r"(region_\d+\.(safetensors|json))|(pool_\d+x\d+\.safetensors)")
+_OURS = re.compile(
+    rf"(region_\d+\.(safetensors|json))|(pool_\d+x\d+\.safetensors)|{BOUNDARY_FILE_NAME.pattern}"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +49,7 @@ class RankMemory:
 
     Attributes:
         regions, pool: of this rank; no pool where every snapshot holds every unit.
+        boundary: slots of this rank's boundary log, none without one.
         replicas: by the rank whose state they hold.
     """
 
@@ -63,6 +68,10 @@ class RankMemory:
         self._pinned: list[MappedFile] = []
         self.regions = _regions(own_directory(node_dir, rank), num_regions(persists=persists), own)
         self.pool = _pool(own_directory(node_dir, rank), own)
+        self.boundary = tuple(
+            BoundarySlot(own_directory(node_dir, rank), number, own.boundary_slot_bytes)
+            for number in range(own.num_boundary_slots)
+        )
         self.replicas = {
             source: ReplicaMemory(
                 regions=_regions(
@@ -77,8 +86,8 @@ class RankMemory:
 
     @property
     def num_own_bytes(self) -> int:
-        """Bytes of this rank's regions and pool."""
-        return sum(file.num_bytes for file in self._own_files())
+        """Bytes of this rank's regions and pool: the state in them."""
+        return sum(file.num_bytes for file in self._own_files() if file not in self.boundary)
 
     def open(self, restored: tuple[Start, int] | None) -> None:
         """Map everything.
@@ -106,6 +115,7 @@ class RankMemory:
         yield from self.regions
         if self.pool is not None:
             yield self.pool
+        yield from self.boundary
 
     def pin(self) -> None:
         """Let the GPU copy into this rank's own memory directly; raises SnapshotError if it cannot."""
@@ -148,7 +158,7 @@ class RankMemory:
 
 
 def _paths(file: MappedFile) -> tuple[Path, ...]:
-    if isinstance(file, Region):
+    if isinstance(file, Region | BoundarySlot):
         return file.data_path, file.index_path
     return (file.data_path,)
 

@@ -147,4 +147,4 @@ def test_no_flag_that_changes_the_fingerprint_is_ignored_unless_listed(
     sizes = {"mtp_num_layers", "kv_lora_rank", "softmax_type", "quick_geglu", "mtp_standalone"}
     sizes |= {"pipeline_model_parallel_layout", "use_tp_pp_dp_mapping"}
     assert not ignored & sizes
-    assert {"lr", "seed", "rotary_base", "seq_length", "save"} <= ignored
+    assert {"lr", "seed", "rotary_base", "split", "save"} <= ignored

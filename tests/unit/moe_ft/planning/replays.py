@@ -6,7 +6,8 @@ Says whether and how a job can be recovered locally without using anything of th
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from moe_ft.planning.remains import Direction, Pipelines, Remains
+from moe_ft.format.boundary import Direction
+from moe_ft.planning.remains import Pipelines, Remains
 
 
 def states_of(remains: Remains, pipelines: Pipelines, stage: int) -> set[tuple[int, int]]:

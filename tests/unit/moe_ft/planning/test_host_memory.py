@@ -39,3 +39,9 @@ def test_pool_is_there_once_for_the_rank_and_once_for_each_replica() -> None:
     assert share.own_bytes(persists=True) == 37
     assert share.replica_bytes == 27
     assert share.total_bytes(persists=True, replication_factor=2) == 91
+
+
+def test_boundary_log_is_the_ranks_own() -> None:
+    share = MemoryShare(region_bytes=10, boundary_bytes=5)
+    assert share.own_bytes(persists=False) == 25
+    assert share.replica_bytes == 20

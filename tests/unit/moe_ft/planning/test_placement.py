@@ -1,6 +1,7 @@
 """Replicas are on other nodes, evenly."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -167,3 +168,12 @@ def test_node_memory_of_all_nodes_is_that_of_all_regions_and_replicas(
     memory = plan_node_memory(topology, place_replicas(*case), num_regions, num_replica_regions)
     total = sum(info.region_bytes for info in topology.ranks)
     assert sum(memory.values()) == total * (num_regions + factor * num_replica_regions)
+
+
+def test_node_memory_counts_the_boundary_logs_of_its_own_ranks() -> None:
+    plain = make_topology(["a", "b"])
+    logging = replace(plain.ranks[0], boundary_slot_bytes=7, num_boundary_slots=2)
+    topology = Topology(ranks=(logging, plain.ranks[1]))
+    peers = [(1,), (0,)]
+    before, after = (plan_node_memory(each, peers, 2, 2) for each in (plain, topology))
+    assert [after[node] - before[node] for node in plain.nodes] == [14, 0]

@@ -3,8 +3,9 @@
 import pytest
 
 from moe_ft.errors import PlanError
+from moe_ft.format.boundary import Direction
 from moe_ft.planning.couplings import Coupling
-from moe_ft.planning.remains import Direction, Link, Pipelines
+from moe_ft.planning.remains import Link, Pipelines
 from tests.unit.moe_ft.planning.failures import make_pipelines
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from moe_ft.format.boundary import Direction
 from moe_ft.planning.recovery import Version
-from moe_ft.planning.remains import Direction, KeptRecord, Link, Pipelines, Remains, SentLog
+from moe_ft.planning.remains import KeptRecord, Link, Pipelines, Remains, SentLog
 from moe_ft.planning.restorable import Restorable
 from tests.unit.moe_ft.planning.failures import make_pipelines, make_version
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ft.planning.remains import Direction, KeptRecord, Pipelines, Remains
+from moe_ft.format.boundary import Direction
+from moe_ft.planning.remains import KeptRecord, Pipelines, Remains
 from moe_ft.planning.scope import RecoveryMode, ScopePlan, plan_scope
 from tests.unit.moe_ft.planning.failures import make_failure, make_pipelines, make_version
 
