@@ -39,6 +39,10 @@ _HEARTBEAT_S = 0.5
 _MAX_THREADS = 4
 _NICENESS = 10  # with 19 a writer starves for seconds where all cores are busy
 _PR_SET_PDEATHSIG = 1
+_SIGNALS_FOR_RANKS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2),  # Megatron's --exit-signal, usually
+)
 
 
 class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -387,8 +391,8 @@ def _say(line: str) -> None:
 
 def main(directory: str) -> None:
     """Serve a node's ranks until the parent ends."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers signal everyone; the parent decides
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _SIGNALS_FOR_RANKS:  # launchers and SLURM signal everyone; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     settings = _read_settings()
     _lower_priority()
     place = Path(directory)
