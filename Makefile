@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-all test-power soak chaos coverage clean-coverage check bench clean
+.PHONY: help venv demo test test-all test-slurm test-power soak chaos coverage clean-coverage check bench clean
 
 help:
 	@echo "make venv         create .venv with everything that constraints.txt pins"
@@ -12,6 +12,7 @@ help:
 	@echo "make check        check formatting, lint and types"
 	@echo "make test         run the tests that every commit passes, in about 12 minutes"
 	@echo "make test-all     run all other tests, in an hour or two: more faults, layouts and random kills"
+	@echo "make test-slurm   submit jobs to a SLURM of three nodes on this machine (needs slurm-wlm and munge)"
 	@echo "make test-power   put mistakes into the product and show which tests and simulations notice"
 	@echo "make soak         simulate random jobs with faults on all cores until Ctrl-C, or for SECONDS=..."
 	@echo "make coverage     run 'make test' and name the lines of the product that it does not run"
@@ -31,9 +32,13 @@ test: .venv/installed
 	$(PYTEST) tests/unit --numprocesses 2 --quiet
 	$(PYTEST) tests/simulation
 	$(PYTEST) tests/distributed tests/gpu --numprocesses 2
+	$(PYTEST) tests/slurm
 
 test-all: .venv/installed
-	$(PYTEST) tests/unit tests/simulation tests/distributed -m "rest or chaos"
+	$(PYTEST) tests/unit tests/simulation tests/distributed tests/slurm -m "rest or chaos"
+
+test-slurm: .venv/installed
+	$(PYTEST) tests/slurm -m "rest or not rest" --needs-slurm
 
 test-power: .venv/installed
 	$(BIN)/python -W ignore -m tests.power
@@ -63,6 +68,7 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.stall
 	$(BIN)/python -m benchmarks.storage
 	$(BIN)/python -m benchmarks.convert
+	$(BIN)/python -m benchmarks.recovery_time
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.sparse_schedule
 	$(BIN)/python -m benchmarks.router_load

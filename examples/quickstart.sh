@@ -21,6 +21,7 @@ RUN_DIR=${RUN_DIR:-$ROOT/runs/quickstart}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks must not read the dead ones' addresses
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 
 rm -rf "$RUN_DIR/events"
@@ -60,13 +61,14 @@ LAYOUT=(
 
 status=0
 torchrun --nproc-per-node "$NUM_RANKS" --max-restarts "$MAX_RESTARTS" --rdzv-id quickstart \
-    --rdzv-backend c10d --rdzv-endpoint "localhost:$MASTER_PORT" "$ROOT/pretrain_gpt_moe.py" \
+    --rdzv-backend c10d --rdzv-endpoint "localhost:$MASTER_PORT" \
+    -m moe_ft keep -- "$ROOT/pretrain_gpt_moe.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${LAYOUT[@]}" --moe-ft-event-log "$RUN_DIR/events" "$@" \
     2>&1 | tee "$RUN_DIR/output.log" || status=$?
 
 echo
 if [ -d "$RUN_DIR/events" ]; then
-    PYTHONPATH="$ROOT" python -m moe_ft report "$RUN_DIR/events" || true
+    python -m moe_ft report "$RUN_DIR/events" || true
 fi
 echo "output      $RUN_DIR/output.log"
 echo "TensorBoard $RUN_DIR/tensorboard"

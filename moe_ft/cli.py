@@ -14,6 +14,7 @@ from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.diff import add_diff_command
 from moe_ft.commands.doctor import add_doctor_command
 from moe_ft.commands.inspect import add_inspect_command
+from moe_ft.commands.keep import add_keep_command, keep_rank, keeps_rank
 from moe_ft.commands.plan import add_plan_command, split_command_line
 from moe_ft.commands.prune import add_prune_command
 from moe_ft.commands.report import add_report_command
@@ -29,6 +30,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     still there; 2 for bad input.
     """
     words = sys.argv[1:] if command_line is None else list(command_line)
+    if keeps_rank(words):
+        keep_rank(words[1:])
     if runs_script(words):
         run_script(words[1:])
         return 0
@@ -51,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m moe_ft", description="Commands of moe_ft.")
     commands = parser.add_subparsers(dest="command", required=True)
     add_run_command(commands)
+    add_keep_command(commands)
     add_inspect_command(commands)
     add_verify_command(commands)
     add_diff_command(commands)

@@ -17,6 +17,7 @@ class RankInfo:
         region_bytes: size of one of its regions.
         slot_bytes, num_slots: of its pool; 0 if every snapshot holds every unit.
         breakpoint_bytes: of the region of its breakpoint; 0 without one.
+        boundary_slot_bytes, num_boundary_slots: of its boundary log; 0 without one.
     """
 
     rank: int
@@ -28,10 +29,17 @@ class RankInfo:
     slot_bytes: int = 0
     num_slots: int = 0
     breakpoint_bytes: int = 0
+    boundary_slot_bytes: int = 0
+    num_boundary_slots: int = 0
 
     def memory_bytes(self, num_regions: int) -> int:
         """Return the bytes that this many regions and the pool take."""
         return num_regions * self.region_bytes + self.slot_bytes * self.num_slots
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes of the boundary log, of which there are no replicas."""
+        return self.boundary_slot_bytes * self.num_boundary_slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

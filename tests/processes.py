@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 _DEADLINE_S = 30
 
@@ -12,6 +13,15 @@ def wait_until_group_is_gone(group: int) -> None:
     while _is_alive(group):
         assert time.monotonic() < deadline, f"a process of group {group} is still there"
         time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process runs; a dead one may still wait for its parent to notice."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def _is_alive(group: int) -> bool:

@@ -7,10 +7,15 @@ _DEADLINE_S = 30.0
 _POLL_S = 0.005
 
 
-def wait_for[Found](find: Callable[[], Found | None], what: str) -> Found:
-    """Return the first result that is neither None nor false; fail the test after 30 s."""
-    deadline = time.monotonic() + _DEADLINE_S
+def wait_for[Found](
+    find: Callable[[], Found | None],
+    what: str,
+    deadline_s: float = _DEADLINE_S,
+    poll_s: float = _POLL_S,
+) -> Found:
+    """Return the first result that is neither None nor false; fail the test after the deadline."""
+    deadline = time.monotonic() + deadline_s
     while not (found := find()):
         assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)
     return found

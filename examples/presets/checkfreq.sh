@@ -2,7 +2,7 @@
 # CheckFreq: every checkpoint goes to storage, as often as possible at a cost of at most 3 % of the training time.
 #
 #   PERSIST_DIR=/scratch/run/checkpoints examples/presets/checkfreq.sh examples/quickstart.sh
-#   EXTRA_FLAGS=$(PERSIST_DIR=/scratch/run/checkpoints examples/presets/checkfreq.sh) sbatch ...
+#   STRATEGY=none EXTRA_FLAGS=$(PERSIST_DIR=/scratch/run/checkpoints examples/presets/checkfreq.sh) sbatch ...
 #
 # With a command, the script runs it with the flags of the preset added; without one, it prints the flags.
 set -euo pipefail

@@ -2,7 +2,7 @@
 # Gemini: a checkpoint in the memory of other nodes every iteration (or every INTERVAL), storage rarely.
 #
 #   examples/presets/gemini.sh examples/quickstart.sh
-#   EXTRA_FLAGS=$(INTERVAL=5 PERSIST_DIR=/scratch/run/checkpoints examples/presets/gemini.sh) sbatch ...
+#   STRATEGY=none EXTRA_FLAGS=$(INTERVAL=5 PERSIST_DIR=/scratch/run/checkpoints examples/presets/gemini.sh) sbatch ...
 #
 # With a command, the script runs it with the flags of the preset added; without one, it prints the flags.
 set -euo pipefail

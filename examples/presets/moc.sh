@@ -3,7 +3,7 @@
 # node and, with PERSIST_DIR, on storage. Lost tokens are counted, and k grows as they add up.
 #
 #   examples/presets/moc.sh examples/quickstart.sh
-#   EXTRA_FLAGS=$(PERSIST_DIR=/scratch/run/checkpoints examples/presets/moc.sh) sbatch ...
+#   STRATEGY=none EXTRA_FLAGS=$(PERSIST_DIR=/scratch/run/checkpoints examples/presets/moc.sh) sbatch ...
 #
 # With a command, the script runs it with the flags of the preset added; without one, it prints the flags.
 set -euo pipefail

@@ -2,7 +2,7 @@
 # MoEvement: a sparse snapshot in every iteration, in host memory and on other nodes; recovery is exact.
 #
 #   examples/presets/moevement.sh examples/quickstart.sh
-#   EXTRA_FLAGS=$(WINDOW=4 examples/presets/moevement.sh) sbatch ...
+#   STRATEGY=none EXTRA_FLAGS=$(WINDOW=4 examples/presets/moevement.sh) sbatch ...
 #
 # With a command, the script runs it with the flags of the preset added; without one, it prints the flags.
 set -euo pipefail

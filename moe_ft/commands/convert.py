@@ -23,7 +23,9 @@ def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
         help="a persist directory (or fsspec URL), one of its iter_* directories, a memory directory, a "
         "torch_dist checkpoint of Megatron, or a model of Hugging Face",
     )
-    parser.add_argument("destination", metavar="DST", help="a new or empty folder")
+    parser.add_argument(
+        "destination", metavar="DST", help="a new or empty folder, or a new fsspec URL"
+    )
     parser.add_argument(
         "--to",
         required=True,
@@ -91,9 +93,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--for-ep={options.for_ep} must be a number of ranks, at least 1. Leave it out for the run's."
         )
-    if not options.destination.strip() or "://" in options.destination:
+    if not options.destination.strip():
         raise ConfigError(
-            f"DST='{options.destination}' must be a folder on this machine. Convert to one, and copy it."
+            f"DST='{options.destination}' is empty: an unset variable? Name a new folder or fsspec URL."
         )
     if options.of_training and not options.densify:
         raise ConfigError(

@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from moe_ft.commands.command_line import TrainingCommand, read_command, read_settings
 from moe_ft.config.fields import parse_size
@@ -162,6 +163,9 @@ def _plan(
         return None, [refused("flags", "command line", error)]
     try:
         job = describe_job(args, config, Measured(), world_size=ranks[0], ranks_per_node=ranks[1])
-        return kind.footprint(job), []
+        footprint = kind.footprint(job)
+        log_bytes = job.boundary_bytes(kind.longest_window(config))
+        share = replace(footprint.share, boundary_bytes=log_bytes)
+        return replace(footprint, share=share), []
     except ConfigError as error:
         return None, [_unplanned(error)]

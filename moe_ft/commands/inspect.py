@@ -3,6 +3,7 @@
 import argparse
 
 from moe_ft.commands.directory import add_directory, reading
+from moe_ft.recovery.inspect.boundary_logs import render_logs
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
 
 
@@ -18,5 +19,6 @@ def run(options: argparse.Namespace) -> int:
     """Print the contents of a directory."""
     with reading(options.directory):
         text = render_holdings(find_holdings(options.directory), lists_units=options.units)
-    print(text)
+        logs = render_logs(options.directory)
+    print("\n\n".join(filter(None, [text, logs])))
     return 0

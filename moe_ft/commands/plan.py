@@ -8,8 +8,10 @@ from itertools import takewhile
 from moe_ft.commands.command_line import TrainingCommand, read_command
 from moe_ft.config.fields import parse_size
 from moe_ft.errors import ConfigError
+from moe_ft.planning import pipeline
 from moe_ft.planning.described_job import describe_job
 from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.report import boundary_line
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
 
@@ -111,7 +113,8 @@ def run(options: argparse.Namespace) -> int:
         ranks_per_node=ranks_per_node,
     )
     text = _render(job, command)
-    warnings = [*command.notes, *command.config.warnings(job.train_iterations)]
+    own = command.config.warnings(job.train_iterations)
+    warnings = [*command.notes, *pipeline.notes(command.args), *own]
     print(
         "\n\n".join(
             [text, *(["\n".join(f"note: {line}" for line in warnings)] if warnings else [])]
@@ -132,7 +135,8 @@ def _render(job: PlannedJob, command: TrainingCommand) -> str:
         num_experts=command.args.num_experts or 0, num_iterations=job.train_iterations
     )
     registry.check(job.config, model)
-    return kind.report(job)
+    log = boundary_line(job, kind.longest_window(job.config))
+    return "\n\n".join([kind.report(job), *log])
 
 
 def _ranks(options: argparse.Namespace, command: TrainingCommand) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 from moe_ft.config.directories import check_directories
 from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
 from moe_ft.config.precision import PrecisionConfig
-from moe_ft.config.strategy import StrategyConfig
+from moe_ft.config.strategy import NO_STRATEGY, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
 
@@ -45,6 +45,10 @@ class MemoryConfig(Part):
         False,
         "reserve memory for one more copy of the state, which a rank writes when the job is ended or another "
         "rank has failed: if all ranks can, nothing is run again or lost",
+    )
+    upstream_log: bool = setting(
+        False,
+        "keep what every rank sends to other pipeline stages since the newest complete window",
     )
     job_id: str | None = setting(
         None,
@@ -133,7 +137,7 @@ class StorageConfig(Part):
     )
     keep: int = setting(
         2,
-        "checkpoints to keep on storage",
+        "checkpoints to keep on storage; with --moe-ft-persist-dense-interval also the newest whole state",
         metavar="N",
         bounds=Bounds(at_least=1),
         reason="the newest checkpoint is never deleted",
@@ -149,6 +153,11 @@ class StorageConfig(Part):
     def persists_dense(self) -> bool:
         """True if whole states go to storage while training runs."""
         return self.persist_dense_interval > 0
+
+    @property
+    def keeps_whole(self) -> bool:
+        """True if the newest whole state stays on storage besides the newest checkpoints."""
+        return self.persists_dense and self.persist_interval > 0
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError if whole states are to go to storage and there is none."""
@@ -306,11 +315,8 @@ class MoeFtConfig:
                 f"--moe-ft-inject-fault {self.fault.inject_fault[0]} needs the event log, where a "
                 "fault that fired is marked so that it fires once. Add --moe-ft-event-log DIR."
             )
-        if self.memory.breakpoints and not self.strategy.is_on:
-            raise ConfigError(
-                "--moe-ft-breakpoints needs a strategy: with --moe-ft-strategy=none nothing is recovered. "
-                "Name one with --moe-ft-strategy, or leave it out."
-            )
+        self._check_breakpoints()
+        self._check_upstream_log()
         if not self.strategy.is_on:
             for fault in self.fault.faults:
                 if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:
@@ -318,6 +324,30 @@ class MoeFtConfig:
                         f"--moe-ft-inject-fault {fault} needs a strategy: with --moe-ft-strategy=none "
                         "nothing is checkpointed. Name one with --moe-ft-strategy."
                     )
+
+    def _check_breakpoints(self) -> None:
+        """Raise ConfigError if breakpoints are to be written and nothing recovers from them."""
+        if self.memory.breakpoints and not self.strategy.is_on:
+            raise ConfigError(
+                "--moe-ft-breakpoints needs a strategy: with --moe-ft-strategy=none nothing is recovered. "
+                "Name one with --moe-ft-strategy, or leave it out."
+            )
+
+    def _check_upstream_log(self) -> None:
+        """Raise ConfigError if what crosses stages is to be logged and nothing bounds the log."""
+        if not self.memory.upstream_log:
+            return
+        if not self.strategy.is_on:
+            raise ConfigError(
+                f"{flag_of('upstream_log')} needs a strategy: with --moe-ft-strategy={NO_STRATEGY} there is "
+                "no state from which a stage could be replayed. Name one with --moe-ft-strategy, or leave it "
+                "out."
+            )
+        if self.strategy.interval_iterations is None:
+            raise ConfigError(
+                f"{flag_of('upstream_log')} needs a fixed interval: with --moe-ft-interval=auto nobody knows "
+                "in advance how many iterations it must hold. Give --moe-ft-interval a number of iterations."
+            )
 
     def _check_given(self) -> None:
         """Raise ConfigError if a flag was given without a value: most would look like left out."""

@@ -34,11 +34,11 @@ FLAGS: dict[str, dict[str, str]] = {
     "model": {
         "fingerprint": """
             add_bias_linear add_qkv_bias ffn_hidden_size group_query_attention hidden_size
-            kv_channels kv_lora_rank layernorm_epsilon
-            max_position_embeddings mtp_num_layers multi_latent_attention normalization
+            kv_channels kv_lora_rank layernorm_epsilon max_position_embeddings mscale
+            mscale_all_dim mtp_num_layers multi_latent_attention normalization
             num_attention_heads num_layers num_query_groups padded_vocab_size
-            position_embedding_type q_lora_rank
-            qk_head_dim qk_layernorm qk_pos_emb_head_dim rotary_base rotary_percent
+            position_embedding_type q_lora_rank qk_head_dim qk_layernorm qk_pos_emb_head_dim
+            rope_type rotary_base rotary_percent rotary_scaling_factor
             rotary_seq_len_interpolation_factor seq_length spec swiglu transformer_impl
             untie_embeddings_and_output_weights use_rope_scaling v_head_dim vocab_size""",
         "fingerprint untested": """
@@ -51,14 +51,11 @@ FLAGS: dict[str, dict[str, str]] = {
             heterogeneous_layers_config_encoded_json layernorm_zero_centered_gamma
             linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
             linear_num_key_heads linear_num_value_heads linear_value_head_dim
-            mla_down_proj_fusion mrope_section mscale mscale_all_dim mtp_use_repeated_layer
-            mup_attn_scale_power mup_base_head_dim mup_base_hidden_size
-            mup_embedding_mult mup_output_mult mup_width_mult no_rope_freq pad_vocab_size
-            qk_l2_norm quick_geglu
+            mla_down_proj_fusion mrope_section mtp_use_repeated_layer mup_attn_scale_power
+            mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult
+            mup_width_mult no_rope_freq pad_vocab_size qk_l2_norm quick_geglu
             relative_attention_max_distance relative_attention_num_buckets rope_scaling_factor
-            rope_type rotary_interleaved rotary_scaling_factor
-            softmax_type squared_relu use_mup
-            use_transformer_engine_op_fuser
+            rotary_interleaved softmax_type squared_relu use_mup use_transformer_engine_op_fuser
             window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow
             yarn_correction_range_round_to_int yarn_original_max_position_embeddings""",
         "replay": """
@@ -398,6 +395,15 @@ FLAGS: dict[str, dict[str, str]] = {
             offset_sampling_seed_by_dp_rank use_legacy_static_engine""",
     },
 }
+
+# Of these paths the last part alone is kept and compared: where files lie may change.
+PATHS = frozenset(
+    {
+        *("tokenizer_model", "vocab_file", "merge_file", "metadata_path"),
+        *("te_precision_config_file", "heterogeneous_layers_config_path"),
+        *("nccl_communicator_config_path", "tp_comm_overlap_cfg"),
+    }
+)
 
 # Not flags: what Megatron derives from several of them, or from the launcher.
 DERIVED = {"fingerprint": "virtual_pipeline_model_parallel_size world_size"}

@@ -31,6 +31,14 @@ _NUMBERS: Mapping[str, int | None] = {
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "max_position_embeddings"), None),
     **dict.fromkeys(("vocab_size", "padded_vocab_size", "ddp_bucket_size"), None),
     **dict.fromkeys(("train_iters", "train_samples", "global_batch_size"), None),
+    **dict.fromkeys(("q_lora_rank", "mtp_num_layers"), None),
+    **dict.fromkeys(
+        ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), None
+    ),
+    **dict.fromkeys(("qk_head_dim", "v_head_dim"), 128),
+    "kv_lora_rank": 32,
+    "qk_pos_emb_head_dim": 64,
+    **dict.fromkeys(("micro_batch_size", "seq_length"), None),
     **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), 1),
     **dict.fromkeys(("context_parallel_size", "expert_model_parallel_size"), 1),
     "expert_tensor_parallel_size": None,
@@ -45,6 +53,7 @@ _WORDS: Mapping[str, tuple[str | None, Sequence[str] | None]] = {
     "optimizer": ("adam", _OPTIMIZERS),
     "tokenizer_type": (None, _TOKENIZERS),
     "tokenizer_model": (None, None),
+    "pipeline_model_parallel_layout": (None, None),
     "main_params_dtype": ("fp32", _FORMATS[:2]),
     "exp_avg_dtype": ("fp32", _FORMATS),
     "exp_avg_sq_dtype": ("fp32", _FORMATS),
@@ -53,7 +62,9 @@ _SWITCHES = (
     *("add_qkv_bias", "group_query_attention", "qk_layernorm", "swiglu", "moe_grouped_gemm"),
     *("moe_shared_expert_gate", "untie_embeddings_and_output_weights"),
     *("use_rotary_position_embeddings", "use_distributed_optimizer", "overlap_grad_reduce"),
-    *("use_precision_aware_optimizer", "bf16", "fp16"),
+    *("use_precision_aware_optimizer", "bf16", "fp16", "multi_latent_attention"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("fp32_residual_connection",),
 )
 
 # Flags whose spelling is not their ``dest`` with dashes.
@@ -128,7 +139,7 @@ _SAME_SIZE = """
     mup_output_mult mup_width_mult no_rope_freq no_weight_decay_cond_type
     overlap_param_gather_with_optimizer_step pad_vocab_size per_split_data_args_path qk_l2_norm
     rope_scaling_factor rope_type rotary_base rotary_interleaved rotary_percent
-    rotary_scaling_factor rotary_seq_len_interpolation_factor seed seq_length split squared_relu
+    rotary_scaling_factor rotary_seq_len_interpolation_factor seed split squared_relu
     te_rng_tracker train_data_path transformer_impl use_grouped_gemm_for_dense_mlp
     use_grouped_gemm_for_shared_expert use_mup use_rope_scaling use_transformer_engine_op_fuser
     window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow

@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from moe_ft.config.flag_table import PATHS
 from moe_ft.convert.source import Source
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import IterationRecord, OptimizerRecord
@@ -97,6 +98,8 @@ def _arguments(
         for flag, value in settings.items()
         if flag.startswith("--")
     }
+    # Megatron would take half a path in the place of the one that is given: --use-checkpoint-args.
+    named = {name: value for name, value in named.items() if name not in PATHS}
     sizes = _sizes(source)
     world_size = len(source.ranks)
     inner = sizes["tensor"] * sizes["context"] * sizes["pipeline"]

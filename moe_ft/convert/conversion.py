@@ -15,6 +15,7 @@ from moe_ft.convert.huggingface.writing import HuggingFace
 from moe_ft.convert.items import Item, Shards, into_shards, list_items
 from moe_ft.convert.model import Model
 from moe_ft.convert.opening import open_model
+from moe_ft.convert.remote_destination import RemoteDestination
 from moe_ft.convert.safetensors_set import SafetensorsSet
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.torch_dist import TorchDist
@@ -92,8 +93,7 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
         raise
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"DST={destination.path} could not be written from {model.place}: {error}. Nothing is left "
-            "of it: make both readable and DST writable, and try again."
+            f"DST={destination.path} could not be written from {model.place}: {error}. {destination.left}"
         ) from error
     lines = [
         f"{destination.path}: iteration {model.iteration} as {request.to}, {len(items)} tensors, "
@@ -125,18 +125,25 @@ def _format(request: Request, model: Model, *, with_optimizer: bool) -> Format:
     return SafetensorsSet(model)
 
 
-def _destination(request: Request, model: Model, items: Sequence[Item], what: str) -> Destination:
+def _destination(
+    request: Request, model: Model, items: Sequence[Item], what: str
+) -> Destination | RemoteDestination:
     options = (request.to, what, request.dtype, request.for_ep, request.shard_bytes)
     listed = [(item.tensor.name, item.kind, item.dtype) for item in items]
-    return Destination(
-        request.destination,
-        checksum(repr((options, request.family, model.signature, listed)).encode()),
-        f"iteration {model.iteration} of {request.source} to {request.to}, --what {what}",
-    )
+    plan = checksum(repr((options, request.family, model.signature, listed)).encode())
+    description = f"iteration {model.iteration} of {model.place} to {request.to}, --what {what}"
+    url = request.destination.removeprefix("file://")
+    if "://" in url:
+        return RemoteDestination(url, plan, description, request.shard_bytes)
+    return Destination(url, plan, description)
 
 
 def _write(
-    written: Format, destination: Destination, shards: Shards, items: Sequence[Item], name: str
+    written: Format,
+    destination: Destination | RemoteDestination,
+    shards: Shards,
+    items: Sequence[Item],
+    name: str,
 ) -> None:
     sizes = [sum(item.num_bytes for item in shard) for shard in shards]
     total = sum(sizes)

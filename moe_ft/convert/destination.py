@@ -2,7 +2,8 @@
 
 Everything is written to a folder next to it, DST.incomplete, with a journal of the shards that are written
 and verified. After an interruption the same command continues there, unless the machine was started again in
-between: until the end nothing needs to be on the disk. After an error it is removed.
+between: until the end nothing needs to be on the disk. After an error it is removed. remote_destination.py is
+the same for URLs.
 """
 
 import json
@@ -13,22 +14,38 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from moe_ft.convert.remote_path import AnyPath, RemotePath
+from moe_ft.engine.persist.storage import sync_file
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import checksum
 
-_JOURNAL = "conversion.json"
-_SPARE_BYTES = 16 << 20  # for headers and indexes
+JOURNAL = "conversion.json"
+SPARE_BYTES = 16 << 20  # for headers and indexes
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def signature_of(paths: Iterable[Path]) -> str:
+def signature_of(paths: Iterable[AnyPath]) -> str:
     """Return a checksum of the names, sizes and times of files: another one if they were written again."""
-    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(paths)]
+    facts = [(path.name, *_version_of(path)) for path in sorted(paths, key=str)]
     return checksum(repr(facts).encode())
 
 
+def _version_of(path: AnyPath) -> tuple[object, ...]:
+    if isinstance(path, RemotePath):
+        return (path.version(),)
+    return (path.stat().st_size, path.stat().st_mtime_ns)
+
+
 class Destination:
-    """A folder that a conversion writes. Used by one thread."""
+    """A folder that a conversion writes. Used by one thread.
+
+    Attributes:
+        path: the folder.
+        work: where it is until it is complete.
+        left: a sentence on what an error leaves.
+    """
+
+    left = "Nothing is left of it: make both readable and DST writable, and try again."
 
     def __init__(self, path: str, plan: str, description: str) -> None:
         """Name it; nothing is created before the with statement.
@@ -57,11 +74,13 @@ class Destination:
                 f"DST={self.path} must be a new or an empty folder, and is not empty. Name another one, or "
                 "remove it."
             )
-        self._read_journal()
         parent = next(each for each in self.path.absolute().parents if each.exists())
+        if not parent.is_dir():
+            raise ConfigError(f"DST={self.path} cannot be made: {parent} is a file. Name another.")
+        self._read_journal()
         there = sum(each.stat().st_size for each in self.work.rglob("*") if each.is_file())
         free = shutil.disk_usage(parent).free
-        if (needed := num_bytes + _SPARE_BYTES - there) > free:
+        if (needed := num_bytes + SPARE_BYTES - there) > free:
             raise ConfigError(
                 f"DST={self.path} needs {needed} bytes, and {parent} has {free} free. Make room, or give "
                 "--what weights or a shorter --dtype."
@@ -71,7 +90,7 @@ class Destination:
         if not self.work.exists():
             return
         try:
-            journal = json.loads((self.work / _JOURNAL).read_text(encoding="utf-8"))
+            journal = json.loads((self.work / JOURNAL).read_text(encoding="utf-8"))
             plan, shards = journal["plan"], dict(journal["shards"])
             self._shards = shards if journal["boot"] == _boot() else {}
             description = journal["description"]
@@ -97,13 +116,13 @@ class Destination:
     ) -> None:
         """Publish the folder; remove it after an error, but not after an interruption."""
         if kind is None:
-            (self.work / _JOURNAL).unlink()
+            (self.work / JOURNAL).unlink()
             for path in (*self.work.rglob("*"), self.work):
-                _sync(path)
+                sync_file(str(path))
             if self.path.exists():
                 self.path.rmdir()
             self.work.rename(self.path)
-            _sync(self.path.parent)
+            sync_file(str(self.path.parent))
         elif issubclass(kind, Exception):
             shutil.rmtree(self.work, ignore_errors=True)
 
@@ -123,20 +142,11 @@ class Destination:
             "boot": _boot(),
             "shards": self._shards,
         }
-        temporary = self.work / f"{_JOURNAL}.new"
+        temporary = self.work / f"{JOURNAL}.new"
         temporary.write_text(json.dumps(journal), encoding="utf-8")
-        os.replace(temporary, self.work / _JOURNAL)
+        os.replace(temporary, self.work / JOURNAL)
 
 
 def _boot() -> str:
     """Return what tells this start of the machine from others; empty where nothing does."""
     return _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

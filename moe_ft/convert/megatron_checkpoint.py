@@ -7,6 +7,7 @@ group is needed.
 import hashlib
 import io
 import json
+import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from moe_ft.convert.destination import signature_of
 from moe_ft.convert.model import MegatronState
+from moe_ft.convert.remote_path import AnyPath
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.state.slices import DTYPES, dtype_name
@@ -29,10 +30,11 @@ from moe_ft.state.slices import DTYPES, dtype_name
 TRACKER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
 _METADATA = ".metadata"
+_COMMON, _LEGACY_COMMON = "common_state/shard_0_1", "common.pt"
 _MASTERS = ("param", "fp32_param")
 _STACKED_LAYERS = re.compile(r"decoder\.layers\.(?=[a-z])")
 _STACK = ".experts.experts."
-_HASH_BYTES = 1 << 20
+_HASH_BYTES = 8 << 20
 _UNREADABLE = (
     "has them in buffers of its ranks (dp_reshardable). Save it with --dist-ckpt-optim-fully-reshardable, "
     "or leave out --dtype for the weights in their own type."
@@ -75,7 +77,7 @@ class MegatronCheckpoint:
         problem: why masters cannot be read; empty if they can, or there are none.
     """
 
-    folder: Path
+    folder: AnyPath
     iteration: int
     settings: Mapping[str, Any] = field(repr=False)
     facts: Mapping[str, Any] = field(repr=False)
@@ -169,7 +171,7 @@ class MegatronCheckpoint:
             raise CorruptStateError(f"{path}: {key} cannot be read: {error}") from error
         return found
 
-    def _verify(self, path: Path) -> None:
+    def _verify(self, path: AnyPath) -> None:
         """Compare a file with its hash, before its first byte is used."""
         if path.name in self._verified or path.name not in self.hashes:
             return
@@ -188,12 +190,12 @@ class MegatronCheckpoint:
         )
 
 
-def is_megatron_checkpoint(folder: Path) -> bool:
+def is_megatron_checkpoint(folder: AnyPath) -> bool:
     """Return whether a folder holds checkpoints of Megatron, or is one."""
     return (folder / TRACKER).is_file() or (folder / _METADATA).is_file()
 
 
-def open_megatron_checkpoint(folder: Path, iteration: int | None) -> MegatronCheckpoint:
+def open_megatron_checkpoint(folder: AnyPath, iteration: int | None) -> MegatronCheckpoint:
     """Return the model of a checkpoint of Megatron, by default the one that its tracker names.
 
     Raises:
@@ -202,8 +204,8 @@ def open_megatron_checkpoint(folder: Path, iteration: int | None) -> MegatronChe
     """
     folder = _find(folder, iteration)
     try:
-        metadata = FileSystemReader(folder).read_metadata()
-        common = dist_checkpointing.load_common_state_dict(str(folder))
+        metadata = pickle.loads((folder / _METADATA).read_bytes())
+        common = _load_common(folder, metadata)
     except Exception as error:  # of many kinds, from a damaged pickle
         raise CorruptStateError(
             f"{folder} cannot be read: {type(error).__name__}: {error}"
@@ -229,14 +231,31 @@ def open_megatron_checkpoint(folder: Path, iteration: int | None) -> MegatronChe
             "--" + name.replace("_", "-"): value for name, value in vars(common["args"]).items()
         },
         facts=common.get("moe_ft") or {"iteration": named},
-        signature=signature_of(each for each in folder.iterdir() if each.is_file()),
+        signature=signature_of(folder / name for name in {_METADATA, *_files_of(metadata)}),
         problem=_UNREADABLE if sharding == "dp_reshardable" else "",
         stored=stored,
         hashes=hashes,
     )
 
 
-def _find(folder: Path, iteration: int | None) -> Path:
+def _load_common(folder: AnyPath, metadata: Any) -> dict[str, Any]:
+    """Return what is no tensor; Megatron reads it from folders of this machine alone."""
+    if isinstance(folder, Path):
+        found: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))
+        return found
+    if (folder / _LEGACY_COMMON).is_file():
+        return dict(_unpickle((folder / _LEGACY_COMMON).read_bytes()))
+    place = metadata.storage_data[MetadataIndex(_COMMON)]
+    with (folder / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        return dict(_unpickle(file.read(place.length))[0])
+
+
+def _unpickle(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+def _find(folder: AnyPath, iteration: int | None) -> AnyPath:
     """Return the folder of one checkpoint."""
     if (folder / _METADATA).is_file() and iteration is None:
         return folder
@@ -251,7 +270,11 @@ def _find(folder: Path, iteration: int | None) -> Path:
     return found
 
 
-def _stored(metadata: Any, folder: Path) -> Iterator[tuple[str, _Stored]]:
+def _files_of(metadata: Any) -> set[str]:
+    return {each.relative_path for each in metadata.storage_data.values()}
+
+
+def _stored(metadata: Any, folder: AnyPath) -> Iterator[tuple[str, _Stored]]:
     """Yield tensors and masters with the places of their pieces."""
     wanted = tuple(f"optimizer.state.{each}." for each in _MASTERS)
     places: dict[str, dict[tuple[int, ...], Any]] = {}

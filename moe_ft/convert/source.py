@@ -4,7 +4,6 @@ Decides what can be converted and refuses the rest. Naming tensors is tensors.py
 """
 
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -13,7 +12,7 @@ import xxhash
 
 from moe_ft.engine.persist.soundness import check_references, check_region, read_file
 from moe_ft.engine.persist.storage import Storage
-from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock
+from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock, watch_lock
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.format.contents import check_header
 from moe_ft.format.encoding import checksum, encode
@@ -123,7 +122,12 @@ def open_source(directory: str, iteration: int | None = None) -> Source:
     chosen = newest_holding(holdings)
     if chosen.manifest is not None and chosen.storage is not None:
         _check_is_quiet(directory, chosen.storage)
-        source = _stored(chosen.place, chosen.storage, chosen.manifest)
+        try:
+            source = _stored(chosen.place, chosen.storage, chosen.manifest)
+        except CorruptStateError as error:
+            raise CorruptStateError(
+                f"{error}. `verify` says what else is damaged; --iteration names another checkpoint."
+            ) from error
     else:
         source = _in_memory(directory, chosen, holdings)
     _check_is_one_state(
@@ -148,6 +152,12 @@ def _sound(directory: str, holdings: list[Holding], iteration: int | None) -> li
     if not sound:
         found = sorted({each.iteration for each in holdings if not each.problem})
         given = "" if iteration is None else f"--iteration={iteration}: "
+        if not found:
+            first = holdings[0]
+            raise ConfigError(
+                f"{given}{directory} holds no complete state: {first.place} is {first.problem}. The "
+                "job ended before it was complete. Start it again, or convert the memory that it has left."
+            )
         raise ConfigError(
             f"{given}{directory} holds no complete state{'' if iteration is None else ' of it'}. It has "
             f"iterations {found}: name one of them, or another directory."
@@ -159,17 +169,12 @@ def _check_is_quiet(directory: str, storage: Storage) -> None:
     """Refuse a persist directory that a job writes to: it may delete what is read."""
     lock = StorageLock(storage)
     before = lock.look()
-    deadline = time.monotonic() + _WATCH_S
-    while before is not None and time.monotonic() < deadline:
-        time.sleep(1.0)
-        now = lock.look()
-        if now is not None and now.content != before.content:
-            raise ConfigError(
-                f"{directory} must not be written to while it is converted, and {now.holder} writes there: "
-                "it deletes old checkpoints. Wait for its end, or copy the checkpoint first."
-            )
-        if now is None:
-            return
+    now = before and watch_lock(lock, before, _WATCH_S)
+    if now is not None and now != before:
+        raise ConfigError(
+            f"{directory} must not be written to while it is converted, and {now.holder} writes there: "
+            "it deletes old checkpoints. Wait for its end, or copy the checkpoint first."
+        )
 
 
 def _stored(place: str, storage: Storage, manifest: Manifest) -> Source:

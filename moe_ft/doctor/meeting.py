@@ -3,6 +3,7 @@
 torchrun's store, or one that rank 0 opens at MASTER_ADDR and MASTER_PORT. Training meets at the same address.
 """
 
+import socket
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from moe_ft.doctor.place import Place
+from moe_ft.errors import ConfigError
 
 _POLL_S = 0.05
 _OPERATION_S = 10.0  # of one request to the store
@@ -50,8 +52,10 @@ class StoreMeeting:
         """Connect.
 
         Raises:
+            ConfigError: if the place has a name that leads nowhere.
             RuntimeError: if nobody listens at the place by a time of the monotonic clock.
         """
+        _check_host(place.master[0])
         import torch.distributed as dist  # only here: commands start without torch
 
         self._rank = place.rank
@@ -83,3 +87,14 @@ class StoreMeeting:
 
     def _key(self, name: str, rank: int) -> str:
         return f"{self._prefix}/{name}/{rank}"
+
+
+def _check_host(host: str) -> None:
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"MASTER_ADDR={host} must be a host that this node knows ({error.strerror}). Set it to the "
+            "address of the node of rank 0. Without it doctor takes the first name of SLURM's list of nodes, "
+            "which need not be a host name."
+        ) from error

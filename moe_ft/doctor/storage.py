@@ -5,7 +5,6 @@ Several nodes at once, and bandwidth, are storage_speed.py.
 
 import os
 import shutil
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,12 +17,12 @@ from moe_ft.engine.persist.storage_lock import (
     LOCK_RENEWAL_S,
     LOCK_STALE_S,
     StorageLock,
+    watch_lock,
 )
 
 _SEMANTICS, _LOCK, _SPACE = "storage", "storage lock", "storage room"
 _PLACE = "persist dir"
 _WATCH_S = LOCK_RENEWAL_S + 3.0
-_POLL_S = 0.5
 _REMEDY = "Name a directory or object store that does this, or ask its administrator."
 
 
@@ -136,15 +135,12 @@ def check_lock(root: Storage, job_id: str | None, watch_s: float = _WATCH_S) -> 
         return [passed(_LOCK, _PLACE, "free")]
     if seen.lock is not None and seen.lock.job_id == job_id:
         return [passed(_LOCK, _PLACE, f"of {seen.holder}, which is this one")]
-    end_s = time.monotonic() + watch_s
-    while time.monotonic() < end_s:
-        time.sleep(_POLL_S)
-        now = lock.look()
-        if now is None:
-            return [passed(_LOCK, _PLACE, f"{seen.holder} has just given it up")]
-        if now != seen:
-            remedy = "Wait until that job has ended, or name another --moe-ft-persist-dir."
-            return [failed(_LOCK, _PLACE, f"{now.holder} writes there: it renews its lock", remedy)]
+    now = watch_lock(lock, seen, watch_s)
+    if now is None:
+        return [passed(_LOCK, _PLACE, f"{seen.holder} has just given it up")]
+    if now != seen:
+        remedy = "Wait until that job has ended, or name another --moe-ft-persist-dir."
+        return [failed(_LOCK, _PLACE, f"{now.holder} writes there: it renews its lock", remedy)]
     found = f"of {seen.holder}, not renewed in {watch_s:.0f} s"
     remedy = f"Nothing if that job is dead: a start waits {LOCK_STALE_S:.0f} s and takes it over."
     return [warned(_LOCK, _PLACE, found, remedy)]

@@ -24,6 +24,7 @@ class BackgroundPart(StrEnum):
     PERSIST = "persist"
     WRITER = "writer"
     MEMORY = "memory"
+    BOUNDARY_LOG = "boundary-log"
     AGREEMENT = "agreement"
     PEER_SERVER = "peer-server"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from moe_ft.engine.agreement import Minimum
 from moe_ft.engine.background import Reports
+from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.context import EngineContext, EngineSettings
@@ -25,6 +26,7 @@ from moe_ft.engine.snapshots.record_log import RecordLog
 from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.engine.snapshots.writer import SnapshotWriter
 from moe_ft.engine.worker import ThreadWorker, Worker
+from moe_ft.planning.boundary_log import header_bytes
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy
 
@@ -48,7 +50,8 @@ def build_engine(
     Args:
         complete_record: adds to a captured record what moves together with the weights.
         clock: by default the system's.
-        make_worker: takes a name; makes what copies snapshots, and what sends them.
+        make_worker: takes a name; makes what copies snapshots, what sends them, and what commits the
+            boundary log.
         replicator: sends snapshots to the peers of the context, by default over TCP.
     """
     clock = clock or Clock()
@@ -83,6 +86,7 @@ def build_engine(
         writer=writer,
         windows=windows,
         storage=storage,
+        boundary=_build_boundary_log(context, reports, make_worker),
         supervisor=None
         if context.writer is None
         else WriterSupervisor(directory, writer_command(directory), reports, clock, context.writer),
@@ -118,6 +122,24 @@ def _indexer(context: EngineContext, records: RecordLog) -> SnapshotIndexer:
         context.memory.pool,
         context.origins,
         context.model_places,
+    )
+
+
+def _build_boundary_log(
+    context: EngineContext, reports: Reports, make_worker: MakeWorker
+) -> BoundaryLog | None:
+    """Return what logs the sends of the pipeline; None without a boundary log."""
+    if context.traffic is None or not context.memory.boundary:
+        return None
+    info = context.topology.ranks[context.rank]
+    return BoundaryLog(
+        context.memory.boundary,
+        header_bytes(context.traffic.num_sends(info.stage)),
+        context.identity,
+        info.rank,
+        info.node,
+        make_worker("boundary-log"),
+        reports,
     )
 
 

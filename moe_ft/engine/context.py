@@ -14,6 +14,7 @@ from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Identity, Start
 from moe_ft.format.index import Index
+from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.recovery import Family
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.topology import RankInfo, Topology
@@ -56,6 +57,7 @@ class EngineContext:
         peers: ranks that keep this rank's replicas.
         server: listens already.
         token: the secret that peers share.
+        traffic: what the pipeline sends, if that is logged.
         writer: settings of the node's writer process; None on all but the lowest rank of a node
             and without storage.
         breakpoint: layout of the rank's breakpoint; None without one.
@@ -75,6 +77,7 @@ class EngineContext:
     writer: WriterSettings | None
     phase_hook: PhaseHook
     breakpoint: FileLayout | None = None
+    traffic: PipelineTraffic | None = None
 
     @property
     def is_on_gpu(self) -> bool:
@@ -135,3 +138,9 @@ class Handover:
     def iteration(self) -> int:
         """The iteration of what regions keep."""
         return self.family[0]
+
+    @property
+    def first_iteration(self) -> int:
+        """The iteration of the first snapshot that was put back."""
+        last, negative_window, _ = self.family
+        return last + negative_window + 1

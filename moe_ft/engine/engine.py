@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from moe_ft.engine.background import BackgroundPart, Report
+from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.context import EngineContext, EngineSettings, Handover
@@ -45,6 +46,7 @@ class CheckpointEngine:
 
     Attributes:
         breakpoints: the rank's breakpoint; None without one.
+        boundary: logs the sends of the pipeline, None without that.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class CheckpointEngine:
         windows: Windows,
         storage: StorageSchedule,
         supervisor: WriterSupervisor | None,
+        boundary: BoundaryLog | None,
         breakpoints: Breakpoints | None = None,
     ) -> None:
         self._settings, self._context, self._strategy = settings, context, strategy
@@ -71,6 +74,7 @@ class CheckpointEngine:
         self._writer, self._windows = writer, windows
         self._storage, self._supervisor = storage, supervisor
         self.breakpoints = breakpoints
+        self.boundary = boundary
         self._has_removed_left_overs = False
         self._restored_replica: Replica | None = None
         self._forward_start_s: float | None = None
@@ -96,6 +100,8 @@ class CheckpointEngine:
                 LastState.SAVED if restored.is_on_storage else LastState.UNSAVED
             )
         self._windows.start(iteration, restored)
+        if self.boundary is not None:
+            self.boundary.start(iteration, restored.first_iteration if restored else iteration)
         context.server.keep(self._memory.replicas, self._reports)
         self._writer.start()
         if restored is not None and restored.peers_without:
@@ -260,6 +266,8 @@ class CheckpointEngine:
         if self.breakpoints is not None:
             self.breakpoints.release()
         self._strategy.note_complete(window.plan, last.iteration)
+        if self.boundary is not None:
+            self.boundary.keep(window.jobs[0].iteration)
         for job in window.jobs:
             result = job.result.result()
             self._profile.note(
@@ -396,6 +404,8 @@ class CheckpointEngine:
         if self.breakpoints is not None:
             self.breakpoints.close()
         self._writer.close(_CLOSE_DEADLINE_S)
+        if self.boundary is not None:
+            self.boundary.close(_CLOSE_DEADLINE_S)
         if self._supervisor is not None:
             self._supervisor.close()
         self._context.server.close()

@@ -37,8 +37,8 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         strategy: --moe-ft-strategy.
         division: how a strategy that saves experts in parts divides them; empty if it saves them whole.
             Versions of runs that divide differently do not fit together.
-        replay_settings: the settings, by flag, that a repeated iteration must have; empty if a recovery
-            repeats none.
+        replay_settings: the further settings, by flag, that the result of an iteration depends on: those of
+            a repeated iteration must be the same. Conversions say them to others.
         script_settings: the settings, by flag, that only the training script reads; unset if none.
         superseded: names of the starts that the last start found something of and does not continue.
         began_with: the flags that begin the run from the weights of another run; empty without them.

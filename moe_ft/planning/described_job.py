@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
-from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
+from moe_ft.planning.boundary_log import PipelineTraffic
+from moe_ft.planning.model_size import ByteModel, LatentAttention, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.parallel_sizes import check_experts, check_world_size
+from moe_ft.planning.pipeline import layers_of_stages
 from moe_ft.planning.placement import default_replication_factor
 from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
 
@@ -20,10 +22,12 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _AT_LEAST_1 = (
     *_REQUIRED,
     *("ffn_hidden_size", "moe_ffn_hidden_size", "kv_channels", "num_query_groups", "vocab_size"),
-    "moe_shared_expert_intermediate_size",
+    *("moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
+    *("qk_pos_emb_head_dim", "v_head_dim"),
     *("padded_vocab_size", "make_vocab_size_divisible_by", "moe_router_topk", "ddp_bucket_size"),
     *("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
     *("max_position_embeddings", "train_iters", "train_samples", "global_batch_size"),
+    *("micro_batch_size", "seq_length"),
 )
 _BYTE_VOCABULARY = 256  # of --text-dir without a tokenizer
 _LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000  # Megatron's defaults
@@ -54,8 +58,7 @@ def describe_job(
                 "one."
             )
     shape = shape_of(args)
-    pp = args.pipeline_model_parallel_size
-    _check_divides(pp, "--pipeline-model-parallel-size", args.num_layers, "--num-layers")
+    layers = layers_of_stages(args)
     layout = layout_of(args, world_size, config.strategy.sharding)
     bucket = None
     if args.overlap_grad_reduce:
@@ -68,7 +71,7 @@ def describe_job(
         )
     return PlannedJob(
         shape=shape,
-        stages=tuple(stage_units(shape, pp)),
+        stages=tuple(stage_units(shape, len(layers), layers)),
         layout=layout,
         bucket_parameters=bucket,
         byte_model=bytes_of(args, config.precision.packings),
@@ -82,6 +85,7 @@ def describe_job(
         live_bytes=bytes_of(
             args, dict.fromkeys(config.precision.packings, Packing.EXACT)
         ).optimizer,
+        traffic=traffic_of(args, layout) if config.memory.upstream_log else None,
     )
 
 
@@ -98,7 +102,7 @@ def shape_of(args: argparse.Namespace) -> ModelShape:
             "Give the whole command line after the --."
         )
     heads, hidden = args.num_attention_heads, args.hidden_size
-    if args.kv_channels is None:
+    if args.kv_channels is None and not args.multi_latent_attention:
         _check_divides(heads, "--num-attention-heads", hidden, "--hidden-size")
     groups = args.num_query_groups if args.group_query_attention else heads
     _check_divides(groups, "--num-query-groups", heads, "--num-attention-heads")
@@ -124,7 +128,22 @@ def shape_of(args: argparse.Namespace) -> ModelShape:
         has_qkv_bias=args.add_qkv_bias,
         has_norm_bias=args.normalization == "LayerNorm",
         has_qk_norm=args.qk_layernorm,
+        has_router_bias=args.add_bias_linear,
         has_shared_expert_gate=args.moe_shared_expert_gate,
+        latent_attention=_latent_attention(args),
+        num_mtp_layers=args.mtp_num_layers or 0,
+    )
+
+
+def _latent_attention(args: argparse.Namespace) -> LatentAttention | None:
+    if not args.multi_latent_attention:
+        return None
+    return LatentAttention(
+        query_rank=args.q_lora_rank or 0,
+        key_value_rank=args.kv_lora_rank,
+        head_width=args.qk_head_dim,
+        position_width=args.qk_pos_emb_head_dim,
+        value_width=args.v_head_dim,
     )
 
 
@@ -193,6 +212,41 @@ def layout_of(args: argparse.Namespace, world_size: int, sharding: str) -> Savin
         ep=ep,
         sharding=Sharding(sharding),
         is_optimizer_distributed=args.use_distributed_optimizer,
+    )
+
+
+def traffic_of(args: argparse.Namespace, layout: SavingLayout) -> PipelineTraffic:
+    """Return what the pipeline sends in an iteration, which the boundary log keeps.
+
+    Raises:
+        ConfigError: if a flag is missing, or there is only one stage.
+    """
+    stages = args.pipeline_model_parallel_size
+    if stages < 2:
+        raise ConfigError(
+            f"--moe-ft-upstream-log needs pipeline stages: with --pipeline-model-parallel-size={stages} "
+            "nothing is sent from one to another. Leave it out."
+        )
+    missing = [
+        flag_of(name) for name in ("seq_length", "micro_batch_size") if not getattr(args, name)
+    ]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not given: --moe-ft-upstream-log keeps what the stages send to each "
+            "other, whose size follows from it. Give the whole command line after the --."
+        )
+    samples = args.micro_batch_size * (layout.dp // args.context_parallel_size)
+    is_half = (args.bf16 or args.fp16) and not args.fp32_residual_connection
+    return PipelineTraffic(
+        num_stages=stages,
+        num_chunks=1,
+        num_microbatches=(args.global_batch_size or samples) // samples,
+        shape=(
+            args.seq_length // args.context_parallel_size,
+            args.micro_batch_size,
+            args.hidden_size,
+        ),
+        element_bytes=2 if is_half else 4,
     )
 
 

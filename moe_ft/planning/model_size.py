@@ -4,9 +4,32 @@ Computed from hyper-parameters, for planning before there is a model. The parame
 found by state/parameters.py. The share of them that a rank saves is ownership.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_ft.units import UnitId, UnitKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttention:
+    """Sizes of multi-latent attention (DeepSeek-V2), whose keys and values come from a short vector.
+
+    Megatron's local implementation is counted. Transformer Engine has one norm of the hidden size more where
+    queries are not compressed and have a norm.
+
+    Attributes:
+        query_rank: length of the vector that queries come from; 0: they come from the hidden state.
+        key_value_rank: length of the vector that keys and values come from.
+        head_width: of a query's and a key's part without positions.
+        position_width: of the part with positions, which all heads share for keys.
+        value_width: of a head's values.
+    """
+
+    query_rank: int
+    key_value_rank: int
+    head_width: int
+    position_width: int
+    value_width: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +56,10 @@ class ModelShape:
         has_qkv_bias: queries, keys and values also have biases where other linear layers have none.
         has_norm_bias: LayerNorm has a bias, RMSNorm has none.
         has_qk_norm: norms of queries and keys.
+        has_router_bias: routers have biases, as Megatron's have where linear layers have them.
         has_shared_expert_gate: a gate of the experts that see every token.
+        latent_attention: None for attention whose queries, keys and values are projections of their own.
+        num_mtp_layers: layers after the last, of its kind, that predict further tokens.
     """
 
     num_layers: int
@@ -54,12 +80,20 @@ class ModelShape:
     has_qkv_bias: bool = False
     has_norm_bias: bool = True
     has_qk_norm: bool = False
+    has_router_bias: bool = False
     has_shared_expert_gate: bool = False
+    latent_attention: LatentAttention | None = None
+    num_mtp_layers: int = 0
+
+    @property
+    def has_mtp_experts(self) -> bool:
+        """True if layers that predict further tokens have experts, as the last layer then has."""
+        return self.num_mtp_layers > 0 and self.num_layers - 1 in self.moe_layers
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with experts."""
-        return len(self.moe_layers)
+        """Layers with experts, those that predict further tokens included."""
+        return len(self.moe_layers) + self.has_mtp_experts * self.num_mtp_layers
 
     @property
     def norm_parameters(self) -> int:
@@ -69,6 +103,8 @@ class ModelShape:
     @property
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention without its norm."""
+        if self.latent_attention is not None:
+            return self._latent_parameters(self.latent_attention)
         kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
         query = self.num_attention_heads * kv_channels
         key_value = 2 * (self.num_query_groups or self.num_attention_heads) * kv_channels
@@ -76,6 +112,24 @@ class ModelShape:
         biases += self.has_bias * self.hidden_size
         norms = self.has_qk_norm * 2 * kv_channels * (1 + self.has_norm_bias)
         return self.hidden_size * (2 * query + key_value) + biases + norms
+
+    def _latent_parameters(self, latent: LatentAttention) -> int:
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        norm = self.has_qk_norm * (1 + self.has_norm_bias)
+        query = heads * (latent.head_width + latent.position_width)
+        queries = hidden * query
+        if rank := latent.query_rank:
+            queries = hidden * rank + rank * norm + rank * query
+        rank = latent.key_value_rank
+        keys_values = hidden * (rank + latent.position_width) + rank * norm
+        keys_values += rank * heads * (latent.head_width + latent.value_width)
+        output = heads * latent.value_width * hidden + self.has_bias * hidden
+        return queries + keys_values + output
+
+    @property
+    def mtp_projection_parameters(self) -> int:
+        """Parameters that a layer has only because it predicts further tokens: a projection, three norms."""
+        return 2 * self.hidden_size * self.hidden_size + 3 * self.norm_parameters
 
     @property
     def dense_ffn_parameters(self) -> int:
@@ -103,8 +157,8 @@ class ModelShape:
 
     @property
     def router_parameters(self) -> int:
-        """Parameters of one layer's router, which has no bias."""
-        return self.hidden_size * self.num_experts
+        """Parameters of one layer's router."""
+        return (self.hidden_size + self.has_router_bias) * self.num_experts
 
     @property
     def num_expert_parameters(self) -> int:
@@ -138,35 +192,60 @@ def unit_parameters(shape: ModelShape) -> dict[UnitId, int]:
     tables = (shape.vocab_size + shape.num_positions) * hidden
     units = {UnitId(kind=UnitKind.EMBEDDING): tables}
     for layer in range(shape.num_layers):
-        is_moe = layer in shape.moe_layers
-        ffn = shape.shared_expert_parameters if is_moe else shape.dense_ffn_parameters
-        non_expert = UnitId(kind=UnitKind.NON_EXPERT, layer=layer)
-        units[non_expert] = shape.attention_parameters + ffn + 2 * norm
-        if is_moe:
-            units[UnitId(kind=UnitKind.ROUTER, layer=layer)] = shape.router_parameters
-            for expert in range(shape.num_experts):
-                unit = UnitId(kind=UnitKind.EXPERT, layer=layer, expert=expert)
-                units[unit] = shape.expert_parameters
+        units |= _layer_units(shape, "layer", layer, has_experts=layer in shape.moe_layers)
     units[UnitId(kind=UnitKind.FINAL_NORM)] = norm
+    for layer in range(shape.num_mtp_layers):
+        further = _layer_units(shape, "mtp", layer, has_experts=shape.has_mtp_experts)
+        further[UnitId(kind=UnitKind.NON_EXPERT, block="mtp", layer=layer)] += (
+            shape.mtp_projection_parameters
+        )
+        units |= further
     if shape.has_output_layer:
         units[UnitId(kind=UnitKind.OUTPUT)] = shape.vocab_size * hidden
     return units
 
 
-def stage_units(shape: ModelShape, num_stages: int) -> list[dict[UnitId, int]]:
+def _layer_units(
+    shape: ModelShape, block: str, layer: int, *, has_experts: bool
+) -> dict[UnitId, int]:
+    """Return the parameters of the units of one layer."""
+    ffn = shape.shared_expert_parameters if has_experts else shape.dense_ffn_parameters
+    non_expert = UnitId(kind=UnitKind.NON_EXPERT, block=block, layer=layer)
+    units = {non_expert: shape.attention_parameters + ffn + 2 * shape.norm_parameters}
+    if has_experts:
+        units[UnitId(kind=UnitKind.ROUTER, block=block, layer=layer)] = shape.router_parameters
+        for expert in range(shape.num_experts):
+            unit = UnitId(kind=UnitKind.EXPERT, block=block, layer=layer, expert=expert)
+            units[unit] = shape.expert_parameters
+    return units
+
+
+def stage_units(
+    shape: ModelShape, num_stages: int, layers: Sequence[Sequence[int]] | None = None
+) -> list[dict[UnitId, int]]:
     """Return ``[stage]`` the parameters of its units, in the order of the model.
 
-    Layers are divided equally; tied word embeddings are on the first stage and again on the last.
+    Tied word embeddings are on the first stage and again on the last. Layers that predict further tokens are
+    on the last stage, and so is a copy of the embeddings for them.
+
+    Args:
+        layers: ``[stage]`` its layers; None divides them equally.
     """
+    layers_each = shape.num_layers // num_stages
+    stage_of = {layer: layer // layers_each for layer in range(shape.num_layers) if layers is None}
+    for number, own in enumerate(layers or ()):
+        stage_of |= dict.fromkeys(own, number)
+    stages: list[dict[UnitId, int]] = [{} for _ in range(num_stages)]
     units = unit_parameters(shape)
+    embedding = UnitId(kind=UnitKind.EMBEDDING)
     if num_stages > 1:
         units.setdefault(UnitId(kind=UnitKind.OUTPUT), shape.vocab_size * shape.hidden_size)
-    layers_each = shape.num_layers // num_stages
-    stages: list[dict[UnitId, int]] = [{} for _ in range(num_stages)]
+        if shape.num_mtp_layers:
+            stages[-1][embedding] = units[embedding]
     for unit, count in units.items():
-        is_first = unit.kind is UnitKind.EMBEDDING
-        stage = unit.layer // layers_each if unit.layer >= 0 else (0 if is_first else -1)
-        stages[stage][unit] = count
+        is_first = unit == embedding
+        in_decoder = unit.block == "layer" and unit.layer >= 0
+        stages[stage_of[unit.layer] if in_decoder else 0 if is_first else -1][unit] = count
     return stages
 
 

@@ -123,7 +123,7 @@ def saved_parameters(
         units: of the stage, with their parameters.
         bucket_parameters: as of `owned_slices`.
     """
-    num_layers = len({unit.layer for unit in units if unit.kind is UnitKind.EXPERT})
+    num_layers = len({unit.layer_name for unit in units if unit.kind is UnitKind.EXPERT})
     experts = owned_experts(shape, num_layers, layout, bucket_parameters=bucket_parameters)
     by_group = experts.sum(axis=(1, 2))
     others = sum(count for unit, count in units.items() if unit.kind is not UnitKind.EXPERT)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
+from moe_ft.planning.boundary_log import PipelineTraffic, most_log_bytes
 from moe_ft.planning.interval import CheckpointCost, choose_interval
 from moe_ft.planning.model_size import ByteModel, ModelShape
 from moe_ft.planning.ownership import SavingLayout
@@ -112,6 +113,7 @@ class PlannedJob:
         measured: times and bandwidths.
         live_bytes: of a parameter's master weight and moments in training, which breakpoints keep as they
             are.
+        traffic: what the pipeline sends in an iteration, if that is logged.
     """
 
     shape: ModelShape
@@ -127,6 +129,18 @@ class PlannedJob:
     is_grouped: bool
     measured: Measured
     live_bytes: int = ByteModel().optimizer
+    traffic: PipelineTraffic | None = None
+
+    def boundary_bytes(self, longest_window: int) -> int:
+        """Return the bytes of the boundary log of the rank with the largest one; 0 without a log.
+
+        Args:
+            longest_window: snapshots of the longest window of its strategy.
+        """
+        interval = self.config.strategy.interval_iterations
+        if self.traffic is None or interval is None:
+            return 0
+        return most_log_bytes(self.traffic, longest_window=longest_window, interval=interval)
 
     @property
     def num_ranks(self) -> int:

@@ -246,7 +246,7 @@ def _plan_stages(
     comes_first = all(True in each for each in kinds) and any(False not in each for each in kinds)
 
     def order(rank: int, node: str) -> tuple[Source, ...]:
-        sources = _order(by_rank[rank], node)
+        sources = order_sources(by_rank[rank], node)
         first = [each for each in sources if each.version.is_breakpoint is comes_first]
         return (*first, *(each for each in sources if each not in first))
 
@@ -287,7 +287,7 @@ def _all_of(
             is_left[key] = is_alive(version.iteration, version.history, run)
         if is_left[key]:
             alive[version.rank].append(version)
-    return {rank: _order(alive[rank], node) for rank, node in enumerate(node_of)}
+    return {rank: order_sources(alive[rank], node) for rank, node in enumerate(node_of)}
 
 
 def plan_to_keep(plan: Plan, plans: Sequence[Plan]) -> Plan | None:
@@ -356,7 +356,7 @@ def newer_than(plan: Plan, others: Sequence[Rejection]) -> list[Rejection]:
     ]
 
 
-def _order(versions: list[Version], node: str) -> tuple[Source, ...]:
+def order_sources(versions: Sequence[Version], node: str) -> tuple[Source, ...]:
     """Order the sources of one rank: memory, peers, storage; newer starts first."""
     sources = [Source(tier=_tier(version, node), version=version) for version in versions]
     tiers = list(Tier)

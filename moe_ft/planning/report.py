@@ -96,6 +96,25 @@ def whole_line(job: PlannedJob, num_bytes: int) -> list[str]:
     ]
 
 
+def boundary_line(job: PlannedJob, longest_window: int) -> list[str]:
+    """Return what the boundary log takes, if there is one.
+
+    Args:
+        longest_window: snapshots of the longest window of the strategy.
+    """
+    traffic, num_bytes = job.traffic, job.boundary_bytes(longest_window)
+    if traffic is None or not num_bytes:
+        return []
+    stages = range(traffic.num_stages)
+    most = max(stages, key=traffic.num_sends)
+    iterations = num_bytes // traffic.slot_bytes(most)
+    return [
+        f"boundary log: {megabytes(traffic.sent_bytes(most))} MB of an iteration in "
+        f"{traffic.num_sends(most)} tensors, {iterations} iterations, {megabytes(num_bytes)} MB of the rank "
+        "with the most, besides the host memory above"
+    ]
+
+
 def smallest_interval(
     bottleneck_bytes: int, *, bandwidth_bytes_per_s: float, iteration_s: float
 ) -> int:

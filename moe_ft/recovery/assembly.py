@@ -8,6 +8,8 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.memory.layout import HEADER_ALIGNMENT_BYTES, FileLayout
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.format.entries import tensor_bytes
+from moe_ft.planning import boundary_log
+from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.host_memory import num_slots
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
@@ -21,12 +23,14 @@ from moe_ft.units import Level
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSizes:
-    """Bytes of a region, bytes and number of a pool's slots, and bytes of a breakpoint, 0 without one."""
+    """Bytes of a region and a breakpoint, and bytes and number of the slots of a pool and a boundary log."""
 
     region_bytes: int
     slot_bytes: int
     num_slots: int
     breakpoint_bytes: int = 0
+    boundary_slot_bytes: int = 0
+    num_boundary_slots: int = 0
 
 
 def slice_assignment(sharding: str) -> AssignSlices:
@@ -78,10 +82,22 @@ def lay_out_breakpoint(strategy: Strategy, layouts: UnitLayouts) -> FileLayout:
 
 
 def measure_sizes(
-    strategy: Strategy, layouts: UnitLayouts, breakpoint_: FileLayout | None = None
+    strategy: Strategy,
+    layouts: UnitLayouts,
+    breakpoint_: FileLayout | None = None,
+    traffic: PipelineTraffic | None = None,
+    stage: int = 0,
+    interval: int = 1,
 ) -> RankSizes:
-    """Return what a rank's memory must hold for any plan of its strategy."""
-    sizes = [layouts.lay_out(plan).num_bytes for plan in strategy.possible_windows()]
+    """Return what a rank's memory must hold for any plan of its strategy.
+
+    Args:
+        traffic: what the pipeline sends, if that is logged.
+        stage: of the rank.
+        interval: iterations between windows; only a boundary log depends on it.
+    """
+    plans = strategy.possible_windows()
+    sizes = [layouts.lay_out(plan).num_bytes for plan in plans]
     # To fill a region up, its header declares the rest, and may get a page longer for it.
     room = 0 if len(sizes) == 1 else 2 * HEADER_ALIGNMENT_BYTES
     room += int(max(sizes) * strategy.memory_margin)
@@ -91,6 +107,10 @@ def measure_sizes(
         slot_bytes=max(map(layouts.most_bytes, units), default=0),
         num_slots=num_slots(len(units), strategy.most_rotating),
         breakpoint_bytes=0 if breakpoint_ is None else breakpoint_.num_bytes,
+        boundary_slot_bytes=0 if traffic is None else traffic.slot_bytes(stage),
+        num_boundary_slots=0
+        if traffic is None
+        else boundary_log.num_slots(max(len(plan.snapshots) for plan in plans), interval),
     )
 
 

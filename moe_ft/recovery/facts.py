@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.state.parameters import StatePlaces
 
@@ -24,6 +25,7 @@ class JobFacts:
             empty without.
         is_deterministic: whether a replay computes the same bits.
         timeout_s: timeout of the job's process groups.
+        traffic: what the pipeline sends, if that is logged.
     """
 
     rank: int
@@ -39,3 +41,4 @@ class JobFacts:
     is_deterministic: bool
     timeout_s: float
     script_settings: dict[str, str] = field(default_factory=dict)
+    traffic: PipelineTraffic | None = None

@@ -37,7 +37,7 @@ def make_identity(
         world_size=facts.world_size,
         strategy=config.strategy.strategy,
         division=kind.division(config),
-        replay_settings=facts.replay_settings if kind.replays else {},
+        replay_settings=facts.replay_settings,
         script_settings=facts.script_settings or UNSET,
         superseded=names_to_supersede(inventory.names, history),
         began_with=facts.began_with if plan is None else plan.began_with,

@@ -141,7 +141,7 @@ def meet(
     opened.callback(server.close)
     server.start()
     breakpoint_ = _lay_out_breakpoint(config, live, strategy, facts.places.dp.rank)
-    topology = _exchange_places(facts, live, strategy, node, server, ranks, breakpoint_)
+    topology = _exchange_places(config, facts, live, strategy, node, server, ranks, breakpoint_)
     token, names = ranks.everyone.gather(_draw_names())[0]
     server.admit(token)
     return Met(
@@ -221,6 +221,7 @@ def _build_strategy(
 
 
 def _exchange_places(
+    config: MoeFtConfig,
     facts: JobFacts,
     live: LiveState,
     strategy: Strategy,
@@ -230,7 +231,8 @@ def _exchange_places(
     breakpoint_: FileLayout | None,
 ) -> Topology:
     """Return where all ranks are, and fix the sizes of this rank's memory."""
-    sizes = measure_sizes(strategy, live.layouts, breakpoint_)
+    interval = config.strategy.interval_iterations or 1  # a boundary log is refused with auto
+    sizes = measure_sizes(strategy, live.layouts, breakpoint_, facts.traffic, facts.stage, interval)
     live.layouts.region_bytes = sizes.region_bytes
     info = RankInfo(
         rank=facts.rank,
@@ -242,6 +244,8 @@ def _exchange_places(
         slot_bytes=sizes.slot_bytes,
         num_slots=sizes.num_slots,
         breakpoint_bytes=sizes.breakpoint_bytes,
+        boundary_slot_bytes=sizes.boundary_slot_bytes,
+        num_boundary_slots=sizes.num_boundary_slots,
     )
     return Topology(ranks=tuple(ranks.everyone.gather(info)))
 

@@ -8,13 +8,18 @@ import time
 
 from moe_ft.engine.persist.patience import PATIENCE_S
 from moe_ft.engine.persist.storage import Storage, hide_password
-from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, SeenLock, StorageLock
+from moe_ft.engine.persist.storage_lock import (
+    LOCK_NAME,
+    LOCK_STALE_S,
+    SeenLock,
+    StorageLock,
+    watch_lock,
+)
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.site import Site, say
 
 _LOCK_POLL_S = 0.5
 _LOCK_ATTEMPTS = 5
-_LONGEST_LOOK_S = 2.0
 
 
 def open_storage(site: Site) -> tuple[Storage | None, StorageLock | None]:
@@ -100,20 +105,14 @@ def _wait_for_stale(
         f"{LOCK_NAME} in {storage.url} is that of {seen.holder}: watching for {LOCK_STALE_S:.0f} s whether "
         "that job is alive"
     )
-    watched_s, looked_s = 0.0, time.monotonic()
-    while watched_s < LOCK_STALE_S:
-        time.sleep(_LOCK_POLL_S)
-        now = lock.look()
-        # While storage hangs for us, the other job cannot renew its lock either: that time does not count.
-        before_s, looked_s = looked_s, time.monotonic()
-        watched_s += min(looked_s - before_s, _LONGEST_LOOK_S)
-        if now is None:
-            return None
-        if now != seen:
-            raise ConfigError(
-                f"--moe-ft-persist-dir={storage.url} is used by {now.holder}, which has just renewed "
-                f"{LOCK_NAME}: two jobs cannot write to one directory. Name another one, or wait until that "
-                "job has ended."
-            )
+    now = watch_lock(lock, seen, LOCK_STALE_S)
+    if now is None:
+        return None
+    if now != seen:
+        raise ConfigError(
+            f"--moe-ft-persist-dir={storage.url} is used by {now.holder}, which has just renewed "
+            f"{LOCK_NAME}: two jobs cannot write to one directory. Name another one, or wait until that "
+            "job has ended."
+        )
     say(f"taking over {storage.url} from {seen.holder}, which is no longer running")
     return seen

@@ -107,6 +107,7 @@ def _build(
             writer=_writer_settings(met.site, lock),
             phase_hook=met.live.phase_hook,
             breakpoint=met.breakpoint,
+            traffic=met.facts.traffic,
         ),
         met.strategy,
         met.ranks.everyone,
@@ -127,6 +128,7 @@ def _writer_settings(site: Site, lock: StorageLock | None) -> WriterSettings | N
     return WriterSettings(
         url=site.config.storage.persist_dir or "",
         keep=site.config.storage.keep,
+        keeps_whole=site.config.storage.keeps_whole,
         parent=os.getpid(),
         lock_owner=lock.owner if lock is not None else "",
     )
@@ -273,5 +275,6 @@ def make_room(
                 data.unlink(missing_ok=True)
             else:
                 is_needed = True
-        for pool in directory.glob("pool_*.safetensors") if not is_needed else ():
-            pool.unlink(missing_ok=True)
+        others = [*directory.glob("pool_*.safetensors"), *directory.glob("boundary_*")]
+        for path in others if not is_needed else ():
+            path.unlink(missing_ok=True)

@@ -324,6 +324,10 @@ class StrategyKind(ABC):
         """Return whether replicated state may be divided by the selected experts of each rank."""
         return False
 
+    def longest_window(self, config: MoeFtConfig) -> int:
+        """Return the most snapshots of a window."""
+        return 1
+
     def check(self, config: MoeFtConfig, model: ModelFacts) -> None:
         """Raise ConfigError if the strategy cannot work with these settings or this model.
 

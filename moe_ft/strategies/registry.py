@@ -68,6 +68,12 @@ def check(config: MoeFtConfig, model: ModelFacts) -> None:
         )
     if kind is None:
         return
+    if config.memory.upstream_log and not kind.is_exact:
+        exact = " or ".join(each.name for each in kinds() if each.is_exact)
+        raise ConfigError(
+            f"--moe-ft-upstream-log cannot be used with --moe-ft-strategy={kind.name}: a stage can be "
+            f"replayed alone only from exact state. Use {exact}, or leave it out."
+        )
     if kind.is_exact:
         config.precision.check_is_exact(kind.name)
     kind.check(config, model)

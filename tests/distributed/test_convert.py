@@ -61,6 +61,16 @@ LAYOUTS: dict[str, Case] = {
 }
 
 
+# Flags of the model that Megatron's --use-checkpoint-args reads.
+IN_ARGUMENTS = (
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length"),
+    *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function"),
+    *("moe_router_enable_expert_bias", "max_position_embeddings", "position_embedding_type"),
+    *("disable_bias_linear", "swiglu", "untie_embeddings_and_output_weights"),
+    *("hidden_dropout", "attention_dropout", "tokenizer_type"),
+)
+
+
 class Runs:
     """Runs of one case: ours, which leaves checkpoints of its middle and its end, and stock ones."""
 
@@ -226,6 +236,17 @@ def test_weights_alone_start_a_run(
     (first, _), (_, loss) = ours.scalars[LOSS][0], stock.scalars[LOSS][0]
     assert [iteration for iteration, _ in stock.scalars[LOSS]] == list(range(first, END + 1))
     assert loss < ours.scalars[LOSS][0][1]  # of the same batch, before anything was learned
+
+
+@pytest.mark.rest
+def test_stock_megatron_takes_the_model_from_the_arguments_of_the_checkpoint(
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+) -> None:
+    runs = Runs(QUICK, dataset_flags, tmp_path, memory_dir)
+    expected = second_half(runs.ours())
+    case = (2, {"tp": 2}, SEQUENCE | dict.fromkeys(IN_ARGUMENTS, False))
+    found = runs.stock("--load", str(runs.converted()), "--use-checkpoint-args", case=case)
+    assert second_half(found)[LOSS] == expected[LOSS]
 
 
 @pytest.mark.rest

@@ -62,13 +62,25 @@ DEEPSEEK: dict[str, Any] = SMALL | {
     "n_group": 2,
     "topk_group": 1,
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000,
+    "factor": 40.0,  # --rotary-scaling-factor
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.2,
+}
 MODELS: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
     "qwen2_moe": Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=20),
     "qwen3_moe": Qwen3MoeConfig(**QWEN),
     "olmoe": OlmoeConfig(**SMALL, num_experts=4),
     "deepseek_v2": DeepseekV2Config(
-        **DEEPSEEK, q_lora_rank=None, topk_method="group_limited_greedy"
+        **DEEPSEEK | {"max_position_embeddings": 163840, "rope_parameters": YARN},
+        q_lora_rank=None,
+        topk_method="group_limited_greedy",
     ),
     "deepseek_v3": DeepseekV3Config(**DEEPSEEK, q_lora_rank=12, num_nextn_predict_layers=0),
 }
@@ -139,7 +151,8 @@ def trained(
     layout = {"ep": 2} if request.param == QUICK else {"pp": 2, "ep": 2}
     words = [*flags.split(), *TRAINING, *places, *dataset_flags, *layout_flags(layout)]
     num_ranks = prod(layout.values())
-    run_ranks(train_and_record, num_ranks, words, str(tmp_path), log_dir=tmp_path / "job").check()
+    job = run_ranks(train_and_record, num_ranks, words, str(tmp_path), log_dir=tmp_path / "job")
+    assert "no test of moe_ft runs with" not in job.check().output(0)
     return model, flags, tmp_path
 
 

@@ -1,6 +1,7 @@
 """Jobs under the real torchrun: a dead rank is named, nothing keeps running, a lost node is recovered."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import pytest
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import digests, events, free_port
 from tests.own_scripts import BASE_FLAGS, OWN_SCRIPT, run_own
-from tests.processes import wait_until_group_is_gone
+from tests.processes import is_running, wait_until_group_is_gone
 from tests.references import References
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -63,7 +65,7 @@ def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_it
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
         *("--rdzv-id", "two_agents", "--local-addr", "127.0.0.1"),
     ]
-    script = ["-m", "moe_ft", "run", str(OWN_SCRIPT), *BASE_FLAGS]
+    script = ["-m", "moe_ft", "keep", "--", "-m", "moe_ft", "run", str(OWN_SCRIPT), *BASE_FLAGS]
     agents = [
         start_torchrun(
             [*options, *script, *flags],
@@ -80,6 +82,11 @@ def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_it
             with suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
     assert codes == [0, 0], (tmp_path / "node0.log").read_text()[-3000:]
+    # The ranks of both starts were forked from one process a node, which ends with the agent.
+    logs = [(tmp_path / f"{node}.log").read_text() for node in ("node0", "node1")]
+    zygotes = [int(re.findall(r"ranks are forked from process (\d+)", each)[0]) for each in logs]
+    assert [each.count("ranks are forked from process") for each in logs] == [1, 1]
+    wait_for(lambda: not any(map(is_running, zygotes)), "the end of the zygotes")
     # Each process that ended, ended well: nothing was started a third time.
     assert [len(events(tmp_path, rank, "start")) for rank in range(2)] == [2, 2]
     assert [len(events(tmp_path, rank, "end")) for rank in range(2)] == [1, 1]

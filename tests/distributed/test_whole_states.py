@@ -81,3 +81,13 @@ def test_window_is_densified_by_its_job_and_the_run_continues_exactly(
     job.resume(*flags, storage=True)
     assert job.recovered()[1:] == [(3, 3)]
     assert job.digests() == expected
+
+
+@pytest.mark.rest
+def test_newest_whole_state_stays_while_others_push_each_other_out(job: CheckpointJob) -> None:
+    flags = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "1", "--moe-ft-keep", "1")
+    often = ("--moe-ft-persist-interval", "1", "--moe-ft-persist-dense-interval", "20")
+    kill = ("--moe-ft-inject-fault", "kill:1@36:backward")
+    job.run("--train-iters", "40", *flags, *often, *kill, storage=True)
+    whole, newest = job.stored()
+    assert 20 <= whole < 30 < newest

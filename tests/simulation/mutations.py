@@ -73,7 +73,7 @@ class _WithoutFsync:
 @mutation
 def no_fsync_of_directories(patches: Patches) -> None:
     """The names of files on storage are not brought to the disk."""
-    patches.set(storage, "_sync_directory", lambda directory: None)
+    patches.set(storage, "sync_file", lambda path: None)
 
 
 @mutation

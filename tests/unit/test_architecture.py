@@ -27,6 +27,7 @@ LAYERS = {
     "moe_ft.cli": 55,
     "moe_ft.commands": 54,
     "moe_ft.__main__": 56,
+    "moe_ft.keeper": 52,
     "moe_ft.convert": 52,
     "moe_ft.doctor": 52,
     "moe_ft.recovery": 50,

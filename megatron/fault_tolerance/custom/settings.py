@@ -53,6 +53,11 @@ def checked_config(
     check_megatron_version(config.strategy.allow_untested_megatron)
     check_event_log(config.observability.event_log)
     config.validate(world_size)
+    if config.memory.upstream_log:
+        raise ConfigError(
+            "--moe-ft-upstream-log needs Megatron's own training loop: a Checkpointer does not know what "
+            "another loop sends between stages. Leave it out."
+        )
     model = ModelFacts(num_experts=megatron.num_experts, num_iterations=train_iterations)
     registry.check(config, model)
     strategy = config.strategy.strategy

@@ -5,6 +5,7 @@ arguments.py adds the flags; seams/hooks.py has the seams.
 
 import argparse
 import inspect
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[[], Any]
         args: Megatron's arguments.
         call: calls it.
     """
-    listeners = listeners_for(config, args.rank, on_sigterm=not args.exit_signal_handler)
+    listeners = listeners_for(config, args.rank, on_sigterm=not _waits_for_sigterm(args))
     result, end = None, None
     with refusing():  # only the built model or the disks may tell
         try:
@@ -90,6 +91,11 @@ def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[[], Any]
     if end is not None:
         raise end
     return result
+
+
+def _waits_for_sigterm(args: argparse.Namespace) -> bool:
+    """Return whether SIGTERM means a planned end, which Megatron makes after the iteration."""
+    return bool(args.exit_signal_handler) and args.exit_signal == signal.SIGTERM
 
 
 def _say_once(args: argparse.Namespace, line: str) -> None:

@@ -3,13 +3,10 @@
 command.py reads the command line.
 """
 
-import os
 import runpy
 import sys
 from functools import partial, wraps
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 
 import megatron.training
 from megatron.training import arguments, training
@@ -20,6 +17,7 @@ from megatron.fault_tolerance.launch.command import Target
 from megatron.fault_tolerance.launch.environment import prepare_environment
 from megatron.fault_tolerance.launch.pretraining import pretrain
 from megatron.fault_tolerance.launch.refusing import refuse
+from moe_ft.keeper.forked_rank import run_script
 from moe_ft.recovery.site import say
 
 
@@ -40,19 +38,6 @@ def run(target: Target) -> None:
         check_has_trained(words)
         raise
     check_has_trained(words)
-
-
-def run_script(name: str) -> None:
-    """Run a file as the module ``__main__``, which it stays until the process has ended.
-
-    With runpy it would end too early for what a script leaves to the end of the process.
-    """
-    path = os.path.abspath(name)
-    main = ModuleType("__main__")
-    main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
-    sys.modules["__main__"] = main
-    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-    exec(code, vars(main))
 
 
 def wrap_megatron() -> None:

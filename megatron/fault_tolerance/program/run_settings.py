@@ -12,20 +12,12 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron.fault_tolerance.program.flag_classes import names_of
 from megatron.fault_tolerance.program.refusals import PROGRAM_REFUSALS
-from moe_ft.config.flag_table import FLAGS, Kind
+from moe_ft.config.flag_table import FLAGS, PATHS, Kind
 
 # The attribute of Megatron's arguments that names the flags of the script, by ``dest``.
 SCRIPT_FLAGS = "moe_ft_script_flags"
 
-# Of paths the last part counts: where files lie may change.
 _PATH_LISTS = frozenset({"data_path", "train_data_path"})
-_PATHS = frozenset(
-    {
-        *("tokenizer_model", "vocab_file", "merge_file", "metadata_path"),
-        *("te_precision_config_file", "heterogeneous_layers_config_path"),
-        *("nccl_communicator_config_path", "tp_comm_overlap_cfg"),
-    }
-)
 # Files that list paths, with weights: what they say counts.
 _LISTING_FILES = frozenset({"data_args_path", "per_split_data_args_path"})
 
@@ -100,7 +92,7 @@ def _as_used(name: str, value: Any, args: argparse.Namespace) -> Any:
 def _setting(name: str, value: Any) -> Any:
     if name in _PATH_LISTS:
         return [_last_part(str(word)) for word in value or ()]
-    if name in _PATHS and value is not None:
+    if name in PATHS and value is not None:
         return _last_part(value)
     if name in _LISTING_FILES and value is not None:
         words = re.findall(r"[^\s\"\[\]{}:,]+", Path(value).read_text(encoding="utf-8"))

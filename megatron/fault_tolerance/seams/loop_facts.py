@@ -5,6 +5,7 @@ watch/checkpoints.py hands them over.
 
 import argparse
 
+import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
@@ -23,6 +24,7 @@ from megatron.fault_tolerance.program.run_settings import (
 )
 from megatron.fault_tolerance.seams.training_loop import state_places
 from moe_ft.format.records import IterationRecord
+from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.record import LoopCounters
@@ -57,6 +59,30 @@ def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
         began_with=began,
         is_deterministic=cpu_device.is_active() or bool(args.deterministic_mode),
         timeout_s=args.distributed_timeout_minutes * 60.0,
+        traffic=pipeline_traffic(args) if args.moe_ft_upstream_log else None,
+    )
+
+
+def pipeline_traffic(args: argparse.Namespace) -> PipelineTraffic:
+    """Return what the pipeline sends in one iteration, at most.
+
+    It is more where sequences have lengths of their own and are longer than --seq-length.
+    """
+    num_readers = args.data_parallel_size * args.gtp_weight_remat_size
+    batches = [args.global_batch_size]
+    if args.step_batch_size_schedule is not None:  # THRESHOLD:SIZE THRESHOLD:SIZE ...
+        batches = [int(step.split(":")[1]) for step in args.step_batch_size_schedule.split()]
+    length = args.decoder_seq_length or args.seq_length
+    length //= args.context_parallel_size
+    if args.sequence_parallel:
+        length //= args.tensor_model_parallel_size
+    dtype = torch.float32 if args.fp32_residual_connection else args.params_dtype
+    return PipelineTraffic(
+        num_stages=args.pipeline_model_parallel_size,
+        num_chunks=args.virtual_pipeline_model_parallel_size or 1,
+        num_microbatches=max(batches) // (args.micro_batch_size * num_readers),
+        shape=(length, args.micro_batch_size, args.hidden_size),
+        element_bytes=dtype.itemsize,
     )
 
 

@@ -5,7 +5,7 @@ scales come from the records. Turning the snapshots of a window into a state is 
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -13,7 +13,9 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.pipeline_tap import playing
 from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
+from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.format.records import IterationRecord
 from moe_ft.recovery.replay import Conversion
 from moe_ft.state.freezing import Freezing
@@ -50,6 +52,7 @@ class Replay:
         parameters: Collection[LocalParameter],
         training: TrainingLoop,
         note: Callable[[int], None],
+        player: BoundaryPlayer | None = None,
     ) -> None:
         """Prepare a replay.
 
@@ -58,8 +61,10 @@ class Replay:
             parameters: all of this rank.
             training: the loop whose iterations these are.
             note: called with the iteration before each optimizer step.
+            player: answers for the neighbours of a stage that replays alone.
         """
         self._conversion, self._parameters = conversion, list(parameters)
+        self._player = player
         self._training, self._note = training, note
 
     @property
@@ -84,7 +89,7 @@ class Replay:
         """
         tp_size = loop.config.tensor_model_parallel_size
         freezing = Freezing(self._parameters, tp_size=tp_size, is_possible=can_freeze(loop.config))
-        with _quiet(loop):
+        with _quiet(loop), playing(self._player) if self._player else nullcontext():
             for position in range(self.num_iterations):
                 before, after = self._conversion.records[position : position + 2]
                 frozen = self._conversion.frozen_units(position)
@@ -105,8 +110,12 @@ class Replay:
         for chunk in loop.model:
             chunk.zero_grad_buffer()
         loop.optimizer.zero_grad()
+        if self._player is not None:
+            self._player.begin(before.iteration)
         with freezing.frozen(frozen):
             self._training.run_forward_backward(loop, before, after)
+        if self._player is not None:
+            self._player.end()
         self._note(before.iteration)
         with _logged(loop.optimizer, after, freezing, frozen):
             loop.optimizer.step()

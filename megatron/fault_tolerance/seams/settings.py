@@ -12,6 +12,7 @@ from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, Refusal
 from megatron.fault_tolerance.seams.validation import (
     check_arguments,
     check_state_dtype,
+    check_upstream_log,
     settings_without_effect,
 )
 from moe_ft.config import flags
@@ -69,6 +70,7 @@ def checked_config(
     check_arguments(args, refusals)
     config = config_from_arguments(args)
     config.validate(args.world_size)
+    check_upstream_log(args, config)
     if config.strategy.is_on:  # known only here, and needed only then
         check_state_dtype(args, config.precision)
         config.memory.resolve_job_id(os.environ)

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron.core import package_info
 
 from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, Refusal, check_refusals
+from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.precision import PrecisionConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
@@ -63,6 +64,16 @@ def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> N
                 f"{given}: masters can be split only where forward uses BF16 weights. Add --bf16, or use "
                 "master=exact."
             )
+
+
+def check_upstream_log(args: argparse.Namespace, config: MoeFtConfig) -> None:
+    """Raise ConfigError if what crosses stages is to be logged and there is only one stage."""
+    stages = args.pipeline_model_parallel_size
+    if config.memory.upstream_log and stages < 2:
+        raise ConfigError(
+            f"--moe-ft-upstream-log needs pipeline stages: with --pipeline-model-parallel-size={stages} "
+            "nothing is sent from one to another. Leave it out."
+        )
 
 
 def settings_without_effect(args: argparse.Namespace, command_line: Sequence[str]) -> list[str]:

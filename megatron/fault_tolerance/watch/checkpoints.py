@@ -30,6 +30,7 @@ from megatron.fault_tolerance.watch.scalars import Scalars
 from megatron.fault_tolerance.watch.state_seam import StateSeam
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import Report, describe
+from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
@@ -70,6 +71,11 @@ class Checkpoints(LoopListener):
         self._seam: StateSeam | None = None
         self._has_ended = False
         self._may_lose_memory = False
+
+    @property
+    def boundary_log(self) -> BoundaryLog | None:
+        """Log of what this rank sends to other stages, if there is one; known after the setup."""
+        return None if self._running is None else self._running.engine.boundary
 
     def before_setup(self) -> None:
         """Note how the run began, before --load changes --finetune."""

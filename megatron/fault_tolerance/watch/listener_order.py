@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
 from megatron.fault_tolerance.seams.training_loop import TrainingLoop
+from megatron.fault_tolerance.watch.boundary_log import PipelineLog
 from megatron.fault_tolerance.watch.breakpoint_writer import BreakpointWriter
 from megatron.fault_tolerance.watch.checkpoints import Checkpoints
 from megatron.fault_tolerance.watch.digests import Digests
@@ -23,8 +24,9 @@ def listeners_of(
     """Return everything that acts at the seams of a loop on one rank.
 
     The order matters: the log is opened before anything is recovered, and closed last; the events of an
-    iteration come before the reports of the engine; after a failure a breakpoint comes before its report.
-    Without `on_sigterm`, SIGTERM is left alone.
+    iteration come before the reports of the engine; what it has sent is committed before a window that it
+    completes makes older logs superfluous; after a failure a breakpoint comes before its report. Without
+    `on_sigterm`, SIGTERM is left alone.
     """
     loop = LoopState()
     # Without a directory the log is never started, and drops what is written to it.
@@ -32,6 +34,7 @@ def listeners_of(
     breakpoints = BreakpointWriter(loop, log)
     faults, routers = Faults(config.fault.faults, log), Routers(config, log)
     scalars = Scalars(training, loop)
+    checkpoints = Checkpoints(config, training, loop, log, scalars, faults, routers, breakpoints)
     return Listeners(
         loop,
         [
@@ -40,7 +43,8 @@ def listeners_of(
             scalars,
             routers,
             Digests(config.observability, training, loop, log),
-            Checkpoints(config, training, loop, log, scalars, faults, routers, breakpoints),
+            PipelineLog(checkpoints, loop),
+            checkpoints,
             FailureReport(
                 config, loop, log, on_sigterm=on_sigterm, before_report=breakpoints.on_sigterm
             ),

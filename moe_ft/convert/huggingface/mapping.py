@@ -42,6 +42,8 @@ class Mapped:
         join: the exact inverse of `split`.
         copies: other names on the hub of the only tensor in `names`. They are written as copies, and on
             reading they may be absent, but must be equal.
+        duplicates: other names on the hub of the same tensor, which files may have and need not. They are not
+            written, and must be equal, bit for bit.
         other_tensors: other names in Megatron, which differ between its implementations of a layer. A
             checkpoint of Megatron has at least one of the names; one that is written has all.
         is_vocabulary: whether Megatron pads the first dimension (`--make-vocab-size-divisible-by`).
@@ -53,6 +55,7 @@ class Mapped:
     split: Split = field(default=_one, repr=False)
     join: Join = field(default=_only, repr=False)
     copies: tuple[str, ...] = ()
+    duplicates: tuple[str, ...] = ()
     other_tensors: tuple[str, ...] = ()
     is_vocabulary: bool = False
 

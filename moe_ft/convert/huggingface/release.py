@@ -1,20 +1,22 @@
-"""A model of Hugging Face in a local folder: `config.json` and safetensors, read as tensors of Megatron."""
+"""A model of Hugging Face in a folder or at a URL: its safetensors, read as tensors of Megatron."""
 
 import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from moe_ft.convert.destination import signature_of
 from moe_ft.convert.huggingface.families.registry import FAMILIES
+from moe_ft.convert.huggingface.generation import GENERATION_NAME, facts_of_generation
 from moe_ft.convert.huggingface.mapping import Family, Mapped
+from moe_ft.convert.huggingface.tensor_files import Place, list_tensors, read_tensor
 from moe_ft.convert.model import MegatronState
+from moe_ft.convert.remote_path import AnyPath
+from moe_ft.convert.safetensors_file import content_of
 from moe_ft.convert.safetensors_set import INDEX_NAME
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.errors import ConfigError, CorruptStateError
@@ -23,16 +25,9 @@ from moe_ft.state.global_places import CONTENT_METADATA
 CONFIG_NAME = "config.json"
 _CHECKPOINT_VERSION = 3.0  # the order of rows in linear_qkv, and that arguments are there
 _REMEDY_OF_PREDICTION = " If it predicts one token only, set num_nextn_predict_layers to 0 there."
+_REMEDY_OF_TIES = " If both are trained, set tie_word_embeddings to false in its config.json."
+_SINGLE_FILE = "model.safetensors"
 _FOLLOWS_FROM_CONFIG = ".rotary_emb.inv_freq"  # in files of early versions of transformers
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Place of a tensor on the hub: its file, shape and type."""
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,7 +45,7 @@ class Release:
     facts: Mapping[str, Any]
     signature: str
     mapped: Mapping[str, Mapped] = field(repr=False)
-    places: Mapping[str, _Place] = field(repr=False)
+    places: Mapping[str, Place] = field(repr=False)
     kind: str = "hf"
     iteration: int = 0
 
@@ -73,27 +68,26 @@ class Release:
     def read(self, tensor: GlobalTensor, kind: str) -> torch.Tensor:
         """Return a tensor of Megatron, joined from those of the files."""
         mapped = self.mapped[tensor.name]
-        if mapped.copies:
-            self._check_copies(mapped)
+        self._check_copies(mapped)
         return mapped.join([self._read(name) for name in mapped.names])
 
     def _check_copies(self, mapped: Mapped) -> None:
-        first = self._read(mapped.names[0])
-        for name in mapped.copies:
-            if name in self.places and not torch.equal(first, self._read(name)):
+        for name in (*mapped.copies, *mapped.duplicates):
+            if name in self.places and not self._are_equal(name, mapped.names[0]):
                 raise ConfigError(
                     f"{self.place}: {name} and {mapped.names[0]} must be equal, since Megatron has one "
                     "tensor for both, and are not. There is no conversion of this model."
+                    + _REMEDY_OF_TIES
+                    * (name in mapped.duplicates)
                 )
 
+    def _are_equal(self, name: str, other: str) -> bool:
+        """Return whether two tensors have the same type and the same bits."""
+        first, second = self._read(name), self._read(other)
+        return first.dtype == second.dtype and content_of(first) == content_of(second)
+
     def _read(self, name: str) -> torch.Tensor:
-        path = self.places[name].path
-        try:
-            with safe_open(path, framework="pt") as opened:
-                found: torch.Tensor = opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CorruptStateError(f"{path}: {name} cannot be read: {error}") from error
-        return found
+        return read_tensor(name, self.places[name])
 
     def megatron_state(self, *, with_optimizer: bool, for_ep: int | None) -> MegatronState:
         """Return the settings as arguments, and the states of modules that Megatron may look for."""
@@ -122,12 +116,12 @@ class Release:
         return MegatronState(common=common, modules=sorted(_module_states(self.mapped, experts)))
 
 
-def is_release(folder: Path) -> bool:
+def is_release(folder: AnyPath) -> bool:
     """Return whether a folder holds a model of Hugging Face."""
     return (folder / CONFIG_NAME).is_file()
 
 
-def open_release(folder: Path) -> Release:
+def open_release(folder: AnyPath) -> Release:
     """Return the model in a folder, with every tensor and its shape checked.
 
     Raises:
@@ -145,20 +139,21 @@ def open_release(folder: Path) -> Release:
             "lacks it."
         ) from error
     index = _read_json(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else {}
+    generation = _read_json(folder / GENERATION_NAME) if (folder / GENERATION_NAME).exists() else {}
     places = _find_places(folder, index)
     _check(folder, listed, places)
     return Release(
         place=str(folder),
         family=family,
         settings=settings,
-        facts=index.get("metadata", {}).get("moe_ft", {}),
+        facts=index.get("metadata", {}).get("moe_ft", {}) | facts_of_generation(config, generation),
         signature=signature_of({each.path for each in places.values()} | {folder / CONFIG_NAME}),
         mapped={name: each for each in listed for name in (each.tensor, *each.other_tensors)},
         places=places,
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: AnyPath) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -170,7 +165,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _family_of(folder: Path, config: Mapping[str, Any]) -> Family:
+def _family_of(folder: AnyPath, config: Mapping[str, Any]) -> Family:
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         raise ConfigError(
@@ -187,37 +182,31 @@ def _family_of(folder: Path, config: Mapping[str, Any]) -> Family:
     return family
 
 
-def _find_places(folder: Path, index: Mapping[str, Any]) -> dict[str, _Place]:
+def _find_places(folder: AnyPath, index: Mapping[str, Any]) -> dict[str, Place]:
     """Return the places of all tensors: of the files that the index names, or of all files without one."""
     named = index.get("weight_map")
-    paths = (
-        sorted({folder / name for name in named.values()})
-        if named is not None
-        else sorted(folder.glob("*.safetensors"))
-    )
+    paths: Sequence[AnyPath]
+    if named is not None:
+        paths = sorted({folder / name for name in named.values()}, key=str)
+    elif (folder / _SINGLE_FILE).is_file():  # found by its name, whatever a store lists
+        paths = [folder / _SINGLE_FILE]
+    else:
+        paths = sorted(folder.glob("*.safetensors"), key=str)
     if not paths:
         raise ConfigError(
             f"{folder} must hold safetensors, and has no file of them. Save the model with transformers' "
             "save_pretrained."
         )
-    found: dict[str, _Place] = {}
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no dictionary
-                    part = opened.get_slice(name)
-                    found[name] = _Place(path, tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise CorruptStateError(f"{path} cannot be read: {error}") from error
+    found = {name: place for path in paths for name, place in list_tensors(path).items()}
     if lost := sorted(set(named or ()) - set(found)):
         raise CorruptStateError(f"{folder / INDEX_NAME} names {lost[0]}, and its file lacks it")
     return {name: each for name, each in found.items() if not name.endswith(_FOLLOWS_FROM_CONFIG)}
 
 
-def _check(folder: Path, listed: Sequence[Mapped], places: Mapping[str, _Place]) -> None:
+def _check(folder: AnyPath, listed: Sequence[Mapped], places: Mapping[str, Place]) -> None:
     """Raise ConfigError for the first tensor that is unknown, missing, or of another shape."""
     needed = {name for each in listed for name in each.names}
-    known = needed | {name for each in listed for name in each.copies}
+    known = needed | {name for each in listed for name in (*each.copies, *each.duplicates)}
     for problem, names in (
         ("lacks", sorted(needed - set(places))),
         ("has an unknown tensor:", sorted(set(places) - known)),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moe_ft.convert.huggingface.families.registry import FAMILIES
+from moe_ft.convert.huggingface.generation import tokens_of, write_generation
 from moe_ft.convert.huggingface.mapping import Family, Mapped
 from moe_ft.convert.huggingface.release import CONFIG_NAME
 from moe_ft.convert.items import Item
@@ -108,17 +109,19 @@ class HuggingFace:
         yield from ((name, parts[0]) for name in mapped.copies)
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
-        """Write the index and `config.json`."""
+        """Write the index, `config.json`, and what is known about tokens."""
         write_index(folder, shards, facts_of(self._model, items))
         dtypes = [item.dtype for item in items if not item.tensor.buffer]
         config = {
             "architectures": [self.family.architecture],
             "model_type": self.family.model_type,
             **self.family.config(self._model.settings),
+            **tokens_of(self._model.facts),
             "torch_dtype": _TORCH_DTYPES[max(set(dtypes), key=dtypes.count)],
         }
         text = json.dumps(config, indent=2) + "\n"
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+        write_generation(folder, self._model.facts)
 
 
 def _fits(shape: tuple[int, ...], mapped: Mapped) -> bool:

@@ -1,4 +1,4 @@
-"""A rank's share of its node's memory: its own regions and pool, and the replicas that it keeps for others.
+"""A rank's share of its node's memory: its regions, pool and boundary log, and the replicas that it keeps.
 
 This file opens, pins, cleans up and removes it; engine/snapshots/windows.py decides what goes in.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from moe_ft.engine.boundary.slots import FILE_NAME as BOUNDARY_FILE_NAME
+from moe_ft.engine.boundary.slots import BoundarySlot
 from moe_ft.engine.memory.job_directory import remove_node
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.private_files import read_private
@@ -30,7 +32,10 @@ from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.topology import RankInfo, Topology
 
 _REGION = re.compile(r"region_(\d+)\.safetensors")
-_OURS = re.compile(r"((region_\d+|breakpoint)\.(safetensors|json))|(pool_\d+x\d+\.safetensors)")
+_OURS = re.compile(
+    r"((region_\d+|breakpoint)\.(safetensors|json))|(pool_\d+x\d+\.safetensors)"
+    rf"|{BOUNDARY_FILE_NAME.pattern}"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +52,7 @@ class RankMemory:
     Attributes:
         regions, pool: of this rank; no pool where every snapshot holds every unit.
         breakpoint: region of its breakpoint; None without --moe-ft-breakpoints.
+        boundary: slots of this rank's boundary log, none without one.
         replicas: by the rank whose state they hold.
     """
 
@@ -70,6 +76,10 @@ class RankMemory:
             if own.breakpoint_bytes
             else None
         )
+        self.boundary = tuple(
+            BoundarySlot(own_directory(node_dir, rank), number, own.boundary_slot_bytes)
+            for number in range(own.num_boundary_slots)
+        )
         self.replicas = {
             source: ReplicaMemory(
                 regions=_regions(
@@ -84,8 +94,8 @@ class RankMemory:
 
     @property
     def num_own_bytes(self) -> int:
-        """Bytes of this rank's regions, pool and breakpoint."""
-        return sum(file.num_bytes for file in self._own_files())
+        """Bytes of this rank's regions, pool and breakpoint: the state in them."""
+        return sum(file.num_bytes for file in self._own_files() if file not in self.boundary)
 
     def open(self, restored: tuple[Start, int] | None) -> None:
         """Map everything.
@@ -115,6 +125,7 @@ class RankMemory:
             yield self.pool
         if self.breakpoint is not None:
             yield self.breakpoint
+        yield from self.boundary
 
     def pin(self) -> None:
         """Let the GPU copy into this rank's own memory directly; raises SnapshotError if it cannot."""
@@ -157,7 +168,7 @@ class RankMemory:
 
 
 def _paths(file: MappedFile) -> tuple[Path, ...]:
-    if isinstance(file, Region):
+    if isinstance(file, Region | BoundarySlot):
         return file.data_path, file.index_path
     return (file.data_path,)
 

@@ -27,8 +27,11 @@ Found = tuple[int, str, Manifest | CorruptStateError]
 def find_manifests(storage: Storage, iteration: int) -> list[str]:
     """Return the paths of an iteration's manifests; raises OSError if storage fails."""
     directory = iteration_directory(iteration)
-    names = sorted(name for name in storage.names_in(directory) if _NAME.fullmatch(name))
-    return [f"{directory}/{name}" for name in names]
+    names = {name for name in storage.names_in(directory) if _NAME.fullmatch(name)}
+    # A store that lists late may leave it out, and what no manifest names is deleted.
+    if MANIFEST_NAME not in names and storage.exists(f"{directory}/{MANIFEST_NAME}"):
+        names.add(MANIFEST_NAME)
+    return [f"{directory}/{name}" for name in sorted(names)]
 
 
 def read_manifest(storage: Storage, path: str) -> Manifest:

@@ -24,7 +24,12 @@ class Retention:
     """Keeps the newest usable checkpoints of a run. Owned by one thread of the writer."""
 
     def __init__(
-        self, storage: Storage, keep: int, check: Callable[[], None] = lambda: None
+        self,
+        storage: Storage,
+        keep: int,
+        check: Callable[[], None] = lambda: None,
+        *,
+        keeps_whole: bool = False,
     ) -> None:
         """Begin.
 
@@ -32,8 +37,10 @@ class Retention:
             keep: how many checkpoints to keep, at least 1.
             check: raises if nothing may be deleted any more; called before each manifest is removed and
                 each directory cleared, because this process may have been suspended in between.
+            keeps_whole: whether the newest state of one iteration stays besides.
         """
         self._storage, self._keep, self._check = storage, keep, check
+        self._keeps_whole = keeps_whole
         # Checksums of manifests whose indexes were read and are right.
         self._sound: set[str] = set()
 
@@ -54,6 +61,7 @@ class Retention:
         """
         self._sound.add(checksum(encode(newest)))
         usable: list[tuple[int, str]] = []
+        whole: list[tuple[int, str]] = []
         unusable: list[tuple[int, str]] = []
         listings = Listings(self._storage)
         found = list(manifests(self._storage))
@@ -65,14 +73,17 @@ class Retention:
             is_of_run = self._is_of_run(manifest, newest)
             if is_of_run and self._is_sound(manifest, listings):
                 usable.append((iteration, path))
+                whole += usable[-1:] if _is_whole(manifest, newest) else []
             elif is_of_run or has_superseded(newest.identity, manifest.identity):
                 unusable.append((iteration, path))
         has_enough = len(usable) >= self._keep
-        gone = usable[self._keep :] + unusable if has_enough else []
+        kept = usable[: self._keep] + whole[: self._keeps_whole]
+        gone = [each for each in usable if each not in kept] + unusable if has_enough else []
         for _, path in gone:
             self._check()
             self._storage.remove(path)
         left = [each for each in found if each[:2] not in gone]
+        left.append((newest.iteration, "", newest))  # which a store may not list yet
         remove_unneeded(self._storage, left, newest.iteration, self._check)
         return [iteration for iteration, _ in gone]
 
@@ -99,6 +110,13 @@ class Retention:
         """
         found = list(manifests(self._storage))
         remove_unneeded(self._storage, found, before - 1, self._check, with_manifest=False)
+
+
+def _is_whole(manifest: Manifest, newest: Manifest) -> bool:
+    """Return whether a checkpoint has all units of its run, each of its own iteration."""
+    ages = {unit.iteration for unit in manifest.units.values()}
+    has_all = manifest.units.keys() >= newest.units.keys()
+    return manifest.window == 1 and ages == {manifest.iteration} and has_all
 
 
 def remove_unneeded(

@@ -31,6 +31,16 @@ from moe_ft.format.index import Index
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
 _CHUNK_BYTES = 16 << 20
+_OF_VERSIONS = (
+    "size",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "ETag",
+    "etag",
+    "md5Hash",
+)
 
 
 def file_tag(identity: Identity, *, is_whole: bool = False) -> str:
@@ -119,7 +129,7 @@ class Storage:
         is_new = self._is_local and not os.path.isdir(self._root)
         self._file_system.makedirs(self._root, exist_ok=True)
         if is_new:
-            _sync_directory(os.path.dirname(self._root))
+            sync_file(os.path.dirname(self._root))
 
     def write(self, path: str, pieces: Iterable[memoryview]) -> None:
         """Write a large file; on a local file system it is on the disk when this returns."""
@@ -141,7 +151,7 @@ class Storage:
     def _sync_directories(self, full: str) -> None:
         """Bring a file's name to the disk, with those of the directories that were made for it."""
         for directory in Path(full).parents if self._is_local else ():
-            _sync_directory(str(directory))
+            sync_file(str(directory))
             if directory == Path(self._root):
                 return
 
@@ -232,11 +242,20 @@ class Storage:
 
         return self.within_patience(f"look at {full}", look)
 
-    def iterations(self) -> list[int]:
-        """Return the iterations that have a directory, newest first, with or without a manifest."""
+    def version(self, path: str) -> str:
+        """Return what changes when a file is written again, as far as storage tells it."""
+        found = self._info(self._full(path))
+        return repr([found.get(key) for key in _OF_VERSIONS])
+
+    def names(self) -> list[str]:
+        """Return the names of what is in the persist directory, none if it is not there."""
         if not self._is_there(self._root):
             return []
-        matches = (_ITERATION.fullmatch(_last_part(entry)) for entry in self._list(self._root))
+        return [_last_part(entry) for entry in self._list(self._root)]
+
+    def iterations(self) -> list[int]:
+        """Return the iterations that have a directory, newest first, with or without a manifest."""
+        matches = map(_ITERATION.fullmatch, self.names())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def _list(self, full: str, *, has_sizes: bool = False) -> list[Any]:
@@ -320,8 +339,9 @@ def hide_password(url: str) -> str:
     return _PASSWORD.sub(r"\1:***@", url)
 
 
-def _sync_directory(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync_file(path: str) -> None:
+    """Wait until a file or directory of this machine is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -35,6 +35,8 @@ _GAP_S = 1.0
 _END_S = 2.0
 _RELEASE_ATTEMPTS = 3
 _ROOM_BYTES = 20  # for the digits of a growing heartbeat
+_LOOK_POLL_S = 0.5
+_LONGEST_LOOK_S = 2.0
 
 
 class Lock(msgspec.Struct, frozen=True):
@@ -207,6 +209,27 @@ class StorageLock:
                 return
             if self._file.remove(seen.content):
                 return
+
+
+def watch_lock(lock: StorageLock, seen: SeenLock, watch_s: float) -> SeenLock | None:
+    """Watch a lock until it changes; return what is in its place then, `seen` itself if it never did.
+
+    Args:
+        watch_s: how long. A job that is alive renews its lock every LOCK_RENEWAL_S.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    watched_s, looked_s = 0.0, time.monotonic()
+    while watched_s < watch_s:
+        time.sleep(_LOOK_POLL_S)
+        now = lock.look()
+        # While storage hangs for us, the other job cannot renew its lock either: that time does not count.
+        before_s, looked_s = looked_s, time.monotonic()
+        watched_s += min(looked_s - before_s, _LONGEST_LOOK_S)
+        if now != seen:
+            return now
+    return seen
 
 
 class _LocalLock:

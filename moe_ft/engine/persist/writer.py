@@ -39,6 +39,10 @@ _HEARTBEAT_S = 0.5
 _MAX_THREADS = 4
 _NICENESS = 10  # with 19 a writer starves for seconds where all cores are busy
 _PR_SET_PDEATHSIG = 1
+_SIGNALS_FOR_RANKS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2),  # Megatron's --exit-signal, usually
+)
 
 
 class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,6 +77,7 @@ class WriterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         url: of the persist directory; may hold a password.
         keep: how many checkpoints to keep.
+        keeps_whole: whether the newest state of one iteration stays besides.
         parent: process id of the rank that starts the writer.
         lock_owner: of the start that has the lock of the persist directory; empty for a writer that does not
             serve rank 0, the only one that harms others by writing manifests and deleting.
@@ -82,6 +87,7 @@ class WriterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: int
     parent: int
     lock_owner: str
+    keeps_whole: bool = False
 
 
 class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,16 +129,22 @@ class PersistWorker:
     """Serves the requests in a directory. Runs in a process of its own."""
 
     def __init__(
-        self, directory: Path, storage: Storage, keep: int, lock: StorageLock | None = None
+        self,
+        directory: Path,
+        storage: Storage,
+        keep: int,
+        lock: StorageLock | None = None,
+        *,
+        keeps_whole: bool = False,
     ) -> None:
         """Begin.
 
         Args:
-            keep: how many checkpoints to keep.
+            keep, keeps_whole: see `WriterSettings`.
             lock: without which nothing may be written there; None if that is not for this writer to see to.
         """
         self._directory, self._storage, self._lock = directory, storage, lock
-        self._retention = Retention(storage, keep, self._check_lock)
+        self._retention = Retention(storage, keep, self._check_lock, keeps_whole=keeps_whole)
         self._mappings: dict[Path, tuple[tuple[int, int], memoryview]] = {}
         self._running: dict[Path, tuple[bytes, Future[None]]] = {}
 
@@ -379,8 +391,8 @@ def _say(line: str) -> None:
 
 def main(directory: str) -> None:
     """Serve a node's ranks until the parent ends."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers signal everyone; the parent decides
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _SIGNALS_FOR_RANKS:  # launchers and SLURM signal everyone; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     settings = _read_settings()
     _lower_priority()
     place = Path(directory)
@@ -391,4 +403,7 @@ def main(directory: str) -> None:
         lock = StorageLock(storage, settings.lock_owner) if settings.lock_owner else None
         if lock is not None:
             lock.start(_say)
-        PersistWorker(place, storage, settings.keep, lock).run(threading.Event())
+        worker = PersistWorker(
+            place, storage, settings.keep, lock, keeps_whole=settings.keeps_whole
+        )
+        worker.run(threading.Event())

@@ -86,11 +86,13 @@ def _in_storage(directory: str) -> Iterator[Holding]:
     storage, only = _storage_of(directory)
     try:
         iterations = storage.iterations()
+        if only is not None:  # found by its name, whatever a store lists
+            is_there = only in iterations or bool(find_manifests(storage, only))
+            iterations = [only] if is_there else []
     except NotADirectoryError:
         return
     for iteration in iterations:
-        if only in (None, iteration):
-            yield from _at_iteration(storage, iteration)
+        yield from _at_iteration(storage, iteration)
 
 
 def _at_iteration(storage: Storage, iteration: int) -> Iterator[Holding]:

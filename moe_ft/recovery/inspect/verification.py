@@ -19,6 +19,7 @@ from moe_ft.format.contents import check_places, check_units
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
+from moe_ft.recovery.inspect.boundary_logs import verify_logs
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings
 
 
@@ -44,7 +45,8 @@ def verify(directory: str) -> tuple[list[str], list[str]]:
             num_complete += holding.num_snapshots == holding.window
     if not num_complete and not wrong:
         wrong.append(f"{directory} holds nothing that is complete")
-    return right, wrong
+    logs_right, logs_wrong = verify_logs(directory)
+    return right + logs_right, wrong + logs_wrong
 
 
 def _damage_of(holding: Holding) -> Iterator[str]:

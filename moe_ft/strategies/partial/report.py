@@ -89,7 +89,7 @@ def footprint(job: PlannedJob, options: PartialConfig) -> Footprint:
             job, model.memory_share(k), model.plan_workload(num_experts).bottleneck_bytes
         ),
         checkpoint_bytes=model.plan_workload(largest).total_bytes,
-        num_older=math.ceil(num_experts / k_persist) - 1,
+        num_older=math.ceil(num_experts / k_persist) - 1 + job.config.storage.keeps_whole,
     )
 
 

@@ -119,7 +119,7 @@ class _Stage:
     """Bytes that the ranks of one stage save; ranks are numbered within it."""
 
     def __init__(self, model: SavedModel, units: Units, bucket_parameters: int | None) -> None:
-        moe_layers = {unit.layer for unit in units if unit.kind is UnitKind.EXPERT}
+        moe_layers = {unit.layer_name for unit in units if unit.kind is UnitKind.EXPERT}
         layout = model.layout
         self._layout = layout
         self._experts = ExpertLayout(

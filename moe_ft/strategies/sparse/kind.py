@@ -45,6 +45,11 @@ class Sparse(StrategyKind):
         """Return the plan of a job."""
         return render(job, self.options_in(job.config))
 
+    def longest_window(self, config: MoeFtConfig) -> int:
+        """Return the window, or the longest that auto may choose."""
+        options: SparseConfig = self.options_in(config)
+        return options.window_snapshots or options.max_window
+
     def footprint(self, job: PlannedJob) -> Footprint:
         """Return the room that checkpoints of a job take, at most."""
         return footprint(job, self.options_in(job.config))

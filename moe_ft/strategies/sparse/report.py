@@ -145,7 +145,11 @@ def footprint(job: PlannedJob, options: SparseConfig) -> Footprint:
     plan = SparsePlan(job=job, options=options, window=options.window_snapshots, machine=None)
     reserved = plan.reserve()
     whole = measure_window(plan.stages(), 1).dense_bytes
-    return Footprint(share=_share(job, reserved, whole), checkpoint_bytes=job.num_ranks * reserved)
+    return Footprint(
+        share=_share(job, reserved, whole),
+        checkpoint_bytes=job.num_ranks * reserved,
+        num_older=int(job.config.storage.keeps_whole),
+    )
 
 
 def _share(job: PlannedJob, region_bytes: int, dense_bytes: int) -> MemoryShare:

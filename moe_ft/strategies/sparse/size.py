@@ -1,8 +1,8 @@
 """Bytes of sparse windows of a model that need not exist: snapshots, windows, host memory.
 
-There is no tensor parallelism and no multi-token prediction. Headers, records and the gaps that align tensors
-are left out. strategy.py orders and cuts units while training runs; planning/model_size.py has the sizes of
-models, cost.py the stalls and recoveries.
+There is no tensor parallelism. Headers, records and the gaps that align tensors are left out. strategy.py
+orders and cuts units while training runs; planning/model_size.py has the sizes of models, cost.py the stalls
+and recoveries.
 """
 
 import math
@@ -140,7 +140,7 @@ def _experts_of(units: Units, ep: int) -> list[list[UnitId]]:
     experts = sorted(unit for unit in units if unit.kind is UnitKind.EXPERT)
     if not experts:
         return [[] for _ in range(ep)]
-    num_layers, num_experts = len({unit.layer for unit in experts}), experts[-1].expert + 1
+    num_layers, num_experts = len({unit.layer_name for unit in experts}), experts[-1].expert + 1
     layout = ExpertLayout(num_layers=num_layers, num_experts=num_experts, ep_size=ep)
     return [[unit for unit in experts if layout.rank_of(unit.expert) == rank] for rank in range(ep)]
 
@@ -159,15 +159,16 @@ def _draw_scores(
     by_ep_rank: Sequence[Sequence[UnitId]], popularity: np.random.Generator | None
 ) -> Scores:
     """Return ``[layer, expert]`` how popular experts are, all equal if that is not drawn."""
-    num_layers = len({unit.layer for unit in by_ep_rank[0]})
+    num_layers = len({unit.layer_name for unit in by_ep_rank[0]})
     shape = (num_layers, 1 + max((unit.expert for unit in by_ep_rank[-1]), default=-1))
     return np.zeros(shape) if popularity is None else popularity.random(shape)
 
 
 def _places(experts: Sequence[UnitId]) -> list[tuple[int, int]]:
     """Return for each expert the index of its layer among the MoE layers, and its number."""
-    index = {layer: number for number, layer in enumerate(sorted({u.layer for u in experts}))}
-    return [(index[unit.layer], unit.expert) for unit in experts]
+    layers = sorted({(unit.block, unit.layer) for unit in experts})
+    index = {layer: number for number, layer in enumerate(layers)}
+    return [(index[unit.block, unit.layer], unit.expert) for unit in experts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,7 @@
 """Topologies know the nodes of a job, the ranks on each, and the memory that a rank takes."""
 
+from dataclasses import replace
+
 from moe_ft.topology import RankInfo, Topology
 
 
@@ -31,3 +33,9 @@ def test_ranks_of_a_node_ascend_and_the_lowest_works_for_it() -> None:
 
 def test_memory_of_a_rank_is_its_regions_and_one_pool() -> None:
     assert TOPOLOGY.ranks[0].memory_bytes(2) == 2030
+
+
+def test_boundary_log_is_kept_once_and_is_in_no_replica() -> None:
+    info = replace(rank_on("a", 0), boundary_slot_bytes=100, num_boundary_slots=3)
+    assert info.boundary_bytes == 300
+    assert info.memory_bytes(2) == rank_on("a", 0).memory_bytes(2)

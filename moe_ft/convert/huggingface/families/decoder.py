@@ -63,6 +63,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         ),
     }
 )
+HEAD = "lm_head.weight"
 # Balancing that decides which experts a token gets, not only what is trained.
 _ROUTING = {"sinkhorn", "quantile_balancing"}
 # Keys of `config.json` for which Megatron has one behavior only, with the value that says so.
@@ -242,12 +243,19 @@ def model_tensors(
     """Yield the tensors of a model whose layers have some tensors."""
     shape = (vocabulary_size(settings), int(settings["--hidden-size"]))
     embedding = "embedding.word_embeddings.weight"
-    yield same(embedding, "model.embed_tokens.weight", shape, is_vocabulary=True)
+    is_tied = not settings["--untie-embeddings-and-output-weights"]
+    yield same(
+        embedding,
+        "model.embed_tokens.weight",
+        shape,
+        is_vocabulary=True,
+        duplicates=(HEAD,) * is_tied,
+    )
     for layer in range(settings["--num-layers"]):
         yield from layer_tensors(layer)
     yield same("decoder.final_layernorm.weight", "model.norm.weight", shape[1:])
-    if settings["--untie-embeddings-and-output-weights"]:
-        yield same("output_layer.weight", "lm_head.weight", shape, is_vocabulary=True)
+    if not is_tied:
+        yield same("output_layer.weight", HEAD, shape, is_vocabulary=True)
 
 
 def attention(

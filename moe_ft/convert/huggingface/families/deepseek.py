@@ -186,6 +186,7 @@ def model_tensors(settings: Settings, family: str) -> Iterator[Mapped]:
         (vocabulary, hidden),
         copies=tuple(f"{layer}.embed_tokens.weight" for layer in further)
         + (heads if is_tied else ()),
+        duplicates=(decoder.HEAD,) * is_tied,
         is_vocabulary=True,
     )
     num_dense = _num_dense_layers(settings, family)
@@ -205,7 +206,7 @@ def model_tensors(settings: Settings, family: str) -> Iterator[Mapped]:
     if not is_tied:
         yield same(
             "output_layer.weight",
-            "lm_head.weight",
+            decoder.HEAD,
             (vocabulary, hidden),
             copies=heads,
             is_vocabulary=True,

@@ -74,6 +74,11 @@ def test_settings_are_divided_by_what_depends_on_them() -> None:
             "--moe-ft-k-snapshot=5 must be",
         ),
         (changed(num_experts=0), {"strategy": "partial"}, "--moe-ft-strategy=partial"),
+        (
+            MEGATRON,
+            {"upstream_log": True},
+            "--moe-ft-upstream-log needs Megatron's own training loop",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(

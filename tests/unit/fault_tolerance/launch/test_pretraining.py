@@ -2,7 +2,9 @@
 
 import argparse
 import inspect
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from megatron.training import pretrain as stock_pretrain
 from megatron import fault_tolerance
 from megatron.fault_tolerance.launch import pretraining
 from megatron.fault_tolerance.launch.refusing import EXIT_REFUSED
+from megatron.fault_tolerance.seams.settings import checked_config
 from tests.unit.fault_tolerance.parsing import parse
 
 CONTAINER = object()
@@ -110,3 +113,23 @@ def test_settings_that_the_script_changed_after_parsing_are_checked_again(
     with pytest.raises(SystemExit):
         pretraining.pretrain(*CALL)
     assert "--moe-ft-k-snapshot=4 must be at most --num-experts=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_reported"),
+    [
+        ((), True),
+        (("--exit-signal-handler",), False),
+        (("--exit-signal-handler", "--exit-signal", "SIGUSR1"), True),
+    ],
+)
+def test_sigterm_is_reported_as_a_failure_unless_it_means_a_planned_end(
+    flags: tuple[str, ...], is_reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = parse("--mock-data", *flags, "--moe-ft-event-log", str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
+    during = []
+    pretraining.train(
+        checked_config(args), args, lambda: during.append(signal.getsignal(signal.SIGTERM))
+    )
+    assert (during != [before]) == is_reported

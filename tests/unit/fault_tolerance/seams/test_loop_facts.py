@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import msgspec
 import pytest
+import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.fault_tolerance.seams import loop_facts
@@ -72,3 +73,42 @@ def test_samples_that_the_loop_has_not_counted_are_added(
     loop_args.consumed_train_samples = 40
     counters = loop_facts.counters(loop_args, num_samples)
     assert counters.consumed_train_samples == consumed
+
+
+@pytest.mark.parametrize(
+    ("changes", "sends", "shape", "element_bytes"),
+    [
+        ({}, (2, 2), (32, 2, 64), 2),
+        ({"virtual_pipeline_model_parallel_size": 2}, (6, 6), (32, 2, 64), 2),
+        ({"context_parallel_size": 4}, (2, 2), (8, 2, 64), 2),
+        ({"sequence_parallel": True, "tensor_model_parallel_size": 2}, (2, 2), (16, 2, 64), 2),
+        ({"tensor_model_parallel_size": 2}, (2, 2), (32, 2, 64), 2),  # each rank sends all of it
+        ({"global_batch_size": 24, "data_parallel_size": 3}, (4, 4), (32, 2, 64), 2),
+        ({"step_batch_size_schedule": "0:8 1K:32"}, (8, 8), (32, 2, 64), 2),
+        ({"fp32_residual_connection": True}, (2, 2), (32, 2, 64), 4),
+    ],
+)
+def test_traffic_of_the_pipeline_follows_from_the_flags(
+    changes: dict[str, object],
+    sends: tuple[int, int],
+    shape: tuple[int, int, int],
+    element_bytes: int,
+    loop_args: Namespace,
+) -> None:
+    vars(loop_args).update(
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": None,
+            "context_parallel_size": 1,
+            "decoder_seq_length": None,
+            "sequence_parallel": False,
+            "hidden_size": 64,
+            "step_batch_size_schedule": None,
+            "fp32_residual_connection": False,
+            "params_dtype": torch.bfloat16,
+            **changes,
+        }
+    )
+    traffic = loop_facts.pipeline_traffic(loop_args)
+    assert (traffic.num_sends(0), traffic.num_sends(1)) == sends
+    assert (traffic.shape, traffic.element_bytes) == (shape, element_bytes)

@@ -1,22 +1,27 @@
 """Replayed iterations use what their records say, and leave the loop's settings as they were."""
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.fault_tolerance.seams import replay as replay_module
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.replay import Replay, can_freeze
 from megatron.fault_tolerance.seams.training_loop import LoopParts
-from moe_ft.errors import ConfigError
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.engine.boundary.reading import open_log
+from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.format.records import IterationRecord
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_parameter, make_record
+from tests.unit.moe_ft.engine.boundary.logs import NEXT, RANK, TRAFFIC, sends_of, small_log
 
 NORM, OUTPUT = UnitId(kind=UnitKind.FINAL_NORM), UnitId(kind=UnitKind.OUTPUT)
 
@@ -231,3 +236,47 @@ def test_gradients_of_sharded_weights_cannot_be_left_out(name: str) -> None:
     args = Namespace(gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1)
     setattr(args, name, 2)
     assert not can_freeze(args)
+
+
+def play_to(
+    loop: Loop, folder: Path, num_receives: int, monkeypatch: pytest.MonkeyPatch
+) -> list[torch.Tensor]:
+    """Replay iteration 3 on the rank after the one of a log; return what it has received."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    with small_log(folder) as log:
+        log.take(3)
+    player = BoundaryPlayer(NEXT, {RANK: open_log(folder)[0]})
+    link = P2PCommunicator.__new__(P2PCommunicator)
+    link.prev_rank, link.next_rank = RANK, RANK
+    settings = {"variable_seq_lengths": False, "mtp_standalone": False, "timers": None}
+    link.config = Namespace(**settings, pipeline_dtype=torch.bfloat16)
+    received: list[torch.Tensor] = []
+    compute = loop.forward_backward
+
+    def forward_backward(**options: Any) -> None:
+        received.extend(
+            link.recv_forward(TRAFFIC.shape, is_first_stage=False) for _ in range(num_receives)
+        )
+        compute(**options)
+
+    loop.forward_backward = forward_backward  # type: ignore[method-assign]
+    window: Any = Window(record_of(3), record_of(4, grad_norm=4.0))
+    Replay(window, loop.parameters, MegatronLoop(), loop.noted.append, player).run(loop.parts())
+    return received
+
+
+def test_stage_that_replays_alone_receives_what_its_neighbour_has_logged(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = play_to(loop, tmp_path, 2, monkeypatch)
+    sent = [tensor for _, _, tensor in sends_of(3)]
+    assert [each.equal(tensor) for each, tensor in zip(received, sent, strict=False)] == [True] * 2
+    assert loop.weights() == [0.75, 1.0]
+
+
+def test_replay_that_leaves_a_logged_tensor_fails_before_it_steps(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnrecoverableError, match="tensor 1 .* iteration 3 was not received"):
+        play_to(loop, tmp_path, 1, monkeypatch)
+    assert loop.weights() == [1.0, 1.0]

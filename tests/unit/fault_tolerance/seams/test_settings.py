@@ -115,3 +115,16 @@ def test_help_can_be_printed_whatever_percent_signs_other_flags_have() -> None:
     text = parser.format_help()
     assert "between 0% (none) and 100%" in text
     assert "by default 0.5" in text
+
+
+def test_log_of_what_crosses_stages_needs_stages() -> None:
+    flags = ("--mock-data", "--moe-ft-upstream-log", "--moe-ft-strategy", "dense")
+    flags = (*flags, "--moe-ft-job-id", "test")
+    with pytest.raises(
+        ConfigError,
+        match="--moe-ft-upstream-log needs pipeline stages: with --pipeline-model-parallel-size=1 nothing",
+    ):
+        checked_config(parse(*flags))
+    args = parse(*flags, "--pipeline-model-parallel-size", "2")
+    args.world_size = 2
+    assert checked_config(args).memory.upstream_log

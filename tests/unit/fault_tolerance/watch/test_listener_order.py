@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.watch.boundary_log import PipelineLog
 from megatron.fault_tolerance.watch.checkpoints import Checkpoints
 from megatron.fault_tolerance.watch.digests import Digests
 from megatron.fault_tolerance.watch.failure_report import FailureReport
@@ -16,7 +17,7 @@ from megatron.fault_tolerance.watch.scalars import Scalars
 from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
 from moe_ft.faults import Phase
 
-ALL = (Progress, Faults, Scalars, Routers, Digests, Checkpoints, FailureReport)
+ALL = (Progress, Faults, Scalars, Routers, Digests, PipelineLog, Checkpoints, FailureReport)
 
 
 def test_log_is_opened_first_and_closed_last_and_checkpoints_follow_what_reads_their_states() -> (

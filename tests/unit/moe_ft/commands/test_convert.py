@@ -26,9 +26,8 @@ def test_checkpoint_is_converted_with_the_flags(
     [
         (["SRC", "DST", "--shard-size", "0"], "--shard-size=0.0 must be a number of GiB"),
         (["SRC", "DST", "--for-ep", "0"], "--for-ep=0 must be a number of ranks"),
-        (["SRC", "s3://bucket/x"], "DST='s3://bucket/x' must be a folder on this machine"),
-        (["SRC", " "], "DST=' ' must be a folder on this machine"),
-        (["NOWHERE", "DST"], "holds no state of moe_ft"),
+        (["SRC", " "], "DST=' ' is empty: an unset variable"),
+        (["NOWHERE", "DST"], "NOWHERE must be a folder, and is not there"),
         (["", "DST"], "SRC='' is empty"),
         (["SRC", "SRC"], "must be a new or an empty folder, and is not empty"),
     ],

@@ -66,10 +66,9 @@ def test_settings_that_a_start_would_refuse_fail(doctor: Doctor) -> None:
     "words",
     [
         (*TORCHRUN, *SMALL, "--tensor-model-parallel-size", "2", "--moe-ft-strategy", "dense"),
-        (*TORCHRUN, *SMALL, "--multi-latent-attention", "--moe-ft-strategy", "dense"),
         ("torchrun", "--nproc-per-node", "gpu", "train.py", *SMALL, "--moe-ft-strategy", "dense"),
     ],
-    ids=["tensor parallelism", "other attention", "unknown ranks"],
+    ids=["tensor parallelism", "unknown ranks"],
 )
 def test_job_that_cannot_be_planned_is_warned_of_and_the_rest_is_checked(
     words: tuple[str, ...], doctor: Doctor

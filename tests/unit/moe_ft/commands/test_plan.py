@@ -95,6 +95,16 @@ def test_flags_without_an_effect_are_named(capsys: pytest.CaptureFixture[str]) -
     assert "note: --moe-ft-window changes nothing with --moe-ft-strategy=dense" in text
 
 
+def test_virtual_stages_of_a_layout_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    place = SMALL.index("--pipeline-model-parallel-size")
+    flags = (*SMALL[:place], "--pipeline-model-parallel-size", "2", "--moe-ft-strategy", "dense")
+    note = "note: --pipeline-model-parallel-layout: each stage is planned as if"
+    for layout, is_named in (("Ett|ttL", False), ("Et|t|t|tL", True)):
+        words = (*flags, "--pipeline-model-parallel-layout", layout)
+        assert main(["plan", "--world-size", "4", "--", *words]) == 0
+        assert (note in capsys.readouterr().out) is is_named
+
+
 def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", "--world-size", "8", "--ranks-per-node", "4", "--", "torchrun")
     launch = ("--nproc-per-node", "gpu", "pretrain_gpt_moe.py")
@@ -152,7 +162,7 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
             "--moe-ft-k-persist=2 must be at most",
         ),
         ("WORLD DENSE --moe-ft-state-dtype exp_avg=bf16", "loses precision"),
-        ("WORLD DENSE --mtp-num-layers 1", "--mtp-num-layers cannot be planned"),
+        ("WORLD DENSE --softmax-type learnable", "--softmax-type cannot be planned"),
     ],
 )
 def test_bad_input_is_refused_with_flag_value_rule_and_remedy(

@@ -122,6 +122,19 @@ def test_defaults_are_valid() -> None:
             MoeFtConfig(recovery=RecoveryConfig(on_missing="hope")),
             "--moe-ft-on-missing=hope must be one of start, fail",
         ),
+        (
+            MoeFtConfig(memory=MemoryConfig(upstream_log=True)),
+            "--moe-ft-upstream-log needs a strategy: with --moe-ft-strategy=none there is no state .* "
+            "Name one with --moe-ft-strategy",
+        ),
+        (
+            MoeFtConfig(
+                memory=MemoryConfig(upstream_log=True),
+                strategy=StrategyConfig(strategy="dense", interval="auto"),
+            ),
+            "--moe-ft-upstream-log needs a fixed interval: with --moe-ft-interval=auto .* "
+            "Give --moe-ft-interval a number of iterations",
+        ),
     ],
 )
 def test_wrong_value_is_named_with_its_rule(config: MoeFtConfig, message: str) -> None:

@@ -108,8 +108,8 @@ def test_flag_with_a_small_effect_is_named(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--mtp-num-layers", "1"], "--mtp-num-layers cannot be planned: .* Leave it out"),
-        (["--multi-latent-attention"], "--multi-latent-attention cannot be planned: .* Leave it"),
+        (["--mtp-use-repeated-layer"], "--mtp-use-repeated-layer cannot be planned: .* Leave it"),
+        (["--mla-down-proj-fusion"], "--mla-down-proj-fusion cannot be planned: .* Leave it out"),
         (["--moe-latent-size=8"], "--moe-latent-size cannot be planned"),
         (["--spec", "a", "b"], "--spec cannot be planned"),
         (["--heterogeneous-layers-config-path", "x"], "--heterogeneous-layers-config-path cannot"),
@@ -145,10 +145,6 @@ def test_no_flag_that_changes_the_fingerprint_is_ignored_unless_listed(
             ignored.add(name)
     assert not ignored & read
     sizes = {"mtp_num_layers", "kv_lora_rank", "softmax_type", "quick_geglu", "mtp_standalone"}
-    sizes |= {
-        "pipeline_model_parallel_layout",
-        "decoder_first_pipeline_num_layers",
-        "use_tp_pp_dp_mapping",
-    }
+    sizes |= {"pipeline_model_parallel_layout", "use_tp_pp_dp_mapping"}
     assert not ignored & sizes
-    assert {"lr", "seed", "rotary_base", "seq_length", "save"} <= ignored
+    assert {"lr", "seed", "rotary_base", "split", "save"} <= ignored

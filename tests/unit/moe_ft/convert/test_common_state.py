@@ -31,6 +31,12 @@ def test_arguments_are_the_settings_of_the_run(source: Source) -> None:
     assert not args.no_save_optim
 
 
+def test_path_of_which_the_last_part_is_known_is_no_argument(tmp_path: Path) -> None:
+    who = identity(**{"--tokenizer-model": "tokenizer.json", "--tokenizer-type": "Tik"})
+    args = common_state(opened(tmp_path, who), with_optimizer=True)["args"]
+    assert (args.tokenizer_type, hasattr(args, "tokenizer_model")) == ("Tik", False)
+
+
 def test_distributed_optimizer_has_every_group_once_with_its_step(source: Source) -> None:
     state = common_state(source, with_optimizer=True)
     assert uses_distributed_optimizer(source)

@@ -92,6 +92,12 @@ def test_destination_with_content_is_refused(is_file: bool, tmp_path: Path) -> N
         destination.check(1)
 
 
+def test_destination_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="cannot be made: .*file is a file"):
+        make(tmp_path / "file").check(1)
+
+
 def test_too_little_space_is_found_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"DST=.*dst needs \d+ bytes, and .* has \d+ free"):
         make(tmp_path).check(shutil.disk_usage(tmp_path).total * 2)

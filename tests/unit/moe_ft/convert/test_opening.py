@@ -23,6 +23,13 @@ def test_model_of_an_unknown_family_is_refused(tmp_path: Path) -> None:
         open_model(str(tmp_path))
 
 
+def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for name, message in (("file", "is a file. Name the folder"), ("gone", "is not there")):
+        with pytest.raises(ConfigError, match=f"SRC=.*{name} must be a folder, and {message}"):
+            open_model(str(tmp_path / name))
+
+
 def test_folder_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no state of moe_ft"):
         open_model(str(tmp_path))

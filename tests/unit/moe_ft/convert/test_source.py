@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.convert import source as sources
 from moe_ft.convert.source import open_source
+from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, CorruptStateError
@@ -44,6 +44,23 @@ def test_file_that_is_cut_short_is_refused(checkpoints: Path) -> None:
         open_source(str(checkpoints))
 
 
+def test_checkpoint_that_never_became_complete_is_named(checkpoints: Path) -> None:
+    (checkpoints / "iter_0000004/manifest.json").unlink()
+    with pytest.raises(
+        ConfigError, match="iter_0000004 is incomplete: it has no manifest. The job"
+    ):
+        open_source(str(checkpoints))
+
+
+def test_file_that_is_cut_short_is_named_with_the_remedy(checkpoints: Path) -> None:
+    path = next((checkpoints / "iter_0000004").glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(
+        CorruptStateError, match=rf"{path.name} has .*bytes, not .*--iteration names"
+    ):
+        open_source(str(checkpoints))
+
+
 def test_window_is_refused_with_the_reason(tmp_path: Path) -> None:
     persist_window(Storage(str(tmp_path)), 6, make_identity())
     with pytest.raises(
@@ -64,7 +81,7 @@ def test_directory_that_a_job_writes_to_is_refused(
         lock.renew()
         ended.set()
 
-    monkeypatch.setattr(sources.time, "sleep", sleep)
+    monkeypatch.setattr(storage_lock.time, "sleep", sleep)
     with pytest.raises(ConfigError, match="and job 'other' on .* writes there"):
         open_source(str(checkpoints))
     assert ended.is_set()

@@ -7,6 +7,7 @@ import pytest
 
 from moe_ft.doctor.meeting import OwnMeeting, StoreMeeting
 from moe_ft.doctor.place import Place
+from moe_ft.errors import ConfigError
 
 
 def free_port() -> int:
@@ -44,4 +45,12 @@ def test_restarted_processes_do_not_see_what_dead_ones_have_shown() -> None:
 def test_place_where_nobody_listens_is_given_up() -> None:
     place = Place(rank=1, world_size=2, master=("127.0.0.1", free_port()))
     with pytest.raises(RuntimeError):
+        StoreMeeting(place, time.monotonic() + 1)
+
+
+def test_place_with_a_name_that_leads_nowhere_is_refused_with_the_variable_to_set() -> None:
+    place = Place(rank=1, world_size=2, master=("node1.invalid", free_port()))
+    with pytest.raises(
+        ConfigError, match=r"MASTER_ADDR=node1.invalid must be .* Set it to the address"
+    ):
         StoreMeeting(place, time.monotonic() + 1)

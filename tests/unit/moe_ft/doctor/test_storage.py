@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.doctor import storage as checks
 from moe_ft.doctor.rows import Result
 from moe_ft.doctor.storage import ProbeDirectory, check_lock, check_semantics, check_space
 from moe_ft.engine.persist import storage_lock
@@ -19,7 +18,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_lock, "_SETTLE_S", 0.0)
-    monkeypatch.setattr(checks, "_POLL_S", 0.01)
+    monkeypatch.setattr(storage_lock, "_LOOK_POLL_S", 0.01)
 
 
 def test_local_directory_passes_and_nothing_stays(tmp_path: Path) -> None:

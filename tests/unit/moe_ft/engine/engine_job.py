@@ -29,6 +29,7 @@ from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.index import Index
+from moe_ft.planning.boundary_log import PipelineTraffic, num_slots
 from moe_ft.recovery.assembly import lay_out_breakpoint
 from moe_ft.state.record import CapturedRecord, IterationFacts, LoopCounters
 from moe_ft.strategies.dense.strategy import DenseStrategy
@@ -111,6 +112,7 @@ class Setup:
         window: snapshots of a window.
         has_peers: whether the ranks send replicas in a ring, over TCP.
         has_breakpoints: whether the ranks have memory for breakpoints.
+        traffic: what the ranks send to other stages, if that is logged; they are the first one.
     """
 
     num_ranks: int = 1
@@ -121,6 +123,7 @@ class Setup:
     raises: bool = False
     has_peers: bool = False
     has_breakpoints: bool = False
+    traffic: PipelineTraffic | None = None
 
     @property
     def persists(self) -> bool:
@@ -168,6 +171,8 @@ class Rank:
     def info(self) -> RankInfo:
         """The rank as the others see it."""
         assert self.layouts.region_bytes is not None
+        traffic = self.setup.traffic
+        slots = num_slots(self.setup.window, self.setup.interval or 1)
         return RankInfo(
             rank=self.rank,
             node=f"node-{self.rank}",
@@ -176,6 +181,8 @@ class Rank:
             address=self.server.address,
             region_bytes=self.layouts.region_bytes,
             breakpoint_bytes=0 if self.breakpoint is None else self.breakpoint.num_bytes,
+            boundary_slot_bytes=traffic.slot_bytes(0) if traffic else 0,
+            num_boundary_slots=slots if traffic else 0,
         )
 
     def give(self, topology: Topology) -> None:
@@ -204,6 +211,7 @@ class Rank:
             writer=None,
             phase_hook=lambda phase, iteration: self.hook(phase, iteration),
             breakpoint=self.breakpoint,
+            traffic=self.setup.traffic,
         )
         self.engine = self.build(
             clock=self.clock, make_worker=self._make_worker, replicator=self.job.replicator

@@ -78,5 +78,5 @@ def test_nothing_is_lost_when_many_threads_report() -> None:
 
 
 def test_parts_are_named_as_in_the_event_log() -> None:
-    expected = "snapshot replicate persist writer memory agreement peer-server"
+    expected = "snapshot replicate persist writer memory boundary-log agreement peer-server"
     assert [part.value for part in BackgroundPart] == expected.split()

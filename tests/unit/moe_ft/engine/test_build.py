@@ -11,6 +11,7 @@ from moe_ft.engine.clock import Clock
 from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.engine.snapshots.profile import FixedInterval, IntervalTuner
 from moe_ft.engine.worker import ThreadWorker
+from tests.unit.moe_ft.engine.boundary.logs import TRAFFIC
 from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup
 from tests.unit.moe_ft.engine.snapshots.snapshot_rank import Recorder
 
@@ -82,3 +83,10 @@ def test_only_the_rank_with_settings_for_it_supervises_the_writer(
     ((directory, command, *_),) = made
     assert directory == rank.node_dir / "persist"
     assert command[-1] == str(directory)
+
+
+def test_boundary_log_is_there_if_something_is_sent(tmp_path: Path) -> None:
+    (rank,) = Job(tmp_path, Setup(traffic=TRAFFIC), is_started=False).ranks
+    assert rank.engine.boundary is not None
+    assert sorted(rank.workers) == ["boundary-log", "snapshot"]
+    assert Job(tmp_path, Setup(), is_started=False).ranks[0].engine.boundary is None

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from benchmarks.paper_models import evenly_spaced_layers
-from moe_ft.planning.model_size import ModelShape
+from moe_ft.planning.model_size import LatentAttention, ModelShape
 
 # 2 MoE layers of 4 experts with 10 parameters each (width 1, no biases).
 TINY = ModelShape(
@@ -38,6 +38,14 @@ def any_shapes(draw: st.DrawFn) -> ModelShape:
     """Draw a small model of any kind."""
     num_layers = draw(st.integers(1, 5))
     groups = draw(st.integers(1, 3))
+    sizes = st.integers(1, 4)
+    latent = LatentAttention(
+        query_rank=draw(st.integers(0, 3)),
+        key_value_rank=draw(sizes),
+        head_width=draw(sizes),
+        position_width=draw(sizes),
+        value_width=draw(sizes),
+    )
     return ModelShape(
         num_layers=num_layers,
         hidden_size=draw(st.integers(1, 9)),
@@ -57,5 +65,8 @@ def any_shapes(draw: st.DrawFn) -> ModelShape:
         has_qkv_bias=draw(st.booleans()),
         has_norm_bias=draw(st.booleans()),
         has_qk_norm=draw(st.booleans()),
+        latent_attention=draw(st.sampled_from([None, latent])),
+        num_mtp_layers=draw(st.integers(0, 2)),
+        has_router_bias=draw(st.booleans()),
         has_shared_expert_gate=draw(st.booleans()),
     )

@@ -1,34 +1,16 @@
 """Sizes, ranks and bytes that flags describe are those that Megatron derives and builds."""
 
-import sys
-from collections import Counter
-from collections.abc import Iterator
-
 import pytest
-import torch
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.training import arguments as megatron_arguments
-from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.models.gpt import default_layer_spec
-from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from moe_ft.commands.command_line import read_command
 from moe_ft.errors import ConfigError
 from moe_ft.planning.described_job import shape_of
 from moe_ft.planning.model_size import unit_parameters
 from moe_ft.planning.ownership import Sharding
-from moe_ft.units import UnitKind
-from tests.demo_model import model_flags
-from tests.stock_program import CPU_FLAGS
+from tests.demo_model import deepseek_flags, model_flags
+from tests.unit.moe_ft.planning.built import built_units
 from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, SMALL, planned_job
 
-# What Megatron needs to build a model here and now, and what decides no size.
-HERE = (
-    *CPU_FLAGS,
-    *("--mock-data", "--use-cpu-initialization", "--no-initialization"),
-    *("--moe-token-dispatcher-type", "allgather"),
-)
 MODELS = {
     "demo": [],
     "llama-like": [
@@ -63,70 +45,39 @@ DEFAULTS = {
     },
     "no experts": {"num_experts": False, "moe_ffn_hidden_size": False},
 }
-LINES = {name: [*model_flags(), *flags] for name, flags in MODELS.items()} | {
-    name: model_flags(**changes) for name, changes in DEFAULTS.items()
+# Of a model like DeepSeek-V3: latent attention, shared experts, a layer that predicts a second token.
+DEEPSEEK: dict[str, dict[str, bool | int | str]] = {
+    "latent attention": {},
+    "queries that are not compressed": {"q_lora_rank": False},
+    "latent attention without norms": {"qk_layernorm": False},
+    "latent attention of the default sizes": {
+        **dict.fromkeys(("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"), False),
+        "v_head_dim": False,
+    },
+    "latent attention with biases": {
+        "normalization": "LayerNorm",
+        "disable_bias_linear": False,
+        "moe_shared_expert_intermediate_size": False,
+    },
+    "two further tokens": {"mtp_num_layers": 2},
+    "a further token without experts": {"moe_layer_freq": "([1]*1+[0]*1)"},
+    "a further token, tied": {"untie_embeddings_and_output_weights": False},
 }
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    """Give Megatron the process groups of a job with one rank."""
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-
-
-def built_parameters(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Counter[UnitKind]:
-    """Return the parameters of a model that Megatron has built, without memory for them, by kind."""
-    monkeypatch.setattr(sys, "argv", ["x", *flags, *HERE])
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    args = megatron_arguments.parse_args()
-    megatron_arguments.validate_args(args)
-    config = gpt_config_from_args(args)
-    vocabulary = args.padded_vocab_size or calculate_padded_vocab_size(
-        args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
-    )
-    with torch.device("meta"):
-        model = GPTModel(
-            config.transformer,
-            default_layer_spec(config, None),
-            vocabulary,
-            args.max_position_embeddings,
-            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
-            position_embedding_type=config.position_embedding_type,
-        )
-    found: Counter[UnitKind] = Counter()
-    for name, parameter in model.named_parameters():
-        found[kind_of(name)] += parameter.numel()
-    return found
-
-
-def kind_of(name: str) -> UnitKind:
-    for part, kind in (
-        ("embedding.", UnitKind.EMBEDDING),
-        ("output_layer.", UnitKind.OUTPUT),
-        ("final_layernorm.", UnitKind.FINAL_NORM),
-        (".router.", UnitKind.ROUTER),
-        (".local_experts.", UnitKind.EXPERT),
-    ):
-        if part in name:
-            return kind
-    return UnitKind.NON_EXPERT
+LINES = (
+    {name: [*model_flags(), *flags] for name, flags in MODELS.items()}
+    | {name: model_flags(**changes) for name, changes in DEFAULTS.items()}
+    | {name: deepseek_flags(**changes) for name, changes in DEEPSEEK.items()}
+)
 
 
 @pytest.mark.parametrize("name", LINES)
 def test_sizes_are_those_of_the_model_that_megatron_builds(
-    name: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = LINES[name]
-    planned: Counter[UnitKind] = Counter()
-    for unit, count in unit_parameters(shape_of(read_command(flags).args)).items():
-        planned[unit.kind] += count
-    assert planned == built_parameters(flags, monkeypatch)
+    planned = unit_parameters(shape_of(read_command(LINES[name]).args))
+    assert {unit: count for unit, count in planned.items() if count} == built_units(
+        LINES[name], monkeypatch
+    )
 
 
 def test_ranks_and_bytes_are_those_of_the_flags() -> None:
@@ -219,7 +170,7 @@ def test_sharding_is_that_of_the_flag() -> None:
         ),
         (
             ("--pipeline-model-parallel-size", "5"),
-            "--pipeline-model-parallel-size=5 must divide --num-l",
+            "--pipeline-model-parallel-size=5 must divide --num-layers=24. Change one",
         ),
         (
             ("--context-parallel-size", "3"),

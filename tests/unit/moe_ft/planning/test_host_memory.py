@@ -46,3 +46,9 @@ def test_breakpoint_is_a_part_of_what_a_rank_keeps_and_of_no_replica() -> None:
     assert share.own_bytes(persists=False) == 32
     assert share.replica_bytes == 27
     assert share.total_bytes(persists=False, replication_factor=1) == 59
+
+
+def test_boundary_log_is_the_ranks_own() -> None:
+    share = MemoryShare(region_bytes=10, boundary_bytes=5)
+    assert share.own_bytes(persists=False) == 25
+    assert share.replica_bytes == 20

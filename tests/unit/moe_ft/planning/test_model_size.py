@@ -4,7 +4,13 @@ from dataclasses import replace
 
 from hypothesis import given
 
-from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units, unit_parameters
+from moe_ft.planning.model_size import (
+    ByteModel,
+    LatentAttention,
+    ModelShape,
+    stage_units,
+    unit_parameters,
+)
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.planning.shapes import any_shapes
 
@@ -59,7 +65,7 @@ def test_stages_together_have_the_units_of_the_model(shape: ModelShape) -> None:
         expected.setdefault(UnitId(kind=UnitKind.OUTPUT), shape.vocab_size * shape.hidden_size)
         together = {unit: count for stage in stages for unit, count in stage.items()}
         assert together == expected
-        assert sum(map(len, stages)) == len(expected)
+        assert sum(map(len, stages)) == len(expected) + (shape.num_mtp_layers > 0)
 
 
 def test_embedding_is_on_the_first_stage_and_its_tied_copy_on_the_last() -> None:
@@ -67,6 +73,33 @@ def test_embedding_is_on_the_first_stage_and_its_tied_copy_on_the_last() -> None
     assert [str(unit) for unit in first if unit.layer < 0] == ["embedding"]
     assert [str(unit) for unit in last if unit.layer < 0] == ["final-norm", "output"]
     assert {unit.layer for unit in last if unit.layer >= 0} == {1}
+
+
+def test_layers_that_predict_further_tokens_are_on_the_last_stage_with_embeddings_of_their_own() -> (
+    None
+):
+    shape = replace(TINY, num_layers=2, moe_layers=(1,), num_mtp_layers=1)
+    first, last = stage_units(shape, 2)
+    further = {str(unit): count for unit, count in last.items() if unit.block == "mtp"}
+    layer = {str(unit): count for unit, count in last.items() if str(unit).startswith("layer.1")}
+    projection = 2 * (2 * 2) + 3 * (2 + 2)
+    assert further.pop("mtp.0.non-expert") == layer.pop("layer.1.non-expert") + projection
+    assert list(further.values()) == list(layer.values())
+    assert last[UnitId(kind=UnitKind.EMBEDDING)] == first[UnitId(kind=UnitKind.EMBEDDING)]
+
+
+def test_latent_attention_has_the_parameters_counted_by_hand() -> None:
+    latent = LatentAttention(
+        query_rank=3, key_value_rank=5, head_width=7, position_width=11, value_width=13
+    )
+    shape = replace(
+        TINY, num_attention_heads=2, latent_attention=latent, has_bias=False, has_qk_norm=True
+    )
+    queries = 2 * 3 + 2 * 3 + 3 * 2 * (7 + 11)
+    keys_values = 2 * (5 + 11) + 2 * 5 + 5 * 2 * (7 + 13)
+    assert shape.attention_parameters == queries + keys_values + 2 * 13 * 2
+    plain = replace(shape, latent_attention=replace(latent, query_rank=0), has_qk_norm=False)
+    assert plain.attention_parameters == 2 * 2 * 18 + keys_values - 2 * 5 + 2 * 13 * 2
 
 
 def test_bytes_are_divided_by_whether_experts_may_be_left_out() -> None:

@@ -1,6 +1,7 @@
 """Replicas are on other nodes, evenly."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -184,3 +185,12 @@ def test_breakpoints_take_memory_on_their_own_node_only() -> None:
     )
     topology = Topology(ranks=ranks)
     assert plan_node_memory(topology, place_replicas(topology, 1), 2, 2) == {"a": 47, "b": 47}
+
+
+def test_node_memory_counts_the_boundary_logs_of_its_own_ranks() -> None:
+    plain = make_topology(["a", "b"])
+    logging = replace(plain.ranks[0], boundary_slot_bytes=7, num_boundary_slots=2)
+    topology = Topology(ranks=(logging, plain.ranks[1]))
+    peers = [(1,), (0,)]
+    before, after = (plan_node_memory(each, peers, 2, 2) for each in (plain, topology))
+    assert [after[node] - before[node] for node in plain.nodes] == [14, 0]

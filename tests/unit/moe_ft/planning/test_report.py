@@ -2,8 +2,10 @@
 
 import pytest
 
+from moe_ft.errors import ConfigError
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.report import (
+    boundary_line,
     describe_ranks,
     describe_shape,
     memory_table,
@@ -84,3 +86,32 @@ def test_line_on_whole_states_says_what_one_costs() -> None:
     assert line.endswith("stall 2.000 s; written in 3.000 s")
     assert persist_line(job, 3 * 10**9, period_s=1.0, planned=1) == []
     assert whole_line(planned_job(*LARGE, *STORED), 1) == []
+
+
+def test_line_on_the_boundary_log_says_what_it_takes() -> None:
+    flags = ("--seq-length", "1024", "--micro-batch-size", "2", "--global-batch-size", "64")
+    job = planned_job(
+        *(*LARGE, *flags, "--pipeline-model-parallel-size", "4", "--moe-ft-strategy", "dense"),
+        "--moe-ft-upstream-log",
+        world_size=8,
+    )
+    # 16 micro-batches of 4 MiB in both directions; windows of one snapshot need three iterations.
+    (line,) = boundary_line(job, 1)
+    assert line.startswith(
+        "boundary log: 134.2 MB of an iteration in 32 tensors, 3 iterations, 402.7 MB of the rank with"
+    )
+    assert boundary_line(planned_job(*LARGE), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--pipeline-model-parallel-size", "1"), "--moe-ft-upstream-log needs pipeline stages"),
+        (("--pipeline-model-parallel-size", "2"), "--seq-length, --micro-batch-size not given"),
+    ],
+)
+def test_boundary_log_that_cannot_be_planned_is_refused(
+    flags: tuple[str, ...], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        planned_job(*LARGE, *flags, "--moe-ft-strategy", "dense", "--moe-ft-upstream-log")

@@ -27,6 +27,7 @@ from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.units import Level, UnitId, UnitKind
+from tests.unit.moe_ft.engine.boundary.logs import TRAFFIC
 from tests.unit.moe_ft.together import run_together
 
 EP_SIZE, EXPT_DP_SIZE = 2, 4
@@ -270,3 +271,12 @@ def test_sizes_of_units_are_those_that_they_take_in_a_file() -> None:
             layout = lay_out([(unit, level, catalog.tensors(unit, level))])
             taken = layout.ends[0] - len(layout.header)
             assert taken <= planned < taken + ALIGNMENT_BYTES
+
+
+def test_boundary_log_has_slots_for_the_windows_of_the_strategy() -> None:
+    catalog = catalog_of(0)
+    strategy, layouts = DenseStrategy(catalog.units), UnitLayouts(catalog, 0)
+    assert measure_sizes(strategy, layouts).num_boundary_slots == 0
+    sizes = measure_sizes(strategy, layouts, traffic=TRAFFIC, stage=1, interval=4)
+    assert sizes.boundary_slot_bytes == TRAFFIC.slot_bytes(1)
+    assert sizes.num_boundary_slots == 6

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StrategyConfig
+from moe_ft.engine.boundary.slots import BoundarySlot
 from moe_ft.engine.memory.job_directory import job_lock, read_marker
 from moe_ft.engine.memory.regions import (
     Region,
@@ -191,3 +192,30 @@ def test_breakpoints_are_counted_and_named_where_memory_is_too_small(tmp_path: P
     with pytest.raises(ConfigError, match="replicas and breakpoints take 12.00 KiB") as refused:
         check_memory(larger, [()])
     assert "Leave out --moe-ft-breakpoints" in str(refused.value)
+
+
+def test_boundary_log_counts_and_is_named_where_memory_is_short(tmp_path: Path) -> None:
+    site = site_of(tmp_path, limit="9kB")
+    site.node_dir.mkdir(parents=True)
+    check_memory(site, [()])
+    info = replace(site.topology.ranks[0], boundary_slot_bytes=2048, num_boundary_slots=3)
+    config = replace(site.config, memory=replace(site.config.memory, upstream_log=True))
+    site = replace(site, config=config, topology=Topology(ranks=(info,)))
+    with pytest.raises(
+        ConfigError,
+        match=r"snapshots, replicas and boundary logs \(6.00 KiB\) take 14.00 KiB on node node, more than "
+        "the limit.* Leave out --moe-ft-upstream-log. Lower",
+    ):
+        check_memory(site, [()])
+
+
+def test_boundary_log_of_a_rank_that_is_elsewhere_now_makes_room(tmp_path: Path) -> None:
+    site = site_of(tmp_path / "memory")
+    claim_memory(site).release()
+    slots = [BoundarySlot(own_directory(site.node_dir, rank), 0, REGION_BYTES) for rank in (0, 7)]
+    for slot in slots:
+        slot.open()
+        slot.commit(b"header", b"index")
+    make_room(site, [()], None)
+    assert [slot.data_path.exists() for slot in slots] == [True, False]
+    assert [slot.index_path.exists() for slot in slots] == [True, False]

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.recovery import Plan
@@ -23,12 +22,10 @@ def identity_of(
     plan: Plan | None = None,
     inventory: Inventory | None = None,
     *,
-    strategy: str = "dense",
     is_chosen: bool = False,
 ) -> Identity:
     """Return the identity of a start that has found something."""
     config = config_of(folder)
-    config = replace(config, strategy=replace(config.strategy, strategy=strategy))
     facts = replace(
         facts_of(iteration=3, began_with="--finetune"), replay_settings={"--clip-grad": 1.0}
     )
@@ -46,6 +43,7 @@ def test_start_that_begins_a_run_names_it(tmp_path: Path) -> None:
         fingerprint=FINGERPRINT,
         world_size=1,
         strategy="dense",
+        replay_settings={"--clip-grad": 1.0},
         began_with="--finetune",
     )
 
@@ -68,12 +66,3 @@ def test_start_counts_on_from_all_that_it_has_found_and_remembers_what_it_leaves
     found = identity_of(tmp_path, plan, inventory)
     assert found.start.number == 5
     assert found.superseded == ("left",)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "expected"), [("dense", {}), ("sparse", {"--clip-grad": 1.0})]
-)
-def test_settings_of_replays_are_kept_by_strategies_that_replay(
-    tmp_path: Path, strategy: str, expected: dict[str, float]
-) -> None:
-    assert identity_of(tmp_path, strategy=strategy).replay_settings == expected

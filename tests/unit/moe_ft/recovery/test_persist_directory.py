@@ -20,6 +20,7 @@ from moe_ft.topology import RankInfo, Topology
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_lock, "_LOOK_POLL_S", 0.01)
     monkeypatch.setattr(persist_directory, "_LOCK_POLL_S", 0.01)
     monkeypatch.setattr(storage_lock, "LOCK_RENEWAL_S", 0.02)
 
@@ -107,7 +108,7 @@ def test_time_in_which_storage_hung_is_no_time_of_watching(
 
     monkeypatch.setattr(StorageLock, "look", look_slowly)
     clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda seconds: None)
-    monkeypatch.setattr(persist_directory, "time", clock)
+    monkeypatch.setattr(storage_lock, "time", clock)
     with pytest.raises(ConfigError, match="is used by job 'other'"):
         opener.open("new")
 

@@ -5,11 +5,12 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moe_ft.config.config import MoeFtConfig, StrategyConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, StrategyConfig
 from moe_ft.config.fields import Part
 from moe_ft.config.precision import PrecisionConfig
 from moe_ft.errors import ConfigError
@@ -86,6 +87,11 @@ def test_settings_that_go_together_are_accepted(config: MoeFtConfig) -> None:
             config_of("partial", PartialConfig(k_persist=9)),
             MODEL,
             "--moe-ft-k-persist=9 must be at most --num-experts=8. Lower it",
+        ),
+        (
+            replace(config_of("partial"), memory=MemoryConfig(upstream_log=True)),
+            MODEL,
+            "--moe-ft-upstream-log cannot be used with --moe-ft-strategy=partial: .* Use dense or sparse",
         ),
         (
             config_of("sparse", SparseConfig(window="11")),
@@ -209,3 +215,17 @@ def test_interface_imports_no_strategy() -> None:
     path = ROOT / "moe_ft" / "strategies" / "interface.py"
     imported = [each for each in words_in(path) if each.startswith("moe_ft.strategies.")]
     assert not imported
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        (config_of("dense"), 1),
+        (config_of("sparse", SparseConfig(window="3")), 3),
+        (config_of("sparse", SparseConfig(max_window=6)), 6),
+    ],
+)
+def test_longest_window_is_that_for_which_memory_is_reserved(
+    config: MoeFtConfig, longest: int
+) -> None:
+    assert registry.chosen(config).longest_window(config) == longest

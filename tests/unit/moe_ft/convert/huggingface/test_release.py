@@ -136,6 +136,27 @@ def test_tensor_that_does_not_fit_is_named(change: Any, message: str, saved: Pat
         open_release(saved)
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_head_of_a_tied_model_must_be_its_embedding(
+    is_same: bool, saved: Path, tmp_path: Path
+) -> None:
+    change_config(saved, tie_word_embeddings=True)
+    embedding = tensors_of(saved)["model.embed_tokens.weight"]
+    embedding[3, 4] = 0.0
+    head = embedding.clone()
+    head[3, 4] = 0.0 if is_same else -0.0
+    changes = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    change_tensors(saved, lambda tensors: tensors.update(changes))
+    request = Request(source=str(saved), destination=str(tmp_path / "out"), to="torch_dist")
+    if is_same:
+        assert "verified" in convert(request)
+    else:
+        wanted = "lm_head.weight and model.embed_tokens.weight must be equal, .*tie_word_embeddings to false"
+        with pytest.raises(ConfigError, match=wanted):
+            convert(request)
+        assert not list(tmp_path.glob("out*"))
+
+
 def test_tensors_of_two_types_are_not_joined(saved: Path) -> None:
     change_tensors(saved, lambda tensors: tensors.update({GATE: tensors[GATE].half()}))
     with pytest.raises(ConfigError, match=r"w1.weight, .*w3.weight must have one type.*F16.*F32"):

@@ -245,3 +245,31 @@ def test_breakpoint_keeps_what_it_holds_and_goes_when_it_is_no_longer_asked_for(
     other.remove_left_overs()
     assert not list(own_directory(tmp_path / "a", 0).glob("breakpoint*"))
     other.close()
+
+
+def logging_rank(slots: int, slot_bytes: int = 4096) -> Topology:
+    plain = info(0, "a", num_slots=0)
+    own = replace(plain, boundary_slot_bytes=slot_bytes, num_boundary_slots=slots)
+    return Topology(ranks=(own,))
+
+
+def test_slots_of_the_boundary_log_are_opened_and_those_of_another_log_removed(
+    tmp_path: Path,
+) -> None:
+    directory = own_directory(tmp_path / "a", 0)
+    before = RankMemory(tmp_path / "a", 0, logging_rank(3), [], persists=False)
+    before.open(None)
+    for slot in before.boundary:
+        slot.commit(b"header", b"index")
+    before.close()
+    memory = RankMemory(tmp_path / "a", 0, logging_rank(2), [], persists=False)
+    memory.open(None)
+    assert "boundary_2.json" in files(directory)  # it may still be needed
+    memory.remove_left_overs()
+    left = {name for name in files(directory) if name.startswith("boundary_")}
+    assert left == {
+        f"boundary_{each}.{kind}" for each in (0, 1) for kind in ("json", "safetensors")
+    }
+    assert memory.num_own_bytes == 2 * SIZE  # of state
+    memory.remove()
+    assert not directory.exists()

@@ -5,13 +5,14 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage import Storage
-from moe_ft.engine.persist.storage_lock import LOCK_NAME, Lock, StorageLock
+from moe_ft.engine.persist.storage_lock import LOCK_NAME, Lock, StorageLock, watch_lock
 from moe_ft.errors import LockLostError
 from tests.object_store import ObjectStore
 from tests.unit.moe_ft.engine.persist.checkpoints import FAULTY
@@ -303,6 +304,31 @@ def test_lock_that_cannot_be_renewed_for_a_while_is_reported_once_and_kept(
     assert [line.partition(":")[0] for line in lines] == [
         f"{LOCK_NAME} in {storage.url.partition(':')[0]}"
     ]
+
+
+# Watching
+
+
+@pytest.mark.parametrize("does", ["nothing", "renew", "release"])
+def test_lock_that_is_watched_shows_what_its_owner_does(
+    directory: Storage, monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
+    owner, watched = taken(directory), StorageLock(directory)
+    seen = watched.look()
+    assert seen is not None
+    now_s = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+        if does != "nothing" and now_s[0] == 3.0:
+            getattr(owner, does)()
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now_s[0])
+    monkeypatch.setattr(storage_lock, "time", clock)
+    found = watch_lock(watched, seen, 12.0)
+    assert now_s[0] == (12.0 if does == "nothing" else 3.0)
+    assert found == watched.look()
+    assert (found == seen, found is None) == (does == "nothing", does == "release")
 
 
 # Releasing

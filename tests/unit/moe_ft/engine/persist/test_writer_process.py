@@ -94,7 +94,7 @@ def test_writer_that_is_stopped_ends_when_its_parent_is_killed(parent: Parent) -
     wait_for(lambda: is_gone(parent.writer), "the writer's end")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_writer_that_is_told_to_end_by_a_launcher_serves_on(
     tmp_path: Path, parent: Parent, number: signal.Signals
 ) -> None:

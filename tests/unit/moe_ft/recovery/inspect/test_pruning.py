@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.manifests import find_manifests
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import encode
 from moe_ft.format.identity import Identity
-from moe_ft.recovery import persist_directory
 from moe_ft.recovery.inspect.pruning import Checkpoint, Rules, prune
 from moe_ft.recovery.persist_directory import take_lock
 from tests.unit.moe_ft.builders import make_identity, manifest_of, persist_checkpoint
@@ -140,8 +140,8 @@ def _prune_and_fail(url: str, injector: Injector, number: int) -> None:
 def test_directory_that_a_job_writes_to_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(persist_directory, "_LOCK_POLL_S", 0.01)
-    monkeypatch.setattr("moe_ft.engine.persist.storage_lock.LOCK_RENEWAL_S", 0.02)
+    monkeypatch.setattr(storage_lock, "_LOOK_POLL_S", 0.01)
+    monkeypatch.setattr(storage_lock, "LOCK_RENEWAL_S", 0.02)
     storage = Storage(str(tmp_path))
     fill(storage, 2, 4)
     lock = take_lock("a-job", storage)

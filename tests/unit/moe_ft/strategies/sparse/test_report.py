@@ -183,3 +183,7 @@ def test_footprint_is_what_is_reserved() -> None:
     rank_bytes = footprint.share.total_bytes(persists=False, replication_factor=0)
     assert row(text, "a rank, MB")[2] == f"{rank_bytes / 1e6:,.1f}"
     assert footprint.checkpoint_bytes == 8 * footprint.share.region_bytes
+    whole = ("--moe-ft-persist-dir", "/x", "--moe-ft-persist-dense-interval", "9")
+    assert (
+        SPARSE.footprint(planned_job(*flags, *whole)).num_stored(2) == footprint.num_stored(2) + 1
+    )

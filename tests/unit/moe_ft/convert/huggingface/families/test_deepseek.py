@@ -75,6 +75,9 @@ def test_tied_embedding_is_the_head_of_further_tokens_too() -> None:
         "model.layers.3.embed_tokens.weight",
         "model.layers.3.shared_head.head.weight",
     )
+    tied = {**V3, "--untie-embeddings-and-output-weights": False}
+    embedding = next(iter(deepseek.model_tensors(tied, FAMILY)))
+    assert embedding.duplicates == ("lm_head.weight",)
 
 
 def test_names_of_all_tensors_differ() -> None:

@@ -1,0 +1,236 @@
+"""Bytes of the boundary log against the formula, and the cost of logging to training.
+
+    python -m benchmarks.boundary_log [--pairs N] [--iterations N] [--output FILE.md]
+
+Each case trains in pairs of runs, with and without --moe-ft-upstream-log, in turns, on the CPU over gloo.
+Overhead is the median over pairs of the quotient of their median iterations. The time on the training thread
+is measured around the calls of the log, so that it does not depend on what else the machine does.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.training import get_args
+
+import pretrain_gpt_moe
+from benchmarks.output import markdown_table, show
+from benchmarks.sparse_jobs import Changes, JobFolder, job_folder, spread, write_data
+from megatron.fault_tolerance.seams.loop_facts import pipeline_traffic
+from moe_ft.engine.boundary.log import BoundaryLog
+from moe_ft.engine.boundary.reading import open_log
+from tests.demo_model import layout_flags, model_flags
+from tests.harness import events, run_training
+
+_DEADLINE_S = 600.0
+_FIRST = 3  # the first iterations of a process are slower
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A job: its layout and changes to the demo model."""
+
+    layout: dict[str, int]
+    changes: Changes
+    flags: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job."""
+        return self.layout["pp"] * self.layout.get("ep", 1)
+
+
+_LARGE: Changes = {
+    "hidden_size": 512,
+    "ffn_hidden_size": 1024,
+    "moe_ffn_hidden_size": 1024,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+}
+CASES = {
+    "pp 2": Case(layout={"pp": 2}, changes=_LARGE),
+    "pp 2, 2 chunks": Case(
+        layout={"pp": 2}, changes=_LARGE, flags=("--num-virtual-stages-per-pipeline-rank", "2")
+    ),
+    "pp 4": Case(layout={"pp": 4}, changes=_LARGE),
+    "pp 2, ep 2, demo": Case(layout={"pp": 2, "ep": 2}, changes={}),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logged:
+    """Contents of one rank's log at the end of a run, and its cost to the training thread.
+
+    Attributes:
+        sent: tensors and bytes of one iteration, in all of which they are the same.
+        computed: tensors and bytes by the formula.
+        memory_bytes: of all slots.
+        seconds: ``[iteration]`` that the training thread spent in the log.
+    """
+
+    sent: tuple[int, int]
+    computed: tuple[int, int]
+    memory_bytes: int
+    seconds: tuple[float, ...]
+
+
+def train_and_measure(folder: str, flags: list[str]) -> None:
+    """Train; write what `Logged` holds. Runs on every rank."""
+    seconds: list[float] = []
+
+    def timed(original: Callable[..., Any], *, begins: bool = False) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start_s = time.perf_counter()
+            result = original(*args)
+            if begins:
+                seconds.append(0.0)
+            seconds[-1] += time.perf_counter() - start_s
+            return result
+
+        return call
+
+    close = BoundaryLog.close
+
+    def close_and_write(self: BoundaryLog, timeout_s: float) -> None:
+        close(self, timeout_s)
+        found, problems = open_log(self._slots[0].data_path.parent)
+        assert not problems, problems
+        sizes = {
+            (len(each.index.sent), sum(sent.num_bytes for sent in each.index.sent))
+            for each in found.values()
+        }
+        (sent,) = sizes
+        traffic = pipeline_traffic(get_args())
+        rank, stage = dist.get_rank(), get_args().rank * traffic.num_stages // dist.get_world_size()
+        measured = {
+            "sent": sent,
+            "computed": (traffic.num_sends(stage), traffic.sent_bytes(stage)),
+            "memory_bytes": sum(slot.num_bytes for slot in self._slots),
+            "seconds": seconds[_FIRST:],
+        }
+        Path(folder, f"log_{rank}.json").write_text(json.dumps(measured))
+
+    changed: Any = BoundaryLog
+    changed.begin = timed(BoundaryLog.begin, begins=True)
+    changed.record, changed.end = timed(BoundaryLog.record), timed(BoundaryLog.end)
+    changed.close = close_and_write
+    pretrain_gpt_moe.main(flags)
+
+
+def run_once(
+    case: Case, data: Sequence[str], job: JobFolder, num_iterations: int, *, logs: bool
+) -> tuple[float, list[Logged]]:
+    """Return the median iteration of rank 0 in seconds, and what each rank has logged, if they log."""
+    words = [
+        *model_flags(**{**case.changes, "train_iters": num_iterations}),
+        *(*layout_flags(case.layout), *case.flags, *data),
+        *("--moe-ft-event-log", str(job.events)),
+        *job.strategy_flags("dense"),
+        *("--moe-ft-interval", "2"),
+    ]
+    train = partial(train_and_measure, str(job.log)) if logs else None
+    words += ["--moe-ft-upstream-log"] * logs
+    run_training(
+        words, case.num_ranks, log_dir=job.log / "logs", deadline_s=_DEADLINE_S, train=train
+    ).check()
+    times = [line["iteration_s"] for line in events(job.events, 0, "iteration")][_FIRST:]
+    logged = []
+    for rank in range(case.num_ranks) if logs else ():
+        found = json.loads((job.log / f"log_{rank}.json").read_text())
+        logged.append(Logged(**{name: _tuple(value) for name, value in found.items()}))
+    return median(times), logged
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def measure(
+    name: str, case: Case, data: Sequence[str], folder: Path, *, num_pairs: int, num_iterations: int
+) -> tuple[list[list[str]], list[str]]:
+    """Return a row for each stage on bytes, and one for the case on times."""
+    without: list[float] = []
+    with_log: list[float] = []
+    logged: list[Logged] = []
+    for number in range(num_pairs):
+        order = (False, True) if number % 2 else (True, False)
+        for logs in order:
+            with job_folder(folder) as job:
+                seconds, found = run_once(case, data, job, num_iterations, logs=logs)
+            (with_log if logs else without).append(seconds)
+            logged = found or logged
+    per_stage = case.num_ranks // case.layout["pp"]
+    rows = []
+    for rank in range(0, case.num_ranks, per_stage):
+        own = logged[rank]
+        rows.append(
+            [
+                *(name, str(rank // per_stage), str(own.sent[0]), f"{own.sent[1]:,}"),
+                *(f"{own.computed[1]:,}", f"{own.memory_bytes:,}"),
+            ]
+        )
+    thread_ms = [1000 * seconds for own in logged for seconds in own.seconds]
+    overhead = [after / before - 1 for after, before in zip(with_log, without, strict=True)]
+    times = [
+        *(name, spread(without), spread(with_log), spread(overhead, "+.1%")),
+        spread(thread_ms, ".2f"),
+    ]
+    return rows, times
+
+
+def main() -> None:
+    """Measure all cases and print two tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--cases", nargs="*", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    size_rows: list[list[str]] = []
+    time_rows: list[list[str]] = []
+    started = (
+        f"{os.cpu_count()} cores, one thread a rank, gloo, no GPU; load at the start "
+        f"{os.getloadavg()[0]:.1f}. torch {torch.__version__}."
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_data(Path(folder))
+        for name in options.cases:
+            rows, times = measure(
+                *(name, CASES[name], data, Path(folder)),
+                num_pairs=options.pairs,
+                num_iterations=options.iterations,
+            )
+            size_rows += rows
+            time_rows.append(times)
+    sizes = ("case", "stage", "tensors", "logged bytes", "formula", "memory of the log")
+    times_headers = (
+        *("case", "iteration without, s", "with the log, s", "overhead"),
+        "training thread in the log, ms",
+    )
+    show(
+        [
+            "# Boundary log",
+            started,
+            "Bytes of one iteration and rank; the memory holds all slots, with headers.",
+            markdown_table(size_rows, sizes),
+            f"Medians and ranges of {options.pairs} pairs of {options.iterations} iterations.",
+            markdown_table(time_rows, times_headers),
+        ],
+        options.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

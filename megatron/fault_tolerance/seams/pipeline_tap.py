@@ -1,0 +1,122 @@
+"""Taps on the pipeline's links: one records what a rank sends, one plays what it would receive.
+
+All schedules of Megatron (1F1B, interleaved, with and without overlap) move tensors between stages in
+`P2PCommunicator._communicate`, which is wrapped here. The logs themselves are moe_ft/engine/boundary/.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.format.boundary import Direction
+
+Record = Callable[[int, Direction, torch.Tensor], None]
+_Communicate = Callable[..., Any]
+
+
+@contextmanager
+def recording(record: Record) -> Iterator[None]:
+    """Have every tensor recorded that this process sends to another pipeline stage.
+
+    Args:
+        record: gets the global rank of the receiver, the direction and the tensor, before it is sent.
+            Afterwards the schedule may free the tensor.
+    """
+
+    def communicate(original: _Communicate, link: P2PCommunicator, **given: Any) -> Any:
+        for name, neighbour, direction in _sends(link):
+            if given[name] is not None:
+                record(neighbour, direction, given[name])
+        return original(link, **given)
+
+    with _around_communicate(communicate):
+        yield
+
+
+@contextmanager
+def playing(player: BoundaryPlayer) -> Iterator[None]:
+    """Have receives answered from logs: what would be sent to a rank with a log goes nowhere.
+
+    Links to neighbours without a log stay live.
+    """
+    with _around_communicate(partial(_play, player)):
+        yield
+
+
+@contextmanager
+def _around_communicate(around: Callable[..., Any]) -> Iterator[None]:
+    original = P2PCommunicator._communicate
+
+    def communicate(link: P2PCommunicator, **given: Any) -> Any:
+        return around(original, link, **given)
+
+    with Patches() as patches:
+        patches.set(P2PCommunicator, "_communicate", communicate)
+        yield
+
+
+def _sends(link: P2PCommunicator) -> tuple[tuple[str, int, Direction], ...]:
+    """Return the arguments that are sent, each with its receiver and direction."""
+    return (
+        ("tensor_send_prev", link.prev_rank, Direction.BACKWARD),
+        ("tensor_send_next", link.next_rank, Direction.FORWARD),
+    )
+
+
+def _play(
+    player: BoundaryPlayer, original: _Communicate, link: P2PCommunicator, **given: Any
+) -> Any:
+    """Do what `_communicate` does, from logs where there are some."""
+    live, handles = dict(given), {}
+    for name, neighbour, _ in _sends(link):
+        if given[name] is not None and player.answers_for(neighbour):
+            live[name] = None
+            handles[name.removeprefix("tensor_")] = _Done()
+    played: dict[str, torch.Tensor] = {}
+    for name, neighbour, direction in (
+        ("recv_prev", link.prev_rank, Direction.FORWARD),
+        ("recv_next", link.next_rank, Direction.BACKWARD),
+    ):
+        if given[name] and player.answers_for(neighbour):
+            live[name], handles[name] = False, _Done()
+            played[name] = _received(player, link, neighbour, direction, given["tensor_shape"])
+    is_live = any(live[name] is not None for name, _, _ in _sends(link))
+    is_live |= live["recv_prev"] or live["recv_next"]
+    from_previous, from_next, requests = original(link, **live) if is_live else (None, None, None)
+    if not given.get("wait_on_reqs", True):
+        requests = _merged(requests, handles)
+    return played.get("recv_prev", from_previous), played.get("recv_next", from_next), requests
+
+
+def _received(
+    player: BoundaryPlayer, link: P2PCommunicator, neighbour: int, direction: Direction, shape: Any
+) -> torch.Tensor:
+    """Return a tensor as a receive would leave it."""
+    config = link.config
+    is_fixed = not (config.variable_seq_lengths or config.mtp_standalone)
+    assert config.pipeline_dtype is not None
+    tensor = player.receive(
+        neighbour, direction, config.pipeline_dtype, shape if is_fixed else None
+    )
+    return tensor.to(torch.cuda.current_device()).requires_grad_()
+
+
+def _merged(requests: Any, handles: Mapping[str, "_Done"]) -> Any:
+    """Return handles for everything that was asked for, in the form in which Megatron returns its own."""
+    if isinstance(requests, list):  # a ring exchange has none
+        return requests
+    return {**(requests or {}), **handles}
+
+
+class _Done:
+    """Handle of a transfer that has ended."""
+
+    def wait(self) -> bool:
+        """Return at once."""
+        return True

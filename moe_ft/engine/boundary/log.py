@@ -1,0 +1,246 @@
+"""The boundary log of a rank: what it sends to other pipeline stages, in slots of host memory.
+
+Each slot takes the sends of one iteration and is committed when its gradients are ready. Slots are used
+again, oldest first: a replay needs the iterations from the beginning of the newest complete window on, for
+which there is room (planning/boundary_log.py). Whatever fails costs the log of an iteration, never the
+iteration.
+megatron/fault_tolerance/seams/pipeline_tap.py records, engine/boundary/reading.py reads.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import torch
+
+from moe_ft.arithmetic import round_up
+from moe_ft.engine.background import BackgroundPart, Reports
+from moe_ft.engine.boundary.device_copy import SendCopier
+from moe_ft.engine.boundary.slots import BoundarySlot, make_header
+from moe_ft.engine.memory.private_files import read_private
+from moe_ft.engine.worker import Worker
+from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
+from moe_ft.format.encoding import FORMAT, checksum, decode, encode
+from moe_ft.format.identity import Identity
+from moe_ft.format.packings import ALIGNMENT_BYTES
+from moe_ft.state.slices import dtype_name
+
+_PART = BackgroundPart.BOUNDARY_LOG
+
+
+@dataclass(kw_only=True, slots=True)
+class _Taking:
+    """The log of the iteration that runs. Owned by the training thread.
+
+    Attributes:
+        bytes: the memory of the slot.
+        sent: so far, without checksums.
+        end: bytes of the file that are filled.
+        has_failed: whether the log of this iteration is given up.
+    """
+
+    slot: BoundarySlot
+    bytes: torch.Tensor
+    end: int
+    sent: list[SentTensor] = field(default_factory=list)
+    ordinals: Counter[tuple[int, Direction]] = field(default_factory=Counter)
+    has_failed: bool = False
+
+
+class BoundaryLog:
+    """Log of one rank. Owned by the training thread; `flush` may be called by any thread."""
+
+    def __init__(
+        self,
+        slots: Sequence[BoundarySlot],
+        header_bytes: int,
+        identity: Identity,
+        rank: int,
+        node: str,
+        worker: Worker,
+        reports: Reports,
+    ) -> None:
+        """Prepare; no memory is touched yet.
+
+        Args:
+            slots: of this rank's memory.
+            header_bytes: size of the header of each.
+            identity: of this start.
+            worker: checks sums and commits.
+        """
+        self._slots, self._header_bytes = slots, header_bytes
+        self._identity, self._rank, self._node = identity, rank, node
+        self._worker, self._reports = worker, reports
+        self._copier = SendCopier()
+        self._commits: dict[BoundarySlot, Future[None]] = {}
+        self._taking: _Taking | None = None
+        self._keep_from = 0
+        self._has_lost = False  # said once for each window
+
+    def start(self, iteration: int, keep_from: int) -> None:
+        """Begin in memory that is open.
+
+        Logs of earlier starts stay until their slots are needed, but for those of iterations that will run
+        again.
+
+        Args:
+            iteration: where training begins or continues.
+            keep_from: see `keep`.
+        """
+        self._keep_from = keep_from
+        for slot in self._slots:
+            found = self._iteration_in(slot)
+            if found is not None and found < iteration:
+                slot.iteration = found
+            else:
+                slot.invalidate()
+        self._worker.start()
+
+    def _iteration_in(self, slot: BoundarySlot) -> int | None:
+        if not slot.index_path.exists():
+            return None
+        try:
+            where = str(slot.index_path)
+            index = decode(read_private(slot.index_path), BoundaryIndex, where)
+        except OSError:
+            return None
+        is_ours = index.rank == self._rank and index.file_bytes == slot.num_bytes
+        return index.iteration if is_ours else None
+
+    def begin(self, iteration: int) -> None:
+        """Begin the log of an iteration, or begin it again, before forward and backward run."""
+        before, self._taking = self._taking, None
+        if before is not None:
+            before.slot.iteration = None  # it was never committed
+        with self._reports.catching(_PART, iteration):
+            slot = self._free_slot(iteration)
+            if slot is None:
+                reason = "the logs of earlier iterations are still being written: it gets none"
+                self._reports.degraded(_PART, iteration, reason)
+                return
+            slot.invalidate()
+            slot.iteration = iteration
+            content = torch.frombuffer(slot.mapping, dtype=torch.uint8)
+            self._taking = _Taking(slot=slot, bytes=content, end=self._header_bytes)
+
+    def _free_slot(self, iteration: int) -> BoundarySlot | None:
+        """Return the slot for an iteration: its own, one that is empty, or the one with the oldest log."""
+        self._commits = {slot: each for slot, each in self._commits.items() if not each.done()}
+        if any(slot.iteration == iteration for slot in self._commits):
+            return None  # two would hold it
+        free = [slot for slot in self._slots if slot not in self._commits]
+        own = [slot for slot in free if slot.iteration == iteration]
+        empty = [slot for slot in free if slot.iteration is None]
+        if own or empty:
+            return (own or empty)[0]
+        oldest = min(free, key=lambda slot: slot.iteration or 0, default=None)
+        if oldest is not None and (oldest.iteration or 0) >= self._keep_from:
+            self._tell_loss(oldest.iteration or 0, iteration)
+        return oldest
+
+    def _tell_loss(self, lost: int, iteration: int) -> None:
+        if not self._has_lost:
+            reason = (
+                f"no window was completed in time: the log of iteration {lost} is overwritten, so that a "
+                "stage cannot be replayed alone until the next window is complete"
+            )
+            self._reports.degraded(_PART, iteration, reason)
+        self._has_lost = True
+
+    def record(self, neighbour: int, direction: Direction, tensor: torch.Tensor) -> None:
+        """Copy a tensor that is being sent; it may be freed or overwritten afterwards.
+
+        Does nothing outside an iteration.
+
+        Args:
+            neighbour: global rank that receives it.
+        """
+        taking = self._taking
+        if taking is None or taking.has_failed:
+            return
+        iteration = taking.slot.iteration or 0
+        with self._reports.catching(_PART, iteration, self._give_up):
+            start = round_up(taking.end, ALIGNMENT_BYTES)
+            end = start + tensor.numel() * tensor.element_size()
+            if end > taking.slot.num_bytes:
+                reason = (
+                    f"the iteration sends more than the {taking.slot.num_bytes} bytes that were computed "
+                    "for it: it gets no log"
+                )
+                self._reports.degraded(_PART, iteration, reason)
+                self._give_up()
+                return
+            self._copier.copy(tensor, taking.bytes[start:end])
+            key = neighbour, direction
+            entry = SentTensor(
+                neighbour=neighbour,
+                direction=direction,
+                ordinal=taking.ordinals[key],
+                shape=tuple(tensor.shape),
+                dtype=dtype_name(tensor.dtype),
+                offset=start,
+                checksum="0" * 16,
+            )
+            taking.sent.append(entry)
+            taking.ordinals[key] += 1
+            taking.end = end
+
+    def _give_up(self) -> None:
+        assert self._taking is not None
+        self._taking.has_failed = True
+
+    def end(self) -> None:
+        """Have the log of the iteration committed: it sends nothing more. Again does nothing."""
+        taking, self._taking = self._taking, None
+        if taking is None:
+            return
+        if taking.has_failed:
+            taking.slot.iteration = None
+            return
+        commit = partial(self._commit, taking, self._copier.mark())
+        self._commits[taking.slot] = self._worker.submit(commit)
+
+    def _commit(self, taking: _Taking, copied: torch.cuda.Event | None) -> None:
+        """Write header and index of a slot. Worker."""
+        slot = taking.slot
+        iteration = slot.iteration or 0
+        with self._reports.catching(_PART, iteration):
+            if copied is not None:
+                copied.synchronize()
+            content = memoryview(slot.mapping)
+            sent = tuple(_with_checksum(each, content) for each in taking.sent)
+            header = make_header(sent, self._header_bytes, slot.num_bytes)
+            index = BoundaryIndex(
+                format=FORMAT,
+                identity=self._identity,
+                rank=self._rank,
+                node=self._node,
+                iteration=iteration,
+                file=slot.data_path.name,
+                file_bytes=slot.num_bytes,
+                header_bytes=len(header),
+                header_checksum=checksum(header),
+                sent=sent,
+            )
+            slot.commit(header, encode(index))
+
+    def keep(self, iteration: int) -> None:
+        """Note that only the logs from an iteration on are needed: a window that begins there is complete."""
+        self._keep_from, self._has_lost = iteration, False
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything that has ended is committed; return False if that takes too long."""
+        return not wait([*self._commits.values()], timeout_s).not_done
+
+    def close(self, timeout_s: float) -> None:
+        """Commit what has ended, and end the worker. The memory stays."""
+        self._taking = None
+        self._worker.close(timeout_s)
+
+
+def _with_checksum(sent: SentTensor, content: memoryview) -> SentTensor:
+    data = content[sent.offset : sent.offset + sent.num_bytes]
+    return msgspec.structs.replace(sent, checksum=checksum(data))

@@ -1,0 +1,92 @@
+"""Slots of the boundary log: files of a rank's memory, each of which holds what one iteration has sent.
+
+A slot is a data file of fixed size, mapped once, and an index next to it, without which it holds nothing.
+engine/boundary/log.py fills slots, engine/boundary/reading.py reads them.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_ft.engine.memory.layout import encode_header
+from moe_ft.engine.memory.private_files import write_atomically
+from moe_ft.engine.memory.regions import MappedFile
+from moe_ft.errors import SnapshotError
+from moe_ft.format.boundary import SentTensor
+
+INDEX_NAME = re.compile(r"boundary_\d+\.json")
+FILE_NAME = re.compile(r"boundary_\d+\.(safetensors|json)")
+
+
+class BoundarySlot(MappedFile):
+    """One slot of a rank. The training thread owns it, but for a commit, which belongs to the worker.
+
+    Attributes:
+        iteration: whose log it holds or takes, None if there is none.
+    """
+
+    def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
+        super().__init__(directory / f"boundary_{number}.safetensors", num_bytes)
+        self.iteration: int | None = None
+
+    @property
+    def index_path(self) -> Path:
+        """The index, which is there only while the slot holds all that an iteration has sent."""
+        return self.data_path.with_suffix(".json")
+
+    def _discard(self) -> None:
+        self.invalidate()
+        super()._discard()
+
+    def invalidate(self) -> None:
+        """Remove the index: from now on the slot holds nothing."""
+        self.iteration = None
+        self.index_path.unlink(missing_ok=True)
+
+    def commit(self, header: bytes, index: bytes) -> None:
+        """Write the header of the data file, then make the slot valid by one rename of its index.
+
+        Raises:
+            OSError: if the directory has vanished or is full.
+        """
+        self.mapping[: len(header)] = header
+        write_atomically(self.index_path, index)
+
+
+def make_header(sent: Sequence[SentTensor], header_bytes: int, file_bytes: int) -> bytes:
+    """Return the safetensors header of a data file: the tensors, and the gaps between them.
+
+    Args:
+        sent: by ascending offset.
+        header_bytes: size of the header.
+        file_bytes: of the data file.
+
+    Raises:
+        SnapshotError: if the tensors are too many for the header.
+    """
+    declared: dict[str, object] = {}
+    end = header_bytes
+    for each in sent:
+        _declare_gap(declared, end, each.offset, header_bytes)
+        start, end = each.offset, each.offset + each.num_bytes
+        declared[each.name] = {
+            "dtype": each.dtype,
+            "shape": list(each.shape),
+            "data_offsets": [start - header_bytes, end - header_bytes],
+        }
+    _declare_gap(declared, end, file_bytes, header_bytes)
+    header = encode_header(declared, header_bytes)
+    if len(header) > header_bytes:
+        raise SnapshotError(
+            f"the header of {len(sent)} tensors takes {len(header)} bytes, its slot has {header_bytes}"
+        )
+    return header
+
+
+def _declare_gap(declared: dict[str, object], start: int, end: int, header_bytes: int) -> None:
+    if end > start:
+        declared[f"__unused__/{start}"] = {
+            "dtype": "U8",
+            "shape": [end - start],
+            "data_offsets": [start - header_bytes, end - header_bytes],
+        }

@@ -1,0 +1,81 @@
+"""Scripts and modules that ranks run, with their arguments, as Python's own command line has them."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+USAGE = "moe_ft keep [--preload MODULE]... [--] SCRIPT ARGS... | -m MODULE ARGS..."
+# What takes seconds to import. Modules of a script may have to come after moe_ft has wrapped Megatron.
+PRELOADED = (
+    "megatron.fault_tolerance.launch.running",  # with torch, Megatron and moe_ft
+    "megatron.core.tokenizers.text.text_tokenizer",
+    "transformer_engine.pytorch",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A script or a module to run.
+
+    Attributes:
+        words: as they follow `python` on a command line.
+        preload: modules to import before ranks are forked.
+    """
+
+    words: tuple[str, ...]
+    preload: tuple[str, ...]
+
+    @property
+    def is_module(self) -> bool:
+        """True for `-m MODULE`."""
+        return self.words[0] == "-m"
+
+    @property
+    def name(self) -> str:
+        """The path of the script, or the name of the module."""
+        return self.words[1] if self.is_module else self.words[0]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Its arguments."""
+        return self.words[2:] if self.is_module else self.words[1:]
+
+    @property
+    def first_path(self) -> str:
+        """The folder that Python puts first on the path of imports."""
+        return os.getcwd() if self.is_module else _folder_of(self.name)
+
+    @property
+    def first_path_of_imports(self) -> str:
+        """The folder in which a Megatron of the user's own may lie: that of the script which trains."""
+        is_run = self.is_module and self.name == "moe_ft" and self.arguments[:1] == ("run",)
+        script = self.arguments[1] if is_run and len(self.arguments) > 1 else "-"
+        return self.first_path if script.startswith("-") else _folder_of(script)
+
+
+def _folder_of(script: str) -> str:
+    return os.path.dirname(os.path.realpath(script))
+
+
+def read_target(words: Sequence[str]) -> Target:
+    """Read the command line after `keep`; end the process with exit code 2 if it names nothing to run."""
+    rest, preload = list(words), list[str]()
+    while rest[:1] == ["--preload"] and len(rest) > 1:
+        preload += rest[1:2]
+        del rest[:2]
+    if rest[:1] == ["--"]:
+        del rest[:1]
+    if not rest or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) < 2)):
+        given = f"{rest[0]} is no script" if rest else "there is no script"
+        _refuse(f"{given}. Write {USAGE}")
+    if rest[0] != "-m" and not Path(rest[0]).is_file():
+        _refuse(f"{rest[0]} is no file. Give the path of the pretraining script: {USAGE}")
+    return Target(words=tuple(rest), preload=(*PRELOADED, *preload))
+
+
+def _refuse(problem: str) -> NoReturn:
+    print(f"error: moe_ft keep: {problem}", file=sys.stderr, flush=True)
+    raise SystemExit(2)

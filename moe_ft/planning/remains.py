@@ -1,0 +1,171 @@
+"""Remains of a failure: the state, boundary logs and records of one run that can still be read.
+
+Plain values, the same on every rank. planning/scope.py plans a recovery from them. Whoever collects them
+leaves out everything that the run has left behind (planning/branches.py), torn breakpoints, and the snapshots
+of a strategy that does not save every unit in them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moe_ft.errors import PlanError
+from moe_ft.format.boundary import Direction
+from moe_ft.planning.couplings import Coupling
+from moe_ft.planning.recovery import Version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """One direction of a boundary between two stages.
+
+    Attributes:
+        sender, receiver: stages.
+    """
+
+    sender: int
+    receiver: int
+    direction: Direction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentLog:
+    """Tensors that one rank has sent to a neighbour in one direction, while one iteration ran; all of them.
+
+    Attributes:
+        sender, receiver: global ranks.
+        iteration: the one that ran: from the state of this number to the next.
+        node: the node whose memory holds it; None for storage.
+        path: its index, relative to the node's memory directory or the persist directory.
+    """
+
+    sender: int
+    receiver: int
+    direction: Direction
+    iteration: int
+    node: str | None
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptRecord:
+    """Record of one iteration by one rank.
+
+    The record of state n + 1 answers what iteration n asks the whole job: gradient norms, number of tokens,
+    found-inf. What belongs to the rank itself, such as random numbers and buffers, follows from its restored
+    state, which has its own record.
+
+    Attributes:
+        rank: the rank that took it.
+        iteration: of the state that it describes.
+        node: the node whose memory holds it; None for storage.
+        path: as for `SentLog`.
+    """
+
+    rank: int
+    iteration: int
+    node: str | None
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remains:
+    """Everything that a failure has left of a run, in any order.
+
+    Attributes:
+        versions: states by rank. A window W of 1 is a whole state, such as a breakpoint. A longer one is put
+            back at its first iteration, and W - 1 iterations later its ranks have the whole state.
+        logs: boundary logs.
+        records: further records; those in the files of versions need not be listed.
+    """
+
+    versions: Sequence[Version]
+    logs: Sequence[SentLog] = ()
+    records: Sequence[KeptRecord] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipelines:
+    """Layout of a job as the planning of a scope sees it.
+
+    Attributes:
+        stages: ``[stage][pipeline]`` global ranks. A rank exchanges tensors with those of its own pipeline in
+            the next and the previous stage.
+        node_of: ``[rank]`` the node of each rank now.
+        is_ring: whether the first and the last stage are neighbours too, as with virtual stages.
+        couplings: stages that run iterations again together.
+        has_common_records: whether a record answers for other stages than its own. It does not if the
+            optimizers of the stages have other parts, since found-inf is recorded for each part.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    node_of: tuple[str, ...]
+    is_ring: bool = False
+    couplings: tuple[Coupling, ...] = ()
+    has_common_records: bool = True
+
+    def __post_init__(self) -> None:
+        ranks = sorted(rank for stage in self.stages for rank in stage)
+        if ranks != list(range(len(self.node_of))) or len(set(map(len, self.stages))) != 1:
+            raise PlanError(
+                f"stages {self.stages} of {len(self.node_of)} ranks: every rank must be in one stage, and "
+                "all stages must have the same number of ranks"
+            )
+        if any(not set(each.stages) <= set(range(self.num_stages)) for each in self.couplings):
+            raise PlanError(
+                f"couplings {[each.stages for each in self.couplings]} name stages that do not exist: there "
+                f"are {self.num_stages}"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline ranks."""
+        return len(self.stages)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """All directions of all boundaries; two stages on a ring have four."""
+        pairs = [(stage, stage + 1) for stage in range(self.num_stages - 1)]
+        if self.is_ring and self.num_stages > 1:
+            pairs.append((self.num_stages - 1, 0))
+        return tuple(
+            link
+            for first, second in pairs
+            for link in (
+                Link(sender=first, receiver=second, direction=Direction.FORWARD),
+                Link(sender=second, receiver=first, direction=Direction.BACKWARD),
+            )
+        )
+
+    def wires(self, link: Link) -> Iterator[tuple[int, int]]:
+        """Yield the sending and the receiving rank of each pipeline."""
+        return zip(self.stages[link.sender], self.stages[link.receiver], strict=True)
+
+    def segments(self, stages: frozenset[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the longest runs of neighbouring stages, each in the order of the pipeline."""
+        if len(stages) == self.num_stages:
+            return (tuple(range(self.num_stages)),)
+        runs = []
+        for stage in sorted(stages):
+            if self._after(stage, -1) in stages:
+                continue  # not the first of its run
+            run = [stage]
+            while (following := self._after(run[-1], 1)) in stages:
+                run.append(following)
+            runs.append(tuple(run))
+        return tuple(runs)
+
+    def joined(self, stages: frozenset[int]) -> list[frozenset[int]]:
+        """Return the sets of these stages that links or couplings join, ordered by their lowest stage."""
+        pairs = [frozenset({link.sender, link.receiver}) for link in self.links]
+        pairs += [frozenset(each.stages) for each in self.couplings]
+        sets = [frozenset({stage}) for stage in stages]
+        for pair in pairs:
+            if pair <= stages:
+                touched = [each for each in sets if each & pair]
+                sets = [each for each in sets if each not in touched]
+                sets.append(frozenset[int]().union(*touched))
+        return sorted(sets, key=min)
+
+    def _after(self, stage: int, step: int) -> int:
+        """Return the stage one step further; one that does not exist beyond the ends of a line."""
+        return (stage + step) % self.num_stages if self.is_ring else stage + step

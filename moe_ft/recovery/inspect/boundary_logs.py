@@ -1,0 +1,68 @@
+"""Boundary logs below a directory, for `inspect` and `verify`: what ranks have sent to other stages.
+
+They are no state: without them a recovery only computes more. State is holdings.py and verification.py.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from tabulate import tabulate
+
+from moe_ft.engine.boundary.reading import LoggedIteration, open_slot
+from moe_ft.engine.boundary.slots import INDEX_NAME
+
+
+def find_logs(directory: str) -> Iterator[tuple[Path, LoggedIteration | str]]:
+    """Yield the indexes below a directory, each with what it describes, or why that cannot be read."""
+    root = Path(directory)
+    for path in sorted(root.rglob("boundary_*.json")) if root.is_dir() else ():
+        if not INDEX_NAME.fullmatch(path.name):
+            continue
+        try:
+            yield path, open_slot(path)
+        except OSError as error:
+            yield path, str(error)
+
+
+def render_logs(directory: str) -> str:
+    """Return a table of the boundary logs below a directory, empty if there are none."""
+    logs: dict[tuple[int, str], list[LoggedIteration]] = defaultdict(list)
+    problems = []
+    for path, found in find_logs(directory):
+        if isinstance(found, str):
+            problems.append((path.parent.name, "-", "-", "-", found))
+        else:
+            logs[found.index.rank, str(path.parent)].append(found)
+    rows = [
+        (
+            rank,
+            ", ".join(str(each) for each in sorted(logged.index.iteration for logged in own)),
+            sum(len(logged.index.sent) for logged in own),
+            f"{sum(sent.num_bytes for each in own for sent in each.index.sent) / 2**20:.1f}",
+            place,
+        )
+        for (rank, place), own in sorted(logs.items(), key=lambda item: item[0])
+    ]
+    if not rows and not problems:
+        return ""
+    headers = ("boundary log of rank", "iterations", "tensors", "MiB", "where")
+    return tabulate([*rows, *problems], headers=headers, disable_numparse=True)
+
+
+def verify_logs(directory: str) -> tuple[list[str], list[str]]:
+    """Read all boundary logs below a directory; return lines on what is right, and on what is wrong."""
+    right, wrong = [], []
+    for path, found in find_logs(directory):
+        if isinstance(found, str):
+            wrong.append(f"boundary log {path}: {found}")
+            continue
+        index = found.index
+        try:
+            found.check()
+        except OSError as error:
+            wrong.append(f"boundary log {path}: {error}")
+        else:
+            what = f"boundary log of iteration {index.iteration}, rank {index.rank} ({path})"
+            right.append(f"{what}: {len(index.sent)} tensors")
+    return right, wrong

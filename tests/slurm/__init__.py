@@ -1,0 +1,1 @@
+"""Jobs under a real SLURM of three nodes on this machine."""

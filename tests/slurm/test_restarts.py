@@ -1,0 +1,152 @@
+"""Jobs of the batch script that meet failures end in the state of a run that nothing disturbs."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.references import Digests
+from tests.slurm.cluster import Cluster
+from tests.slurm.job import NUM_ITERATIONS, SlurmJob
+from tests.waiting import wait_for
+
+Mount = Callable[[str], Path]
+
+
+def test_killed_rank_restarts_in_the_allocation_and_a_signal_requeues_the_job_with_nothing_lost(
+    job: SlurmJob, expected: Digests
+) -> None:
+    job.submit("--moe-ft-inject-fault", "kill:1@12")
+    job.wait_for_iteration(18, start=2)
+    job.signal_ranks(signal.SIGSTOP)  # they shall not end before the signal comes
+    job.cancel("--batch", "--signal=USR1")
+    job.wait_for_line("SIGUSR1: the ranks save the newest state")
+    job.signal_ranks(signal.SIGCONT)
+    job.release()
+    assert job.wait_for_end() == "COMPLETED 0:0"
+    killed, requeued = job.targets()
+    assert 9 <= killed <= 12 and 18 <= requeued < NUM_ITERATIONS
+    assert job.tiers(0) == [{"memory"}] * 2
+    assert job.tiers(1) == [{"storage"}] * 2
+    assert job.stored() == [requeued, NUM_ITERATIONS]
+    assert job.digests() == expected
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1500)
+def test_spare_replaces_a_lost_node_and_the_loss_of_the_first_node_requeues_the_job(
+    cluster: Cluster, job: SlurmJob, expected: Digests
+) -> None:
+    job.submit(nodes=3, WAIT_SECONDS="15")  # the ranks start again before SLURM misses the node
+    job.wait_for_iteration(8, start=1)
+    job.lose_node("node2")
+    job.wait_for_iteration(18, start=2)
+    assert job.said("node3 replaces node2")
+    job.lose_node("node1")  # the batch script ran there
+    wait_for(lambda: "down" in cluster.states(("node1",))[0], "SLURM to miss node1", 200)
+    cluster.start_node("node1")
+    cluster.start_node("node2")
+    job.release()
+    assert job.wait_for_end() == "COMPLETED 0:0"
+    spare, requeued = job.targets()
+    assert 5 <= spare < requeued and 15 <= requeued < NUM_ITERATIONS
+    assert job.tiers(0) == [{"memory"}, {"peer"}]
+    assert job.tiers(1) == [{"peer"}, {"memory"}]
+    assert job.stored() == [NUM_ITERATIONS]
+    assert job.digests() == expected
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1500)
+def test_time_limit_while_storage_is_full_saves_and_requeues_the_job_when_there_is_room(
+    cluster: Cluster, job: SlurmJob, expected: Digests, mount_small: Mount
+) -> None:
+    storage = mount_small("24m")
+    (storage / "of_others").write_bytes(bytes(2**24 + 2**22))
+    job.submit(PERSIST_DIR=str(storage / "states"))
+    job.wait_for_iteration(15, start=1)
+    job.signal_ranks(signal.SIGSTOP)
+    limit = ["scontrol", "update", f"JobId={job.job_id}"]
+    cluster.call(*limit, "TimeLimit=10")  # minutes: as --signal of the script says
+    job.wait_for_line("SIGUSR1: the ranks save the newest state")
+    job.signal_ranks(signal.SIGCONT)
+    job.wait_for_line("exit code 3: the ranks start again")
+    (storage / "of_others").unlink()
+    job.wait_for_line("the job goes back to the queue", count=2)
+    cluster.call(*limit, "TimeLimit=60")
+    job.release()
+    assert job.wait_for_end() == "COMPLETED 0:0"
+    again, requeued = job.targets()
+    assert 15 <= again < requeued
+    assert job.tiers(0) == [{"memory"}] * 2
+    assert job.tiers(1) == [{"storage"}] * 2
+    assert job.digests() == expected
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1500)
+def test_next_job_of_a_chain_continues_a_cancelled_one_from_memory_next_to_another_job(
+    job: SlurmJob, dataset_flags: list[str], expected: Digests
+) -> None:
+    options = ["--dependency=singleton", "--job-name=chain", "--nodelist=node1,node2"]
+    other = SlurmJob(job.cluster, dataset_flags, job.folder.parent / "other", job.memory_dir)
+    job.submit(options=options, RUN_NAME="chain")
+    other.submit("--moe-ft-inject-fault", "kill:0@12", options=["--nodelist=node1,node2"])
+    first = job.job_id
+    job.submit(options=options, RUN_NAME="chain")
+    job.wait_for_iteration(8, start=1)
+    job.cluster.call("scancel", first)
+    assert [other.wait_for_end(), job.wait_for_end()] == ["COMPLETED 0:0"] * 2
+    assert job.said("SIGTERM: SLURM ends the job now")
+    for each, earliest in ((job, 5), (other, 9)):
+        (target,) = each.targets()
+        assert target >= earliest
+        assert each.tiers(0) == [{"memory"}] * 2
+        assert each.digests() == expected
+    assert not list(job.memory_dir.glob("*"))
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1500)
+def test_epilog_removes_the_memory_of_a_cancelled_job_and_leaves_that_of_a_waiting_one(
+    job: SlurmJob,
+) -> None:
+    job.submit()
+    job.wait_for_iteration(8, start=1)
+    memory = job.memory_dir / job.job_id
+    job.cluster.call("scontrol", "requeue", job.job_id)
+    wait_for(lambda: job.shown()["JobState"] == "PENDING", "the job in the queue", 120)
+    assert sorted(path.name for path in memory.glob("node*")) == ["node1", "node2"]
+    job.cancel()
+    job.cluster.call("sbatch", "--wait", "--nodes=1", "--output=/dev/null", "--wrap=true")
+    wait_for(lambda: not memory.exists(), "the epilog", 120)
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1500)
+def test_job_on_a_full_tmpfs_is_refused_and_runs_when_the_memory_of_a_dead_job_is_gone(
+    job: SlurmJob, expected: Digests, mount_small: Mount
+) -> None:
+    job.memory_dir = mount_small("64m")
+    ballast = job.memory_dir / "of_others"
+    ballast.write_bytes(bytes(50 * 2**20))
+    job.submit()
+    assert job.wait_for_end() == "FAILED 2:0"
+    assert job.said("cannot hold the regions")
+    ballast.unlink()
+    job.submit()
+    assert job.wait_for_end() == "COMPLETED 0:0"
+    assert job.digests() == expected
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1500)
+def test_doctor_examines_the_nodes_of_an_allocation_with_the_flags_of_the_job(
+    job: SlurmJob,
+) -> None:
+    job.submit(CHECK="1")
+    job.wait_for_end()
+    assert job.said("2 processes of doctor on 2 nodes; training")
+    assert job.said("storage read   node2         PASS")
+    assert not job.said("silent ranks")

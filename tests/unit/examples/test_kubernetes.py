@@ -1,0 +1,181 @@
+"""The JobSet fits the schemas of JobSet and Kubernetes and the plan; pods save before they are removed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
+from tests.unit.examples.model_files import FOLDER, ROOT, plan_of, read_model
+
+KUBERNETES = ROOT / "examples" / "kubernetes"
+GIB = 2**30
+
+
+def manifest() -> dict[str, Any]:
+    return dict(yaml.safe_load((KUBERNETES / "jobset.yaml").read_text()))
+
+
+def check(document: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a document is a JobSet, fields of pods included.
+
+    The models are generated from the schemas of the API servers. They drop fields that they do not know, and
+    fail in several ways at a number where they expect an object.
+    """
+    try:
+        known = JobsetV1alpha2JobSet.from_dict(dict(document))
+    except (AttributeError, TypeError) as error:
+        raise ValueError("a field has another type") from error
+    if (
+        known is None or known.to_dict() != document
+    ):  # pydantic's ValidationError is a ValueError too
+        raise ValueError("fields are unknown or missing")
+
+
+def test_manifest_is_a_jobset() -> None:
+    check(manifest())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "spec",
+        "spec/network",
+        "spec/failurePolicy",
+        "spec/replicatedJobs/0",
+        "spec/replicatedJobs/0/template/spec",
+        "spec/replicatedJobs/0/template/spec/template/spec",
+        "spec/replicatedJobs/0/template/spec/template/spec/tolerations/0",
+        "spec/replicatedJobs/0/template/spec/template/spec/containers/0",
+        "spec/replicatedJobs/0/template/spec/template/spec/containers/0/resources",
+        "spec/replicatedJobs/0/template/spec/template/spec/containers/0/volumeMounts/0",
+        "spec/replicatedJobs/0/template/spec/template/spec/containers/0/env/0/valueFrom/fieldRef",
+        "spec/replicatedJobs/0/template/spec/template/spec/volumes/0/emptyDir",
+    ],
+)
+def test_misspelled_or_mistyped_field_is_found(path: str) -> None:
+    misspelled, mistyped = manifest(), manifest()
+    for document, change in ((misspelled, _misspell), (mistyped, _mistype)):
+        place: Any = document
+        for part in path.split("/"):
+            place = place[int(part) if part.isdecimal() else part]
+        change(place)
+        with pytest.raises(ValueError, match=r"field|validation error"):
+            check(document)
+
+
+def _misspell(place: dict[str, Any]) -> None:
+    name = next(iter(place))
+    place[name + "s"] = place.pop(name)
+
+
+def _mistype(place: dict[str, Any]) -> None:
+    name = next(iter(place))
+    place[name] = {"of": ["another", "type"]} if not isinstance(place[name], dict) else 7
+
+
+def pod() -> dict[str, Any]:
+    job = manifest()["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return dict(job["template"]["spec"])
+
+
+def variables() -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in pod()["containers"][0]["env"]}
+
+
+def test_sizes_are_those_of_the_plan() -> None:
+    name = Path(variables()["MODEL"]).stem
+    plan = plan_of(name, variables()["STRATEGY"])
+    container, memory = pod()["containers"][0], pod()["volumes"][0]["emptyDir"]
+    size = int(memory["sizeLimit"].removesuffix("Gi")) * GIB
+    limit = int(container["resources"]["limits"]["memory"].removesuffix("Gi")) * GIB
+    assert plan.node_bytes < size < 1.1 * plan.node_bytes
+    assert f"{plan.node_bytes / 1e6:,.0f} MB" in (ROOT / "docs" / "kubernetes.md").read_text()
+    assert limit - size >= 200 * GIB
+    assert (
+        container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
+    )
+    assert container["volumeMounts"][0] == {"name": "memory", "mountPath": "/dev/shm"}
+
+
+def test_numbers_that_say_the_same_are_equal() -> None:
+    document, given = manifest(), variables()
+    (job,) = document["spec"]["replicatedJobs"]
+    name, own = document["metadata"]["name"], job["template"]["spec"]
+    assert own["parallelism"] == own["completions"] == int(given["NODES"])
+    assert int(given["NODES"]) == read_model(Path(given["MODEL"]).stem).num_nodes
+    assert given["RENDEZVOUS"].partition(":")[0] == f"{name}-{job['name']}-0-0.{name}"
+    assert int(given["SAVE_SECONDS"]) + 60 <= pod()["terminationGracePeriodSeconds"]
+
+
+RANK = """
+import json, os, pathlib, signal, sys, time
+flags = dict(zip(sys.argv, sys.argv[1:]))
+events = pathlib.Path(flags["--moe-ft-event-log"])
+events.mkdir(exist_ok=True)
+def end(reason):
+    line = json.dumps({"event": "end", "reason": reason})
+    (events / "rank_00000.jsonl").open("a").write(line + "\\n")
+    sys.exit(0)
+assert flags["--exit-signal"] == "SIGUSR1"
+signal.signal(signal.SIGUSR1, lambda *_: end("exit flag"))
+print("ready", flush=True)
+if os.environ["ENDS"] == "never":
+    time.sleep(600)
+end(os.environ["ENDS"])
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Return the variables of a pod with one rank, which only notes the signals that it gets."""
+    (tmp_path / "rank.py").write_text(RANK)
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "MODEL": f"{FOLDER}/mixtral_8x7b.sh",
+        "NODES": "1",
+        "RANKS_PER_NODE": "1",
+        "RUN_DIR": str(tmp_path),
+        "RUN_NAME": "test",
+        "DATA_PREFIX": "none",
+        "PROGRAM": str(tmp_path / "rank.py"),
+        "RENDEZVOUS": "localhost:0",
+        "MAX_RESTARTS": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.mark.parametrize(("ends", "code"), [("finished", 0), ("exit flag", 75)])
+def test_pod_succeeds_only_if_training_has_finished(
+    ends: str, code: int, environment: dict[str, str]
+) -> None:
+    done = subprocess.run([KUBERNETES / "pod.sh"], env={**environment, "ENDS": ends}, timeout=240)
+    assert done.returncode == code
+
+
+def test_pod_that_is_removed_lets_its_ranks_save(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [KUBERNETES / "pod.sh"],
+        env={**environment, "ENDS": "never"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert any("ready" in line for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(240) != 0
+    finally:
+        process.kill()
+    (line,) = (tmp_path / "events" / "rank_00000.jsonl").read_text().splitlines()
+    assert json.loads(line)["reason"] == "exit flag"

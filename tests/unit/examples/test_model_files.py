@@ -1,0 +1,216 @@
+"""Model files for the batch script: sizes as published, flags that exist, comments that are true."""
+
+import argparse
+import contextlib
+import io
+import os
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.training import arguments as megatron_arguments
+
+from megatron.fault_tolerance.program.arguments import add_flags
+from megatron.fault_tolerance.program.refusals import REFUSALS
+from megatron.fault_tolerance.seams.refusals import check_refusals
+from megatron.fault_tolerance.seams.settings import checked_config
+from moe_ft.convert.huggingface.families.registry import FAMILIES
+from moe_ft.convert.huggingface.flags import flags_of
+from moe_ft.planning.model_size import unit_parameters
+from moe_ft.planning.report import megabytes
+from moe_ft.units import UnitKind
+from tests.unit.examples.model_files import (
+    FOLDER,
+    MODELS,
+    ROOT,
+    STRATEGIES,
+    comment_of,
+    gpu_memory,
+    plan_of,
+    read_model,
+)
+from tests.unit.moe_ft.convert.huggingface.families.models import PUBLISHED_V3
+
+GPU_BYTES = 80e9
+TMPFS_BYTES = 1e12  # half of a node's 2 TB, as Linux makes /dev/shm
+# In all and for a token, as their authors say; of DeepSeek-V3 without the layer for the second token.
+PUBLISHED = {
+    "mixtral_8x7b": (46.7e9, 12.9e9),
+    "deepseek_moe_16b": (16.4e9, 2.8e9),
+    "qwen3_30b_a3b": (30.5e9, 3.3e9),
+    "deepseek_v3": (671e9, 37e9),
+}
+_COMMON = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}
+# config.json as published.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral_8x7b": {
+        **_COMMON,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "vocab_size": 32000,
+    },
+    "qwen3_30b_a3b": {
+        **_COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "router_aux_loss_coef": 0.001,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "deepseek_v3": PUBLISHED_V3,
+}
+# config.json has the balance of a model that is trained no more.
+_OF_TRAINING = {"moe_router_load_balancing_type", "moe_aux_loss_coeff", "vocab_size"}
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    plain = argparse.ArgumentParser(allow_abbrev=False)
+    return add_flags(megatron_arguments.add_megatron_arguments(plain))
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer Megatron's question about the kind of GPU."""
+    kind = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: kind)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_has_the_published_parameters(name: str) -> None:
+    job = plan_of(name, "dense").job
+    units = {
+        unit: count for unit, count in unit_parameters(job.shape).items() if unit.block != "mtp"
+    }
+    total = sum(units.values())
+    experts = sum(count for unit, count in units.items() if unit.kind is UnitKind.EXPERT)
+    expected, active = PUBLISHED[name]
+    assert total == pytest.approx(expected, rel=0.01)
+    assert total - experts * (1 - job.active_share) == pytest.approx(active, rel=0.025)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_flags_are_those_of_the_published_model(name: str, parser: argparse.ArgumentParser) -> None:
+    config = CONFIGS[name]
+    published = parser.parse_args(flags_of(FAMILIES[config["model_type"]].settings(config)))
+    ours = parser.parse_args(read_model(name).flags)
+    default = parser.parse_args([])
+    names = {
+        key for key, value in vars(published).items() if value != getattr(default, key)
+    } - _OF_TRAINING
+    assert len(names) > 12
+    assert {key: _same(getattr(ours, key)) for key in names} == {
+        key: _same(getattr(published, key)) for key in names
+    }
+
+
+def _same(value: Any) -> Any:
+    """Return a pattern of layers that are all alike as the number that says so."""
+    return 1 if isinstance(value, list) and all(value) else value
+
+
+@pytest.mark.parametrize("strategy", ["none", *STRATEGIES])
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_and_moe_ft_accept_the_flags(
+    name: str, strategy: str, parser: argparse.ArgumentParser, hopper: None
+) -> None:
+    model = read_model(name, strategy)
+    args = parser.parse_args([*model.flags, "--data-path", "corpus", "--moe-ft-job-id", "test"])
+    args.world_size, args.rank = model.world_size, 0
+    checked_config(args, REFUSALS)
+    with contextlib.redirect_stdout(io.StringIO()):
+        megatron_arguments.validate_args(args)
+    check_refusals(args, REFUSALS)
+    assert args.global_batch_size % (args.micro_batch_size * args.data_parallel_size) == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_comment_says_what_plan_says(name: str) -> None:
+    assert comment_of(name) in (FOLDER / f"{name}.sh").read_text()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_fit_into_a_node(name: str, strategy: str) -> None:
+    plan = plan_of(name, strategy)
+    assert megabytes(plan.node_bytes) in plan.text
+    assert plan.node_bytes < TMPFS_BYTES
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_fits_into_a_gpu(name: str) -> None:
+    assert (
+        sum(gpu_memory(name)) < 0.75 * GPU_BYTES
+    )  # NCCL, fragments, and routers out of balance need the rest
+
+
+@pytest.mark.parametrize("strategy", ["dense", "sparse"])
+def test_snapshots_cost_no_time_at_the_planned_bandwidths(strategy: str) -> None:
+    for name in MODELS:
+        text = plan_of(name, strategy).text
+        assert "does NOT fit" not in text
+        assert "too short" not in text
+        assert "stall 0.000 s" in text or "stall: 0.000 s" in text
+
+
+def test_values_from_outside_win() -> None:
+    model = read_model("qwen3_30b_a3b", "partial", "NODES=8 K_SNAPSHOT=5 SEQ_LENGTH=128")
+    assert model.num_nodes == 8
+    assert "--moe-ft-k-snapshot 5" in " ".join(model.flags)
+    assert "--seq-length 128" in " ".join(model.flags)
+
+
+def test_unknown_strategy_is_refused() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        read_model("mixtral_8x7b", "all")
+    assert raised.value.returncode == 2
+    assert "STRATEGY=all must be none, dense, sparse or partial" in raised.value.stderr
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_plan_of_a_model_file_is_printed(strategy: str) -> None:
+    done = subprocess.run(
+        [FOLDER / "plan.sh", "deepseek_moe_16b"],
+        env={**os.environ, "STRATEGY": strategy, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = plan_of("deepseek_moe_16b", strategy).text.splitlines()
+    assert set(expected) <= set(done.stdout.splitlines())

@@ -1,0 +1,146 @@
+"""Taps on the pipeline's links: what is recorded, what is played, and what stays live."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.pipeline_tap import playing, recording
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.engine.boundary.reading import open_log
+from moe_ft.format.boundary import Direction
+from tests.unit.moe_ft.engine.boundary.logs import RANK, TRAFFIC, sends_of, small_log
+
+SHAPE = TRAFFIC.shape
+RECEIVED = torch.full(SHAPE, 7.0)
+
+
+class Wire:
+    """Stands for the network: notes what is asked of it, and answers every receive with one tensor."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def communicate(self, link: P2PCommunicator, **given: Any) -> Any:
+        """Do what the original does."""
+        self.calls.append(given)
+        requests = None if given.get("wait_on_reqs", True) else {"live": object()}
+        return (
+            RECEIVED if given["recv_prev"] else None,
+            RECEIVED if given["recv_next"] else None,
+            requests,
+        )
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    """Put it below the taps."""
+    found = Wire()
+    with Patches() as patches:
+
+        def communicate(link: P2PCommunicator, **given: Any) -> Any:
+            return found.communicate(link, **given)
+
+        patches.set(P2PCommunicator, "_communicate", communicate)
+        patches.set(torch.cuda, "current_device", lambda: "cpu")
+        yield found
+
+
+def link_of(previous: int, following: int, **settings: Any) -> P2PCommunicator:
+    """Return the links of a rank."""
+    link = P2PCommunicator.__new__(P2PCommunicator)
+    link.prev_rank, link.next_rank = previous, following
+    common = {"variable_seq_lengths": False, "mtp_standalone": False, "timers": None}
+    link.config = Namespace(**{**common, "pipeline_dtype": torch.bfloat16, **settings})
+    return link
+
+
+@pytest.fixture
+def player(tmp_path: Path) -> BoundaryPlayer:
+    """Return a player for rank 2, the last stage: rank 1 has a log of iteration 0."""
+    with small_log(tmp_path) as log:
+        log.take(0)
+    player = BoundaryPlayer(2, {RANK: open_log(tmp_path)[0]})
+    player.begin(0)
+    return player
+
+
+def test_sends_in_both_directions_are_recorded_before_they_are_sent(wire: Wire) -> None:
+    link, found = link_of(0, 2), []
+    forward, backward = torch.ones(1), torch.zeros(1)
+
+    def record(neighbour: int, direction: Direction, tensor: torch.Tensor) -> None:
+        assert len(wire.calls) == 0
+        found.append((neighbour, direction, tensor))
+
+    with recording(record):
+        link.send_forward_backward_recv_forward_backward(
+            forward, backward, recv_prev=True, recv_next=False, tensor_shape=SHAPE
+        )
+    assert found == [(0, Direction.BACKWARD, backward), (2, Direction.FORWARD, forward)]
+    assert wire.calls[0]["tensor_send_next"] is forward
+
+
+def test_receives_alone_are_not_recorded_and_nothing_is_after_the_tap(wire: Wire) -> None:
+    link, found = link_of(0, 2), []
+    with recording(lambda *sent: found.append(sent)):
+        link.recv_forward(SHAPE, is_first_stage=False)
+        link.send_forward(torch.ones(1), is_last_stage=True)
+    link.send_forward(torch.ones(1), is_last_stage=False)
+    assert not found
+    assert len(wire.calls) == 2
+
+
+def test_receives_are_played_and_sends_swallowed(wire: Wire, player: BoundaryPlayer) -> None:
+    link = link_of(RANK, 0)
+    with playing(player):
+        first = link.recv_forward(SHAPE, is_first_stage=False)
+        second = link.send_backward_recv_forward(torch.ones(1), SHAPE, is_first_stage=False)
+    expected = [tensor for _, _, tensor in sends_of(0)]
+    assert first.equal(expected[0]) and second.equal(expected[1])
+    assert first.requires_grad and first.is_leaf
+    assert not wire.calls
+
+
+def test_link_to_a_neighbour_without_a_log_stays_live(wire: Wire, player: BoundaryPlayer) -> None:
+    link, activation = link_of(RANK, 3), torch.ones(1)
+    with playing(player):
+        received, gradient = link.send_forward_backward_recv_forward_backward(
+            activation, torch.zeros(1), recv_prev=True, recv_next=True, tensor_shape=SHAPE
+        )
+    assert received.equal(next(sends_of(0))[2])
+    assert gradient is RECEIVED
+    (call,) = wire.calls
+    assert (call["tensor_send_next"], call["recv_next"]) == (activation, True)
+    assert (call["tensor_send_prev"], call["recv_prev"]) == (None, False)
+
+
+def test_overlapped_communication_gets_handles_for_all_that_it_asked_for(
+    wire: Wire, player: BoundaryPlayer
+) -> None:
+    with playing(player):
+        received, handles = link_of(RANK, 0).send_forward_recv_forward(
+            None, recv_prev=True, tensor_shape=SHAPE, overlap_p2p_comm=True
+        )
+        assert received is not None and set(handles) == {"recv_prev"}
+        handles["recv_prev"].wait()
+        _, handles = link_of(RANK, 3).send_forward_recv_forward(
+            torch.ones(1), recv_prev=True, tensor_shape=SHAPE, overlap_p2p_comm=True
+        )
+        assert set(handles) == {"recv_prev", "live"}
+        _, handles = link_of(RANK, 0).send_backward_recv_backward(
+            torch.ones(1), recv_next=False, tensor_shape=SHAPE, overlap_p2p_comm=True
+        )
+        assert set(handles) == {"send_prev"}
+
+
+def test_shape_of_variable_lengths_comes_from_the_log(wire: Wire, player: BoundaryPlayer) -> None:
+    link = link_of(RANK, 0, variable_seq_lengths=True)
+    with playing(player):
+        assert tuple(link.recv_forward((1,), is_first_stage=False).shape) == SHAPE
+    assert not wire.calls

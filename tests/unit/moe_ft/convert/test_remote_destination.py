@@ -1,0 +1,216 @@
+"""A destination in an object store: a whole checkpoint or none, and an interruption is continued."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from safetensors.torch import load
+
+from moe_ft.convert import remote_destination
+from moe_ft.convert.conversion import Request, convert
+from moe_ft.convert.remote_destination import RemoteDestination
+from moe_ft.errors import ConfigError, CorruptStateError
+from tests.object_store import ObjectStore
+
+MARKERS = {
+    "safetensors": "model.safetensors.index.json",
+    "torch_dist": "latest_checkpointed_iteration.txt",
+}
+
+
+def files(url: str) -> dict[str, bytes]:
+    """Return the objects below a URL by name."""
+    system, root = fsspec.core.url_to_fs(url)
+    system.invalidate_cache()
+    return {
+        path.removeprefix(f"{root}/"): system.cat_file(path)
+        for path in (system.find(root) if system.exists(root) else [])
+    }
+
+
+@pytest.fixture
+def request_(checkpoints: Path, s3: ObjectStore) -> Request:
+    """Return a conversion into a new place of the store, in several shards."""
+    url = f"{s3.bucket()}/some/dst"
+    return Request(source=str(checkpoints), destination=url, to="safetensors", shard_bytes=1000)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, kind: type[BaseException]) -> None:
+    """Have a conversion end with an error at the upload of a number."""
+    upload, left = RemoteDestination._upload, iter(range(number))
+
+    def fail(self: RemoteDestination, path: Path) -> Any:
+        if next(left, None) is None:
+            raise kind("on purpose")
+        return upload(self, path)
+
+    monkeypatch.setattr(RemoteDestination, "_upload", fail)
+
+
+@pytest.mark.parametrize("to", MARKERS)
+def test_store_gets_the_same_files_as_a_folder(to: str, request_: Request, tmp_path: Path) -> None:
+    request = replace(request_, to=to)
+    assert f"{request.destination}: iteration 4 as {to}" in convert(request)
+    folder = tmp_path / "folder"
+    convert(replace(request, destination=str(folder)))
+    local = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    found = files(request.destination)
+    assert found.keys() == local.keys()
+    assert {name: found[name] for name in found if "safetensors" in name} == {
+        name: local[name] for name in local if "safetensors" in name
+    }
+
+
+@pytest.mark.parametrize("to", MARKERS)
+@pytest.mark.parametrize("number", [0, 2, -1])
+def test_interrupted_conversion_is_no_checkpoint_and_continues(
+    to: str, number: int, request_: Request, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    request = replace(request_, to=to)
+    expected = request.destination + "_expected"
+    convert(replace(request, destination=expected))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, number if number >= 0 else len(files(expected)) - 1, KeyboardInterrupt)
+        convert(request)
+    before = files(request.destination)
+    assert "conversion.json" in before
+    assert MARKERS[to] not in before
+    uploaded: list[str] = []
+    upload = RemoteDestination._upload
+    monkeypatch.setattr(
+        RemoteDestination,
+        "_upload",
+        lambda self, path: uploaded.append(path.name) or upload(self, path),  # type: ignore[func-returns-value]
+    )
+    convert(request)
+    assert files(request.destination).keys() == files(expected).keys()
+    noted = json.loads(before["conversion.json"])["shards"].values()
+    assert not {Path(each["path"]).name for each in noted} & set(uploaded)
+    assert bool(noted) == (number != 0)
+    assert uploaded[-1] == MARKERS[to]
+
+
+def test_shard_that_is_gone_is_uploaded_again(
+    request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, 2, KeyboardInterrupt)
+        convert(request_)
+    (gone, _) = sorted(name for name in files(request_.destination) if "model-" in name)
+    fsspec.core.url_to_fs(request_.destination)[0].rm(f"{request_.destination}/{gone}")
+    convert(request_)
+    assert load(files(request_.destination)[gone])
+
+
+def test_error_of_the_store_leaves_what_the_same_command_continues(
+    request_: Request, s3: ObjectStore
+) -> None:
+    with (
+        s3.failing("AccessDenied", "PUT", part="model-00003"),
+        pytest.raises(
+            ConfigError, match=r"DST=s3://.*could not be written .*the same command continues it"
+        ),
+    ):
+        convert(request_)
+    assert {"conversion.json", "model-00001-of-00005.safetensors"} <= files(
+        request_.destination
+    ).keys()
+    assert "verified" in convert(request_)
+
+
+def test_error_of_the_source_leaves_nothing(
+    request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, 2, CorruptStateError)
+    with pytest.raises(CorruptStateError, match="on purpose"):
+        convert(request_)
+    assert files(request_.destination) == {}
+
+
+def spoil(url: str) -> None:
+    """Change what is in a store behind somebody's back."""
+    system, path = fsspec.core.url_to_fs(url)
+    content = system.cat_file(path)
+    system.pipe_file(path, content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_object_that_is_not_what_was_uploaded_is_found(
+    request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = remote_destination.Storage.write
+
+    def write_wrongly(self: Any, path: str, pieces: Any) -> None:
+        write(self, path, pieces)
+        spoil(f"{self.url}/{path}")
+
+    monkeypatch.setattr(remote_destination.Storage, "write", write_wrongly)
+    with pytest.raises(CorruptStateError, match=r"model-0000.* is not what was uploaded"):
+        convert(request_)
+
+
+def put(name: str, content: bytes) -> Callable[[str], None]:
+    """Return what puts a file below a URL."""
+    return lambda url: fsspec.core.url_to_fs(url)[0].pipe_file(f"{url}/{name}", content)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (put("a", b"mine"), "must be new, and something is there"),
+        (put("conversion.json", b"{"), "holds that of something else"),
+        (
+            put("conversion.json", b'{"plan": "x", "description": "of X", "shards": {}}'),
+            "holds that of of X. Remove it",
+        ),
+    ],
+)
+def test_place_of_others_is_left_alone(
+    prepare: Callable[[str], None], message: str, request_: Request
+) -> None:
+    prepare(request_.destination)
+    before = files(request_.destination)
+    with pytest.raises(ConfigError, match=message):
+        convert(request_)
+    assert files(request_.destination) == before
+
+
+def test_conversion_that_begins_at_the_same_time_is_refused(request_: Request) -> None:
+    first, second = (
+        RemoteDestination(request_.destination, plan, plan, 1000) for plan in ("a", "b")
+    )
+    for each in (first, second):
+        each.check(1)
+    with first, pytest.raises(ConfigError, match="another conversion has just begun there"), second:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://bucket", "must be a new place in a bucket"),
+        ("nosuch://user:secret@host/x", r"DST=nosuch://user:\*\*\*@host/x cannot be used"),
+    ],
+)
+def test_url_that_names_no_place_is_refused(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RemoteDestination(url, "plan", "it", 1000)
+
+
+def test_too_little_room_for_files_on_their_way_is_found_first(request_: Request) -> None:
+    destination = RemoteDestination(request_.destination, "plan", "it", 1 << 60)
+    with pytest.raises(ConfigError, match="bytes free, and files on their way to DST=s3://"):
+        destination.check(1 << 60)
+
+
+def test_url_of_a_folder_is_that_folder(checkpoints: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'out'}"
+    convert(Request(source=str(checkpoints), destination=url, to="safetensors"))
+    assert (tmp_path / "out" / MARKERS["safetensors"]).exists()

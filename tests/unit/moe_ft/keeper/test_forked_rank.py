@@ -1,0 +1,88 @@
+"""A forked process takes over what a worker has; running scripts is in test_worker.py."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+from moe_ft.keeper.forked_rank import become, run
+from moe_ft.keeper.protocol import RankRequest
+from moe_ft.keeper.target import Target
+
+
+def test_process_takes_over_streams_environment_folder_mask_and_session(tmp_path: Path) -> None:
+    request = RankRequest(
+        words=("script",),
+        environment={"ONLY": "this"},
+        folder=str(tmp_path),
+        mask=0o27,
+        cpus=(min(os.sched_getaffinity(0)),),
+    )
+    streams = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("in", "out", "err")]
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    pid = os.fork()
+    if pid == 0:
+        become(request, streams)
+        facts = {
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "mask": os.umask(0),
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "leads": os.getsid(0) == os.getpid(),
+            "draw": random.random(),
+        }
+        os.write(1, json.dumps(facts).encode())
+        os.write(2, b"error")
+        os._exit(0)
+    for each in streams:
+        os.close(each)
+    assert os.waitpid(pid, 0)[1] == 0
+    facts = json.loads((tmp_path / "out").read_text())
+    assert facts.pop("draw") != expected
+    assert facts == {
+        "environment": {"ONLY": "this"},
+        "folder": str(tmp_path),
+        "mask": 0o27,
+        "cpus": list(request.cpus),
+        "leads": True,
+    }
+    assert (tmp_path / "err").read_text() == "error"
+
+
+def test_process_dies_with_the_one_that_forked_it(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        if os.fork() == 0:
+            request = RankRequest(
+                words=("script",),
+                environment={},
+                folder="/",
+                mask=0,
+                cpus=(*os.sched_getaffinity(0),),
+            )
+            become(request, [os.dup(0), os.dup(1), os.dup(2)])
+            os.write(writer, b"r")
+        signal.pause()
+    os.close(writer)
+    assert os.read(reader, 1) == b"r"
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert os.read(reader, 1) == b""  # nobody has it open any more
+    os.close(reader)
+
+
+def test_module_runs_as_main(tmp_path: Path) -> None:
+    (tmp_path / "some_module.py").write_text(
+        "import sys; open('facts', 'w').write(f'{__name__} {sys.argv[1:]} {sys.path[0]}')"
+    )
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        run(Target(words=("-m", "some_module", "a"), preload=()))
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "facts").read_text() == f"__main__ ['a'] {tmp_path}"

@@ -1,0 +1,190 @@
+"""Workers stand for ranks that a zygote forks: surroundings, signals, ends, and what outlives what."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ft.keeper import worker
+from tests.processes import is_running
+from tests.unit.moe_ft.keeper.agents import Agent, kill
+from tests.waiting import wait_for
+
+TELL = """
+import json, os, sys
+
+def tell(name, **facts):
+    path = os.path.join(os.environ["FOLDER"], name)
+    with open(f"{path}.new", "w") as file:
+        json.dump({"pid": os.getpid(), "zygote": os.getppid(), **facts}, file)
+    os.rename(f"{path}.new", path)
+"""
+FACTS = (
+    TELL
+    + """
+import random
+tell(
+    "facts", module=__name__, file=__file__, argv=sys.argv, path=sys.path[0], cwd=os.getcwd(),
+    rank=os.environ["RANK"], cpus=sorted(os.sched_getaffinity(0)), draw=random.random(),
+    has_imported="colorsys" in sys.modules, main=sys.modules["__main__"].__file__,
+)
+sys.exit(7)
+"""
+)
+SLEEP = TELL + 'import signal; tell(sys.argv[1], rank=os.environ["RANK"]); signal.pause()'
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path)
+    yield agent
+    agent.close()
+
+
+def test_rank_runs_the_script_as_python_would(agent: Agent) -> None:
+    agent.script(FACTS)
+    agent.start(0, "one", "two words", cpus="0")
+    assert agent.exit_code(0) == 7, agent.log.read_text()
+    first = agent.read("facts")
+    script = str(agent.folder / "script.py")
+    assert first["argv"] == [script, "one", "two words"]
+    assert (first["module"], first["file"], first["main"]) == ("__main__", script, script)
+    assert first["path"] == str(agent.folder)
+    assert first["cwd"] == os.getcwd()
+    assert (first["rank"], first["cpus"]) == ("0", [0])
+    assert first["has_imported"]
+    (agent.folder / "facts").unlink()
+    agent.start(1)
+    assert agent.exit_code(1) == 7
+    second = agent.read("facts")
+    assert second["rank"] == "1"
+    assert second["zygote"] == first["zygote"] and second["pid"] != first["pid"]
+    assert second["draw"] != first["draw"]
+
+
+def test_output_and_errors_are_those_of_the_worker(agent: Agent) -> None:
+    agent.script('import sys; print("to output", file=sys.stderr); raise ValueError("its end")')
+    agent.start(0)
+    assert agent.exit_code(0) == 1
+    text = agent.log.read_text()
+    assert "to output" in text and "ValueError: its end" in text
+
+
+def test_worker_ends_by_the_signal_that_ended_its_rank(agent: Agent) -> None:
+    agent.script("import os, sys; os.kill(os.getpid(), int(sys.argv[1]))")
+    for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM):
+        agent.start(0, str(int(number)))
+        assert agent.exit_code(0) == -number
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_reach_the_rank_and_what_it_started(agent: Agent, number: int) -> None:
+    agent.script(
+        TELL
+        + """
+import signal, subprocess
+def act(number, frame):
+    tell("heard", number=number)
+    sys.exit(5)
+signal.signal(int(sys.argv[1]), act)
+tell("ready", child=subprocess.Popen(["sleep", "1000"]).pid)
+while True:
+    signal.pause()
+"""
+    )
+    pid = agent.start(0, str(int(number)))
+    ready = agent.read("ready")
+    kill([pid], number)
+    assert agent.exit_code(0) == 5
+    assert agent.read("heard")["number"] == number
+    wait_for(lambda: not is_running(ready["child"]), "its end")
+
+
+def test_rank_dies_with_its_worker_and_the_zygote_serves_the_next(agent: Agent) -> None:
+    agent.script(SLEEP)
+    worker_pid = agent.start(0, "first")
+    first = agent.read("first")
+    kill([worker_pid])
+    assert agent.exit_code(0) == -signal.SIGKILL
+    wait_for(lambda: not is_running(first["pid"]), "its end")
+    agent.start(0, "second")
+    assert agent.read("second")["zygote"] == first["zygote"]
+
+
+def test_ranks_and_workers_end_with_the_zygote_and_a_new_one_is_started(agent: Agent) -> None:
+    agent.script(SLEEP)
+    agent.start(0, "first")
+    agent.start(1, "other")
+    ranks = [agent.read("first"), agent.read("other")]
+    kill([ranks[0]["zygote"]])
+    assert [agent.exit_code(rank) for rank in (0, 1)] == [1, 1]
+    for each in ranks:
+        wait_for(lambda pid=each["pid"]: not is_running(pid), "its end")
+    assert "the process that forks ranks has ended" in agent.log.read_text()
+    agent.start(0, "second")
+    assert agent.read("second")["zygote"] != ranks[0]["zygote"]
+
+
+def test_zygote_outlives_the_agent_only_as_long_as_ranks_run(agent: Agent) -> None:
+    agent.script(SLEEP)
+    agent.start(0, "facts")
+    facts = agent.read("facts")
+    agent.kill()
+    (path,) = agent.folder.glob("moe_ft_keep_*/*.socket")
+    assert is_running(facts["pid"]) and is_running(facts["zygote"])
+    kill([facts["pid"]])
+    wait_for(lambda: not is_running(facts["zygote"]), "its end")
+    assert not path.exists()
+
+
+def test_without_torchrun_the_rank_starts_as_usual(tmp_path: Path, capfd: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv[1:], sys.path[0]); sys.exit(4)")
+    pid = os.fork()
+    if pid == 0:
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+        worker.main(["--", str(script), "a", "b"])
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+    output = capfd.readouterr()
+    assert f"['a', 'b'] {tmp_path}" in output.out
+    assert "torchrun has not started this process" in output.err
+
+
+@pytest.mark.parametrize(
+    ("preload", "reason"),
+    [
+        ("tests.unit.moe_ft.keeper.starts_thread", "has started threads (left)"),
+        ("tests.unit.moe_ft.keeper.is_not_there", "is not imported beforehand: ModuleNotFound"),
+    ],
+)
+def test_rank_runs_all_the_same_where_a_module_cannot_be_used(
+    tmp_path: Path, preload: str, reason: str
+) -> None:
+    agent = Agent(tmp_path, preload)
+    agent.script(TELL + 'tell("facts", rank=os.environ["RANK"])')
+    agent.start(0)
+    assert agent.exit_code(0) == 0
+    assert reason in agent.log.read_text()
+    assert agent.read("facts")["rank"] == "0"
+    agent.close()
+
+
+def test_directory_that_others_could_replace_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / f"moe_ft_keep_{os.getuid()}").mkdir(mode=0o777)
+    (tmp_path / f"moe_ft_keep_{os.getuid()}").chmod(0o777)
+    agent = Agent(tmp_path)
+    agent.script(TELL + 'tell("facts", rank=os.environ["RANK"])')
+    agent.start(0)
+    assert agent.exit_code(0) == 0
+    assert "can be written by other users" in " ".join(agent.log.read_text().split())
+    assert agent.read("facts")["zygote"] != os.getpid()
+    agent.close()
+
+
+def test_interpreter_keeps_its_flags() -> None:
+    assert worker.interpreter()[0] == sys.executable
+    assert worker.interpreter()[-1] == "-u"
