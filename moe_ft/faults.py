@@ -17,6 +17,7 @@ class FaultKind(StrEnum):
     EXCEPTION = "exception"  # InjectedFaultError, raised on the thread that enters the phase
     HANG = "hang"  # that thread sleeps for ever; if others wait for it, they time out
     LOSE_NODE = "lose-node"  # all ranks of its node remove the node's memory and are killed
+    TERMINATE = "terminate"  # SIGTERM to all ranks on its machine: the job is ended
 
 
 class Phase(StrEnum):

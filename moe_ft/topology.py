@@ -16,6 +16,7 @@ class RankInfo:
             does not listen.
         region_bytes: size of one of its regions.
         slot_bytes, num_slots: of its pool; 0 if every snapshot holds every unit.
+        breakpoint_bytes: of the region of its breakpoint; 0 without one.
         boundary_slot_bytes, num_boundary_slots: of its boundary log; 0 without one.
     """
 
@@ -27,6 +28,7 @@ class RankInfo:
     region_bytes: int
     slot_bytes: int = 0
     num_slots: int = 0
+    breakpoint_bytes: int = 0
     boundary_slot_bytes: int = 0
     num_boundary_slots: int = 0
 

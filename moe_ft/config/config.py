@@ -41,6 +41,11 @@ class MemoryConfig(Part):
         metavar="N|auto",
         bounds=Bounds(at_least=0),
     )
+    breakpoints: bool = setting(
+        False,
+        "reserve memory for one more copy of the state, which a rank writes when the job is ended or another "
+        "rank has failed: if all ranks can, nothing is run again or lost",
+    )
     upstream_log: bool = setting(
         False,
         "keep what every rank sends to other pipeline stages since the newest complete window",
@@ -237,8 +242,8 @@ class FaultConfig(Part):
     inject_fault: tuple[str, ...] = setting(
         (),
         "inflict a fault: KIND:RANK@ITERATION[:PHASE], repeatable, each fires once per event log; "
-        "KIND kill, exception, hang or lose-node; PHASE forward (default), backward, before-step, "
-        "in-step, after-step, snapshot, replicate, persist, recovery or replay",
+        "KIND kill, exception, hang, lose-node or terminate; PHASE forward (default), backward, "
+        "before-step, in-step, after-step, snapshot, replicate, persist, recovery or replay",
         metavar="KIND:RANK@ITERATION[:PHASE]",
     )
     fault_report_grace_s: float = setting(
@@ -310,6 +315,7 @@ class MoeFtConfig:
                 f"--moe-ft-inject-fault {self.fault.inject_fault[0]} needs the event log, where a "
                 "fault that fired is marked so that it fires once. Add --moe-ft-event-log DIR."
             )
+        self._check_breakpoints()
         self._check_upstream_log()
         if not self.strategy.is_on:
             for fault in self.fault.faults:
@@ -318,6 +324,14 @@ class MoeFtConfig:
                         f"--moe-ft-inject-fault {fault} needs a strategy: with --moe-ft-strategy=none "
                         "nothing is checkpointed. Name one with --moe-ft-strategy."
                     )
+
+    def _check_breakpoints(self) -> None:
+        """Raise ConfigError if breakpoints are to be written and nothing recovers from them."""
+        if self.memory.breakpoints and not self.strategy.is_on:
+            raise ConfigError(
+                "--moe-ft-breakpoints needs a strategy: with --moe-ft-strategy=none nothing is recovered. "
+                "Name one with --moe-ft-strategy, or leave it out."
+            )
 
     def _check_upstream_log(self) -> None:
         """Raise ConfigError if what crosses stages is to be logged and nothing bounds the log."""

@@ -6,7 +6,8 @@ serve nothing else. The votes, and the way out when ranks can no longer agree, a
 """
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -16,8 +17,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from moe_ft.errors import SnapshotError
+
 # The norm of the gradients has just brought the ranks together: the slowest one answers soon.
 _ANSWER_S = 120.0
+_PENDING_S = 1.0  # for a thread that has little time
+_PENDING_POLL_S = 0.01
 
 
 class Reduction[Given, Found](Protocol):
@@ -38,7 +43,16 @@ class Reduction[Given, Found](Protocol):
 
 
 Minimum = Reduction[Sequence[int], list[int]]
-Sum = Reduction[torch.Tensor, npt.NDArray[np.int64]]
+
+
+class Sum(Reduction[torch.Tensor, npt.NDArray[np.int64]], Protocol):
+    """Sums of counts."""
+
+    def pending(self) -> Callable[[], npt.NDArray[np.int64] | None]:
+        """Return what returns the sums that are under way, None if there are none.
+
+        Any thread may call it. It waits for a moment, and raises SnapshotError if they are not known then.
+        """
 
 
 class _Reduction:
@@ -184,4 +198,23 @@ class StageSum(_Reduction):
     def result(self) -> npt.NDArray[np.int64]:
         """Return the sums over the stage; raises RuntimeError if a rank does not answer in time."""
         sums: npt.NDArray[np.int64] = self._result().numpy()
+        return sums
+
+    def pending(self) -> Callable[[], npt.NDArray[np.int64] | None]:
+        """Return what returns the sums, once they are known; see `Sum.pending`."""
+        values, work = self._values, self._work
+
+        def sums() -> npt.NDArray[np.int64] | None:
+            if values is None:
+                return None
+            if work is not None:
+                deadline_s = time.monotonic() + _PENDING_S
+                while not work.is_completed():
+                    if time.monotonic() > deadline_s:
+                        raise SnapshotError("the tokens of the iteration are not added up")
+                    time.sleep(_PENDING_POLL_S)
+                work.wait()  # raises if it has failed
+            found: npt.NDArray[np.int64] = values.numpy()
+            return found
+
         return sums

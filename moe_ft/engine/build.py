@@ -8,6 +8,7 @@ from collections.abc import Callable
 from moe_ft.engine.agreement import Minimum
 from moe_ft.engine.background import Reports
 from moe_ft.engine.boundary.log import BoundaryLog
+from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.context import EngineContext, EngineSettings
 from moe_ft.engine.decisions import Decisions
@@ -89,6 +90,38 @@ def build_engine(
         supervisor=None
         if context.writer is None
         else WriterSupervisor(directory, writer_command(directory), reports, clock, context.writer),
+        breakpoints=_build_breakpoints(context, complete_record, windows),
+    )
+
+
+def _build_breakpoints(
+    context: EngineContext, complete_record: Callable[[CapturedRecord], None], windows: Windows
+) -> Breakpoints | None:
+    """Return what writes the rank's breakpoint, with parts of its own: nothing is packed."""
+    region, layout = context.memory.breakpoint, context.breakpoint
+    if region is None or layout is None:
+        return None
+    records = RecordLog(complete_record)
+    return Breakpoints(
+        region,
+        layout,
+        StateCopier(context.parameters, None, 0),
+        _indexer(context, records),
+        records,
+        lambda: windows.complete_iteration,
+    )
+
+
+def _indexer(context: EngineContext, records: RecordLog) -> SnapshotIndexer:
+    return SnapshotIndexer(
+        context.identity,
+        context.rank,
+        context.topology.ranks[context.rank].node,
+        context.parameters,
+        records,
+        context.memory.pool,
+        context.origins,
+        context.model_places,
     )
 
 
@@ -126,16 +159,7 @@ def _build_writer(
         sender = ReplicaSender(replicator, reports, make_worker("replicate"), clock)
     return SnapshotWriter(
         StateCopier(context.parameters, pool, settings.staging_bytes),
-        SnapshotIndexer(
-            context.identity,
-            context.rank,
-            context.topology.ranks[context.rank].node,
-            context.parameters,
-            records,
-            pool,
-            context.origins,
-            context.model_places,
-        ),
+        _indexer(context, records),
         records,
         pool,
         sender,

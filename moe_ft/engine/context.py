@@ -7,6 +7,7 @@ from pathlib import Path
 from moe_ft.engine.agreement import Sum
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.pool import FetchedVersion
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.persist.writer import WriterSettings
@@ -59,6 +60,7 @@ class EngineContext:
         traffic: what the pipeline sends, if that is logged.
         writer: settings of the node's writer process; None on all but the lowest rank of a node
             and without storage.
+        breakpoint: layout of the rank's breakpoint; None without one.
     """
 
     rank: int
@@ -74,6 +76,7 @@ class EngineContext:
     token: str
     writer: WriterSettings | None
     phase_hook: PhaseHook
+    breakpoint: FileLayout | None = None
     traffic: PipelineTraffic | None = None
 
     @property
@@ -109,7 +112,9 @@ class Handover:
         rotating: the current versions of rotating units, by name.
         persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
             persist directory; empty if there is none.
-        family: of the versions that were put back, as planning/recovery.py has it.
+        family: of the versions that regions keep until a new window is complete, as planning/recovery.py has
+            it: of those that were put back, or the newest before breakpoints.
+        needs_breakpoint: whether the recovery rests on breakpoints, which must be kept as long.
         is_on_storage: whether storage has this state as one snapshot of everything.
         window: what was read, unless all of it lies in a region of this rank, or storage has it too.
         peers_without: peers of this rank that do not have it; none if storage has.
@@ -122,11 +127,17 @@ class Handover:
     is_on_storage: bool = False
     window: FetchedWindow | None = None
     peers_without: frozenset[int] = frozenset()
+    needs_breakpoint: bool = False
 
     @property
     def start(self) -> Start:
-        """The start that wrote the state."""
+        """The start that wrote what regions keep."""
         return self.family[-1]
+
+    @property
+    def iteration(self) -> int:
+        """The iteration of what regions keep."""
+        return self.family[0]
 
     @property
     def first_iteration(self) -> int:

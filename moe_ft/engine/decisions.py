@@ -118,6 +118,12 @@ class Decisions:
         if not self.is_off and self._stage_load is not None and tokens is not None:
             self.attempt(iteration, partial(self._stage_load.begin, tokens))
 
+    def pending_tokens(self) -> Callable[[], Counts | None]:
+        """Return what returns the tokens that were put in and not read; see `Sum.pending`."""
+        if self.is_off or self._stage_load is None:
+            return lambda: None
+        return self._stage_load.pending()
+
     def begin(self, votes: Callable[[], Votes], iteration: int) -> None:
         """Vote. Called by all ranks once per iteration."""
         if not self.is_off:

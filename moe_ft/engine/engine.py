@@ -17,6 +17,7 @@ import torch
 
 from moe_ft.engine.background import BackgroundPart, Report
 from moe_ft.engine.boundary.log import BoundaryLog
+from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.context import EngineContext, EngineSettings, Handover
 from moe_ft.engine.decisions import Decisions, Turn, Votes
@@ -44,6 +45,7 @@ class CheckpointEngine:
     """Takes snapshots of one rank. Owned by the training thread.
 
     Attributes:
+        breakpoints: the rank's breakpoint; None without one.
         boundary: logs the sends of the pipeline, None without that.
     """
 
@@ -62,6 +64,7 @@ class CheckpointEngine:
         storage: StorageSchedule,
         supervisor: WriterSupervisor | None,
         boundary: BoundaryLog | None,
+        breakpoints: Breakpoints | None = None,
     ) -> None:
         self._settings, self._context, self._strategy = settings, context, strategy
         self._memory, self._clock = context.memory, clock
@@ -70,6 +73,7 @@ class CheckpointEngine:
         self._profile, self._stall = SnapshotProfile(), Stall(clock)
         self._writer, self._windows = writer, windows
         self._storage, self._supervisor = storage, supervisor
+        self.breakpoints = breakpoints
         self.boundary = boundary
         self._has_removed_left_overs = False
         self._restored_replica: Replica | None = None
@@ -87,7 +91,7 @@ class CheckpointEngine:
             OSError: if the memory directory cannot be made or has no room.
         """
         context = self._context
-        self._memory.open((restored.start, iteration) if restored else None)
+        self._memory.open((restored.start, restored.iteration) if restored else None)
         if context.is_on_gpu:
             self._memory.pin()
         self._start_iteration = self._iteration = iteration
@@ -110,6 +114,9 @@ class CheckpointEngine:
         self._storage.start(restored.persisted_index if restored else "", iteration)
         if self._supervisor is not None:
             self._supervisor.start()
+        if self.breakpoints is not None:
+            is_in_use = restored is not None and restored.needs_breakpoint
+            self.breakpoints.start(is_in_use=is_in_use)
 
     def protect(self) -> None:
         """Send what was recovered to peers that lack it, once all ranks have started and accept replicas."""
@@ -132,6 +139,20 @@ class CheckpointEngine:
             self._decisions.begin_count(tokens_per_expert, self._iteration)
             self._wait_for_copy()
         self._decisions.begin(self._votes, self._iteration)
+
+    def moment(self, record: CapturedRecord) -> Moment:
+        """Return the live state as a breakpoint can be written of it: the optimizer has stepped.
+
+        Args:
+            record: its record.
+        """
+        assert self.breakpoints is not None
+        return Moment(
+            record=record,
+            plan=self._strategy.plan_breakpoint(),
+            tokens=self._decisions.pending_tokens(),
+            ready=self.breakpoints.mark_ready(),
+        )
 
     def _wait_for_copy(self) -> None:
         job = self._windows.last_job
@@ -176,6 +197,8 @@ class CheckpointEngine:
             counted = partial(self._stall.count, capture)
             act = partial(self._act, *decided, iteration, iteration_s, counted)
             self._decisions.attempt(iteration, act)
+        if self.breakpoints is not None:
+            self.breakpoints.count_tokens(self._strategy.plan_breakpoint())
         self._forward_start_s = self._clock.perf_counter()
         return self._stall.take()
 
@@ -240,6 +263,8 @@ class CheckpointEngine:
         if window is None or window.last is None:
             return
         last = window.last
+        if self.breakpoints is not None:
+            self.breakpoints.release()
         self._strategy.note_complete(window.plan, last.iteration)
         if self.boundary is not None:
             self.boundary.keep(window.jobs[0].iteration)
@@ -376,6 +401,8 @@ class CheckpointEngine:
 
     def close(self) -> None:
         """End workers, connections and the writer process. The memory stays."""
+        if self.breakpoints is not None:
+            self.breakpoints.close()
         self._writer.close(_CLOSE_DEADLINE_S)
         if self.boundary is not None:
             self.boundary.close(_CLOSE_DEADLINE_S)

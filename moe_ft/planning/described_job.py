@@ -5,6 +5,7 @@ The flags are declared in config/megatron_flags.py and config/flags.py.
 
 import argparse
 import math
+from collections.abc import Mapping
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
@@ -73,7 +74,7 @@ def describe_job(
         stages=tuple(stage_units(shape, len(layers), layers)),
         layout=layout,
         bucket_parameters=bucket,
-        byte_model=bytes_of(args, config),
+        byte_model=bytes_of(args, config.precision.packings),
         config=config,
         ranks_per_node=ranks_per_node,
         replication_factor=_replication(config, world_size, ranks_per_node),
@@ -81,6 +82,9 @@ def describe_job(
         active_share=min(1.0, args.moe_router_topk / shape.num_experts),
         is_grouped=args.moe_grouped_gemm,
         measured=measured,
+        live_bytes=bytes_of(
+            args, dict.fromkeys(config.precision.packings, Packing.EXACT)
+        ).optimizer,
         traffic=traffic_of(args, layout) if config.memory.upstream_log else None,
     )
 
@@ -246,10 +250,13 @@ def traffic_of(args: argparse.Namespace, layout: SavingLayout) -> PipelineTraffi
     )
 
 
-def bytes_of(args: argparse.Namespace, config: MoeFtConfig) -> ByteModel:
+def bytes_of(args: argparse.Namespace, packings: Mapping[str, Packing]) -> ByteModel:
     """Return the bytes that snapshots have for a parameter.
 
     The scales of block formats and the odd bit of split masters are left out.
+
+    Args:
+        packings: format of each part of the state.
 
     Raises:
         ConfigError: if the optimizer is not Adam.
@@ -267,7 +274,7 @@ def bytes_of(args: argparse.Namespace, config: MoeFtConfig) -> ByteModel:
         part: _FORMAT_BYTES[kept[part]]
         if packing is Packing.EXACT
         else _PACKED_BYTES.get(packing, 1)
-        for part, packing in config.precision.packings.items()
+        for part, packing in packings.items()
     }
     return ByteModel(
         weights=2 if args.bf16 or args.fp16 else 4,

@@ -50,17 +50,19 @@ class MemoryShare:
     Attributes:
         region_bytes: of one region: a window of snapshots, without what lies in the pool.
         pool_bytes: of the pool, 0 where every snapshot holds every unit.
+        breakpoint_bytes: of the rank's breakpoint, which no peer keeps; 0 without one.
         boundary_bytes: of the boundary log, 0 without one. Peers keep none of it.
     """
 
     region_bytes: int
     pool_bytes: int = 0
+    breakpoint_bytes: int = 0
     boundary_bytes: int = 0
 
     def own_bytes(self, *, persists: bool) -> int:
         """Return the bytes that the rank keeps of its own state, and of what it sends."""
         regions = num_regions(persists=persists) * self.region_bytes
-        return regions + self.pool_bytes + self.boundary_bytes
+        return regions + self.pool_bytes + self.breakpoint_bytes + self.boundary_bytes
 
     @property
     def replica_bytes(self) -> int:

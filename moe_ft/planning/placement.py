@@ -75,14 +75,15 @@ def plan_node_memory(
     """Return the bytes of host memory that the memory and peer tiers take on each node.
 
     Args:
-        topology: node, and bytes of regions, pools and boundary logs, of each rank.
+        topology: node, and bytes of regions, pools, breakpoints and boundary logs, of each rank.
         peers: result of `place_replicas`.
         num_regions: regions of each rank for its own state, in addition to a pool.
         num_replica_regions: regions that a peer keeps for each rank it serves, also in addition to a pool.
     """
     total = dict.fromkeys(topology.nodes, 0)
     for info in topology.ranks:
-        total[info.node] += info.memory_bytes(num_regions) + info.boundary_bytes
+        total[info.node] += info.memory_bytes(num_regions)
+        total[info.node] += info.breakpoint_bytes + info.boundary_bytes
         for peer in peers[info.rank]:
             total[topology.ranks[peer].node] += info.memory_bytes(num_replica_regions)
     return total

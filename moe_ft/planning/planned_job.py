@@ -111,6 +111,8 @@ class PlannedJob:
         active_share: of the experts of a layer, those that a token goes to.
         is_grouped: whether the experts of a layer on a rank are one module.
         measured: times and bandwidths.
+        live_bytes: of a parameter's master weight and moments in training, which breakpoints keep as they
+            are.
         traffic: what the pipeline sends in an iteration, if that is logged.
     """
 
@@ -126,6 +128,7 @@ class PlannedJob:
     active_share: float
     is_grouped: bool
     measured: Measured
+    live_bytes: int = ByteModel().optimizer
     traffic: PipelineTraffic | None = None
 
     def boundary_bytes(self, longest_window: int) -> int:
@@ -153,6 +156,16 @@ class PlannedJob:
     def persist_interval(self) -> int:
         """Snapshots (or windows) for each one that goes to storage."""
         return max(1, self.config.storage.persist_interval)
+
+    def breakpoint_bytes(self, num_parameters: float) -> int:
+        """Return the bytes of a rank's breakpoint, whatever format snapshots have; 0 without one.
+
+        Args:
+            num_parameters: that the rank saves of the whole model.
+        """
+        if not self.config.memory.breakpoints:
+            return 0
+        return math.ceil(num_parameters * self.live_bytes)
 
     def interval(self, snapshot_bytes: int, persisted_bytes: int) -> int:
         """Return the iterations between snapshots.

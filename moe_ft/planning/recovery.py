@@ -34,6 +34,7 @@ class Version:
         node: the node whose memory holds it; None for storage.
         path: its index, relative to the node's memory directory or the persist directory.
         is_replica: whether it lies in memory that a peer keeps for the rank.
+        is_breakpoint: whether the rank wrote it on its way out, which the others may not have done.
         window: number of snapshots.
         replay_settings: settings that the replay of a window must have, as JSON.
         superseded: names of starts that the writer knew of and did not continue.
@@ -48,6 +49,7 @@ class Version:
     node: str | None
     path: str
     is_replica: bool = False
+    is_breakpoint: bool = False
     window: int = 1
     replay_settings: str = ""
     superseded: tuple[str, ...] = ()
@@ -133,6 +135,15 @@ class Plan:
     def sources_of(self, rank: int) -> tuple[Source, ...]:
         """Return the places where a rank can read its state, best first."""
         return next(stage.sources[rank] for stage in self.stages.values() if rank in stage.sources)
+
+    @property
+    def rests_on_breakpoints(self) -> bool:
+        """True if all that some rank has of this state is its breakpoint."""
+        return any(
+            all(source.version.is_breakpoint for source in sources)
+            for stage in self.stages.values()
+            for sources in stage.sources.values()
+        )
 
     @property
     def version(self) -> Version:
@@ -226,13 +237,25 @@ def _plan_stages(
     node_of: Sequence[str],
     stage_of: Sequence[int],
 ) -> dict[int, StagePlan]:
-    """Return the plan of every stage: all put back the same window and replay it to its end."""
+    """Return the plan of every stage: all put back the same window and replay it to its end.
+
+    Snapshots may have divided among the ranks what several of them hold in another way than breakpoints do,
+    so these come first only where all ranks have one and some rank has nothing else.
+    """
+    kinds = [{each.is_breakpoint for each in found} for found in by_rank.values()]
+    comes_first = all(True in each for each in kinds) and any(False not in each for each in kinds)
+
+    def order(rank: int, node: str) -> tuple[Source, ...]:
+        sources = order_sources(by_rank[rank], node)
+        first = [each for each in sources if each.version.is_breakpoint is comes_first]
+        return (*first, *(each for each in sources if each not in first))
+
     return {
         stage: StagePlan(
             target=version.iteration,
             replay_from=version.iteration - version.window + 1,
             sources={
-                rank: order_sources(by_rank[rank], node)
+                rank: order(rank, node)
                 for rank, node in enumerate(node_of)
                 if stage_of[rank] == stage
             },
@@ -265,6 +288,28 @@ def _all_of(
         if is_left[key]:
             alive[version.rank].append(version)
     return {rank: order_sources(alive[rank], node) for rank, node in enumerate(node_of)}
+
+
+def plan_to_keep(plan: Plan, plans: Sequence[Plan]) -> Plan | None:
+    """Return the state that must stay in memory until a new window is complete, None if there is none.
+
+    A breakpoint is in no other node's memory. If a node is lost after a recovery from breakpoints, the next
+    recovery needs the newest state of snapshots before them, which peers may have.
+
+    Args:
+        plan: what was recovered.
+        plans: all plans, best first.
+    """
+    if not plan.rests_on_breakpoints:
+        return plan
+    older = (
+        each
+        for each in plans
+        if not each.rests_on_breakpoints
+        and each.lineage == plan.lineage
+        and is_alive(each.iteration, each.version.history, plan.history)
+    )
+    return next(older, None)
 
 
 def passed_over(plan: Plan, plans: Sequence[Plan]) -> list[Rejection]:

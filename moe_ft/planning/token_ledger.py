@@ -74,7 +74,11 @@ class TokenLedger:
 
     def add(self, counts: Counts) -> None:
         """Note the ``[layer, expert]`` tokens of an iteration."""
-        self.routed = self.routed + counts * self._is_trained
+        self.routed = self.after(self.routed, counts)
+
+    def after(self, routed: Counts, counts: Counts) -> Counts:
+        """Return ``[layer, expert]`` routed tokens after an iteration with these counts. Any thread."""
+        return np.asarray(routed + counts * self._is_trained)
 
     def recover(
         self,

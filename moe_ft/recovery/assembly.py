@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.memory.layout import HEADER_ALIGNMENT_BYTES
+from moe_ft.engine.memory.layout import HEADER_ALIGNMENT_BYTES, FileLayout
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.format.entries import tensor_bytes
 from moe_ft.planning import boundary_log
@@ -16,18 +16,19 @@ from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.freezing import grouped_layers
 from moe_ft.state.parameters import AssignSlices
-from moe_ft.strategies.interface import RankFacts, Strategy
+from moe_ft.strategies.interface import RankFacts, Strategy, WindowPlan
 from moe_ft.strategies.registry import chosen
 from moe_ft.units import Level
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSizes:
-    """Bytes of a region, and bytes and number of the slots of a pool and of a boundary log."""
+    """Bytes of a region and a breakpoint, and bytes and number of the slots of a pool and a boundary log."""
 
     region_bytes: int
     slot_bytes: int
     num_slots: int
+    breakpoint_bytes: int = 0
     boundary_slot_bytes: int = 0
     num_boundary_slots: int = 0
 
@@ -70,9 +71,20 @@ def _replicated_bytes(catalog: UnitCatalog) -> int:
     )
 
 
+def lay_out_breakpoint(strategy: Strategy, layouts: UnitLayouts) -> FileLayout:
+    """Return the layout of a rank's breakpoint: every unit at FULL.
+
+    Args:
+        layouts: of the live state; nothing is packed.
+    """
+    plan = strategy.plan_breakpoint()(lambda: None)
+    return layouts.lay_out(WindowPlan(snapshots=(plan,)))
+
+
 def measure_sizes(
     strategy: Strategy,
     layouts: UnitLayouts,
+    breakpoint_: FileLayout | None = None,
     traffic: PipelineTraffic | None = None,
     stage: int = 0,
     interval: int = 1,
@@ -94,6 +106,7 @@ def measure_sizes(
         region_bytes=max(sizes) + room,
         slot_bytes=max(map(layouts.most_bytes, units), default=0),
         num_slots=num_slots(len(units), strategy.most_rotating),
+        breakpoint_bytes=0 if breakpoint_ is None else breakpoint_.num_bytes,
         boundary_slot_bytes=0 if traffic is None else traffic.slot_bytes(stage),
         num_boundary_slots=0
         if traffic is None

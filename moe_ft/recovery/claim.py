@@ -218,13 +218,17 @@ def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
     regions = num_regions(persists=site.config.storage.persists)
     needed = plan_node_memory(site.topology, peers, regions, NUM_REPLICA_REGIONS)[site.node]
     limit = site.config.memory.host_memory_limit_bytes
-    parts = "snapshots and replicas take"
+    memory, parts = site.config.memory, ["snapshots", "replicas"]
     remedy = "Lower --moe-ft-replication-factor, leave out --moe-ft-persist-dir, or use more ranks"
-    if site.config.memory.upstream_log:
+    if memory.upstream_log:
         logs = sum(info.boundary_bytes for info in site.topology.on_node(site.node))
-        parts = f"snapshots, replicas and boundary logs ({size_text(logs)}) take"
+        parts.append(f"boundary logs ({size_text(logs)})")
         remedy = f"Leave out --moe-ft-upstream-log. {remedy}"
-    what = f"{parts} {size_text(needed)} on node {site.node}"
+    if memory.breakpoints:
+        parts.append("breakpoints")
+        remedy = f"Leave out --moe-ft-breakpoints. {remedy}"
+    named = f"{', '.join(parts[:-1])} and {parts[-1]}"
+    what = f"{named} take {size_text(needed)} on node {site.node}"
     remedy = f"{chosen(site.config).memory_remedy} {remedy}".lstrip()
     if limit is not None and needed > limit:
         raise ConfigError(

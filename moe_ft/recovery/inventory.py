@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.engine.memory.private_files import open_private, read_private
-from moe_ft.engine.memory.regions import index_paths
+from moe_ft.engine.memory.regions import index_paths, is_breakpoint
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest
 from moe_ft.engine.persist.soundness import check_region
 from moe_ft.engine.persist.storage import Storage
@@ -156,7 +156,9 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
             identity, index.rank, index.iteration, index.window, str(path.relative_to(node_dir))
         )
         is_replica = path.parent.name.startswith("replica_")
-        inventory.versions.append(replace(version, node=node, is_replica=is_replica))
+        inventory.versions.append(
+            replace(version, node=node, is_replica=is_replica, is_breakpoint=is_breakpoint(path))
+        )
     return inventory
 
 

@@ -16,6 +16,7 @@ from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.links.addresses import own_host
 from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.regions import node_directory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError, PlanError
@@ -25,6 +26,7 @@ from moe_ft.planning.placement import default_replication_factor, place_replicas
 from moe_ft.recovery.assembly import (
     build_strategy,
     ep_ranks_by_dp,
+    lay_out_breakpoint,
     measure_sizes,
     slice_assignment,
 )
@@ -88,6 +90,7 @@ class Met:
         peers: ``[rank]`` the ranks that keep its replicas.
         server: listens, and answers peers that know the token.
         token: secret that the ranks of this start share.
+        breakpoint: layout of this rank's breakpoint; None without --moe-ft-breakpoints.
     """
 
     config: MoeFtConfig
@@ -101,6 +104,7 @@ class Met:
     server: PeerServer
     token: str
     names: StartNames
+    breakpoint: FileLayout | None = None
 
 
 def meet(
@@ -136,7 +140,8 @@ def meet(
     server = PeerServer(node_dir, own_host(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     opened.callback(server.close)
     server.start()
-    topology = _exchange_places(config, facts, live, strategy, node, server, ranks)
+    breakpoint_ = _lay_out_breakpoint(config, live, strategy, facts.places.dp.rank)
+    topology = _exchange_places(config, facts, live, strategy, node, server, ranks, breakpoint_)
     token, names = ranks.everyone.gather(_draw_names())[0]
     server.admit(token)
     return Met(
@@ -154,6 +159,7 @@ def meet(
             topology=topology,
         ),
         fingerprint={**facts.fingerprint, _CUTS: _checksum_of_cuts(live, ranks)},
+        breakpoint=breakpoint_,
         peers=_place_replicas(config, topology),
         server=server,
         token=token,
@@ -187,6 +193,17 @@ def _read_live_state(
     )
 
 
+def _lay_out_breakpoint(
+    config: MoeFtConfig, live: LiveState, strategy: Strategy, dp_rank: int
+) -> FileLayout | None:
+    """Return the layout of a rank's breakpoint, which keeps the state as it is, in whatever format."""
+    if not config.memory.breakpoints:
+        return None
+    leaves_out = chosen(config).leaves_out_frozen
+    catalog = UnitCatalog(live.parameters, leaves_out_frozen=leaves_out)
+    return lay_out_breakpoint(strategy, UnitLayouts(catalog, dp_rank))
+
+
 def _build_strategy(
     config: MoeFtConfig, facts: JobFacts, live: LiveState, ranks: Ranks
 ) -> Strategy:
@@ -211,10 +228,11 @@ def _exchange_places(
     node: str,
     server: PeerServer,
     ranks: Ranks,
+    breakpoint_: FileLayout | None,
 ) -> Topology:
     """Return where all ranks are, and fix the sizes of this rank's memory."""
     interval = config.strategy.interval_iterations or 1  # a boundary log is refused with auto
-    sizes = measure_sizes(strategy, live.layouts, facts.traffic, facts.stage, interval)
+    sizes = measure_sizes(strategy, live.layouts, breakpoint_, facts.traffic, facts.stage, interval)
     live.layouts.region_bytes = sizes.region_bytes
     info = RankInfo(
         rank=facts.rank,
@@ -225,6 +243,7 @@ def _exchange_places(
         region_bytes=sizes.region_bytes,
         slot_bytes=sizes.slot_bytes,
         num_slots=sizes.num_slots,
+        breakpoint_bytes=sizes.breakpoint_bytes,
         boundary_slot_bytes=sizes.boundary_slot_bytes,
         num_boundary_slots=sizes.num_boundary_slots,
     )

@@ -17,6 +17,7 @@ from moe_ft.engine.memory.regions import rank_and_holder
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.errors import ConfigError, SnapshotError
+from moe_ft.format.entries import UnitEntry
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.placement import sources_of
 from moe_ft.planning.recovery import Source, Tier
@@ -55,8 +56,7 @@ def protect(
 
     def start() -> None:
         try:
-            kept = None if restored is None else (restored.plan.start, iteration)
-            make_room(site, met.peers, kept)
+            make_room(site, met.peers, _needed(restored))
             given = hand_over(restored, met.strategy, site.node_dir, site.rank, peers)
             engine.start(iteration, given)
         except (OSError, SnapshotError) as error:
@@ -106,6 +106,7 @@ def _build(
             token=met.token,
             writer=_writer_settings(met.site, lock),
             phase_hook=met.live.phase_hook,
+            breakpoint=met.breakpoint,
             traffic=met.facts.traffic,
         ),
         met.strategy,
@@ -151,12 +152,18 @@ def hand_over(
     if restored is None:
         return None
     rotating = {str(unit) for unit in strategy.rotating}
-    fetched, sources = restored.fetched, restored.plan.sources_of(rank)
-    is_stored = any(source.tier is Tier.STORAGE for source in sources)
+    fetched, plan = restored.fetched, restored.plan
+    sources = plan.sources_of(rank)
+    # Without snapshots to keep there are none that hold the breakpoints' iteration either.
+    kept = (restored.kept or plan).sources_of(rank)
+    is_stored = any(source.tier is Tier.STORAGE for source in kept)
     # With a pool a state is in more than its region; the strategy takes the next snapshot at once.
     is_at_risk = strategy.saves_all and not is_stored
-    is_in_place = is_at_risk and _is_in_place(fetched)
-    window = _window_of(fetched) if is_at_risk and not is_in_place else None
+    if restored.kept is plan:
+        is_in_place = is_at_risk and _is_in_place(fetched)
+        window = _window_of(fetched) if is_at_risk and not is_in_place else None
+    else:  # these snapshots were not read, and stay where they are
+        is_in_place, window = is_at_risk and any(map(_is_own_region, kept)), None
     return Handover(
         indexes=frozenset(
             node_dir / each.source.version.path
@@ -164,27 +171,45 @@ def hand_over(
             if name in rotating and each.tier is Tier.MEMORY
         ),
         rotating={
-            name: FetchedVersion(entry=each.entry, content=each.content, is_in_pool=each.stays)
+            name: version
             for name, each in fetched.units.items()
-            if name in rotating
+            if name in rotating and (version := _pool_version(each, restored.pooled)) is not None
         },
+        needs_breakpoint=plan.rests_on_breakpoints or restored.pooled is not None,
         persisted_index=restored.persisted_index,
-        family=sources[0].version.family,  # a plan has some for every rank
+        family=kept[0].version.family,  # a plan has some for every rank
         is_on_storage=strategy.saves_all
         and any(source.tier is Tier.STORAGE and source.version.window == 1 for source in sources),
         window=window,
-        peers_without=_peers_without(sources, peers)
+        peers_without=_peers_without(kept, peers)
         if is_in_place or window is not None
         else frozenset(),
     )
 
 
+def _pool_version(
+    fetched: FetchedUnit, pooled: Mapping[str, UnitEntry] | None
+) -> FetchedVersion | None:
+    """Return the version of a rotating unit that the pool is to hold; None for none."""
+    if pooled is None or not fetched.source.version.is_breakpoint:
+        return FetchedVersion(
+            entry=fetched.entry, content=fetched.content, is_in_pool=fetched.stays
+        )
+    entry = pooled.get(str(fetched.unit))
+    if entry is None:
+        return None
+    return FetchedVersion(entry=entry, content=memoryview(b""), is_in_pool=True)
+
+
+def _is_own_region(source: Source) -> bool:
+    version = source.version
+    return source.tier is Tier.MEMORY and not version.is_replica and not version.is_breakpoint
+
+
 def _is_in_place(fetched: Fetched) -> bool:
     """Return whether everything that was read lies in one of this rank's own regions."""
     sources = {each.source for each in _units_of(fetched)}
-    return len(sources) <= 1 and all(
-        source.tier is Tier.MEMORY and not source.version.is_replica for source in sources
-    )
+    return len(sources) <= 1 and all(map(_is_own_region, sources))
 
 
 def _units_of(fetched: Fetched) -> Iterator[FetchedUnit]:
@@ -216,8 +241,14 @@ def _peers_without(sources: Sequence[Source], peers: Sequence[RankInfo]) -> froz
     return frozenset(peer.rank for peer in peers if (peer.node, peer.rank) not in holders)
 
 
+def _needed(restored: Restored | None) -> list[tuple[Start, int]]:
+    """Return writer and iteration of the states that a recovery rests on: the state, and what is kept."""
+    plans = [] if restored is None else [restored.plan, restored.kept]
+    return [(plan.start, plan.iteration) for plan in plans if plan is not None]
+
+
 def make_room(
-    site: Site, peers: Sequence[tuple[int, ...]], restored: tuple[Start, int] | None
+    site: Site, peers: Sequence[tuple[int, ...]], needed: Sequence[tuple[Start, int]]
 ) -> None:
     """Remove the memory of other placements on this node, except for the state that was recovered.
 
@@ -225,7 +256,7 @@ def make_room(
 
     Args:
         peers: ``[rank]`` the ranks that keep its replicas now.
-        restored: writer and iteration of the state that was recovered, None after a fresh start.
+        needed: writer and iteration of the state that was recovered, and of what is kept with it.
     """
     here = {info.rank for info in site.topology.on_node(site.node)}
     for directory in site.node_dir.iterdir() if site.is_lowest_on_node else ():
@@ -234,9 +265,12 @@ def make_room(
         if owner is None or is_used or directory.is_symlink():
             continue
         is_needed = False
-        for data in directory.glob("region_*.safetensors"):
+        for data in [
+            *directory.glob("region_*.safetensors"),
+            *directory.glob("breakpoint.safetensors"),
+        ]:
             index = data.with_suffix(".json")
-            if restored is None or not holds(index, *restored):
+            if not any(holds(index, *state) for state in needed):
                 index.unlink(missing_ok=True)
                 data.unlink(missing_ok=True)
             else:

@@ -1,17 +1,21 @@
 """Seventh phase of a start: the agreed state becomes live, and the strategy learns what that lost."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
+from moe_ft.engine.memory.regions import own_directory
+from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.format.records import IterationRecord
-from moe_ft.planning.recovery import Plan, Tier
+from moe_ft.planning.recovery import Plan, Tier, plan_to_keep
 from moe_ft.planning.token_ledger import UnitVersion
 from moe_ft.recovery.agree import Agreed
 from moe_ft.recovery.fetch import Fetched
 from moe_ft.recovery.meet import Met
-from moe_ft.recovery.readers import Readers
+from moe_ft.recovery.readers import Readers, StateReader
 from moe_ft.recovery.replay import Conversion
-from moe_ft.recovery.rotating import versions_in
+from moe_ft.recovery.rotating import version_of, versions_in
 from moe_ft.strategies.interface import JobLoss, Resumed
 
 
@@ -25,6 +29,9 @@ class Restored:
         conversion: the window; its first snapshot was put back.
         persisted_index: path of this rank's index in the newest checkpoint on storage; empty without one.
         loss: cost of the recovery for the job; None where every snapshot holds every unit.
+        kept: state that must stay in memory until a new window is complete, see `plan_to_keep`.
+        pooled: versions of rotating units that this rank's pool keeps, by unit name; None if it is to hold
+            those that were put back.
     """
 
     plan: Plan
@@ -32,6 +39,8 @@ class Restored:
     conversion: Conversion
     persisted_index: str
     loss: JobLoss | None
+    kept: Plan | None
+    pooled: Mapping[str, UnitEntry] | None = None
 
     @property
     def record(self) -> IterationRecord:
@@ -39,18 +48,81 @@ class Restored:
         return self.conversion.records[-1]
 
 
-def restore(plan: Plan, agreed: Agreed, met: Met, readers: Readers) -> Restored:
-    """Put the first snapshot of a window back. Called by all ranks."""
+def restore(
+    plan: Plan, agreed: Agreed, met: Met, readers: Readers, plans: Sequence[Plan]
+) -> Restored:
+    """Put the first snapshot of a window back. Called by all ranks.
+
+    Args:
+        plans: all plans of this start, best first.
+    """
+    kept = plan_to_keep(plan, plans)
     conversion = Conversion(agreed, met.live)
     conversion.load(0)
     path, index = ("", None) if met.strategy.saves_all else _find_persisted(plan, met, readers)
+    pooled, in_memory = _find_pooled(agreed.fetched, kept, met, readers)
     return Restored(
         plan=plan,
         fetched=agreed.fetched,
         conversion=conversion,
         persisted_index=path,
-        loss=_resume_strategy(plan, agreed.fetched, index, met),
+        loss=_resume_strategy(plan, agreed.fetched, index, in_memory, met),
+        kept=kept,
+        pooled=pooled,
     )
+
+
+Pooled = Mapping[str, UnitEntry] | None
+InMemory = Mapping[str, UnitVersion] | None
+
+
+def _find_pooled(
+    fetched: Fetched, kept: Plan | None, met: Met, readers: Readers
+) -> tuple[Pooled, InMemory]:
+    """Return the versions of rotating units that the pools keep: of this rank, and of the whole stage.
+
+    What a breakpoint holds of these units is not copied to the pool: it would take the place of versions that
+    the next recovery needs if a node is lost before a new snapshot is complete. None where no rank of the
+    stage has read any from a breakpoint.
+    """
+    if met.strategy.saves_all:
+        return None, None
+    own = {str(unit): fetched.units.get(str(unit)) for unit in met.strategy.rotating}
+    from_breakpoint = {
+        name for name, each in own.items() if each and each.source.version.is_breakpoint
+    }
+    if not any(met.ranks.stage.gather(bool(from_breakpoint))):
+        return None, None
+    pooled = {
+        name: entry
+        for reader in _own_regions(kept, met, readers)
+        for name, entry in reader.index.units.items()
+        if name in from_breakpoint and reader.stays(entry)
+    }
+    found = {
+        name: pooled.get(name) if name in from_breakpoint else each.entry if each else None
+        for name, each in own.items()
+    }
+    versions = {name: None if each is None else version_of(each) for name, each in found.items()}
+    everyone = met.ranks.stage.gather(versions)
+    in_memory: dict[str, UnitVersion] = {}
+    for name in {name for each in everyone for name in each}:
+        # Ranks that save parts of a unit may differ: the strategy then takes it for unsaved.
+        of_ranks = [each[name] for each in everyone if name in each]
+        if of_ranks[0] is not None and of_ranks.count(of_ranks[0]) == len(of_ranks):
+            in_memory[name] = of_ranks[0]
+    return pooled, in_memory
+
+
+def _own_regions(kept: Plan | None, met: Met, readers: Readers) -> Iterator[StateReader]:
+    """Yield the reader of this rank's region with the state that is kept, if there is one."""
+    own = own_directory(met.site.node_dir, met.site.rank).name
+    for source in () if kept is None else kept.sources_of(met.site.rank):
+        is_own = PurePosixPath(source.version.path).parent.name == own
+        is_region = source.tier is Tier.MEMORY and not source.version.is_breakpoint
+        reader = readers.open(source) if is_own and is_region else None
+        if reader is not None:
+            yield reader
 
 
 def _find_persisted(plan: Plan, met: Met, readers: Readers) -> tuple[str, Index | None]:
@@ -67,7 +139,7 @@ def _find_persisted(plan: Plan, met: Met, readers: Readers) -> tuple[str, Index 
 
 
 def _resume_strategy(
-    plan: Plan, fetched: Fetched, persisted: Index | None, met: Met
+    plan: Plan, fetched: Fetched, persisted: Index | None, in_memory: InMemory, met: Met
 ) -> JobLoss | None:
     """Tell the strategy what was recovered; return the loss of the whole job. Called by all ranks."""
     index, strategy, ranks = fetched.index, met.strategy, met.ranks
@@ -83,6 +155,7 @@ def _resume_strategy(
             window=index.window,
             progress=index.progress,
             restored=fetched.rotation.versions,
+            in_memory=in_memory,
             persisted=on_storage,
             gaps_before=fetched.rotation.gaps,
         )

@@ -164,7 +164,7 @@ def _find_offers(
             entry = reader.index.units.get(name)
             is_meant = most_iteration is None or source.version.iteration <= most_iteration
             if entry is not None and is_meant:
-                offer = _Offer(source=source, version=_version_of(entry))
+                offer = _Offer(source=source, version=version_of(entry))
                 found.setdefault(entry.version, []).append(offer)
             if name in origins and reader.index.origins.get(name) == origins[name]:
                 found.setdefault(ORIGIN, [])
@@ -190,10 +190,11 @@ def versions_in(index: Index | None, units: Sequence[UnitId]) -> dict[str, UnitV
     if index is None:
         return {}
     found = {str(unit): index.units.get(str(unit)) for unit in units}
-    return {name: _version_of(entry) for name, entry in found.items() if entry is not None}
+    return {name: version_of(entry) for name, entry in found.items() if entry is not None}
 
 
-def _version_of(entry: UnitEntry) -> UnitVersion:
+def version_of(entry: UnitEntry) -> UnitVersion:
+    """Return the version of an entry, as strategies know it."""
     return UnitVersion(
         iteration=entry.iteration, routed_tokens=entry.routed_tokens, gaps=entry.gaps
     )

@@ -17,6 +17,7 @@ from moe_ft.recovery.persist_directory import release_lock
 from moe_ft.recovery.replay import Conversion
 from moe_ft.recovery.site import say
 from moe_ft.state.record import CapturedRecord, IterationFacts
+from moe_ft.state.scheduler_ahead import step_ahead
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,6 +52,17 @@ class Checkpointing:
     def capture(self, facts: IterationFacts) -> CapturedRecord:
         """Copy the record of the state as it is now."""
         return self.met.live.records.capture(facts)
+
+    def capture_ahead(self, facts: IterationFacts, increment: int) -> CapturedRecord:
+        """Copy the record of the state as it will be when the scheduler has stepped.
+
+        Args:
+            facts: of the iteration, as they will be.
+            increment: with which the scheduler will step.
+        """
+        captured = self.capture(facts)
+        step_ahead(captured, self.met.live.built[2], increment)
+        return captured
 
     def note_failure(self, where: str, error: Exception) -> None:
         """Remember that continuing from the recovered state has failed; see `note_failure`."""

@@ -143,7 +143,7 @@ def _recover(
             verdict.say_rejected(candidate, inventory, rejected)
             verdict.say_others(inventory, candidate.lineage)
             with noting_failures(met, candidate):
-                restored = restore(candidate, agreed, met, readers)
+                restored = restore(candidate, agreed, met, readers, candidates.plans)
         is_chosen = found.wish.is_choice and not choice.follows
         _warn_of_lossy(met, restored)
         return _Recovery(restored=restored, is_chosen=is_chosen, problems=problems())

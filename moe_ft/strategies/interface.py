@@ -84,6 +84,8 @@ class Resumed:
         progress: of its experts; None if the strategy that saved it counted no tokens.
         restored: versions of the rotating units of the stage, by unit name; a unit that is missing got the
             state that the run began with.
+        in_memory: likewise, the versions that memory has for the next snapshots; None if these are the
+            restored ones.
         persisted: likewise, the versions in the newest checkpoint on storage.
         gaps_before: ``[expert]`` by layer name, of the newest state that is known.
     """
@@ -92,6 +94,7 @@ class Resumed:
     window: int = 1
     progress: ExpertProgress | None = None
     restored: Mapping[str, UnitVersion] = field(default_factory=dict)
+    in_memory: Mapping[str, UnitVersion] | None = None
     persisted: Mapping[str, UnitVersion] = field(default_factory=dict)
     gaps_before: Mapping[str, Sequence[Gaps]] = field(default_factory=dict)
 
@@ -112,6 +115,9 @@ class JobLoss:
     def fields(self) -> dict[str, Any]:
         """Return the fields of the recovery's event."""
         return {"lost_tokens": self.lost_tokens, "plt": self.plt}
+
+
+PlanBreakpoint = Callable[[Callable[[], Counts | None]], SnapshotPlan]
 
 
 class Strategy(ABC):
@@ -166,6 +172,16 @@ class Strategy(ABC):
     def values(self) -> list[int]:
         """Return this rank's part of the agreement, which takes the least; always equally many."""
         return []
+
+    def plan_breakpoint(self) -> "PlanBreakpoint":
+        """Return what plans one snapshot with every unit at FULL in its region, of the state as it is now.
+
+        Any thread may call the result later, with what returns the tokens of an iteration that has stepped
+        and that `add_tokens` has not been told of; None if there are none. What it returns, and its places,
+        depend on no state but the counts.
+        """
+        plan = SnapshotPlan(levels=dict.fromkeys(sorted(self.always), Level.FULL))
+        return lambda tokens: plan
 
     def plan_persist(self, *, is_whole: bool = False) -> PersistPlan:
         """Return the rotating units of this rank whose versions in memory go to storage now.

@@ -5,7 +5,8 @@ of their list; `close` goes through it backwards. The seams of a run, in their o
 
     start, before_setup, after_setup, after_recovery, begin_training, replay_if_due
     each batch: replay_if_due, before_batch, and unless the batch is skipped
-        begin_iteration, begin_attempt (each time), before_step, end_iteration, after_iteration
+        begin_iteration, begin_attempt (each time), before_step, begin_update, end_update, end_iteration,
+        after_iteration; an optimizer that does not step leaves out both updates
     end_training, after_training, end or failed, close
 
 `enter_phase` is called between them, as the iteration passes through its phases. The listeners themselves
@@ -119,6 +120,15 @@ class LoopListener:
     def before_step(self) -> None:
         """Act when gradients are ready and no weight has changed."""
 
+    def begin_update(self) -> None:
+        """Act right before the first weight of an iteration changes."""
+
+    def end_update(self) -> None:
+        """Act when this rank's weights and moments are those of the next iteration.
+
+        Collectives of the step may follow, in which the rank hangs if another one is gone.
+        """
+
     def end_iteration(self, ended: EndedIteration) -> None:
         """Act on the new state: `train_step` has returned, the next forward pass has not begun."""
 
@@ -229,6 +239,21 @@ class Listeners:
         self.enter(Phase.BEFORE_STEP)
         for each in self._listeners:
             each.before_step()
+
+    def begin_update(self) -> None:
+        """Note that weights are about to change: the state is torn from now on."""
+        if not self.loop.is_replaying:
+            for each in self._listeners:
+                each.begin_update()
+        self.loop.is_torn = True
+
+    def end_update(self) -> None:
+        """Note that the state is whole again; a second call in an iteration does nothing."""
+        if self.loop.is_torn:
+            self.loop.is_torn = False
+            if not self.loop.is_replaying:
+                for each in self._listeners:
+                    each.end_update()
 
     def end_iteration(
         self, losses: Mapping[str, torch.Tensor], *, is_skipped: bool, num_samples: int

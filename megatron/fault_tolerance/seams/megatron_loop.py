@@ -79,6 +79,10 @@ class MegatronLoop(TrainingLoop):
         """Return whether --eval-interval names the iteration."""
         return loop_facts.is_evaluated(get_args(), iteration)
 
+    def samples_ahead(self) -> int:
+        """Return the samples that the whole job reads in the current iteration."""
+        return loop_facts.samples_of_iteration(get_args())
+
     def num_operations_so_far(self) -> float:
         """Return Megatron's count."""
         return float(get_args().num_floating_point_operations_so_far)

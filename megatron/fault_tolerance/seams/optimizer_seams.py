@@ -45,12 +45,12 @@ class OptimizerSeams:
         """Mark the rank torn from its first inner step until the last copy into its own parameter slice."""
 
         def torn_from(original: Function, *args: Any, **kwargs: Any) -> Any:
-            self._loop.is_torn = True
+            self._listeners.begin_update()
             return original(*args, **kwargs)
 
         def torn_until(original: Function, *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self._loop.is_torn = False
+            self._listeners.end_update()
             return result
 
         copy = "_copy_main_params_to_model_params"
@@ -62,12 +62,12 @@ class OptimizerSeams:
     def _step(self, original: Function) -> Any:
         if self._loop.is_replaying:
             result = original()
-            self._loop.is_torn = False
+            self._listeners.end_update()
             return result
         self._before_step()
         with self._noting_inner_step():
             result = original()
-        self._loop.is_torn = False
+        self._listeners.end_update()
         self._listeners.enter(Phase.AFTER_STEP)
         return result
 

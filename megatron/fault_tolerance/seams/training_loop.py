@@ -92,6 +92,13 @@ class TrainingLoop(ABC):
         """Return whether the loop evaluates the state of an iteration before it continues to train."""
         return False
 
+    def samples_ahead(self) -> int | None:
+        """Return the samples of the iteration that runs, by which the scheduler steps at its end.
+
+        None if that, or anything else of the record at its end, is not known while it runs.
+        """
+        return None
+
     def num_operations_so_far(self) -> float:
         """Return the floating-point operations of all iterations so far; 0 if nobody counts them."""
         return 0.0

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
+from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams.listeners import (
     Built,
     EndedIteration,
@@ -19,13 +22,16 @@ from megatron.fault_tolerance.seams.listeners import (
 from megatron.fault_tolerance.seams.replay import Replay
 from megatron.fault_tolerance.seams.resumption import Resumption
 from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
+from megatron.fault_tolerance.watch.breakpoint_writer import BreakpointWriter
 from megatron.fault_tolerance.watch.faults import Faults, Node
+from megatron.fault_tolerance.watch.local_processes import local_pids
 from megatron.fault_tolerance.watch.routers import Routers
 from megatron.fault_tolerance.watch.scalars import Scalars
 from megatron.fault_tolerance.watch.state_seam import StateSeam
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.background import Report
+from moe_ft.engine.background import Report, describe
 from moe_ft.engine.boundary.log import BoundaryLog
+from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 from moe_ft.recovery.failure_causes import is_not_finite
@@ -52,10 +58,13 @@ class Checkpoints(LoopListener):
         scalars: Scalars,
         faults: Faults,
         routers: Routers,
+        breakpoint_writer: BreakpointWriter,
     ) -> None:
         self._config, self._training, self._loop = config, training, loop
         self._log, self._scalars = event_log, scalars
         self._faults, self._routers = faults, routers
+        self._breakpoint_writer = breakpoint_writer
+        self._breakpoints: Breakpoints | None = None
         self._began_with = ""
         self._running: Checkpointing | None = None
         self._resumption: Resumption | None = None
@@ -98,12 +107,27 @@ class Checkpoints(LoopListener):
             self._resumption = Resumption(training, running.outcome.record, replay)
             self._loop.iteration = training.iteration
 
+        self._breakpoints = running.engine.breakpoints
+        if self._breakpoints is not None:
+            self._use_breakpoints(self._breakpoints, running)
+
         def act(state: IterationFacts, iteration_s: float) -> float:
+            self._note_moment(lambda: running.engine.moment(running.capture(state)))
             return running.engine.end_iteration(
                 state.iteration, iteration_s, lambda: running.capture(state)
             )
 
-        self._seam = StateSeam(training, self._loop, act, self._routers.counts)
+        self._seam = StateSeam(
+            training, self._loop, act, self._routers.counts, self._wait_for_evaluation
+        )
+
+    def _use_breakpoints(self, breakpoints: Breakpoints, running: Checkpointing) -> None:
+        pids = local_pids() if dist.is_initialized() else {}
+        parameters = running.met.live.parameters
+        is_on_gpu = not cpu_device.is_active() and any(
+            each.parameter.is_cuda for each in parameters
+        )
+        self._breakpoint_writer.use(breakpoints, pids, is_on_gpu=is_on_gpu)
 
     def after_recovery(self) -> None:
         """Write the event "recovery", unless a replay is still to come."""
@@ -163,6 +187,34 @@ class Checkpoints(LoopListener):
             tokens = self._routers.popularity(layers, self._training.num_experts)
             self._running.engine.before_step(tokens)
 
+    def begin_update(self) -> None:
+        """Wait while a breakpoint is written: the weights are about to change."""
+        if self._breakpoints is not None:
+            self._breakpoints.begin_update()
+
+    def end_update(self) -> None:
+        """Take the record that the iteration will have: this rank may hang before it ends."""
+        if self._breakpoints is not None:
+            self._breakpoints.end_update(*_attempt(self._moment_ahead))
+
+    def _moment_ahead(self) -> Moment | None:
+        running, seam = self._running, self._seam
+        num_samples = self._training.samples_ahead()
+        if running is None or seam is None or num_samples is None:
+            return None
+        facts = seam.facts_ahead(num_samples)
+        if facts is None:
+            return None
+        return running.engine.moment(running.capture_ahead(facts, num_samples))
+
+    def _note_moment(self, take: Callable[[], Moment]) -> None:
+        if self._breakpoints is not None:
+            self._breakpoints.note(*_attempt(take))
+
+    def _wait_for_evaluation(self) -> None:
+        if self._breakpoints is not None:
+            self._breakpoints.note(None, "the state is evaluated, which is not over")
+
     def end_iteration(self, ended: EndedIteration) -> None:
         """Take the record of the new state, and start the snapshots that are due."""
         if self._seam is not None:
@@ -204,7 +256,8 @@ class Checkpoints(LoopListener):
         self._has_ended = exit_code == 0 and not self._loop.is_in_iteration
 
     def failed(self, error: Exception) -> None:
-        """Remember a failure that speaks against the state that this start has recovered."""
+        """Leave a breakpoint, and remember a failure that speaks against what was recovered."""
+        self._breakpoint_writer.on_failure(error)
         loop = self._loop
         if self._running is None:
             return
@@ -218,6 +271,15 @@ class Checkpoints(LoopListener):
         """End checkpointing, if it has started."""
         if self._running is not None:
             self._running.close(removes_memory=self._has_ended and self._may_lose_memory)
+
+
+def _attempt(take: Callable[[], Moment | None]) -> tuple[Moment | None, str]:
+    """Return the live state, and why it is not known if it is not: that costs a breakpoint, not the run."""
+    problem = "the record of the state is not known"
+    try:
+        return take(), f"{problem} before the iteration ends"
+    except Exception as error:  # whatever it is, training continues
+        return None, f"{problem}: {describe(error)}"
 
 
 def _node_of(site: Site) -> Node:

@@ -1,8 +1,9 @@
 """Report of the end of a rank that fails or is told to end: which ranks fell silent, died or hung.
 
-Every rank that stops leaves a note in the job's store (a TCP store, no collective: the groups are broken)
-and waits a moment for the notes of the others. Ranks without a note are the ones to look at. What a log says
-afterwards is moe_ft/commands/report.py.
+Every rank that stops leaves a note in the job's store (a TCP store, no collective: the groups are broken).
+A rank that fails waits a moment for the notes of the others: ranks without a note are the ones to look at. A
+rank that is told to end waits for nobody: of those without a note it names the ones whose processes it can
+see to be gone. What a log says afterwards is moe_ft/commands/report.py.
 """
 
 import os
@@ -19,13 +20,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.fault_tolerance.seams.listeners import LoopListener, LoopState
+from megatron.fault_tolerance.seams.listeners import Built, LoopListener, LoopState
+from megatron.fault_tolerance.watch.local_processes import gone_ranks, local_pids
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog, read_progress
 
 _SOURCE_LINE = re.compile(r"\[\S+\.cc:\d+\] ")  # where in gloo's source an error was raised
 _STORE_DEADLINE_S = 5.0
+_HURRIED_STORE_DEADLINE_S = 1.0  # of a rank that is told to end
+_LOOK_S = 0.05
 _EXIT_DEADLINE_S = 20.0
 _MIN_POLL_S = 0.1
 _MAX_STORE_OPERATIONS_PER_S = 5000  # of all ranks together
@@ -33,9 +37,16 @@ _MAX_STORE_OPERATIONS_PER_S = 5000  # of all ranks together
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Notes:
-    """Ranks that left a note, and whether any of them had timed out waiting for another."""
+    """Notes of ranks, as far as they are there.
+
+    Attributes:
+        heard: ranks that left one.
+        silent: ranks that left none and are the ones to look at.
+        timed_out: whether any rank had timed out waiting for another.
+    """
 
     heard: frozenset[int]
+    silent: tuple[int, ...]
     timed_out: bool
 
 
@@ -48,7 +59,13 @@ class FailureReport(LoopListener):
     """
 
     def __init__(
-        self, config: MoeFtConfig, loop: LoopState, event_log: EventLog, *, on_sigterm: bool
+        self,
+        config: MoeFtConfig,
+        loop: LoopState,
+        event_log: EventLog,
+        *,
+        on_sigterm: bool,
+        before_report: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare.
 
@@ -57,18 +74,27 @@ class FailureReport(LoopListener):
             loop: where the rank is.
             event_log: gets the event "stopped".
             on_sigterm: False leaves SIGTERM alone, for --exit-signal-handler.
+            before_report: called after SIGTERM, before anything else.
         """
         self._grace_s = config.fault.fault_report_grace_s
         self._has_log = config.observability.event_log is not None
         self._loop, self._log = loop, event_log
         self._sigterm = _Sigterm(self._report_sigterm) if on_sigterm else None
+        self._before_report = before_report
         self._lock = threading.Lock()
         self._has_reported = False
+        self._told_to_end = threading.Event()
+        self._pids: dict[int, int] = {}
 
     def start(self) -> None:
         """Listen for SIGTERM."""
         if self._sigterm is not None:
             self._sigterm.start()
+
+    def after_setup(self, built: Built) -> None:
+        """Learn which processes of the job run on this machine. Called by all ranks."""
+        if dist.is_initialized():
+            self._pids = local_pids()
 
     def failed(self, error: Exception) -> None:
         """Report an exception, unless it is a refusal; the process ends within a deadline from now on."""
@@ -88,6 +114,9 @@ class FailureReport(LoopListener):
             self._sigterm.close()
 
     def _report_sigterm(self) -> None:
+        with suppress(Exception):  # the process ends in any case
+            self._before_report()
+        self._told_to_end.set()  # ends the wait of a report that is under way
         self._report("SIGTERM: told to end, by the launcher if another rank failed", False)
 
     def _report(self, reason: str, timed_out: bool) -> None:
@@ -105,7 +134,7 @@ class FailureReport(LoopListener):
         notes = self._exchange_notes(timed_out) if dist.is_initialized() else None
         silent = None
         if notes is not None:
-            silent = sorted(set(range(dist.get_world_size())) - notes.heard)
+            silent = list(notes.silent)
             if silent and rank == min(notes.heard):  # once is enough
                 _say(f"rank {rank} {_describe(silent, notes.timed_out, directory)}")
         elif dist.is_initialized():
@@ -131,13 +160,43 @@ class FailureReport(LoopListener):
         def exchange() -> None:
             # The store's host may be what died: the caller then says that it does not answer.
             with suppress(RuntimeError, OSError):
-                answer.append(_exchange(self._log.incarnation, timed_out, self._grace_s))
+                answer.append(self._exchange(timed_out))
 
         # A store operation can block for minutes when its host is gone: give it a thread, not our time.
         thread = threading.Thread(target=exchange, daemon=True)
         thread.start()
-        thread.join(self._grace_s + _STORE_DEADLINE_S)
+        deadline_s = time.monotonic() + self._grace_s + _STORE_DEADLINE_S
+        while thread.is_alive() and time.monotonic() < deadline_s:
+            if self._told_to_end.is_set():
+                deadline_s = min(deadline_s, time.monotonic() + _HURRIED_STORE_DEADLINE_S)
+                thread.join(_HURRIED_STORE_DEADLINE_S)
+            thread.join(_LOOK_S)
         return answer[0] if answer else None
+
+    def _exchange(self, timed_out: bool) -> _Notes:
+        store = dist.distributed_c10d._get_default_store()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        prefix = f"moe_ft/stopped/{self._log.incarnation}"
+        poll_s = max(_MIN_POLL_S, world_size / _MAX_STORE_OPERATIONS_PER_S)
+        store.append(f"{prefix}/ranks", f"{rank} ")  # type: ignore[attr-defined]  # missing in its stub
+        store.add(f"{prefix}/timed_out", int(timed_out))
+        num_stopped = store.add(f"{prefix}/count", 1)
+        deadline, is_told = time.monotonic() + self._grace_s, self._told_to_end
+        while num_stopped < world_size and time.monotonic() < deadline and not is_told.is_set():
+            is_told.wait(poll_s)
+            num_stopped = store.add(f"{prefix}/count", 0)
+        # A rank that is told to end does not wait until all others have had the time to leave a note. Look at
+        # processes before notes: what has ended by now has left its note, if it leaves one.
+        suspects = gone_ranks(self._pids) if is_told.is_set() else frozenset(range(world_size))
+        heard = frozenset(int(word) for word in store.get(f"{prefix}/ranks").split())
+        notes = _Notes(
+            heard=heard,
+            silent=tuple(sorted(suspects - heard)),
+            timed_out=store.add(f"{prefix}/timed_out", 0) > 0,
+        )
+        if rank == 0:
+            time.sleep(2 * poll_s)  # it may keep the store: let the others read
+        return notes
 
 
 class _Sigterm:
@@ -191,27 +250,6 @@ def _describe(silent: list[int], timed_out: bool, log_directory: Path) -> str:
 def _last_seen(rank: int, log_directory: Path) -> str:
     progress = read_progress(log_directory, rank)
     return f" (last in iteration {progress.iteration}, {progress.phase})" if progress else ""
-
-
-def _exchange(incarnation: int, timed_out: bool, grace_s: float) -> _Notes:
-    store = dist.distributed_c10d._get_default_store()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    prefix = f"moe_ft/stopped/{incarnation}"
-    poll_s = max(_MIN_POLL_S, world_size / _MAX_STORE_OPERATIONS_PER_S)
-    store.append(f"{prefix}/ranks", f"{rank} ")  # type: ignore[attr-defined]  # missing in its stub
-    store.add(f"{prefix}/timed_out", int(timed_out))
-    num_stopped = store.add(f"{prefix}/count", 1)
-    deadline = time.monotonic() + grace_s
-    while num_stopped < world_size and time.monotonic() < deadline:
-        time.sleep(poll_s)
-        num_stopped = store.add(f"{prefix}/count", 0)
-    notes = _Notes(
-        heard=frozenset(int(word) for word in store.get(f"{prefix}/ranks").split()),
-        timed_out=store.add(f"{prefix}/timed_out", 0) > 0,
-    )
-    if rank == 0:
-        time.sleep(2 * poll_s)  # it may keep the store: let the others read
-    return notes
 
 
 def _exit_within(seconds: float) -> None:

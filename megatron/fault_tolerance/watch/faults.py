@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.fault_tolerance.seams.listeners import LoopListener
+import torch.distributed as dist
+
+from megatron.fault_tolerance.seams.listeners import Built, LoopListener
+from megatron.fault_tolerance.watch.local_processes import local_pids
 from moe_ft.errors import InjectedFaultError
 from moe_ft.events import EventLog
 from moe_ft.faults import FaultKind, FaultSpec, Phase
@@ -39,6 +42,13 @@ class Faults(LoopListener):
         self._faults = tuple(fault for fault in faults if fault.rank == event_log.rank)
         self._event_log = event_log
         self._find_node: Callable[[], Node] | None = None
+        self._needs_pids = any(fault.kind is FaultKind.TERMINATE for fault in faults)
+        self._pids: dict[int, int] = {}
+
+    def after_setup(self, built: Built) -> None:
+        """Learn which processes a fault of kind terminate ends. Called by all ranks."""
+        if self._needs_pids and dist.is_initialized():
+            self._pids = local_pids()
 
     def set_node(self, find_node: Callable[[], Node]) -> None:
         """Set how a fault of kind lose-node finds what to destroy.
@@ -83,6 +93,10 @@ class Faults(LoopListener):
             _hang()
         elif fault.kind is FaultKind.LOSE_NODE and self._find_node is not None:
             _lose(self._find_node())
+        elif fault.kind is FaultKind.TERMINATE:
+            for pid in self._pids.values() or (os.getpid(),):
+                os.kill(pid, signal.SIGTERM)
+            return
         raise InjectedFaultError(f"--moe-ft-inject-fault {fault}")
 
 

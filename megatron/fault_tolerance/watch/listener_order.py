@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
 from megatron.fault_tolerance.seams.training_loop import TrainingLoop
 from megatron.fault_tolerance.watch.boundary_log import PipelineLog
+from megatron.fault_tolerance.watch.breakpoint_writer import BreakpointWriter
 from megatron.fault_tolerance.watch.checkpoints import Checkpoints
 from megatron.fault_tolerance.watch.digests import Digests
 from megatron.fault_tolerance.watch.failure_report import FailureReport
@@ -24,14 +25,16 @@ def listeners_of(
 
     The order matters: the log is opened before anything is recovered, and closed last; the events of an
     iteration come before the reports of the engine; what it has sent is committed before a window that it
-    completes makes older logs superfluous. Without `on_sigterm`, SIGTERM is left alone.
+    completes makes older logs superfluous; after a failure a breakpoint comes before its report. Without
+    `on_sigterm`, SIGTERM is left alone.
     """
     loop = LoopState()
     # Without a directory the log is never started, and drops what is written to it.
     log = EventLog(Path(config.observability.event_log or os.devnull), rank)
+    breakpoints = BreakpointWriter(loop, log)
     faults, routers = Faults(config.fault.faults, log), Routers(config, log)
     scalars = Scalars(training, loop)
-    checkpoints = Checkpoints(config, training, loop, log, scalars, faults, routers)
+    checkpoints = Checkpoints(config, training, loop, log, scalars, faults, routers, breakpoints)
     return Listeners(
         loop,
         [
@@ -42,6 +45,8 @@ def listeners_of(
             Digests(config.observability, training, loop, log),
             PipelineLog(checkpoints, loop),
             checkpoints,
-            FailureReport(config, loop, log, on_sigterm=on_sigterm),
+            FailureReport(
+                config, loop, log, on_sigterm=on_sigterm, before_report=breakpoints.on_sigterm
+            ),
         ],
     )

@@ -5,6 +5,7 @@ and the position in the validation data, so the engine then acts when the loop c
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,7 @@ class StateSeam:
         loop: LoopState,
         act: Callable[[IterationFacts, float], float],
         count_tokens: Callable[[], dict[str, torch.Tensor]],
+        wait_for_evaluation: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare for an iteration; the loop's counters are set.
 
@@ -31,9 +33,11 @@ class StateSeam:
             act: takes the facts of the state as it is now and the seconds that its iteration took; returns
                 the seconds for which training stood still.
             count_tokens: returns ``[expert]`` the tokens on this rank by MoE layer.
+            wait_for_evaluation: called when a state is evaluated before `act` gets it.
         """
         self._training, self._loop = training, loop
         self._act, self._count_tokens = act, count_tokens
+        self._wait_for_evaluation = wait_for_evaluation
         self._num_operations = training.num_operations_so_far()
         self._postponed: EndedIteration | None = None  # the engine has not acted on its state yet
         self._last_facts: IterationFacts | None = None
@@ -43,6 +47,7 @@ class StateSeam:
         self._num_operations += self._training.num_operations_of(ended.num_samples)
         if self._training.is_evaluated(ended.iteration):
             self._postponed = ended
+            self._wait_for_evaluation()
         else:
             self._pass(ended, ended.num_samples)
 
@@ -51,6 +56,24 @@ class StateSeam:
         ended, self._postponed = self._postponed, None
         if ended is not None:
             self._pass(ended, 0)
+
+    def facts_ahead(self, num_samples: int) -> IterationFacts | None:
+        """Return the facts of the iteration that runs as they will be at its end, but for the scheduler's.
+
+        The optimizer has stepped. None if the state is evaluated first.
+
+        Args:
+            num_samples: of its global batch.
+        """
+        iteration = self._loop.iteration + 1
+        if self._training.is_evaluated(iteration):
+            return None
+        num_operations = self._num_operations + self._training.num_operations_of(num_samples)
+        return replace(
+            self._facts(num_samples),
+            iteration=iteration,
+            num_floating_point_operations=num_operations,
+        )
 
     def last_facts(self) -> IterationFacts:
         """Return the facts of the last state that was passed, or the current ones if none was.

@@ -19,6 +19,7 @@ from moe_ft.engine.memory.private_files import read_private
 from moe_ft.engine.memory.regions import (
     MappedFile,
     Region,
+    breakpoint_region,
     own_directory,
     rank_and_holder,
     replica_directory,
@@ -32,7 +33,8 @@ from moe_ft.topology import RankInfo, Topology
 
 _REGION = re.compile(r"region_(\d+)\.safetensors")
 _OURS = re.compile(
-    rf"(region_\d+\.(safetensors|json))|(pool_\d+x\d+\.safetensors)|{BOUNDARY_FILE_NAME.pattern}"
+    r"((region_\d+|breakpoint)\.(safetensors|json))|(pool_\d+x\d+\.safetensors)"
+    rf"|{BOUNDARY_FILE_NAME.pattern}"
 )
 
 
@@ -49,6 +51,7 @@ class RankMemory:
 
     Attributes:
         regions, pool: of this rank; no pool where every snapshot holds every unit.
+        breakpoint: region of its breakpoint; None without --moe-ft-breakpoints.
         boundary: slots of this rank's boundary log, none without one.
         replicas: by the rank whose state they hold.
     """
@@ -68,6 +71,11 @@ class RankMemory:
         self._pinned: list[MappedFile] = []
         self.regions = _regions(own_directory(node_dir, rank), num_regions(persists=persists), own)
         self.pool = _pool(own_directory(node_dir, rank), own)
+        self.breakpoint = (
+            breakpoint_region(own_directory(node_dir, rank), own.breakpoint_bytes)
+            if own.breakpoint_bytes
+            else None
+        )
         self.boundary = tuple(
             BoundarySlot(own_directory(node_dir, rank), number, own.boundary_slot_bytes)
             for number in range(own.num_boundary_slots)
@@ -86,14 +94,14 @@ class RankMemory:
 
     @property
     def num_own_bytes(self) -> int:
-        """Bytes of this rank's regions and pool: the state in them."""
+        """Bytes of this rank's regions, pool and breakpoint: the state in them."""
         return sum(file.num_bytes for file in self._own_files() if file not in self.boundary)
 
     def open(self, restored: tuple[Start, int] | None) -> None:
         """Map everything.
 
         Args:
-            restored: writer and iteration of the state that was recovered: regions and replicas that hold
+            restored: writer and iteration of the state that is to be kept: regions and replicas that hold
                 it get its iteration, and so are not overwritten before their owner says so.
 
         Raises:
@@ -115,6 +123,8 @@ class RankMemory:
         yield from self.regions
         if self.pool is not None:
             yield self.pool
+        if self.breakpoint is not None:
+            yield self.breakpoint
         yield from self.boundary
 
     def pin(self) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 from contextlib import suppress
 from enum import Enum, auto
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import psutil
@@ -27,7 +27,8 @@ from moe_ft.format.encoding import Body, decode
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
 _DIRECTORY = re.compile(r"rank_(?P<rank>\d{5,})|replica_(?P<source>\d{5,})_at_(?P<holder>\d{5,})")
-INDEX_NAME = re.compile(r"region_\d+\.json")
+BREAKPOINT = "breakpoint"  # the region of a rank's breakpoint, which has no number
+INDEX_NAME = re.compile(rf"(region_\d+|{BREAKPOINT})\.json")
 
 
 class Role(Enum):
@@ -65,6 +66,11 @@ def own_directory(node_dir: Path, rank: int) -> Path:
 def replica_directory(node_dir: Path, source: int, holder: int) -> Path:
     """Return where the rank ``holder`` keeps replicas of the rank ``source``."""
     return node_dir / f"replica_{source:05d}_at_{holder:05d}"
+
+
+def is_breakpoint(path: PurePath) -> bool:
+    """Return whether an index, or a data file, is that of a breakpoint."""
+    return path.name.partition(".")[0] == BREAKPOINT
 
 
 def rank_and_holder(name: str) -> tuple[int | None, int | None]:
@@ -140,13 +146,14 @@ class Region(MappedFile):
     the copy worker. Replicas stay in the role FREE and belong to the threads of peers' connections.
 
     Attributes:
-        number: of the region in its directory.
+        number: of the region in its directory; less than 0 for that of the breakpoint.
         role: see `Role`.
         iteration: of the committed snapshot that it holds, None if there is none.
     """
 
     def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
-        super().__init__(directory / f"region_{number}.safetensors", num_bytes)
+        self._name = BREAKPOINT if number < 0 else f"region_{number}"
+        super().__init__(directory / f"{self._name}.safetensors", num_bytes)
         self.directory, self.number = directory, number
         self.role = Role.FREE
         self.iteration: int | None = None
@@ -154,7 +161,7 @@ class Region(MappedFile):
     @property
     def index_path(self) -> Path:
         """The index, which is there only while the region holds a committed snapshot."""
-        return self.directory / f"region_{self.number}.json"
+        return self.directory / f"{self._name}.json"
 
     def _discard(self) -> None:
         self.invalidate()
@@ -182,10 +189,15 @@ class Region(MappedFile):
         """Take the next role; any other move is a mistake of the caller and raises SnapshotError."""
         if to not in _NEXT[self.role]:
             raise SnapshotError(
-                f"region {self.number} (iteration {self.iteration}) cannot go from "
+                f"{self._name.replace('_', ' ')} (iteration {self.iteration}) cannot go from "
                 f"{self.role.name} to {to.name}"
             )
         self.role = to
+
+
+def breakpoint_region(directory: Path, num_bytes: int) -> Region:
+    """Return the region of a rank's breakpoint (engine/breakpoints.py)."""
+    return Region(directory, -1, num_bytes)
 
 
 def _touch(mapping: mmap.mmap) -> None:

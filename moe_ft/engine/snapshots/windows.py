@@ -33,7 +33,7 @@ class Windows:
         versions: of the units that only some snapshots hold.
         open: the window that is being taken, None if there is none.
         complete: the region with the newest one that all ranks have, None if none was taken since the start.
-        complete_iteration: where that one ends, or what was recovered; known also where a peer alone has it.
+        complete_iteration: where that one ends, or what a recovery keeps, also where a peer alone has it.
         retained: regions that what was recovered rests on, until a newer window is complete.
         last_iteration: of the last snapshot that all ranks began.
     """
@@ -65,7 +65,7 @@ class Windows:
             self.retained = keep_restored(self._memory, restored)
             self.versions.retain(region.index(Index) for region in self.retained)
             self.versions.adopt(restored.rotating)
-            self.complete_iteration = iteration
+            self.complete_iteration = restored.iteration
         self.last_iteration = iteration
         for plan in self._strategy.possible_windows():
             self._layout(plan).get()  # now, because it would hold up an iteration

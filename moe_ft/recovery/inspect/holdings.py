@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from moe_ft.engine.memory.regions import INDEX_NAME
+from moe_ft.engine.memory.regions import INDEX_NAME, is_breakpoint
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest
 from moe_ft.engine.persist.patience import PATIENCE_S
 from moe_ft.engine.persist.storage import Storage, iteration_directory
@@ -34,7 +34,7 @@ class Holding:
     """State of one iteration in one place.
 
     Attributes:
-        tier: "memory", "replica" or "storage".
+        tier: "memory", "replica", "breakpoint" or "storage".
         place: for people.
         ranks: owners of the state.
         problem: reason why it cannot be used; empty if nothing is known to be wrong.
@@ -139,10 +139,11 @@ def _in_memory(directory: str) -> Iterator[Holding]:
     root = Path(directory)
     if not root.is_dir():
         return
-    for path in sorted(root.rglob("region_*.json")):
+    for path in sorted(root.rglob("*.json")):
         if not INDEX_NAME.fullmatch(path.name):
             continue
         tier = "replica" if path.parent.name.startswith("replica_") else "memory"
+        tier = "breakpoint" if is_breakpoint(path) else tier
         try:
             index = decode(path.read_bytes(), Index, str(path))
         except OSError as error:

@@ -19,7 +19,7 @@ def render(job: PlannedJob) -> str:
         f"snapshot: {sum(parameters) * num_bytes / 1e6:,.1f} MB in all, {most * num_bytes / 1e6:,.1f} MB of "
         f"rank {parameters.index(most)}, which has the most"
     )
-    memory = memory_table(job, {"dense": MemoryShare(region_bytes=most * num_bytes)}, most)
+    memory = memory_table(job, {"dense": _share(job, most)}, most)
     lines = "\n".join([size, *_limits(job, most * num_bytes), *whole_line(job, most * num_bytes)])
     return "\n\n".join([describe_ranks(job), lines, memory])
 
@@ -28,8 +28,15 @@ def footprint(job: PlannedJob) -> Footprint:
     """Return the room that checkpoints take."""
     parameters, num_bytes = _saved(job), job.byte_model.optimizer
     return Footprint(
-        share=MemoryShare(region_bytes=max(parameters) * num_bytes),
+        share=_share(job, max(parameters)),
         checkpoint_bytes=sum(parameters) * num_bytes,
+    )
+
+
+def _share(job: PlannedJob, num_parameters: int) -> MemoryShare:
+    return MemoryShare(
+        region_bytes=num_parameters * job.byte_model.optimizer,
+        breakpoint_bytes=job.breakpoint_bytes(num_parameters),
     )
 
 

@@ -85,7 +85,9 @@ def footprint(job: PlannedJob, options: PartialConfig) -> Footprint:
     k_persist = min(options.k_persist, num_experts)
     largest = num_experts if takes_whole else k_persist
     return Footprint(
-        share=model.memory_share(k),
+        share=_with_breakpoint(
+            job, model.memory_share(k), model.plan_workload(num_experts).bottleneck_bytes
+        ),
         checkpoint_bytes=model.plan_workload(largest).total_bytes,
         num_older=math.ceil(num_experts / k_persist) - 1 + job.config.storage.keeps_whole,
     )
@@ -220,7 +222,15 @@ def _memory(plan: PartialPlan) -> str:
         "k auto, or Dynamic-K": plan.model.memory_share(None),
         "dense": MemoryShare(region_bytes=dense_bytes),
     }
+    shares = {
+        name: _with_breakpoint(plan.job, share, dense_bytes) for name, share in shares.items()
+    }
     return memory_table(plan.job, shares, dense_bytes / plan.model.byte_model.optimizer)
+
+
+def _with_breakpoint(job: PlannedJob, share: MemoryShare, dense_bytes: int) -> MemoryShare:
+    num_bytes = job.breakpoint_bytes(dense_bytes / job.byte_model.optimizer)
+    return replace(share, breakpoint_bytes=num_bytes)
 
 
 def _limits(plan: PartialPlan) -> list[str]:

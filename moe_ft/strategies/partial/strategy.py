@@ -5,7 +5,7 @@ numbers and so choose the same experts; only the experts that a rank has are dif
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as bind
 
@@ -17,6 +17,7 @@ from moe_ft.planning.token_ledger import Loss, TokenLedger, UnitVersion
 from moe_ft.strategies.interface import (
     JobLoss,
     PersistPlan,
+    PlanBreakpoint,
     Resumed,
     SnapshotPlan,
     Strategy,
@@ -137,7 +138,7 @@ class PartialStrategy(Strategy):
         start %= self._experts.num_experts
         snapshot = SnapshotPlan(
             levels=self._always,
-            rotating=self._of_this_rank(selection),
+            rotating=self._of_this_rank(selection, self._ledger.routed, self._ledger.gaps),
             shares=None if is_whole else self._shares(selection),
             progress=bind(
                 self._progress, start, self._ledger.routed, dict(self._ledger.gaps), self._k_now
@@ -161,9 +162,10 @@ class PartialStrategy(Strategy):
             return fill_up(experts, advance(experts, self._cursors, k), selection)
         return selection
 
-    def _of_this_rank(self, selection: Selection) -> dict[UnitId, tuple[int, Gaps]]:
+    def _of_this_rank(
+        self, selection: Selection, routed: Counts, gaps: Mapping[str, Sequence[Gaps]]
+    ) -> dict[UnitId, tuple[int, Gaps]]:
         """Return the routed tokens and the gaps of the selected units that this rank has."""
-        routed, gaps = self._ledger.routed, self._ledger.gaps
         chosen = {
             (layer, expert): (int(routed[index, expert]), gaps[layer][expert])
             for index, layer in enumerate(self.counted_layers)
@@ -186,6 +188,28 @@ class PartialStrategy(Strategy):
     @property
     def _k_now(self) -> tuple[int, int, int, int]:
         return self.k.snapshot, self.k.persist, self.k.least, self._interval
+
+    def plan_breakpoint(self) -> PlanBreakpoint:
+        """Return what plans a snapshot of everything; see `Strategy.plan_breakpoint`."""
+        routed, gaps, start, k_now = (
+            self._ledger.routed,
+            dict(self._ledger.gaps),
+            self._start,
+            self._k_now,
+        )
+        levels = {**self._always, **dict.fromkeys(self._own, Level.FULL)}
+        everything = tuple(tuple(range(self._experts.num_experts)) for _ in self.counted_layers)
+
+        def plan(tokens: Callable[[], Counts | None]) -> SnapshotPlan:
+            counts = tokens()
+            now = routed if counts is None else self._ledger.after(routed, counts)
+            return SnapshotPlan(
+                levels=levels,
+                rotating=self._of_this_rank(everything, now, gaps),
+                progress=bind(self._progress, start, now, gaps, k_now),
+            )
+
+        return plan
 
     def _progress(
         self,
@@ -253,7 +277,7 @@ class PartialStrategy(Strategy):
             saved.trained - persisted.trained if self._options.is_load_aware else None,
             self._experts.num_experts if is_whole else self.k.persist,
         )
-        units = frozenset(self._of_this_rank(selection))
+        units = frozenset(self._of_this_rank(selection, self._ledger.routed, self._ledger.gaps))
         return PersistPlan(units=units, memo=_Persist(selection=selection, versions=saved))
 
     def note_persisted(self, plan: PersistPlan) -> None:
@@ -295,6 +319,7 @@ class PartialStrategy(Strategy):
     def resume(self, resumed: Resumed) -> Loss:
         """Continue from a recovered state."""
         restored, persisted = by_expert(resumed.restored), by_expert(resumed.persisted)
+        in_memory = restored if resumed.in_memory is None else by_expert(resumed.in_memory)
         intact = {
             expert: version
             for expert, version in persisted.items()
@@ -303,7 +328,7 @@ class PartialStrategy(Strategy):
         }
         self._saved, self._persisted = (
             Versions(trained=trained, iterations=iterations).up_to(resumed.iteration)
-            for trained, iterations in (self._ledger.tables(restored), self._ledger.tables(intact))
+            for trained, iterations in (self._ledger.tables(in_memory), self._ledger.tables(intact))
         )
         progress = resumed.progress
         if progress is None:  # nothing was counted

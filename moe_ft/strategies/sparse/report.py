@@ -144,10 +144,18 @@ def footprint(job: PlannedJob, options: SparseConfig) -> Footprint:
     """Return the room that checkpoints take, at most: as much as is reserved."""
     plan = SparsePlan(job=job, options=options, window=options.window_snapshots, machine=None)
     reserved = plan.reserve()
+    whole = measure_window(plan.stages(), 1).dense_bytes
     return Footprint(
-        share=MemoryShare(region_bytes=reserved),
+        share=_share(job, reserved, whole),
         checkpoint_bytes=job.num_ranks * reserved,
         num_older=int(job.config.storage.keeps_whole),
+    )
+
+
+def _share(job: PlannedJob, region_bytes: int, dense_bytes: int) -> MemoryShare:
+    return MemoryShare(
+        region_bytes=region_bytes,
+        breakpoint_bytes=job.breakpoint_bytes(dense_bytes / job.byte_model.optimizer),
     )
 
 
@@ -274,7 +282,7 @@ def _memory(plan: SparsePlan, window: WindowSize) -> str:
         "reserved": plan.reserve(),
         "dense": window.dense_bytes,
     }
-    shares = {name: MemoryShare(region_bytes=size) for name, size in regions.items()}
+    shares = {name: _share(plan.job, size, window.dense_bytes) for name, size in regions.items()}
     return memory_table(plan.job, shares, window.dense_bytes / plan.job.byte_model.optimizer)
 
 

@@ -38,10 +38,19 @@ class Recorder(LoopListener):
         self._loop = loop
         self.seen: list[tuple[str, bool]] = []
         self.awaited: Phase | None = None
+        self.updates: list[str] = []
 
     def waits_for(self, iteration: int, phase: Phase) -> bool:
         """Return whether a test waits for the phase."""
         return phase is self.awaited
+
+    def begin_update(self) -> None:
+        """Note it."""
+        self.updates.append("begin")
+
+    def end_update(self) -> None:
+        """Note it."""
+        self.updates.append("end")
 
     def enter_phase(self, iteration: int, phase: Phase) -> None:
         """Note it."""
@@ -110,3 +119,43 @@ def test_replayed_step_asks_nobody(step: Step) -> None:
 def test_originals_are_put_back(step: Step) -> None:
     step.patches.__exit__()
     assert not {"get_grad_norm", "step_with_ready_grads"} & vars(step.optimizer).keys()
+
+
+def test_update_begins_and_ends_once_and_before_what_follows_in_the_step(step: Step) -> None:
+    original = step.optimizer.step_with_ready_grads
+    at_end: list[list[str]] = []
+    with Patches() as patches:
+        copy = step.optimizer._copy_main_params_to_model_params
+
+        def copy_and_gather() -> None:
+            copy()
+            at_end.append(list(step.recorder.updates))  # here the gather of weights may hang
+
+        patches.set(step.optimizer, "_copy_main_params_to_model_params", copy_and_gather)
+        original()
+    assert at_end == [["begin", "end"]]
+    assert step.recorder.updates == ["begin", "end"]
+
+
+def test_update_in_a_replay_passes_unseen(step: Step) -> None:
+    step.loop.is_replaying = True
+    step.optimizer.step_with_ready_grads()
+    assert step.recorder.updates == []
+    assert not step.loop.is_torn
+
+
+def test_copy_of_masters_outside_a_step_ends_no_update(step: Step) -> None:
+    step.optimizer._copy_main_params_to_model_params()
+    assert step.recorder.updates == []
+
+
+def test_state_is_not_torn_while_the_update_waits_to_begin(step: Step) -> None:
+    torn: list[bool] = []
+
+    class Waiting(LoopListener):
+        def begin_update(self) -> None:
+            torn.append(step.loop.is_torn)
+
+    Listeners(step.loop, [Waiting()]).begin_update()
+    assert torn == [False]
+    assert step.loop.is_torn

@@ -12,6 +12,7 @@ from megatron.training import global_vars
 
 from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.watch.breakpoint_writer import BreakpointWriter
 from megatron.fault_tolerance.watch.checkpoints import Checkpoints
 from megatron.fault_tolerance.watch.faults import Faults
 from megatron.fault_tolerance.watch.routers import Routers
@@ -69,7 +70,8 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
 def checkpoints_of(config: MoeFtConfig, log: EventLog, loop: LoopState) -> Checkpoints:
     training, routers = MegatronLoop(), Routers(config, log)
     scalars = Scalars(training, loop)
-    return Checkpoints(config, training, loop, log, scalars, Faults([], log), routers)
+    faults, breakpoints = Faults([], log), BreakpointWriter(loop, log)
+    return Checkpoints(config, training, loop, log, scalars, faults, routers, breakpoints)
 
 
 @pytest.fixture

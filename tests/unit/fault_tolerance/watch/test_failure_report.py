@@ -3,13 +3,17 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
 
 from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
 from megatron.fault_tolerance.watch.failure_report import FailureReport
@@ -18,6 +22,7 @@ from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 from tests.unit.fault_tolerance.loops import events_in, last_event
+from tests.waiting import wait_for
 
 CONFIG = MoeFtConfig(
     observability=ObservabilityConfig(event_log="somewhere"),
@@ -156,3 +161,53 @@ def test_rank_learns_that_another_one_had_timed_out(store: dist.Store, event_log
     report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)
     report._report("RuntimeError: lost", False)
     assert last_event(event_log)["timed_out"]
+
+
+@pytest.fixture
+def three_ranks() -> Iterator[None]:
+    """Make this process rank 0 of three, of which the others do nothing."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=3)
+    yield
+    dist.destroy_process_group()
+
+
+PATIENT = replace(CONFIG, fault=FaultConfig(fault_report_grace_s=600.0))
+
+
+@pytest.mark.usefixtures("three_ranks")
+def test_rank_that_fails_names_all_that_left_no_note(event_log: EventLog) -> None:
+    FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)._report("RuntimeError: lost", False)
+    assert last_event(event_log)["silent_ranks"] == [1, 2]
+
+
+@pytest.mark.usefixtures("three_ranks")
+def test_rank_that_is_told_to_end_waits_for_nobody_and_names_whose_process_is_gone(
+    event_log: EventLog,
+) -> None:
+    report = FailureReport(PATIENT, LOOP, event_log, on_sigterm=False)
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    report._pids = {0: os.getpid(), 1: gone.pid, 2: os.getppid()}
+    report._report_sigterm()
+    assert last_event(event_log)["silent_ranks"] == [1]
+
+
+@pytest.mark.usefixtures("three_ranks")
+def test_sigterm_ends_the_wait_of_a_rank_that_has_failed(event_log: EventLog) -> None:
+    report = FailureReport(PATIENT, LOOP, event_log, on_sigterm=False)
+    failing = threading.Thread(target=report._report, args=("RuntimeError: lost", False))
+    failing.start()
+    wait_for(lambda: report._has_reported, "the report of the exception")
+    report._report_sigterm()
+    failing.join(DEADLINE_S)
+    assert [line["reason"] for line in events_in(event_log)] == ["RuntimeError: lost"]
+
+
+def test_breakpoint_comes_before_the_report(event_log: EventLog) -> None:
+    def fail() -> None:
+        event_log.write("breakpoint", 5)
+        raise RuntimeError("lost")
+
+    report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False, before_report=fail)
+    report._report_sigterm()
+    assert [line["event"] for line in events_in(event_log)] == ["breakpoint", "stopped"]

@@ -210,3 +210,24 @@ def test_bad_input_is_answered_with_its_reason(
     case: Case, directory: Path, nobody: Callable[[], ProcessPoolExecutor]
 ) -> None:
     check_answer(case, directory, nobody)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["dense", "partial --moe-ft-k-snapshot 1", "sparse --moe-ft-window 2"]
+)
+def test_breakpoint_takes_the_live_bytes_of_what_a_rank_saves(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("plan", "--world-size", "8", "--", "torchrun", "--nproc-per-node", "4")
+    own = []
+    for flags in ((), ("--moe-ft-breakpoints",)):
+        command = [*words, "pretrain_gpt_moe.py", *SMALL, "--moe-ft-strategy", *strategy.split()]
+        assert main([*command, *flags]) == 0
+        text = capsys.readouterr().out
+        (line,) = [line for line in text.splitlines() if "bytes per parameter, own" in line]
+        own.append([float(cell) for cell in line.split("|")[2:-1]])
+    without, with_it = own
+    assert all(
+        after - before == pytest.approx(12, abs=0.11)
+        for before, after in zip(without, with_it, strict=True)
+    )

@@ -31,6 +31,10 @@ def test_defaults_are_valid() -> None:
     ("config", "message"),
     [
         (
+            MoeFtConfig(memory=MemoryConfig(breakpoints=True)),
+            "--moe-ft-breakpoints needs a strategy: with --moe-ft-strategy=none nothing is recovered",
+        ),
+        (
             MoeFtConfig(observability=ObservabilityConfig(state_digest=True)),
             "--moe-ft-state-digest writes to the event log, and there is none",
         ),

@@ -30,6 +30,7 @@ from moe_ft.format.encoding import decode
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.index import Index
 from moe_ft.planning.boundary_log import PipelineTraffic, num_slots
+from moe_ft.recovery.assembly import lay_out_breakpoint
 from moe_ft.state.record import CapturedRecord, IterationFacts, LoopCounters
 from moe_ft.strategies.dense.strategy import DenseStrategy
 from moe_ft.strategies.interface import Strategy, WindowPlan
@@ -110,6 +111,7 @@ class Setup:
     Attributes:
         window: snapshots of a window.
         has_peers: whether the ranks send replicas in a ring, over TCP.
+        has_breakpoints: whether the ranks have memory for breakpoints.
         traffic: what the ranks send to other stages, if that is logged; they are the first one.
     """
 
@@ -120,6 +122,7 @@ class Setup:
     dense_interval: int = 0
     raises: bool = False
     has_peers: bool = False
+    has_breakpoints: bool = False
     traffic: PipelineTraffic | None = None
 
     @property
@@ -154,6 +157,10 @@ class Rank:
         plans = self.strategy.possible_windows()
         sizes = [self.layouts.lay_out(plan).num_bytes for plan in plans]
         self.layouts.region_bytes = max(sizes) + (0 if len(sizes) == 1 else 8192)
+        self.breakpoint = None
+        if self.setup.has_breakpoints:
+            live = UnitLayouts(self.state.catalog(), 0)
+            self.breakpoint = lay_out_breakpoint(self.strategy, live)
         self.node_dir = job.folder / f"node-{rank}"
         self.server = PeerServer(self.node_dir, "127.0.0.1")
         self.memory: RankMemory
@@ -173,6 +180,7 @@ class Rank:
             pid=1,
             address=self.server.address,
             region_bytes=self.layouts.region_bytes,
+            breakpoint_bytes=0 if self.breakpoint is None else self.breakpoint.num_bytes,
             boundary_slot_bytes=traffic.slot_bytes(0) if traffic else 0,
             num_boundary_slots=slots if traffic else 0,
         )
@@ -202,6 +210,7 @@ class Rank:
             token="token",
             writer=None,
             phase_hook=lambda phase, iteration: self.hook(phase, iteration),
+            breakpoint=self.breakpoint,
             traffic=self.setup.traffic,
         )
         self.engine = self.build(

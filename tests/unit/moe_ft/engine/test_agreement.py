@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from moe_ft.engine import agreement as module
 from moe_ft.engine.agreement import Agreement, StageSum
+from moe_ft.errors import SnapshotError
 
 TIMEOUT_S = 30.0
 
@@ -50,3 +52,27 @@ def test_rank_that_has_left_puts_nothing_in(agreement: Agreement) -> None:
     assert not agreement.is_under_way
     with pytest.raises(AssertionError):
         agreement.begin([3])
+
+
+def test_sums_that_are_under_way_are_known_without_reading_them() -> None:
+    stage = StageSum(TIMEOUT_S)
+    assert stage.pending()() is None
+    stage.begin(torch.tensor([[3, 4]]))
+    found = stage.pending()()
+    assert found is not None and found.tolist() == [[3, 4]]
+    assert stage.is_under_way
+    assert stage.result().tolist() == [[3, 4]]
+
+
+class _Unfinished:
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_sums_that_are_not_known_in_time_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PENDING_S", 0.0)
+    stage = StageSum(TIMEOUT_S)
+    stage.begin(torch.tensor([3]))
+    stage._work = _Unfinished()
+    with pytest.raises(SnapshotError, match="the tokens of the iteration are not added up"):
+        stage.pending()()

@@ -41,6 +41,13 @@ def test_pool_is_there_once_for_the_rank_and_once_for_each_replica() -> None:
     assert share.total_bytes(persists=True, replication_factor=2) == 91
 
 
+def test_breakpoint_is_a_part_of_what_a_rank_keeps_and_of_no_replica() -> None:
+    share = MemoryShare(region_bytes=10, pool_bytes=7, breakpoint_bytes=5)
+    assert share.own_bytes(persists=False) == 32
+    assert share.replica_bytes == 27
+    assert share.total_bytes(persists=False, replication_factor=1) == 59
+
+
 def test_boundary_log_is_the_ranks_own() -> None:
     share = MemoryShare(region_bytes=10, boundary_bytes=5)
     assert share.own_bytes(persists=False) == 25

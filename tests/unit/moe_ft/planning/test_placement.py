@@ -170,6 +170,23 @@ def test_node_memory_of_all_nodes_is_that_of_all_regions_and_replicas(
     assert sum(memory.values()) == total * (num_regions + factor * num_replica_regions)
 
 
+def test_breakpoints_take_memory_on_their_own_node_only() -> None:
+    ranks = tuple(
+        RankInfo(
+            rank=rank,
+            node=node,
+            stage=0,
+            pid=1,
+            address=None,
+            region_bytes=10,
+            breakpoint_bytes=7,
+        )
+        for rank, node in enumerate("ab")
+    )
+    topology = Topology(ranks=ranks)
+    assert plan_node_memory(topology, place_replicas(topology, 1), 2, 2) == {"a": 47, "b": 47}
+
+
 def test_node_memory_counts_the_boundary_logs_of_its_own_ranks() -> None:
     plain = make_topology(["a", "b"])
     logging = replace(plain.ranks[0], boundary_slot_bytes=7, num_boundary_slots=2)

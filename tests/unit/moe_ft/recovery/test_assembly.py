@@ -277,6 +277,6 @@ def test_boundary_log_has_slots_for_the_windows_of_the_strategy() -> None:
     catalog = catalog_of(0)
     strategy, layouts = DenseStrategy(catalog.units), UnitLayouts(catalog, 0)
     assert measure_sizes(strategy, layouts).num_boundary_slots == 0
-    sizes = measure_sizes(strategy, layouts, TRAFFIC, stage=1, interval=4)
+    sizes = measure_sizes(strategy, layouts, traffic=TRAFFIC, stage=1, interval=4)
     assert sizes.boundary_slot_bytes == TRAFFIC.slot_bytes(1)
     assert sizes.num_boundary_slots == 6

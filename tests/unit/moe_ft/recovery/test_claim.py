@@ -5,19 +5,27 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StrategyConfig
 from moe_ft.engine.boundary.slots import BoundarySlot
 from moe_ft.engine.memory.job_directory import job_lock, read_marker
-from moe_ft.engine.memory.regions import Region, node_directory, own_directory
+from moe_ft.engine.memory.regions import (
+    Region,
+    breakpoint_region,
+    node_directory,
+    own_directory,
+)
 from moe_ft.errors import ConfigError
+from moe_ft.format.encoding import encode
 from moe_ft.recovery import claim
 from moe_ft.recovery.claim import check_memory, claim_memory
 from moe_ft.recovery.job_memory import alive_lock, is_alive
 from moe_ft.recovery.protect import make_room
 from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
+from tests.unit.moe_ft.builders import make_window
 from tests.unit.moe_ft.recovery.jobs import leave_job
 
 REGION_BYTES = 4096
@@ -150,8 +158,40 @@ def test_room_is_not_made_by_removing_what_a_link_leads_to(tmp_path: Path) -> No
     region = Region(own_directory(tmp_path / "elsewhere", 7), 0, REGION_BYTES)
     region.open()
     own_directory(site.node_dir, 7).symlink_to(own_directory(tmp_path / "elsewhere", 7))
-    make_room(site, [()], None)
+    make_room(site, [()], [])
     assert region.data_path.exists()
+
+
+def test_room_is_made_for_all_but_the_breakpoint_that_was_recovered_from(tmp_path: Path) -> None:
+    site = site_of(tmp_path / "memory")
+    claim_memory(site).release()
+    gone = make_window().index
+    regions = []
+    for rank, iteration in ((7, gone.iteration), (8, gone.iteration + 1)):
+        region = breakpoint_region(own_directory(site.node_dir, rank), REGION_BYTES)
+        region.open()
+        index = msgspec.structs.replace(gone, iteration=iteration, window=1, num_snapshots=1)
+        region.commit(encode(index), iteration)
+        regions.append(region)
+    make_room(site, [()], [(gone.identity.start, gone.iteration)])
+    assert [region.index_path.exists() for region in regions] == [True, False]
+    assert [region.data_path.exists() for region in regions] == [True, False]
+
+
+def test_breakpoints_are_counted_and_named_where_memory_is_too_small(tmp_path: Path) -> None:
+    site = site_of(tmp_path / "memory", limit="10kB")
+    claim_memory(site).release()
+    check_memory(site, [()])
+    info = replace(site.topology.ranks[0], breakpoint_bytes=4096)
+    memory = replace(site.config.memory, breakpoints=True)
+    larger = replace(
+        site,
+        topology=Topology(ranks=(info,)),
+        config=replace(site.config, memory=memory),
+    )
+    with pytest.raises(ConfigError, match="replicas and breakpoints take 12.00 KiB") as refused:
+        check_memory(larger, [()])
+    assert "Leave out --moe-ft-breakpoints" in str(refused.value)
 
 
 def test_boundary_log_counts_and_is_named_where_memory_is_short(tmp_path: Path) -> None:

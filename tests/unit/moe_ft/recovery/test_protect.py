@@ -100,6 +100,7 @@ def hand(sources: list[Source], state: Fetched | None = None, *, saves_all: bool
         conversion=conversion,
         persisted_index="",
         loss=None,
+        kept=plan,
     )
     used = SimpleNamespace(rotating=frozenset(), saves_all=saves_all)
     return hand_over(restored, used, Path("/memory/a"), 0, PEERS)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ class Recovery:
 
     def restore(self) -> Restored:
         """Restore the state."""
-        return restore(self.plan, self.agreed, self.met, self.readers)
+        return restore(self.plan, self.agreed, self.met, self.readers, [self.plan])
 
 
 @pytest.fixture(params=[1, 3])

@@ -211,6 +211,42 @@ def test_memory_that_was_never_pinned_is_unpinned_without_a_driver(tmp_path: Pat
     memory.close()
 
 
+def with_breakpoint(num_bytes: int = 4096) -> Topology:
+    own = replace(TWO_NODES.ranks[0], breakpoint_bytes=num_bytes)
+    return Topology(ranks=(own, *TWO_NODES.ranks[1:]))
+
+
+def test_breakpoint_is_reserved_and_counted_with_what_is_the_ranks_own(tmp_path: Path) -> None:
+    memory = memory_of(tmp_path, with_breakpoint())
+    without = memory_of(tmp_path).num_own_bytes
+    memory.open(None)
+    path = own_directory(tmp_path / "a", 0) / "breakpoint.safetensors"
+    assert path.stat().st_size == 4096
+    assert memory.num_own_bytes == without + 4096
+    memory.close()
+
+
+def test_breakpoint_keeps_what_it_holds_and_goes_when_it_is_no_longer_asked_for(
+    tmp_path: Path,
+) -> None:
+    memory = memory_of(tmp_path, with_breakpoint())
+    memory.open(None)
+    assert memory.breakpoint is not None
+    memory.breakpoint.commit(b"{}", 5)
+    memory.close()
+    again = memory_of(tmp_path, with_breakpoint())
+    again.open(None)
+    again.remove_left_overs()
+    assert again.breakpoint is not None and again.breakpoint.index_path.exists()
+    again.close()
+    other = memory_of(tmp_path)
+    other.open(None)
+    assert memory.breakpoint.index_path.exists()
+    other.remove_left_overs()
+    assert not list(own_directory(tmp_path / "a", 0).glob("breakpoint*"))
+    other.close()
+
+
 def logging_rank(slots: int, slot_bytes: int = 4096) -> Topology:
     plain = info(0, "a", num_slots=0)
     own = replace(plain, boundary_slot_bytes=slot_bytes, num_boundary_slots=slots)

@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moe_ft.engine.memory.regions import Region, own_directory
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import ConfigError
+from moe_ft.format.encoding import encode
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
 from tests.unit.moe_ft.builders import (
     WindowState,
@@ -95,3 +97,15 @@ def test_units_of_a_window_are_listed_with_their_own_iterations(tmp_path: Path) 
 def test_directory_without_state_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no state of moe_ft.*Give a persist directory"):
         find_holdings(str(tmp_path))
+
+
+def test_breakpoint_is_shown_as_one(tmp_path: Path) -> None:
+    region, _ = in_memory(tmp_path)
+    for path in (region.index_path, region.data_path):
+        path.rename(path.with_name(path.name.replace("region_0", "breakpoint")))
+    index = make_window(1).index
+    path = own_directory(tmp_path, 0) / "breakpoint.json"
+    path.write_bytes(encode(msgspec.structs.replace(index, file="breakpoint.safetensors")))
+    (row,) = rows(shown(tmp_path))
+    assert row[1] == "breakpoint"
+    assert row[-1] == str(path)

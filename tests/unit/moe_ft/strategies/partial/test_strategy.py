@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.token_ledger import UnitVersion
+from moe_ft.strategies.interface import Resumed
 from moe_ft.strategies.partial.strategy import PartialStrategy, by_expert
 from moe_ft.units import Level, UnitId
 from tests.unit.moe_ft.strategies.partial.experts import (
@@ -180,3 +181,37 @@ def test_experts_that_are_not_trained_lose_nothing() -> None:
 def test_versions_are_found_by_layer_and_expert_also_those_of_parts() -> None:
     version = UnitVersion(iteration=5, routed_tokens=7)
     assert by_expert({f"{expert(9, 1)}.moments": version}) == {("layer.9", 1): version}
+
+
+def test_breakpoint_holds_every_expert_with_the_tokens_that_are_not_counted_yet() -> None:
+    first, second = tokens(ONE_LAYER, 5), tokens(ONE_LAYER, 3)
+    strategy = strategy_of(ONE_LAYER, replace(SETTINGS, k_snapshot=1))
+    strategy.add_tokens(first)
+    plan = strategy.plan_breakpoint()
+    strategy.add_tokens(second)  # by the training thread, after the plan was asked for
+    before, after = plan(lambda: None), plan(lambda: second)
+    assert set(before.levels) == {*strategy.always, *strategy.rotating}
+    assert set(before.levels.values()) == {Level.FULL}
+    for found, counts in ((before, first), (after, first + second)):
+        routed = {unit.expert: number for unit, (number, _) in found.rotating.items()}
+        assert routed == dict(enumerate(counts[0].tolist()))
+        assert found.progress is not None
+        assert found.progress().routed_tokens["layer.0"] == tuple(counts[0].tolist())
+
+
+def test_experts_that_memory_has_older_than_they_were_restored_are_saved_again_first() -> None:
+    options = replace(SETTINGS, k_snapshot=1)
+    strategy = strategy_of(ONE_LAYER, options)
+    everything = range(ONE_LAYER.num_experts)
+    restored = {
+        str(expert(0, each)): UnitVersion(iteration=9, routed_tokens=90) for each in everything
+    }
+    old = {
+        name: replace(version, iteration=each)
+        for each, (name, version) in enumerate(restored.items())
+    }
+    del old[str(expert(0, 2))]  # ranks of the stage had different ones
+    loss = strategy.resume(Resumed(iteration=9, restored=restored, in_memory=old))
+    assert not any(map(any, loss.lost.values()))
+    assert take(strategy, 9, is_whole=True) == {expert(0, 2)}
+    assert take(strategy, 9, is_whole=True) == {expert(0, 0)}

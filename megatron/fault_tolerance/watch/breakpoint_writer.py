@@ -1,0 +1,108 @@
+"""Writes this rank's breakpoint when the job ends: on SIGTERM, and after an exception that is no refusal.
+
+It comes before any report, because a launcher kills the process some seconds later. The state and the lock
+around it are moe_ft/engine/breakpoints.py.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from megatron.fault_tolerance.seams.listeners import LoopState
+from megatron.fault_tolerance.watch.breakpoint_meeting import BreakpointMeeting
+from moe_ft.engine.breakpoints import Breakpoints, Written
+from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.events import EventLog
+from moe_ft.recovery.failure_causes import is_not_finite
+
+
+class BreakpointWriter:
+    """Writes once, whoever asks first; others wait for that. Any thread."""
+
+    def __init__(self, loop: LoopState, event_log: EventLog) -> None:
+        self._loop, self._log = loop, event_log
+        self._breakpoints: Breakpoints | None = None
+        self._pids: Mapping[int, int] = {}
+        self._abort: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._has_written = False
+
+    def use(self, breakpoints: Breakpoints, pids: Mapping[int, int], *, is_on_gpu: bool) -> None:
+        """Begin to write what this object holds; before, nothing is written. Training thread."""
+        self._breakpoints, self._pids = breakpoints, pids
+        self._abort = _abort_collectives if is_on_gpu else None
+
+    def on_failure(self, error: Exception) -> None:
+        """Write because of an exception, unless the state is what has failed. Training thread."""
+        if self._breakpoints is None:
+            return
+        self._breakpoints.break_off()
+        if isinstance(error, ConfigError | UnrecoverableError):
+            self._breakpoints.refuse("the start or the state was refused")
+        elif is_not_finite(error):
+            self._breakpoints.refuse("a result is not finite: training cannot continue from there")
+        self._write(type(error).__name__, can_step=False)
+
+    def on_sigterm(self) -> None:
+        """Write because the launcher ends the job. A thread of its own."""
+        self._write("SIGTERM", can_step=self._abort is None)
+
+    def _write(self, reason: str, *, can_step: bool) -> None:
+        with self._lock:
+            if self._has_written or self._breakpoints is None:
+                return
+            self._has_written = True
+            start_s = time.perf_counter()
+            if self._abort is not None:
+                self._abort()
+            is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+            # A step may need the ranks that wait for it: say that it is under way before waiting for it.
+            written = self._breakpoints.write(waits=is_alone or not can_step)
+            if not is_alone:
+                written = self._meet(self._breakpoints, written, can_step=can_step)
+            self._tell(reason, written, time.perf_counter() - start_s)
+
+    def _meet(self, breakpoints: Breakpoints, written: Written, *, can_step: bool) -> Written:
+        """Bring the breakpoints of all ranks to one iteration, if that takes one step at most."""
+        store = dist.distributed_c10d._get_default_store()
+        meeting = BreakpointMeeting(store, dist.get_world_size(), self._log.incarnation, self._pids)
+        own = written.stepping_to if written.iteration is None else written.iteration
+        if own is None or not can_step:
+            meeting.cannot_step()
+            return written
+        target = meeting.agree(own)
+        if target is None:
+            return breakpoints.write() if written.iteration is None else written
+        if target != written.iteration and breakpoints.wait_for_iteration(target, meeting.step_s):
+            again = breakpoints.write()
+            # What was written before stays where this could not begin.
+            written = again if again.iteration is not None else written
+        meeting.wait_for_others()
+        return written
+
+    def _tell(self, reason: str, written: Written, seconds: float) -> None:
+        rank, iteration = self._log.rank, written.iteration
+        if iteration is None:
+            what = f"left no breakpoint: {written.problem}"
+        else:
+            what = f"left a breakpoint of iteration {iteration}"
+        print(f"moe_ft: rank {rank} {what}", file=sys.stderr, flush=True)
+        self._log.write(
+            "breakpoint",
+            self._loop.iteration if iteration is None else iteration,
+            reason=reason,
+            bytes=written.num_bytes,
+            copy_s=written.seconds,
+            seconds=seconds,
+            problem=written.problem,
+        )
+
+
+def _abort_collectives() -> None:
+    """Abort the collectives that the device may hang in: a copy would wait for them."""
+    with suppress(Exception):  # of whatever kind: the copy is tried all the same
+        dist.distributed_c10d._abort_process_group()

@@ -1,0 +1,263 @@
+"""Breakpoint of one rank: its whole live state, written when the job is ending.
+
+The memory is reserved and touched before training. The training thread says, under a lock, which iteration
+the live state is of, and when it is torn: from the first inner optimizer step until the last copy into the
+rank's own slices. Whoever writes waits until it is whole, and then holds it: the next optimizer step does not
+begin before the process ends. When to write is megatron/fault_tolerance/watch/breakpoint_writer.py.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_ft.engine.memory.layout import FileLayout, LazyLayout
+from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.snapshots.copying import StateCopier
+from moe_ft.engine.snapshots.index import SnapshotIndexer
+from moe_ft.engine.snapshots.job import SnapshotRequest
+from moe_ft.engine.snapshots.record_log import RecordLog
+from moe_ft.format.encoding import encode
+from moe_ft.planning.experts import Counts
+from moe_ft.state.record import CapturedRecord
+from moe_ft.strategies.interface import PlanBreakpoint
+
+NOTHING_YET = "no iteration has ended since the start"
+TORN = "the optimizer step did not end in time: weights and moments are a mixture of two iterations"
+IN_USE = "what was recovered rests on the breakpoint before, until all ranks have a new window"
+CLOSED = "checkpointing has ended"
+_PATIENCE_S = 5.0  # for an optimizer step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """State that is live until the next optimizer step.
+
+    Attributes:
+        record: its record, captured.
+        plan: plans its snapshot.
+        tokens: returns those of its iteration that the plan lacks; raises SnapshotError if nobody knows them.
+        ready: event on the device after which it may be read; None if it may be at once.
+    """
+
+    record: CapturedRecord
+    plan: PlanBreakpoint
+    tokens: Callable[[], Counts | None]
+    ready: Any = None
+
+    @property
+    def iteration(self) -> int:
+        """The iteration of the state."""
+        return self.record.facts.iteration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """Outcome of an attempt to write a breakpoint.
+
+    Attributes:
+        iteration: of the state; None if there is no breakpoint.
+        problem: reason why there is none; empty if there is one.
+        stepping_to: iteration of the state when the step that is under way ends; None if there is none, or if
+            there will be no breakpoint then.
+    """
+
+    iteration: int | None = None
+    problem: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+    stepping_to: int | None = None
+
+
+class Breakpoints:
+    """The breakpoint of one rank.
+
+    The training thread calls all methods; any other thread may call `write` and `wait_for_iteration`.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        layout: FileLayout,
+        copier: StateCopier,
+        indexer: SnapshotIndexer,
+        records: RecordLog,
+        kept_iteration: Callable[[], int | None],
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        """Prepare; nothing is reserved yet.
+
+        Args:
+            region: its memory, which the rank's memory opens.
+            records: a log of its own.
+            kept_iteration: returns the newest that all ranks were known to have.
+            patience_s: how long to wait for an optimizer step that is under way.
+        """
+        self._region, self._patience_s = region, patience_s
+        self._layout = LazyLayout(lambda: layout)
+        self._copier, self._indexer, self._records = copier, indexer, records
+        self._kept_iteration = kept_iteration
+        self._state = threading.Condition()  # guards everything below
+        self._moment: Moment | None = None
+        self._problem = NOTHING_YET  # why there is no moment
+        self._is_updating = self._is_held = self._is_in_use = self._is_over = False
+        self._is_broken = False
+        self._hold_at: int | None = None  # an iteration that somebody waits for
+        self._writing = threading.Lock()
+
+    def start(self, *, is_in_use: bool) -> None:
+        """Allocate what a copy needs.
+
+        Args:
+            is_in_use: whether the recovery of this start rests on the breakpoint that the region holds.
+        """
+        self._copier.start()
+        self._is_in_use = is_in_use
+
+    def release(self) -> None:
+        """Allow the breakpoint before to be overwritten: all ranks have a newer window."""
+        with self._state:
+            self._is_in_use = False
+
+    def mark_ready(self) -> Any:
+        """Return the event after which the live state may be read, None if it may be at once."""
+        return self._copier.mark_ready()
+
+    def begin_update(self) -> None:
+        """Note that weights are about to change. Waits while somebody holds them, perhaps for ever."""
+        with self._state:
+            self._state.wait_for(lambda: not self._is_held)
+            self._is_updating = True
+
+    def end_update(self, moment: Moment | None, problem: str = "") -> None:
+        """Note that weights and moments are those of the next iteration; collectives may follow.
+
+        Args:
+            moment: None if its record is not known yet.
+            problem: why it is not.
+        """
+        with self._state:
+            self._is_updating = False
+            self._moment, self._problem = moment, problem
+            if self._hold_at is not None:
+                self._is_held = self._has_reached(self._hold_at)
+            self._state.notify_all()
+
+    def note(self, moment: Moment | None, problem: str = "") -> None:
+        """Replace what is known of the live state; see `end_update`. Waits while somebody holds it."""
+        with self._state:
+            self._state.wait_for(lambda: not self._is_held)
+            self._moment, self._problem = moment, problem
+
+    def count_tokens(self, plan: PlanBreakpoint) -> None:
+        """Replace the plan of the live state by one that knows the tokens of its iteration."""
+        with self._state:
+            self._state.wait_for(lambda: not self._is_held)
+            if self._moment is not None:
+                self._moment = replace(self._moment, plan=plan, tokens=lambda: None)
+
+    def refuse(self, problem: str) -> None:
+        """Write no breakpoint from now on, because of this problem."""
+        with self._state:
+            if not self._is_over:
+                self._moment, self._problem, self._is_over = None, problem, True
+
+    def break_off(self) -> None:
+        """Note that the training thread has failed: an optimizer step that has begun will not end."""
+        with self._state:
+            self._is_broken = True
+            self._state.notify_all()
+
+    def wait_for_iteration(self, iteration: int, timeout_s: float) -> bool:
+        """Let training continue until its state is of an iteration, and hold it then. Any thread.
+
+        Returns:
+            False if it has not come so far in some seconds; it continues then.
+        """
+        with self._state:
+            self._is_held, self._hold_at = self._has_reached(iteration), iteration
+            self._state.notify_all()
+            has_reached = self._state.wait_for(lambda: self._is_held, timeout_s)
+            self._hold_at = None
+            return has_reached
+
+    def _has_reached(self, iteration: int) -> bool:
+        is_whole = self._moment is not None and not self._is_updating
+        return is_whole and self._moment is not None and self._moment.iteration >= iteration
+
+    def write(self, *, waits: bool = True) -> Written:
+        """Write the live state, once it is whole, and hold it. Any thread; others wait for the first.
+
+        Args:
+            waits: whether to wait for a step that is under way, for a while.
+        """
+        with self._writing:
+            with self._state:
+                moment, problem = self._hold(self._patience_s if waits else 0.0)
+                stepping_to = self._next_iteration if problem == TORN else None
+            if moment is None:
+                return Written(problem=problem, stepping_to=stepping_to)
+            try:
+                return self._write(moment)
+            except Exception as error:  # whatever it is, the rank leaves without a breakpoint
+                return Written(problem=f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+    @property
+    def _next_iteration(self) -> int | None:
+        is_hopeless = self._is_broken or self._is_in_use or self._moment is None
+        return None if is_hopeless or self._moment is None else self._moment.iteration + 1
+
+    def _hold(self, patience_s: float) -> tuple[Moment | None, str]:
+        """Hold the live state, and return it; None and the reason if that cannot be done."""
+        self._state.wait_for(lambda: not self._is_updating or self._is_broken, patience_s)
+        if self._is_updating:
+            return None, TORN
+        if self._is_in_use:
+            return None, IN_USE
+        if self._moment is None:
+            return None, self._problem
+        self._is_held = True
+        return self._moment, ""
+
+    def _write(self, moment: Moment) -> Written:
+        start_s = time.perf_counter()
+        iteration, region = moment.iteration, self._region
+        request = SnapshotRequest(
+            region=region,
+            window=self._layout,
+            iteration=iteration,
+            keep_iteration=self._kept_iteration(),
+            plan=moment.plan(moment.tokens),
+        )
+        region.invalidate()
+        region.mapping[: len(request.layout.header)] = request.layout.header
+        # Values are moved and added to the record: a second attempt needs it as it was captured.
+        record = replace(moment.record, values=_copied(moment.record.values))
+        self._records.append(iteration, record)
+        absent = self._copier.copy(
+            request, moment.ready, _nothing, lambda: self._records.complete(iteration)
+        )
+        index = self._indexer.describe(request, absent, None)
+        region.commit(encode(index), iteration)
+        return Written(
+            iteration=iteration,
+            num_bytes=request.num_bytes,
+            seconds=time.perf_counter() - start_s,
+        )
+
+    def close(self) -> None:
+        """Write nothing from now on; waits for a writer. The region stays."""
+        self.refuse(CLOSED)
+        with self._writing:
+            pass
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a record in new dicts, which may be added to."""
+    optimizers = [dict(each) for each in values["optimizers"]]
+    return {**values, "optimizers": optimizers}
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,225 @@
+"""A breakpoint holds one state, whole, or there is none and a reason; training waits while it is written."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ft.engine.breakpoints import CLOSED, IN_USE, NOTHING_YET, TORN, Breakpoints, Written
+from moe_ft.engine.context import Handover
+from moe_ft.errors import SnapshotError
+from moe_ft.format.contents import check_units
+from moe_ft.format.index import Index
+from moe_ft.recovery.inventory import look_at_memory
+from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup, capture
+
+DEADLINE_S = 60.0
+
+
+class Trained:
+    """A rank whose training thread is the test."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        assert rank.engine.breakpoints is not None
+        self.breakpoints: Breakpoints = rank.engine.breakpoints
+
+    def step(self, iteration: int) -> None:
+        """Make the state of an iteration, as its optimizer step does."""
+        self.breakpoints.begin_update()
+        self.rank.state.step(iteration)
+        self.breakpoints.end_update(self.rank.engine.moment(capture(iteration)))
+
+    def index(self) -> Index:
+        """Return the index of the breakpoint, all of whose bytes were checked."""
+        region = self.rank.memory.breakpoint
+        assert region is not None
+        index = region.index(Index)
+        content = memoryview(region.mapping)
+        check_units(index, {"": content}, "the breakpoint")
+        for name, entry in index.entries():
+            assert self.rank.state.has_written(content, name, entry), name
+        return index
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[Trained]:
+    job = Job(tmp_path, Setup(has_breakpoints=True))
+    yield Trained(job.ranks[0])
+    job.close()
+
+
+def in_thread(act: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_breakpoint_is_the_live_state_with_its_record(trained: Trained) -> None:
+    trained.step(3)
+    written = trained.breakpoints.write()
+    assert (written.iteration, written.problem) == (3, "")
+    index = trained.index()
+    assert (index.iteration, index.window, index.records[-1].iteration) == (3, 1, 3)
+    assert {entry.iteration for entry in index.units.values()} == {3}
+    assert written.num_bytes > 0
+
+
+def test_inventory_finds_it_as_a_state_of_its_rank(trained: Trained) -> None:
+    trained.step(3)
+    trained.breakpoints.write()
+    (version,) = look_at_memory(trained.rank.node_dir, "node-0", "job").versions
+    assert (version.rank, version.iteration, version.window) == (0, 3, 1)
+    assert version.is_breakpoint and not version.is_replica
+    assert version.path == "rank_00000/breakpoint.json"
+
+
+def test_nothing_is_written_before_an_iteration_has_ended(trained: Trained) -> None:
+    assert trained.breakpoints.write() == Written(problem=NOTHING_YET)
+
+
+@pytest.mark.parametrize("problem", ["the state is evaluated", "not finite"])
+def test_state_without_a_record_is_not_written(trained: Trained, problem: str) -> None:
+    trained.step(3)
+    trained.breakpoints.note(None, problem)
+    assert trained.breakpoints.write() == Written(problem=problem)
+
+
+def test_refusal_is_for_good(trained: Trained) -> None:
+    trained.step(3)
+    trained.breakpoints.refuse("a result is not finite")
+    trained.breakpoints.refuse("another reason")
+    assert trained.breakpoints.write().problem == "a result is not finite"
+
+
+def test_torn_state_of_a_step_that_has_failed_is_not_written(trained: Trained) -> None:
+    trained.step(3)
+    trained.breakpoints.begin_update()
+    trained.breakpoints.break_off()
+    assert trained.breakpoints.write() == Written(problem=TORN)
+
+
+def test_step_that_is_under_way_is_waited_for_in_vain_for_a_while(
+    trained: Trained,
+) -> None:
+    trained.step(3)
+    trained.breakpoints._patience_s = 0.0
+    trained.breakpoints.begin_update()
+    assert trained.breakpoints.write() == Written(problem=TORN, stepping_to=4)
+
+
+def test_writer_waits_for_the_end_of_a_step_and_writes_the_next_state(trained: Trained) -> None:
+    trained.step(3)
+    trained.breakpoints.begin_update()
+    assert trained.breakpoints.write(waits=False).stepping_to == 4
+    found: list[Written] = []
+    writer = in_thread(lambda: found.append(trained.breakpoints.write()))
+    trained.rank.state.step(4)
+    trained.breakpoints.end_update(trained.rank.engine.moment(capture(4)))
+    writer.join(DEADLINE_S)
+    assert [each.iteration for each in found] == [4]
+    assert trained.index().iteration == 4
+
+
+def test_no_weight_changes_once_it_is_written(trained: Trained) -> None:
+    trained.step(3)
+    trained.breakpoints.write()
+    stepped = threading.Event()
+
+    def step() -> None:
+        trained.step(4)
+        stepped.set()
+
+    in_thread(step)
+    assert not stepped.wait(0.2)
+    trained.index()
+
+
+def test_rank_that_is_behind_steps_once_more_and_is_held_again(trained: Trained) -> None:
+    trained.step(3)
+    trained.breakpoints.write()
+    last: list[int] = []
+
+    def train() -> None:
+        for iteration in (4, 5):
+            trained.step(iteration)
+            last.append(iteration)
+
+    in_thread(train)
+    assert trained.breakpoints.wait_for_iteration(4, DEADLINE_S)
+    assert trained.breakpoints.write().iteration == 4
+    assert trained.index().iteration == 4
+    assert last in ([], [4])
+
+
+def test_rank_that_does_not_get_there_keeps_what_it_has_written(trained: Trained) -> None:
+    trained.step(3)
+    trained.breakpoints.write()
+    assert not trained.breakpoints.wait_for_iteration(4, 0.0)
+    assert trained.index().iteration == 3
+
+
+def test_tokens_that_nobody_knows_leave_no_breakpoint(trained: Trained) -> None:
+    def unknown() -> None:
+        raise SnapshotError("not added up yet")
+
+    trained.step(3)
+    moment = trained.rank.engine.moment(capture(3))
+    moment = replace(moment, tokens=unknown, plan=lambda tokens: tokens())  # type: ignore[arg-type,return-value]
+    trained.breakpoints.note(moment)
+    assert "not added up yet" in trained.breakpoints.write().problem
+    region = trained.rank.memory.breakpoint
+    assert region is not None and not region.index_path.exists()
+
+
+def test_breakpoint_that_a_recovery_rests_on_is_kept_until_a_new_window_is_complete(
+    tmp_path: Path,
+) -> None:
+    first = Trained(Job(tmp_path, Setup(has_breakpoints=True)).ranks[0])
+    first.step(3)
+    first.breakpoints.write()
+    index = first.index()
+    first.rank.engine.close()
+    job = Job(tmp_path, Setup(has_breakpoints=True), is_started=False)
+    again = Trained(job.ranks[0])
+    family = (3, -1, index.identity.start)
+    given = Handover(
+        indexes=frozenset(), rotating={}, persisted_index="", family=family, needs_breakpoint=True
+    )
+    again.rank.engine.start(3, given)
+    again.step(4)
+    assert again.breakpoints.write().problem == IN_USE
+    assert first.rank.memory.breakpoint is not None
+    assert look_at_memory(again.rank.node_dir, "node-0", "job").versions[0].iteration == 3
+    again.breakpoints.wait_for_iteration(0, 0.0)
+    again.breakpoints.release()
+    assert again.breakpoints.write().iteration == 4
+    job.close()
+
+
+def test_complete_window_releases_it(tmp_path: Path) -> None:
+    job = Job(tmp_path, Setup(has_breakpoints=True))
+    trained = Trained(job.ranks[0])
+    trained.breakpoints.start(is_in_use=True)
+    job.run([1])
+    assert trained.breakpoints._is_in_use
+    job.run([2])
+    assert not trained.breakpoints._is_in_use
+    job.close()
+
+
+def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
+    job = Job(tmp_path, Setup(has_breakpoints=True))
+    trained = Trained(job.ranks[0])
+    trained.step(3)
+    job.close()
+    assert trained.breakpoints.write().problem == CLOSED
+
+
+def test_rank_without_the_flag_reserves_nothing(tmp_path: Path) -> None:
+    (rank,) = Job(tmp_path, Setup()).ranks
+    assert rank.engine.breakpoints is None and rank.memory.breakpoint is None
+    assert not list(rank.node_dir.rglob("breakpoint*"))
