@@ -144,6 +144,7 @@ def test_what_was_recovered_is_sent_before_the_snapshots_that_follow(
     sending.writer.send(replica)
     job = sending.submit(sending.request(0))
     job.result.result(DEADLINE_S)  # committed
+    wait_for(lambda: recorder.replicas, "the first to be sent")
     assert recorder.replicas == [replica]
     assert job.state is RUNNING
     recorder.may_go_on.set()
