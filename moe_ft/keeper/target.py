@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 USAGE = "moe_ft keep [--preload MODULE]... [--] SCRIPT ARGS... | -m MODULE ARGS..."
-# What takes seconds to import. Modules of a script may have to come after moe_ft has wrapped Megatron.
+# These take seconds to import. A script's own modules may need Megatron as moe_ft has wrapped it.
 PRELOADED = (
     "megatron.fault_tolerance.launch.running",  # with torch, Megatron and moe_ft
     "megatron.core.tokenizers.text.text_tokenizer",

@@ -79,7 +79,7 @@ class BreakpointWriter:
             return breakpoints.write() if written.iteration is None else written
         if target != written.iteration and breakpoints.wait_for_iteration(target, meeting.step_s):
             again = breakpoints.write()
-            # What was written before stays where this could not begin.
+            # If this could not begin, the breakpoint that was written first is still there.
             written = again if again.iteration is not None else written
         meeting.wait_for_others()
         return written

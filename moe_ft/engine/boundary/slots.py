@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_ft.engine.memory.layout import encode_header
 from moe_ft.engine.memory.private_files import write_atomically
-from moe_ft.engine.memory.regions import MappedFile
+from moe_ft.engine.memory.regions import IndexedFile
 from moe_ft.errors import SnapshotError
 from moe_ft.format.boundary import SentTensor
 
@@ -18,7 +18,7 @@ INDEX_NAME = re.compile(r"boundary_\d+\.json")
 FILE_NAME = re.compile(r"boundary_\d+\.(safetensors|json)")
 
 
-class BoundarySlot(MappedFile):
+class BoundarySlot(IndexedFile):
     """One slot of a rank. The training thread owns it, but for a commit, which belongs to the worker.
 
     Attributes:
@@ -27,21 +27,6 @@ class BoundarySlot(MappedFile):
 
     def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
         super().__init__(directory / f"boundary_{number}.safetensors", num_bytes)
-        self.iteration: int | None = None
-
-    @property
-    def index_path(self) -> Path:
-        """The index, which is there only while the slot holds all that an iteration has sent."""
-        return self.data_path.with_suffix(".json")
-
-    def _discard(self) -> None:
-        self.invalidate()
-        super()._discard()
-
-    def invalidate(self) -> None:
-        """Remove the index: from now on the slot holds nothing."""
-        self.iteration = None
-        self.index_path.unlink(missing_ok=True)
 
     def commit(self, header: bytes, index: bytes) -> None:
         """Write the header of the data file, then make the slot valid by one rename of its index.

@@ -139,7 +139,33 @@ class MappedFile:
             self._mapping = None
 
 
-class Region(MappedFile):
+class IndexedFile(MappedFile):
+    """A mapped file that holds something only while its index is next to it.
+
+    Attributes:
+        iteration: of what it holds or takes, None if there is none.
+    """
+
+    def __init__(self, data_path: Path, num_bytes: int) -> None:
+        super().__init__(data_path, num_bytes)
+        self.iteration: int | None = None
+
+    @property
+    def index_path(self) -> Path:
+        """The index, which is there only while the file holds something whole."""
+        return self.data_path.with_suffix(".json")
+
+    def _discard(self) -> None:
+        self.invalidate()
+        super()._discard()
+
+    def invalidate(self) -> None:
+        """Remove the index: from now on the file holds nothing."""
+        self.iteration = None
+        self.index_path.unlink(missing_ok=True)
+
+
+class Region(IndexedFile):
     """One region of a rank, or of a replica.
 
     The training thread owns its rank's regions. Only in the role SNAPSHOT, bytes and `iteration` belong to
@@ -152,25 +178,10 @@ class Region(MappedFile):
     """
 
     def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
-        self._name = BREAKPOINT if number < 0 else f"region_{number}"
-        super().__init__(directory / f"{self._name}.safetensors", num_bytes)
+        name = BREAKPOINT if number < 0 else f"region_{number}"
+        super().__init__(directory / f"{name}.safetensors", num_bytes)
         self.directory, self.number = directory, number
         self.role = Role.FREE
-        self.iteration: int | None = None
-
-    @property
-    def index_path(self) -> Path:
-        """The index, which is there only while the region holds a committed snapshot."""
-        return self.directory / f"{self._name}.json"
-
-    def _discard(self) -> None:
-        self.invalidate()
-        super()._discard()
-
-    def invalidate(self) -> None:
-        """Remove the index: from now on the region holds nothing."""
-        self.iteration = None
-        self.index_path.unlink(missing_ok=True)
 
     def commit(self, content: bytes, iteration: int) -> None:
         """Make the region a snapshot by one rename of its index.
@@ -189,7 +200,7 @@ class Region(MappedFile):
         """Take the next role; any other move is a mistake of the caller and raises SnapshotError."""
         if to not in _NEXT[self.role]:
             raise SnapshotError(
-                f"{self._name.replace('_', ' ')} (iteration {self.iteration}) cannot go from "
+                f"{self.data_path.stem.replace('_', ' ')} (iteration {self.iteration}) cannot go from "
                 f"{self.role.name} to {to.name}"
             )
         self.role = to

@@ -19,7 +19,7 @@ from megatron.fault_tolerance.program.model import layer_spec, mtp_spec
 from moe_ft.units import UnitId, UnitKind
 from tests.stock_program import CPU_FLAGS
 
-# What Megatron needs to build a model here and now, and what decides no size.
+# Flags that Megatron needs to build a model on this machine. They change no size.
 HERE = (
     *CPU_FLAGS,
     *("--mock-data", "--use-cpu-initialization", "--no-initialization"),
