@@ -4,10 +4,12 @@
         [--output FILE.md]
 
 The source is a checkpoint of random numbers (benchmarks/large_checkpoint.py). In each repetition a conversion
-and a plain copy take turns: one thread reads the files of the source in pieces of 16 MiB and writes as many
-bytes as the conversion has written. Before either, the page cache is told to forget the source. Both end when
-what they have written is on the disk. What a conversion reads back to verify it comes from the page cache.
-Each conversion has a process of its own, whose imports are not timed.
+and a plain copy take turns: one thread reads the files of the source in pieces of 16 MiB and writes new ones,
+as many bytes as the conversion has read from the disk and has written. Before either, the page cache is told
+to forget the source. Both end when what they have written is on the disk. What a conversion reads back to
+verify it comes from the page cache. Each conversion has a process of its own, whose imports are not timed.
+
+A conversion of weights reads a unit as a whole, moments too: its checksum is of all of it.
 
 GB/s are of bytes read once and bytes written. Memory is the peak of the resident set above that before the
 conversion, and includes files that are mapped.
@@ -105,8 +107,21 @@ def status_bytes(name: str) -> int:
     return 1024 * int(line.split()[1])
 
 
+def bytes_read() -> int:
+    """Return the bytes that the disk has given to this process so far."""
+    (line,) = (
+        each
+        for each in Path("/proc/self/io").read_text().splitlines()
+        if each.startswith("read_bytes:")
+    )
+    return int(line.split()[1])
+
+
 def convert_here(request: dict[str, Any]) -> dict[str, float]:
-    """Convert in this process; return the seconds, and the peak of memory above that before."""
+    """Convert in this process; return the seconds, the bytes read from the disk, and the peak of memory.
+
+    The peak is that above the memory before.
+    """
     from moe_ft.convert.conversion import Request, convert
     from moe_ft.convert.freed_memory import keep_freed_memory
 
@@ -114,11 +129,15 @@ def convert_here(request: dict[str, Any]) -> dict[str, float]:
     torch.set_num_threads(1)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     before = status_bytes("VmRSS")
-    begin = time.perf_counter()
+    num_read, begin = bytes_read(), time.perf_counter()
     with redirect_stderr(io.StringIO()):
         convert(Request(**request))
     seconds = time.perf_counter() - begin
-    return {"seconds": seconds, "memory": status_bytes("VmHWM") - before}
+    return {
+        "seconds": seconds,
+        "read": bytes_read() - num_read,
+        "memory": status_bytes("VmHWM") - before,
+    }
 
 
 def convert_apart(request: dict[str, Any]) -> dict[str, float]:
@@ -153,8 +172,8 @@ def measure(
         memory.append(found["memory"])
         sizes[:] = [path.stat().st_size for path in files_of(target)]
         num_written = sum(sizes)
-        # Of a conversion of weights, masters alone are read.
-        num_read = min(bytes_of(source), 2 * num_written) if further else bytes_of(source)
+        # Without what the kernel has read ahead of the end of a file, again after it was forgotten.
+        num_read = min(int(found["read"]), bytes_of(source))
 
     def copy_once() -> None:
         raw.append(copy_plainly(source, plain, num_read, num_written))

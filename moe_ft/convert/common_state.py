@@ -13,7 +13,8 @@ from moe_ft.convert.source import Source
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import IterationRecord, OptimizerRecord
 from moe_ft.state.global_places import CONTENT_METADATA
-from moe_ft.state.record import from_json, rng_values
+from moe_ft.state.packed_values import from_json
+from moe_ft.state.random_states import rng_values
 
 _CHECKPOINT_VERSION = 3.0  # the order of rows in linear_qkv, and that arguments are there
 _FULLY_RESHARDABLE = "fully_reshardable"
@@ -63,7 +64,7 @@ def rng_states(source: Source) -> Iterator[tuple[tuple[int, int], tuple[int, int
         place = (_pipeline_rank(source, rank, sizes), rank % tp)
         if place not in seen:
             seen.add(place)
-            yield place, (pp, tp), [rng_values(_record(source, rank))]
+            yield place, (pp, tp), [rng_values(_record(source, rank).rng)]
 
 
 def _record(source: Source, rank: int) -> IterationRecord:

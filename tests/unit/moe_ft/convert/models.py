@@ -17,7 +17,7 @@ from moe_ft.format.entries import GlobalPlace, ModelPlaces, ParameterEntry, Tens
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 from moe_ft.format.records import IterationRecord, OptimizerRecord
-from moe_ft.state.record import pack
+from moe_ft.state.packed_values import pack
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_identity, make_record
 
