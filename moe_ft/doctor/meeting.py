@@ -56,13 +56,16 @@ class StoreMeeting:
             RuntimeError: if nobody listens at the place by a time of the monotonic clock.
         """
         _check_host(place.master[0])
+        is_master = place.rank == 0 and not place.has_agent_store
+        if not is_master:
+            _wait_for_listener(place.master, deadline_s)
         import torch.distributed as dist  # only here: commands start without torch
 
         self._rank = place.rank
         self._prefix = f"moe_ft_doctor/{place.attempt}"
         self._store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but in no __all__
             *place.master,
-            is_master=place.rank == 0 and not place.has_agent_store,
+            is_master=is_master,
             timeout=timedelta(seconds=max(1.0, deadline_s - time.monotonic())),
             wait_for_workers=False,
         )
@@ -87,6 +90,19 @@ class StoreMeeting:
 
     def _key(self, name: str, rank: int) -> str:
         return f"{self._prefix}/{name}/{rank}"
+
+
+def _wait_for_listener(address: tuple[str, int], deadline_s: float) -> None:
+    """Return when someone listens. The store's own retries end up to twice as late as they are told to."""
+    while True:
+        left_s = deadline_s - time.monotonic()
+        try:
+            socket.create_connection(address, timeout=max(left_s, _POLL_S)).close()
+            return
+        except OSError as error:
+            if left_s <= 0:
+                raise RuntimeError(f"nobody listens there ({error.strerror or error})") from error
+        time.sleep(_POLL_S)
 
 
 def _check_host(host: str) -> None:
