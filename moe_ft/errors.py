@@ -10,6 +10,7 @@ MoeFtError
 +-- UnsafePathError         another user owns a file or directory, or could replace it (also an OSError)
 +-- LockLostError           another job has taken the persist directory over (also an OSError)
 +-- UnrecoverableError      nothing usable to recover from; the message lists what was examined
++-- RepairError             a repair in place was given up: the launcher restarts the job
 +-- CallOrderError          a call of Checkpointer that is not allowed where the loop is (also a RuntimeError)
 +-- DegradedError           a background part failed under --moe-ft-on-error=raise
 +-- InjectedFaultError      raised by --moe-ft-inject-fault exception:..., never by a real failure
@@ -50,6 +51,10 @@ class LockLostError(MoeFtError, OSError):
 
 class UnrecoverableError(MoeFtError):
     """No complete state was found; the message lists what was examined and why it was rejected."""
+
+
+class RepairError(MoeFtError):
+    """A repair in place cannot be made; the process ends, and the launcher restarts the job."""
 
 
 class CallOrderError(MoeFtError, RuntimeError):

@@ -57,6 +57,11 @@ class EventLog:
         # Keeps a file from being closed during a write. Reentrant, because a failed write closes the files.
         self._lock = threading.RLock()
 
+    @property
+    def is_open(self) -> bool:
+        """True if what is written reaches a file."""
+        return self._events_fd is not None
+
     def start(self) -> None:
         """Open the rank's files, creating the directory; if that fails, print why and train without a log."""
         try:

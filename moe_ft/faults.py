@@ -16,6 +16,7 @@ class FaultKind(StrEnum):
     KILL = "kill"  # SIGKILL: no handler runs
     EXCEPTION = "exception"  # InjectedFaultError, raised on the thread that enters the phase
     HANG = "hang"  # that thread sleeps for ever; if others wait for it, they time out
+    STOP = "stop"  # SIGSTOP: no thread of the process runs
     LOSE_NODE = "lose-node"  # all ranks of its node remove the node's memory and are killed
     TERMINATE = "terminate"  # SIGTERM to all ranks on its machine: the job is ended
 

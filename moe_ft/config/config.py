@@ -179,6 +179,28 @@ class RecoveryConfig(Part):
         "began",
         metavar="auto|load|iter_N",
     )
+    recovery: str = setting(
+        "auto",
+        "pipeline stages that run iterations again after a failure: auto = those that have lost their state, "
+        "where --moe-ft-upstream-log and --moe-ft-breakpoints have kept enough, else all; local = the same, "
+        "but a start where that can never happen is refused; global = all",
+        choices=("auto", "local", "global"),
+    )
+    repair: str = setting(
+        "off",
+        "auto = under `python -m moe_ft keep`, replace a rank that dies and continue in the processes of the "
+        "others; off = the launcher restarts all ranks",
+        choices=("auto", "off"),
+    )
+    repair_heartbeat_s: float = setting(
+        30.0,
+        "with --moe-ft-repair auto: seconds without a sign of life after which a rank is killed and "
+        "replaced; it gives none while its process is stopped, or while something holds its interpreter",
+        metavar="SECONDS",
+        bounds=Bounds(at_least=1, at_most=86400),
+        reason="a healthy rank on a busy machine may be silent for a moment",
+        remedy="Give a number of seconds",
+    )
     on_missing: str = setting(
         "start",
         "when there is nothing to recover from: start (from --load, or afresh) or fail; state that is there "
@@ -242,7 +264,7 @@ class FaultConfig(Part):
     inject_fault: tuple[str, ...] = setting(
         (),
         "inflict a fault: KIND:RANK@ITERATION[:PHASE], repeatable, each fires once per event log; "
-        "KIND kill, exception, hang, lose-node or terminate; PHASE forward (default), backward, "
+        "KIND kill, exception, hang, stop, lose-node or terminate; PHASE forward (default), backward, "
         "before-step, in-step, after-step, snapshot, replicate, persist, recovery or replay",
         metavar="KIND:RANK@ITERATION[:PHASE]",
     )
@@ -317,6 +339,8 @@ class MoeFtConfig:
             )
         self._check_breakpoints()
         self._check_upstream_log()
+        self._check_recovery()
+        self._check_repair()
         if not self.strategy.is_on:
             for fault in self.fault.faults:
                 if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:
@@ -347,6 +371,30 @@ class MoeFtConfig:
             raise ConfigError(
                 f"{flag_of('upstream_log')} needs a fixed interval: with --moe-ft-interval=auto nobody knows "
                 "in advance how many iterations it must hold. Give --moe-ft-interval a number of iterations."
+            )
+
+    def _check_recovery(self) -> None:
+        """Raise ConfigError if stages are to recover alone and nothing is kept for that."""
+        missing = [
+            flag_of(name)
+            for name in ("upstream_log", "breakpoints")
+            if not getattr(self.memory, name)
+        ]
+        if self.recovery.recovery == "local" and missing:
+            raise ConfigError(
+                f"{flag_of('recovery')}=local needs {' and '.join(missing)}: a stage recovers alone from "
+                "what the others have sent to it, and they continue from breakpoints. Add them, or give "
+                f"{flag_of('recovery')} auto."
+            )
+
+    def _check_repair(self) -> None:
+        """Raise ConfigError if ranks are to be replaced and there would be no state for them."""
+        if self.recovery.repair == "off":
+            return
+        if not self.strategy.is_on:
+            raise ConfigError(
+                f"{flag_of('repair')}=auto needs a strategy: with --moe-ft-strategy={NO_STRATEGY} a rank "
+                "that replaces a dead one has no state. Name one with --moe-ft-strategy, or leave it out."
             )
 
     def _check_given(self) -> None:

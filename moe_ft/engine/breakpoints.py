@@ -139,16 +139,19 @@ class Breakpoints:
         """
         with self._state:
             self._is_updating = False
-            self._moment, self._problem = moment, problem
-            if self._hold_at is not None:
-                self._is_held = self._has_reached(self._hold_at)
-            self._state.notify_all()
+            self._set(moment, problem)
 
     def note(self, moment: Moment | None, problem: str = "") -> None:
         """Replace what is known of the live state; see `end_update`. Waits while somebody holds it."""
         with self._state:
             self._state.wait_for(lambda: not self._is_held)
-            self._moment, self._problem = moment, problem
+            self._set(moment, problem)  # perhaps of an iteration whose step was skipped
+
+    def _set(self, moment: Moment | None, problem: str) -> None:
+        self._moment, self._problem = moment, problem
+        if self._hold_at is not None:
+            self._is_held = self._has_reached(self._hold_at)
+        self._state.notify_all()
 
     def count_tokens(self, plan: PlanBreakpoint) -> None:
         """Replace the plan of the live state by one that knows the tokens of its iteration."""
@@ -189,6 +192,8 @@ class Breakpoints:
     def write(self, *, waits: bool = True) -> Written:
         """Write the live state, once it is whole, and hold it. Any thread; others wait for the first.
 
+        If a step is under way that does not end in time, the state is held when it has ended.
+
         Args:
             waits: whether to wait for a step that is under way, for a while.
         """
@@ -196,6 +201,7 @@ class Breakpoints:
             with self._state:
                 moment, problem = self._hold(self._patience_s if waits else 0.0)
                 stepping_to = self._next_iteration if problem == TORN else None
+                self._hold_at = stepping_to  # others are told of it: this rank must not pass it
             if moment is None:
                 return Written(problem=problem, stepping_to=stepping_to)
             try:

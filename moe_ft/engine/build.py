@@ -140,6 +140,7 @@ def _build_boundary_log(
         info.node,
         make_worker("boundary-log"),
         reports,
+        context.record_settings,
     )
 
 

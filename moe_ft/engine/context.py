@@ -1,8 +1,9 @@
 """Inputs of the checkpoint engine: settings, facts about its rank and job, the restored state, layouts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from moe_ft.engine.agreement import Sum
 from moe_ft.engine.background import PhaseHook
@@ -58,6 +59,7 @@ class EngineContext:
         server: listens already.
         token: the secret that peers share.
         traffic: what the pipeline sends, if that is logged.
+        record_settings: for the boundary log, see `BoundaryIndex`.
         writer: settings of the node's writer process; None on all but the lowest rank of a node
             and without storage.
         breakpoint: layout of the rank's breakpoint; None without one.
@@ -78,6 +80,7 @@ class EngineContext:
     phase_hook: PhaseHook
     breakpoint: FileLayout | None = None
     traffic: PipelineTraffic | None = None
+    record_settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_on_gpu(self) -> bool:
@@ -114,6 +117,7 @@ class Handover:
             persist directory; empty if there is none.
         family: of the versions that regions keep until a new window is complete, as planning/recovery.py has
             it: of those that were put back, or the newest before breakpoints.
+        replay_from: the first iteration that a stage may have to run again until then.
         needs_breakpoint: whether the recovery rests on breakpoints, which must be kept as long.
         is_on_storage: whether storage has this state as one snapshot of everything.
         window: what was read, unless all of it lies in a region of this rank, or storage has it too.
@@ -128,6 +132,7 @@ class Handover:
     window: FetchedWindow | None = None
     peers_without: frozenset[int] = frozenset()
     needs_breakpoint: bool = False
+    replay_from: int = 0
 
     @property
     def start(self) -> Start:
@@ -138,9 +143,3 @@ class Handover:
     def iteration(self) -> int:
         """The iteration of what regions keep."""
         return self.family[0]
-
-    @property
-    def first_iteration(self) -> int:
-        """The iteration of the first snapshot that was put back."""
-        last, negative_window, _ = self.family
-        return last + negative_window + 1

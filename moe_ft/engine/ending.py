@@ -47,6 +47,12 @@ class Ending:
         """True if the last state is where it should be."""
         return self.outcome is not LastState.UNSAVED
 
+    @property
+    def is_kept(self) -> bool:
+        """True if the last state is known to be somewhere as a whole: on storage, or in the nodes' memory."""
+        is_there = self.outcome in (LastState.SAVED, LastState.NOTHING_NEW)
+        return is_there or self.newest_in_memory == self.iteration
+
     def may_lose_memory(self, *, is_complete: bool) -> bool:
         """Return whether nothing in memory is needed any more.
 

@@ -101,7 +101,10 @@ class CheckpointEngine:
             )
         self._windows.start(iteration, restored)
         if self.boundary is not None:
-            self.boundary.start(iteration, restored.first_iteration if restored else iteration)
+            # After a fresh start nothing can be replayed from the first iteration: it has no state.
+            keep_from = restored.replay_from if restored else iteration + 1
+            is_in_use = restored is not None and restored.needs_breakpoint
+            self.boundary.start(iteration, keep_from, is_in_use=is_in_use)
         context.server.keep(self._memory.replicas, self._reports)
         self._writer.start()
         if restored is not None and restored.peers_without:
@@ -234,6 +237,8 @@ class CheckpointEngine:
                 self._reports.skipped(BackgroundPart.SNAPSHOT, iteration, reason)
             else:
                 self._windows.begin(iteration, capture, is_whole=is_whole)
+                if self.boundary is not None:
+                    self.boundary.note_window(iteration)
                 if is_whole:
                     self._storage.note_whole(iteration)
 

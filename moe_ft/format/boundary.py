@@ -6,14 +6,14 @@ format/encoding.py. State is described by format/index.py.
 
 import math
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import Body, Checksum, check_path
 from moe_ft.format.packings import DTYPE_BYTES
-from moe_ft.format.records import Count
+from moe_ft.format.records import Count, JobNumbers
 
 
 class Direction(StrEnum):
@@ -63,6 +63,10 @@ class BoundaryIndex(Body, frozen=True, forbid_unknown_fields=True):
         file: name of the data file, in the directory of the index.
         header_bytes, header_checksum: of the safetensors header, with its length field and padding.
         sent: in the order in which they were sent.
+        numbers: of the state that the iteration began with; unset if they were not known, as in the first
+            iteration of a start.
+        record_settings: settings, by flag, whose effects are in records: learning rates, loss scales, which
+            states are evaluated.
     """
 
     rank: Count
@@ -73,6 +77,8 @@ class BoundaryIndex(Body, frozen=True, forbid_unknown_fields=True):
     header_bytes: Count
     header_checksum: Checksum
     sent: tuple[SentTensor, ...]
+    numbers: JobNumbers | msgspec.UnsetType = msgspec.UNSET
+    record_settings: dict[str, Any] = {}
 
     def check(self, where: str) -> None:
         """Raise CorruptStateError for a bad path, an unknown type, or a place outside the file."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+RandomStates = dict[str, Any]
 Gaps = tuple[tuple[Count, Count], ...]
 # JSON has no number for these; a clipped gradient norm may be one of them.
 _Float = float | Literal["inf", "-inf", "nan"]
@@ -69,11 +70,56 @@ class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     skipped_train_samples: Count
     num_floating_point_operations: float
     num_microbatches: Count
-    rng: dict[str, Any]
+    rng: RandomStates
     buffers: dict[str, RecordTensor]
     extra_state: dict[str, RecordTensor]
     tokens_per_expert: dict[str, tuple[int, ...]]
     loop_state: dict[str, Any] = {}
+
+
+class JobNumbers(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Numbers of the whole job at the end of an iteration: answers for a stage that runs it again alone.
+
+    They are those of the record of the same state, of any rank.
+
+    Attributes:
+        found_inf: by inner optimizer of the rank that noted them, see `OptimizerRecord`. Empty if none
+            checks its gradients.
+    """
+
+    iteration: Count
+    grad_norm: _Float | None
+    num_microbatches: Count
+    consumed_train_samples: Count
+    grad_norms_by_group: dict[str, _Float] = {}
+    num_tokens: int | None = None
+    found_inf: tuple[bool, ...] = ()
+    consumed_valid_samples: Count = 0
+    skipped_train_samples: Count = 0
+    num_floating_point_operations: float = 0.0
+
+
+# Counters of a loop in one state; only a record has what belongs to the rank alone.
+Counted = IterationRecord | JobNumbers
+
+
+def numbers_of(record: IterationRecord) -> JobNumbers:
+    """Return the numbers of the whole job in a record."""
+    checked = [each.found_inf for each in record.optimizers]
+    return JobNumbers(
+        iteration=record.iteration,
+        grad_norm=record.grad_norm,
+        num_microbatches=record.num_microbatches,
+        consumed_train_samples=record.consumed_train_samples,
+        grad_norms_by_group=record.grad_norms_by_group,
+        num_tokens=record.num_tokens,
+        found_inf=tuple(bool(each) for each in checked) if None not in checked else (),
+        consumed_valid_samples=record.consumed_valid_samples,
+        skipped_train_samples=record.skipped_train_samples,
+        num_floating_point_operations=record.num_floating_point_operations,
+    )
 
 
 class ExpertProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

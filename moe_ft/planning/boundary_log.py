@@ -69,13 +69,15 @@ def num_slots(longest_window: int, interval: int) -> int:
     """Return the iterations whose log is kept, one in each slot.
 
     A replay begins with the first snapshot of the newest complete window, and the next window is complete at
-    the earliest one iteration after its last snapshot. One slot more is for a window that comes late.
+    the earliest one iteration after its last snapshot. A recovery by some stages alone rests on all these
+    logs until a window after it is complete, whose own logs are needed besides. One slot more is for a window
+    that comes late.
 
     Args:
         longest_window: number of its snapshots.
         interval: iterations between a window and the next.
     """
-    return 2 * longest_window - 1 + interval + _SPARE_ITERATIONS
+    return 3 * longest_window - 1 + interval + _SPARE_ITERATIONS
 
 
 def log_bytes(traffic: PipelineTraffic, stage: int, *, longest_window: int, interval: int) -> int:

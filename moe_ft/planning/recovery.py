@@ -120,7 +120,7 @@ class Plan:
         lineage: the run that is continued.
         history: starts of that run up to its newest, the base of the next one's.
         start: the start that wrote the state.
-        stages: the way of each pipeline stage. All have the same target for now.
+        stages: the way of each pipeline stage. All have the same target.
         elsewhere: for every rank everything that the run has left, of any iteration, in the same order. Units
             that the snapshots of this iteration lack may be there.
     """
@@ -137,6 +137,27 @@ class Plan:
         return next(stage.sources[rank] for stage in self.stages.values() if rank in stage.sources)
 
     @property
+    def is_local(self) -> bool:
+        """True if some stages run iterations again alone, see planning/local_recovery.py."""
+        return False
+
+    @property
+    def states(self) -> frozenset[tuple[Start, int]]:
+        """Writer and iteration of the states that it rests on."""
+        versions = (
+            source.version
+            for stage in self.stages.values()
+            for sources in stage.sources.values()
+            for source in sources
+        )
+        return frozenset((version.start, version.iteration) for version in versions)
+
+    @property
+    def replay_from(self) -> int:
+        """The first iteration that a stage runs again; that of the state if none does."""
+        return min(stage.replay_from for stage in self.stages.values())
+
+    @property
     def rests_on_breakpoints(self) -> bool:
         """True if all that some rank has of this state is its breakpoint."""
         return any(
@@ -147,7 +168,7 @@ class Plan:
 
     @property
     def version(self) -> Version:
-        """Rank 0's version of the state; the versions of all ranks belong to the same family."""
+        """Rank 0's version of the state. Unless the recovery is local, all ranks' are of the same family."""
         return self.sources_of(0)[0].version
 
     @property
@@ -204,10 +225,9 @@ def plan_recovery(
                 rejected.append(Rejection(iteration=key[0], start=start, reason=reason))
             else:
                 complete.setdefault(start, []).append(key)
-    writers = {each.start: each for each in versions}
-    known = {start: known_names(each.history, each.superseded) for start, each in writers.items()}
+    known = _known_names(versions)
     progress = {start: max(found)[0] for start, found in complete.items()}
-    histories = _order_histories(versions, known)
+    histories = order_histories(versions)
     left: dict[History, dict[int, tuple[Source, ...]]] = {}
     plans = []
     for start in order_starts(progress, known):
@@ -217,7 +237,7 @@ def plan_recovery(
             # Later starts may have nothing complete except for single units.
             run = next(each for each in histories if is_alive(own.iteration, own.history, each))
             if run not in left:
-                left[run] = _all_of(run, versions, node_of)
+                left[run] = left_of(run, versions, node_of)
             plans.append(
                 Plan(
                     iteration=own.iteration,
@@ -264,10 +284,15 @@ def _plan_stages(
     }
 
 
-def _order_histories(
-    versions: Sequence[Version], known: Mapping[Start, frozenset[str]]
-) -> list[History]:
+def _known_names(versions: Sequence[Version]) -> dict[Start, frozenset[str]]:
+    """Return by start the names of the starts that it knew of."""
+    writers = {each.start: each for each in versions}
+    return {start: known_names(each.history, each.superseded) for start, each in writers.items()}
+
+
+def order_histories(versions: Sequence[Version]) -> list[History]:
     """Return the histories of everything that was found, complete or not, the latest first."""
+    known = _known_names(versions)
     progress: dict[Start, int] = {}
     for version in versions:
         progress[version.start] = max(version.iteration, progress.get(version.start, 0))
@@ -275,7 +300,7 @@ def _order_histories(
     return [history_of[start] for start in order_starts(progress, known)]
 
 
-def _all_of(
+def left_of(
     run: History, versions: Sequence[Version], node_of: Sequence[str]
 ) -> dict[int, tuple[Source, ...]]:
     """Return for every rank everything that a run has left, best first."""
@@ -294,18 +319,20 @@ def plan_to_keep(plan: Plan, plans: Sequence[Plan]) -> Plan | None:
     """Return the state that must stay in memory until a new window is complete, None if there is none.
 
     A breakpoint is in no other node's memory. If a node is lost after a recovery from breakpoints, the next
-    recovery needs the newest state of snapshots before them, which peers may have.
+    recovery needs the newest state of snapshots before them, which peers may have. After a local recovery the
+    ranks have restored states of several iterations, and keep one that all of them have.
 
     Args:
         plan: what was recovered.
         plans: all plans, best first.
     """
-    if not plan.rests_on_breakpoints:
+    if not plan.rests_on_breakpoints and not plan.is_local:
         return plan
     older = (
         each
         for each in plans
         if not each.rests_on_breakpoints
+        and not each.is_local
         and each.lineage == plan.lineage
         and is_alive(each.iteration, each.version.history, plan.history)
     )

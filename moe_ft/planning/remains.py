@@ -10,8 +10,19 @@ from dataclasses import dataclass
 
 from moe_ft.errors import PlanError
 from moe_ft.format.boundary import Direction
+from moe_ft.format.identity import History
+from moe_ft.format.records import JobNumbers
 from moe_ft.planning.couplings import Coupling
 from moe_ft.planning.recovery import Version
+
+# Node, path and iteration of a log, a record or a state, and the rank that reads it: the receiver of a log,
+# the owner of a state. Any rank reads a record.
+Place = tuple[str | None, str, int, int | None]
+
+
+def place_of(version: Version) -> Place:
+    """Return the place of a state."""
+    return version.node, version.path, version.iteration, version.rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +56,37 @@ class SentLog:
     node: str | None
     path: str
 
+    @property
+    def place(self) -> Place:
+        """Place of what it holds for its receiver."""
+        return self.node, self.path, self.iteration, self.receiver
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundLog:
+    """Boundary log of one rank for one iteration, as it was found.
+
+    Attributes:
+        rank: the rank that has sent the tensors.
+        iteration: the one that ran.
+        history: the starts of its run up to the one that wrote it.
+        node, path: as for `SentLog`.
+        receivers: ranks that got something, each with the direction.
+        numbers: of the state that the iteration began with; None if they were not known.
+        replay_settings: settings that the iteration ran with, as JSON.
+        record_settings: likewise those whose effects are in records, such as learning rates.
+    """
+
+    rank: int
+    iteration: int
+    history: History
+    node: str
+    path: str
+    receivers: tuple[tuple[int, Direction], ...]
+    numbers: JobNumbers | None
+    replay_settings: str = ""
+    record_settings: str = "{}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptRecord:
@@ -59,12 +101,19 @@ class KeptRecord:
         iteration: of the state that it describes.
         node: the node whose memory holds it; None for storage.
         path: as for `SentLog`.
+        numbers: what it answers, if that is known without reading it.
     """
 
     rank: int
     iteration: int
     node: str | None
     path: str
+    numbers: JobNumbers | None = None
+
+    @property
+    def place(self) -> Place:
+        """Place that it is read from."""
+        return self.node, self.path, self.iteration, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +125,17 @@ class Remains:
             back at its first iteration, and W - 1 iterations later its ranks have the whole state.
         logs: boundary logs.
         records: further records; those in the files of versions need not be listed.
+        own_record_only: iterations of states from which a rank can continue only with its own record: they
+            were evaluated, which draws random numbers, or made with other settings than those of now, such as
+            learning rates.
+        unreadable: places of logs and records that somebody has tried to read, in vain.
     """
 
     versions: Sequence[Version]
     logs: Sequence[SentLog] = ()
     records: Sequence[KeptRecord] = ()
+    own_record_only: frozenset[int] = frozenset()
+    unreadable: frozenset[Place] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,8 +56,11 @@ class Restorable:
         self.states = self._states(remains)
         self._logs: dict[tuple[int, int, str, int], list[SentLog]] = defaultdict(list)
         for log in remains.logs:
+            if log.place in remains.unreadable:
+                continue
             self._logs[log.sender, log.receiver, log.direction, log.iteration].append(log)
         self._records = self._records_of(remains)
+        self._own_record_only = remains.own_record_only
         self._broken: dict[tuple[Link, int], tuple[int, int] | None] = {}
 
     def _states(self, remains: Remains) -> list[list[StageState]]:
@@ -92,7 +95,8 @@ class Restorable:
         )
         found: dict[tuple[int, int], KeptRecord] = {}
         for each in (*remains.records, *within):
-            if each.rank in self._stage_of:
+            is_readable = each.numbers is not None or each.place not in remains.unreadable
+            if each.rank in self._stage_of and is_readable:
                 key = self._stage_of[each.rank], each.iteration
                 found[key] = min(found.get(key, each), each, key=_rank_record)
         return found
@@ -127,8 +131,19 @@ class Restorable:
 
     def first_gap(self, stage: int, state: StageState, target: int) -> int | None:
         """Return the first iteration after a state, up to the target, of which no record answers."""
-        after = range(state.iteration + 1, target + 1)
-        return next((each for each in after if self.record(stage, each) is None), None)
+        for each in range(state.iteration + 1, target + 1):
+            if each in self._own_record_only or self.record(stage, each) is None:
+                return each
+        return None
+
+    def reason_of_gap(self, iteration: int) -> str:
+        """Return why a stage cannot run past an iteration, after its name."""
+        if iteration in self._own_record_only:
+            return (
+                f"has no record of its own of iteration {iteration}, which was evaluated, or came before a "
+                "change of the learning rate or another such flag"
+            )
+        return f"has no record of iteration {iteration}"
 
 
 def _rank_record(record: KeptRecord) -> tuple[bool, int, str, str]:

@@ -21,23 +21,14 @@ Pure: the same remains in any order give the same plan on all ranks. planning/re
 planning/replay_cost.py the cost.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from moe_ft.planning.recovery import StagePlan, order_sources
 from moe_ft.planning.remains import KeptRecord, Pipelines, Remains, SentLog
 from moe_ft.planning.restorable import Restorable, StageState
 
 _MOST_REASONS = 3
-
-
-class RecoveryMode(StrEnum):
-    """Values of --moe-ft-recovery."""
-
-    AUTO = "auto"
-    LOCAL = "local"
-    GLOBAL = "global"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,39 +88,32 @@ class ScopeDecision:
 
     Attributes:
         plan: None if recovery is global.
-        reason: for people, if there is no plan.
-        is_refused: whether the job must not start: there is no plan, and --moe-ft-recovery asks for one.
+        reason: for people: why newer iterations cannot be reached, empty if there are none.
     """
 
     plan: ScopePlan | None
     reason: str = ""
-    is_refused: bool = False
 
 
-def plan_scope(
-    remains: Remains, pipelines: Pipelines, mode: RecoveryMode = RecoveryMode.AUTO
-) -> ScopeDecision:
+def plan_scope(remains: Remains, pipelines: Pipelines) -> ScopeDecision:
     """Return the local recovery with the newest target that runs the fewest iterations again.
 
     Args:
         remains: of one run.
-        mode: --moe-ft-recovery.
     """
-    if mode is RecoveryMode.GLOBAL:
-        return ScopeDecision(plan=None, reason="--moe-ft-recovery=global asks for it")
     search = _Search(Restorable(remains, pipelines), pipelines)
-    reasons = []
+    reasons: list[str] = []
     for target in search.targets():
         chosen, reason = search.choose(target)
         if chosen is not None:
-            return ScopeDecision(plan=search.describe(chosen, target))
+            return ScopeDecision(plan=search.describe(chosen, target), reason=_join(reasons))
         reasons.append(f"iteration {target}: {reason}")
-    said = reasons[:_MOST_REASONS] + ["..."] * (len(reasons) > _MOST_REASONS)
-    return ScopeDecision(
-        plan=None,
-        reason="; ".join(said) or "no stage has the state of all its ranks",
-        is_refused=mode is RecoveryMode.LOCAL and bool(remains.versions),
-    )
+    reason = _join(reasons) or "no stage has the state of all its ranks"
+    return ScopeDecision(plan=None, reason=reason)
+
+
+def _join(reasons: Sequence[str]) -> str:
+    return "; ".join([*reasons[:_MOST_REASONS], *["..."] * (len(reasons) > _MOST_REASONS)])
 
 
 class _Search:
@@ -157,7 +141,7 @@ class _Search:
                 return None, f"stage {stage} has no such or older state of all its ranks"
             if not usable[-1]:
                 gap = max(each for each in gaps if each is not None)
-                return None, f"stage {stage} has no record of iteration {gap}"
+                return None, f"stage {stage} {self._found.reason_of_gap(gap)}"
         chosen = [max(own, key=lambda each: each.order) for own in usable]
         while (demand := next(self._demands(chosen, target), None)) is not None:
             stage, limit, cause = demand

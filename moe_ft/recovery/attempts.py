@@ -2,6 +2,7 @@
 
 Only failures that speak against the state are noted: a recovery that fails while it puts back or replays, and
 training that computes something that is not finite. A machine that breaks twice says nothing about a state.
+A recovery of some stages alone that fails for the logs that it replays is passed over after one failure.
 Each rank writes to its node's memory directory; what a node has noted is lost with its memory.
 """
 
@@ -27,12 +28,14 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         iteration: of the state.
         failure: how and where it failed, equal for equal failures.
         by: name of the start that failed.
+        is_local: whether it speaks against the recovery of some stages alone, and not against the state.
     """
 
     start: str
     iteration: int
     failure: str
     by: str
+    is_local: bool = False
 
 
 def note_attempt(node_dir: Path, rank: int, attempt: Attempt) -> None:
@@ -49,6 +52,7 @@ def read_attempts(node_dir: Path) -> list[Attempt]:
 
 def failed_too_often(attempts: Iterable[Attempt]) -> dict[tuple[str, int], str]:
     """Return repeated failures by the name of the state's writer and its iteration."""
+    attempts = [each for each in attempts if not each.is_local]
     starts: dict[tuple[str, int, str], set[str]] = defaultdict(set)
     for each in attempts:
         starts[each.start, each.iteration, each.failure].add(each.by)
@@ -57,6 +61,11 @@ def failed_too_often(attempts: Iterable[Attempt]) -> dict[tuple[str, int], str]:
         for (start, iteration, failure), by in starts.items()
         if len(by) >= _MOST_TRIES
     }
+
+
+def failed_locally(attempts: Iterable[Attempt]) -> dict[tuple[str, int], str]:
+    """Return the failures of recoveries by some stages alone, likewise: one is enough."""
+    return {(each.start, each.iteration): each.failure for each in attempts if each.is_local}
 
 
 def describe(error: BaseException) -> str:

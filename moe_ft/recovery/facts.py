@@ -1,9 +1,11 @@
 """Facts about a job and a rank that a training loop passes to a start."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from moe_ft.planning.boundary_log import PipelineTraffic
+from moe_ft.planning.couplings import CouplingReport
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.state.parameters import StatePlaces
 
@@ -18,6 +20,8 @@ class JobFacts:
         groups: Megatron's ProcessGroupCollection.
         fingerprint: settings that the state depends on, by flag.
         replay_settings: further settings that the result of an iteration depends on, by flag.
+        record_settings: settings that decide what the records of iterations hold, and which states are
+            evaluated, by flag.
         script_settings: settings of a training script, by flag, of which nobody knows what depends on them.
         experts: the model's experts and the number of their tokens.
         iteration: where training continues if nothing is recovered; --load may have set it.
@@ -26,6 +30,8 @@ class JobFacts:
         is_deterministic: whether a replay computes the same bits.
         timeout_s: timeout of the job's process groups.
         traffic: what the pipeline sends, if that is logged.
+        is_evaluated: whether the loop may evaluate the state of an iteration.
+        couplings: stages that run iterations again together; None if what the pipeline sends is not logged.
     """
 
     rank: int
@@ -40,5 +46,8 @@ class JobFacts:
     began_with: str
     is_deterministic: bool
     timeout_s: float
+    record_settings: dict[str, Any] = field(default_factory=dict)
     script_settings: dict[str, str] = field(default_factory=dict)
     traffic: PipelineTraffic | None = None
+    couplings: CouplingReport | None = None
+    is_evaluated: Callable[[int], bool] = lambda iteration: False

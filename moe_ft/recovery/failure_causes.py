@@ -5,7 +5,7 @@ import re
 import torch
 import torch.distributed as dist
 
-from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.errors import ConfigError, CorruptStateError, UnrecoverableError
 
 # Messages of Megatron's rerun state machine, which checks losses and gradients, and of its optimizer.
 _NOT_FINITE = ("found nan", "found inf", "unexpected result nan", "unexpected result inf")
@@ -17,6 +17,20 @@ def is_not_finite(error: BaseException) -> bool:
     """Return whether training has computed NaN or infinity."""
     text = str(error).lower()
     return any(each in text for each in _NOT_FINITE)
+
+
+def speaks_against_logs(error: BaseException) -> bool:
+    """Return whether a replay has failed for the boundary logs that it was given.
+
+    They are the same the next time; a connection over which one did not come may be better then.
+    """
+    cause = error.__cause__
+    is_of_logs = isinstance(error, CorruptStateError | UnrecoverableError)
+    has_errno = (
+        isinstance(cause, OSError) and cause.errno is not None
+    )  # not an answer of the other node
+    is_of_network = has_errno or isinstance(cause, ConnectionError | TimeoutError)
+    return is_of_logs and not is_of_network
 
 
 def speaks_against_state(error: BaseException) -> bool:

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field, replace
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.format.entries import FROZEN, lossy_packings
 from moe_ft.format.index import Index
+from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan, Source, Tier
+from moe_ft.planning.remains import Place, place_of
+from moe_ft.recovery.borders import Borders, read_borders
 from moe_ft.recovery.claim import Claimed
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.readers import MemoryReader, PeerReader, Readers, StateReader, StorageReader
@@ -35,6 +38,8 @@ class Fetched:
             empty for a window of one.
         rotation: versions of the units that only some snapshots hold.
         missing: units that no source had intact.
+        borders: of a rank that runs iterations again with some stages alone.
+        unreadable: places of logs and records that these lack, and of the state if some of it is missing.
     """
 
     index: Index | None = None
@@ -42,6 +47,13 @@ class Fetched:
     compute: Sequence[Mapping[str, FetchedUnit]] = ()
     rotation: Rotation = NO_ROTATION
     missing: tuple[str, ...] = ()
+    borders: Borders | None = None
+    unreadable: frozenset[Place] = frozenset()
+
+    def close(self) -> None:
+        """Close what borders are fetched with: the plan is given up."""
+        if self.borders is not None:
+            self.borders.close()
 
     @property
     def sources(self) -> Counter[Tier]:
@@ -128,12 +140,24 @@ def fetch(
         most_iteration: latest iteration of versions of units that only some snapshots hold; None for any.
     """
     rank, catalog, strategy = met.site.rank, met.live.catalog, met.strategy
-    fetched = read_window(plan.sources_of(rank), strategy.always, catalog, readers)
+    sources = plan.sources_of(rank)
+    fetched = read_window(sources, strategy.always, catalog, readers)
     missing = list(fetched.missing)
+    is_damaged = fetched.index is None or bool(missing)
     if fetched.index is not None and fetched.index.origins.get(FROZEN) != origins.get(FROZEN):
         missing.append("copy of the frozen parameters: this start has begun with others (--load?)")
     if strategy.saves_all:
-        return replace(fetched, missing=tuple(missing))
+        borders, lacking = (
+            read_borders(plan, met, readers) if isinstance(plan, LocalPlan) else (None, {})
+        )
+        return replace(
+            fetched,
+            borders=borders,
+            missing=(*missing, *lacking.values()),
+            unreadable=frozenset(
+                (*lacking, *(place_of(each.version) for each in sources if is_damaged))
+            ),
+        )
     if fetched.compute:
         missing.append("snapshot with all units: it is a window of several snapshots")
     rotation = fetch_rotating(

@@ -2,8 +2,10 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -13,10 +15,12 @@ from moe_ft.engine.persist.manifests import find_manifests, read_manifest
 from moe_ft.engine.persist.soundness import check_region
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import CorruptStateError
+from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
 from moe_ft.format.identity import Identity, Start
 from moe_ft.format.index import IndexHead
 from moe_ft.planning.recovery import Version
+from moe_ft.planning.remains import FoundLog
 
 _PAUSES_S = (2.0, 8.0)  # before another look at storage that could not be read
 
@@ -44,6 +48,7 @@ class Inventory:
 
     Attributes:
         versions: versions that look usable; their data has not been read yet.
+        logs: boundary logs that look usable, likewise.
         problems: everything that cannot be used.
         lineages: runs of which all ranks had a state once, according to something that was found.
         identities: one for each (lineage, fingerprint) that was found, with its place.
@@ -52,6 +57,7 @@ class Inventory:
     """
 
     versions: list[Version] = field(default_factory=list)
+    logs: list[FoundLog] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     identities: list[tuple[str, Identity]] = field(default_factory=list)
     lineages: set[str] = field(default_factory=set)
@@ -84,6 +90,7 @@ class Inventory:
     def merge(self, other: "Inventory") -> None:
         """Add the findings of another look."""
         self.versions += other.versions
+        self.logs += other.logs
         self.problems += other.problems
         self.lineages |= other.lineages
         self.superseded.update(other.superseded)
@@ -162,6 +169,36 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
     return inventory
 
 
+def look_at_logs(node_dir: Path, node: str, job_id: str) -> list[FoundLog]:
+    """Return the boundary logs in a node's memory directory that look usable; the arguments are as above.
+
+    Nothing is said of others: without its log a neighbour runs the iteration again too.
+    """
+    found = []
+    for path in sorted(node_dir.glob("rank_*/boundary_*.json")):
+        try:
+            index = decode(read_private(path), BoundaryIndex, str(path))
+        except OSError:
+            continue
+        if index.identity.job_id == job_id:
+            found.append(_found_log(index, node, str(path.relative_to(node_dir))))
+    return found
+
+
+def _found_log(index: BoundaryIndex, node: str, path: str) -> FoundLog:
+    return FoundLog(
+        rank=index.rank,
+        iteration=index.iteration,
+        history=index.identity.history,
+        node=node,
+        path=path,
+        receivers=tuple(sorted({(each.neighbour, each.direction) for each in index.sent})),
+        numbers=index.numbers or None,
+        replay_settings=_shared_json(index.identity.replay_settings),
+        record_settings=_shared_json(index.record_settings),
+    )
+
+
 def look_at_storage(storage: Storage) -> Inventory:
     """Return the checkpoints of a persist directory, of any job: the user named the directory."""
     inventory = Inventory()
@@ -218,15 +255,15 @@ def _version(identity: Identity, rank: int, iteration: int, window: int, path: s
         node=None,
         path=path,
         window=window,
-        replay_settings=_replay_settings(identity),
+        replay_settings=_shared_json(identity.replay_settings),
         superseded=identity.superseded,
         began_with=identity.began_with,
     )
 
 
-def _replay_settings(identity: Identity) -> str:
+def _shared_json(settings: Mapping[str, Any]) -> str:
     # They are long and the same for all ranks; one object is sent only once.
-    return sys.intern(msgspec.json.encode(identity.replay_settings, order="sorted").decode())
+    return sys.intern(msgspec.json.encode(settings, order="sorted").decode())
 
 
 def _describe(error: OSError, where: str) -> str:

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_ft.planning.recovery import Plan, Rejection
-from moe_ft.recovery.attempts import failed_too_often, read_attempts
+from moe_ft.planning.remains import Place
+from moe_ft.recovery.attempts import failed_locally, failed_too_often, read_attempts
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.claim import Claimed
-from moe_ft.recovery.inventory import Inventory, look_at_memory, look_patiently
+from moe_ft.recovery.inventory import Inventory, look_at_logs, look_at_memory, look_patiently
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.restarts import is_counted_restart, note_launcher, recall_launcher
 
@@ -22,22 +23,41 @@ class Found:
         wish: what the flags ask for.
         failed: failures that two starts had in the same way when they continued from a state, by the name of
             the start that wrote it and its iteration.
+        failed_locally: likewise the failures of recoveries by some stages alone.
+        unreadable: places of state, logs and records that a rank of this start could not read.
+        most_iteration: the latest that may be recovered; None for any.
     """
 
     inventory: Inventory
     wish: Wish
     failed: Mapping[tuple[str, int], str]
+    failed_locally: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    unreadable: frozenset[Place] = frozenset()
+    most_iteration: int | None = None
 
     def failure_of(self, plan: Plan) -> Rejection | None:
         """Return why a plan is passed over: two starts have failed from there in the same way."""
         failure = self.failed.get((plan.start.name, plan.iteration))
-        if failure is None or (self.wish.only_iteration is not None and not self.wish.is_restart):
-            return None  # the user insists
+        if failure is None or self._user_insists:
+            return None
         return Rejection(
             iteration=plan.iteration,
             start=plan.start,
             reason=f"iteration {plan.iteration}: two starts failed from there in the same way ({failure})",
         )
+
+    def local_failure_of(self, plan: Plan) -> str:
+        """Return why a plan by which some stages recover alone is passed over; empty if it is not."""
+        failure = self.failed_locally.get((plan.start.name, plan.iteration))
+        if failure is None or self._user_insists:
+            return ""
+        return (
+            f"iteration {plan.iteration}: a start failed to recover some stages alone ({failure})"
+        )
+
+    @property
+    def _user_insists(self) -> bool:
+        return self.wish.only_iteration is not None and not self.wish.is_restart
 
 
 def look(met: Met, claimed: Claimed) -> Found:
@@ -47,6 +67,8 @@ def look(met: Met, claimed: Claimed) -> Found:
     own, stored = Inventory(), Inventory()
     if site.is_lowest_on_node:
         own = look_at_memory(site.node_dir, site.node, site.job_id)
+        if met.pipelines is not None:
+            own.logs = look_at_logs(site.node_dir, site.node, site.job_id)
     if site.rank == 0 and claimed.storage is not None:
         stored = look_patiently(claimed.storage)
     inventory = Inventory()
@@ -56,8 +78,13 @@ def look(met: Met, claimed: Claimed) -> Found:
     if site.is_lowest_on_node and not wish.is_restart:
         note_launcher(site.node_dir, os.environ, inventory.names)
     attempts = everyone.gather(read_attempts(site.node_dir) if site.is_lowest_on_node else [])
-    failed = failed_too_often(each for found in attempts for each in found)
-    return Found(inventory=inventory, wish=wish, failed=failed)
+    noted = [each for found in attempts for each in found]
+    return Found(
+        inventory=inventory,
+        wish=wish,
+        failed=failed_too_often(noted),
+        failed_locally=failed_locally(noted),
+    )
 
 
 def _read_wish(met: Met) -> Wish:

@@ -23,6 +23,7 @@ from moe_ft.errors import ConfigError, PlanError
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.planning.placement import default_replication_factor, place_replicas
+from moe_ft.planning.remains import Pipelines
 from moe_ft.recovery.assembly import (
     build_strategy,
     ep_ranks_by_dp,
@@ -31,6 +32,7 @@ from moe_ft.recovery.assembly import (
     slice_assignment,
 )
 from moe_ft.recovery.facts import JobFacts
+from moe_ft.recovery.pipelines import meet_pipelines
 from moe_ft.recovery.ranks import Ranks, join_ranks
 from moe_ft.recovery.site import Site
 from moe_ft.state.catalog import UnitCatalog
@@ -91,6 +93,7 @@ class Met:
         server: listens, and answers peers that know the token.
         token: secret that the ranks of this start share.
         breakpoint: layout of this rank's breakpoint; None without --moe-ft-breakpoints.
+        pipelines: of a job whose stages can recover alone; None for any other.
     """
 
     config: MoeFtConfig
@@ -105,6 +108,7 @@ class Met:
     token: str
     names: StartNames
     breakpoint: FileLayout | None = None
+    pipelines: Pipelines | None = None
 
 
 def meet(
@@ -144,26 +148,28 @@ def meet(
     topology = _exchange_places(config, facts, live, strategy, node, server, ranks, breakpoint_)
     token, names = ranks.everyone.gather(_draw_names())[0]
     server.admit(token)
+    site = Site(
+        config=config,
+        job_id=job_id,
+        node=node,
+        node_dir=node_dir,
+        rank=facts.rank,
+        topology=topology,
+    )
     return Met(
         config=config,
         facts=facts,
         live=live,
         ranks=ranks,
         strategy=strategy,
-        site=Site(
-            config=config,
-            job_id=job_id,
-            node=node,
-            node_dir=node_dir,
-            rank=facts.rank,
-            topology=topology,
-        ),
+        site=site,
         fingerprint={**facts.fingerprint, _CUTS: _checksum_of_cuts(live, ranks)},
         breakpoint=breakpoint_,
         peers=_place_replicas(config, topology),
         server=server,
         token=token,
         names=names,
+        pipelines=meet_pipelines(site, facts, built[1], live.parameters, ranks),
     )
 
 

@@ -3,8 +3,9 @@
 planning/recovery.py makes the plans, recovery/choice.py chooses among them.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -16,11 +17,14 @@ from moe_ft.format.identity import (
     differing_settings,
     incomparable_settings,
 )
-from moe_ft.planning.recovery import Plan, Rejection, plan_recovery
+from moe_ft.planning.local_recovery import LocalPlan, is_behind, plan_local
+from moe_ft.planning.recovery import Plan, Rejection, Version, plan_recovery
+from moe_ft.planning.remains import Place, place_of
 from moe_ft.recovery.choice import Choice, choose, follows, without_left
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import Found
 from moe_ft.recovery.meet import Met
+from moe_ft.recovery.pipelines import why_never_alone
 from moe_ft.recovery.verdict import Verdict
 from moe_ft.strategies.registry import chosen
 
@@ -34,12 +38,14 @@ class Candidates:
         plans: all plans, best first.
         rejected: state that no plan uses, and plans that the flags or earlier failures exclude.
         most_iteration: latest iteration of versions of units that only some snapshots hold; None for any.
+        hindrance: reason why no newer state is reached, or no stage recovers alone; empty if neither is so.
     """
 
     choice: Choice
     plans: Sequence[Plan]
     rejected: Sequence[Rejection]
     most_iteration: int | None
+    hindrance: str = ""
 
 
 def plan(found: Found, met: Met) -> Candidates:
@@ -51,9 +57,15 @@ def plan(found: Found, met: Met) -> Candidates:
     ranks, wish, inventory = met.site.topology.ranks, found.wish, found.inventory
     if wish.ignores_all:  # nothing that was found may refuse this start
         return Candidates(choice=Choice(plans=()), plans=(), rejected=(), most_iteration=None)
+    readable = [each for each in inventory.versions if place_of(each) not in found.unreadable]
+    versions, later = _until(readable, found.most_iteration)
     plans, rejected = plan_recovery(
-        inventory.versions, [info.node for info in ranks], [info.stage for info in ranks]
+        versions, [info.node for info in ranks], [info.stage for info in ranks]
     )
+    rejected += later
+    local, hindrance = _plan_local(plans, versions, found, met)
+    if local is not None:
+        plans.insert(0, local)
     failures = [found.failure_of(each) for each in plans]
     rejected += [failure for failure in failures if failure is not None]
     plans = [each for each, failure in zip(plans, failures, strict=True) if failure is None]
@@ -68,7 +80,99 @@ def plan(found: Found, met: Met) -> Candidates:
         plans=plans,
         rejected=[*rejected, *left],
         most_iteration=None if choice.follows else wish.only_iteration,
+        hindrance="; ".join(dict.fromkeys(filter(None, (*_reasons(later), hindrance)))),
     )
+
+
+def _until(
+    versions: Sequence[Version], most_iteration: int | None
+) -> tuple[list[Version], list[Rejection]]:
+    """Leave out states that are later than an iteration; return one of each with the reason."""
+    if most_iteration is None:
+        return [*versions], []
+    later = {
+        (each.iteration, each.start): Rejection(
+            iteration=each.iteration,
+            start=each.start,
+            reason=f"iteration {each.iteration}: not finished on all ranks",
+        )
+        for each in versions
+        if each.iteration > most_iteration
+    }
+    return [each for each in versions if each.iteration <= most_iteration], [*later.values()]
+
+
+def _reasons(rejected: Sequence[Rejection]) -> list[str]:
+    return [each.reason for each in rejected]
+
+
+def _plan_local(
+    plans: Sequence[Plan], versions: Sequence[Version], found: Found, met: Met
+) -> tuple[LocalPlan | None, str]:
+    """Return a recovery of some stages alone, if that helps, and what hinders a better one."""
+    if met.pipelines is None:
+        is_asked = met.config.recovery.recovery == "auto"
+        never = why_never_alone(met.facts, met.config) if is_asked else ""
+        return None, never if is_behind(plans, versions) else ""
+
+    def can_replay(settings: str) -> bool:
+        return not differing_settings(met.facts.replay_settings, msgspec.json.decode(settings))
+
+    def has_same_records(settings: str) -> bool:
+        return not differing_settings(met.facts.record_settings, msgspec.json.decode(settings))
+
+    local, hindrance = plan_local(
+        plans,
+        versions,
+        found.inventory.logs,
+        met.pipelines,
+        cache(can_replay),
+        met.facts.is_evaluated,
+        cache(has_same_records),
+        found.unreadable,
+    )
+    if local is not None and (failure := found.local_failure_of(local)):
+        return None, failure
+    failure_of_all = None if local is None else found.failure_of(local)
+    return local, hindrance if failure_of_all is None else failure_of_all.reason
+
+
+def plan_without(
+    rejected: Plan,
+    lacking: Sequence[Rejection],
+    unreadable: Collection[Place],
+    found: Found,
+    candidates: Candidates,
+    met: Met,
+) -> tuple[Found, Candidates]:
+    """Return the ways to recover that are left after a plan was rejected. Called by all ranks.
+
+    If stages can recover alone, everything is planned again without what could not be read: with more stages,
+    or from other states, some of them may still do so.
+
+    Args:
+        rejected: the best of the candidates.
+        lacking: what ranks have not intact of it.
+        unreadable: places of that plan that this rank could not read.
+
+    Returns:
+        The same findings if there is nothing new to leave out, and then the other candidates.
+    """
+    known = found.unreadable
+    if met.pipelines is not None:
+        known = known.union(*met.ranks.everyone.gather(frozenset(unreadable)))
+    if known != found.unreadable:
+        found = replace(found, unreadable=known)
+        candidates = plan(found, met)
+    else:
+        others = tuple(each for each in candidates.choice.plans if each is not rejected)
+        candidates = replace(candidates, choice=replace(candidates.choice, plans=others))
+    best = next(iter(candidates.choice.plans), None)
+    is_worse = best is None or best.iteration < rejected.iteration
+    is_worse |= rejected.is_local and best is not None and not best.is_local
+    if met.pipelines is not None and is_worse and not candidates.hindrance:
+        candidates = replace(candidates, hindrance=lacking[0].reason)
+    return found, candidates
 
 
 def check_plan(candidate: Plan, found: Found, met: Met, verdict: Verdict) -> None:
@@ -85,7 +189,8 @@ def check_plan(candidate: Plan, found: Found, met: Met, verdict: Verdict) -> Non
             check_settings(identity, found.inventory, met, verdict)
             changes = changed_settings(met.facts.script_settings, identity.script_settings or {})
             verdict.say_changed(changes)
-    check_replay(candidate, met.facts.replay_settings, verdict)
+    if not candidate.is_local:  # which was planned with what has the settings of this start
+        check_replay(candidate, met.facts.replay_settings, verdict)
 
 
 def check_all_is_read(candidate: Plan, found: Found) -> None:

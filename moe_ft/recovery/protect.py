@@ -20,7 +20,7 @@ from moe_ft.errors import ConfigError, SnapshotError
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.placement import sources_of
-from moe_ft.planning.recovery import Source, Tier
+from moe_ft.planning.recovery import Family, Source, Tier
 from moe_ft.recovery.claim import Claimed
 from moe_ft.recovery.fetch import Fetched
 from moe_ft.recovery.meet import Met
@@ -108,6 +108,7 @@ def _build(
             phase_hook=met.live.phase_hook,
             breakpoint=met.breakpoint,
             traffic=met.facts.traffic,
+            record_settings=met.facts.record_settings,
         ),
         met.strategy,
         met.ranks.everyone,
@@ -156,10 +157,11 @@ def hand_over(
     sources = plan.sources_of(rank)
     # Without snapshots to keep there are none that hold the breakpoints' iteration either.
     kept = (restored.kept or plan).sources_of(rank)
+    family = kept[0].version.family  # a plan has some for every rank
     is_stored = any(source.tier is Tier.STORAGE for source in kept)
     # With a pool a state is in more than its region; the strategy takes the next snapshot at once.
     is_at_risk = strategy.saves_all and not is_stored
-    if restored.kept is plan:
+    if _is_of_family(fetched, family):
         is_in_place = is_at_risk and _is_in_place(fetched)
         window = _window_of(fetched) if is_at_risk and not is_in_place else None
     else:  # these snapshots were not read, and stay where they are
@@ -175,16 +177,24 @@ def hand_over(
             for name, each in fetched.units.items()
             if name in rotating and (version := _pool_version(each, restored.pooled)) is not None
         },
-        needs_breakpoint=plan.rests_on_breakpoints or restored.pooled is not None,
+        # Of a local recovery's target the ranks keep no snapshots, even if these were what was read.
+        needs_breakpoint=plan.rests_on_breakpoints or plan.is_local or restored.pooled is not None,
         persisted_index=restored.persisted_index,
-        family=kept[0].version.family,  # a plan has some for every rank
+        family=family,
+        replay_from=min(each.replay_from for each in (plan, restored.kept) if each is not None),
         is_on_storage=strategy.saves_all
-        and any(source.tier is Tier.STORAGE and source.version.window == 1 for source in sources),
+        and any(_is_stored_state(source, plan.iteration) for source in sources),
         window=window,
         peers_without=_peers_without(kept, peers)
         if is_in_place or window is not None
         else frozenset(),
     )
+
+
+def _is_stored_state(source: Source, iteration: int) -> bool:
+    """Return whether storage has the state of an iteration as one snapshot of everything."""
+    version = source.version
+    return source.tier is Tier.STORAGE and (version.window, version.iteration) == (1, iteration)
 
 
 def _pool_version(
@@ -204,6 +214,11 @@ def _pool_version(
 def _is_own_region(source: Source) -> bool:
     version = source.version
     return source.tier is Tier.MEMORY and not version.is_replica and not version.is_breakpoint
+
+
+def _is_of_family(fetched: Fetched, family: Family) -> bool:
+    """Return whether what was read is what is kept. Stages that recover alone differ in that."""
+    return all(each.source.version.family == family for each in _units_of(fetched))
 
 
 def _is_in_place(fetched: Fetched) -> bool:
@@ -244,7 +259,7 @@ def _peers_without(sources: Sequence[Source], peers: Sequence[RankInfo]) -> froz
 def _needed(restored: Restored | None) -> list[tuple[Start, int]]:
     """Return writer and iteration of the states that a recovery rests on: the state, and what is kept."""
     plans = [] if restored is None else [restored.plan, restored.kept]
-    return [(plan.start, plan.iteration) for plan in plans if plan is not None]
+    return [state for plan in plans if plan is not None for state in plan.states]
 
 
 def make_room(

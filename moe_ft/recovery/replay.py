@@ -42,6 +42,10 @@ class Conversion:
         """Return the units that only a later snapshot has at FULL."""
         return frozenset(unit for unit, own in self._agreed.positions.items() if own > position)
 
+    def step_scheduler(self, num_samples: int) -> None:
+        """Step learning rate and weight decay, as the training loop does after an iteration."""
+        self._live.built[2].step(increment=num_samples)
+
     def load(self, position: int) -> None:
         """Put back a snapshot, and the record of its iteration except for the random numbers.
 

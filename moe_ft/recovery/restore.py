@@ -152,7 +152,8 @@ def _resume_strategy(
     loss = strategy.resume(
         Resumed(
             iteration=plan.iteration,
-            window=index.window,
+            # Stages that recover alone have other windows; all must continue with the same length.
+            window=max(ranks.everyone.gather(index.window)),
             progress=index.progress,
             restored=fetched.rotation.versions,
             in_memory=in_memory,

@@ -10,7 +10,13 @@ from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.planning.recovery import Plan
 from moe_ft.recovery.attempts import Attempt, describe, note_attempt
-from moe_ft.recovery.failure_causes import is_not_finite, speaks_against_state
+from moe_ft.recovery.borders import Borders
+from moe_ft.recovery.failure_causes import (
+    is_not_finite,
+    speaks_against_logs,
+    speaks_against_state,
+)
+from moe_ft.recovery.lockstep import Lockstep
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.outcome import Outcome
 from moe_ft.recovery.persist_directory import release_lock
@@ -30,6 +36,8 @@ class Checkpointing:
         lock: lock of the persist directory, on rank 0.
         plan: the state that was recovered; None if nothing was.
         outcome: for the training loop and the event log.
+        borders: answers to a replay by some stages alone; None if there is none, or if all take part.
+        lockstep: meetings while some stages run iterations again alone; None if there is no such replay.
         opened: closes everything that the start has opened.
     """
 
@@ -40,6 +48,29 @@ class Checkpointing:
     outcome: Outcome
     opened: ExitStack
     _replay: Conversion | None
+    borders: Borders | None = None
+    lockstep: Lockstep | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """True if some stages run iterations again alone; the others wait for them."""
+        return self.lockstep is not None
+
+    def meet_before(self, iteration: int) -> None:
+        """Let ranks that wait know that this one is about to run an iteration again; see `Lockstep`."""
+        if self.lockstep is not None:
+            self.lockstep.before(iteration)
+
+    def wait_for_all(self) -> None:
+        """Wait until every stage has the state of the target. Called by all ranks after a local recovery.
+
+        Raises:
+            RuntimeError: if a rank makes no progress for the timeout of the job's groups, or has died.
+        """
+        if self.borders is not None:
+            self.borders.close()
+        if self.lockstep is not None:
+            self.lockstep.end()
 
     def take_replay(self) -> Conversion | None:
         """Return the window whose iterations must be run again before training continues, if there is one.
@@ -94,28 +125,28 @@ class Checkpointing:
             say(f"warning: {loss}")
         return ending
 
-    def close(self, *, removes_memory: bool = False) -> None:
-        """End checkpointing, and close everything in reverse order.
-
-        Args:
-            removes_memory: whether the run has ended cleanly on this rank and nothing in memory is needed any
-                more. The job's memory is removed if that is so on all ranks.
-        """
-        with self.opened:
-            self.engine.close()
-            if removes_memory:
-                self._remove_memory()
-
-    def _remove_memory(self) -> None:
+    def have_all_ended(self) -> bool:
+        """Return whether the run has ended cleanly on all ranks. Called by all ranks where it has."""
         try:
             self.met.ranks.everyone.barrier()
         except RuntimeError as error:
             rank = self.met.site.rank
             say(f"rank {rank} keeps its memory: another rank did not end cleanly: {error}")
-            return
-        self.engine.remove_memory()
-        if self.lock is not None:
-            release_lock(self.lock)
+            return False
+        return True
+
+    def close(self, *, removes_memory: bool = False) -> None:
+        """End checkpointing, and close everything in reverse order.
+
+        Args:
+            removes_memory: whether nothing in memory is needed any more, on any rank.
+        """
+        with self.opened:
+            self.engine.close()
+            if removes_memory:
+                self.engine.remove_memory()
+                if self.lock is not None:
+                    release_lock(self.lock)
 
 
 @contextmanager
@@ -132,13 +163,15 @@ def noting_failures(met: Met, plan: Plan | None) -> Iterator[None]:
 def note_failure(met: Met, plan: Plan, where: str, error: Exception) -> None:
     """Remember that continuing from a state has failed, if the failure speaks against the state.
 
-    After two starts that have failed from there in the same way the state is passed over.
+    After two starts that have failed from there in the same way the state is passed over. A recovery of some
+    stages alone is, after one start in which it has failed for its logs.
 
     Args:
         met: this rank and its job.
         where: the moment of the failure, the same for equal failures.
     """
-    if not speaks_against_state(error):
+    is_local = plan.is_local and speaks_against_logs(error)
+    if not (is_local or speaks_against_state(error)):
         return
     # Megatron's words name the rank and the node, which may be others the next time.
     what = "a result that is not finite" if is_not_finite(error) else describe(error)
@@ -147,6 +180,7 @@ def note_failure(met: Met, plan: Plan, where: str, error: Exception) -> None:
         iteration=plan.iteration,
         failure=f"{where}: {what}",
         by=met.names.name,
+        is_local=is_local,
     )
     with suppress(OSError):  # a hint that is lost costs one more try
         note_attempt(met.site.node_dir, met.site.rank, attempt)

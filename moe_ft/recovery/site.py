@@ -1,6 +1,7 @@
 """The place of a rank in its job, and lines for the people who watch the job."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,17 @@ class Site:
     def writes_to_storage(self) -> bool:
         """True if this job writes checkpoints to a persist directory."""
         return self.config.storage.persists
+
+
+def say_for_node(site: Site, lines: Sequence[str]) -> None:
+    """Print the line of the lowest rank of this node that has one, on that rank.
+
+    Args:
+        lines: ``[rank]`` empty if the rank has nothing to say.
+    """
+    speakers = [info.rank for info in site.topology.on_node(site.node) if lines[info.rank]]
+    if speakers and site.rank == min(speakers):
+        say(lines[site.rank])
 
 
 def say(line: str) -> None:

@@ -18,24 +18,25 @@ Everything that a phase opens is closed in reverse order: when the run ends, and
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import PhaseHook
-from moe_ft.planning.recovery import passed_over
+from moe_ft.planning.recovery import Plan, passed_over
 from moe_ft.recovery.agree import agree
 from moe_ft.recovery.claim import Claimed, claim, take_over_lock
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.fetch import fetch, open_readers
 from moe_ft.recovery.identity import make_identity
+from moe_ft.recovery.lockstep import Lockstep
 from moe_ft.recovery.look import Found, look
 from moe_ft.recovery.meet import Built, Met, meet
 from moe_ft.recovery.outcome import make_outcome
-from moe_ft.recovery.plan import Candidates, check_plan, check_settings, plan
+from moe_ft.recovery.plan import Candidates, check_plan, check_settings, plan, plan_without
 from moe_ft.recovery.protect import protect
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.recovery.running import Checkpointing, noting_failures
-from moe_ft.recovery.site import Site, say
+from moe_ft.recovery.site import Site, say_for_node
 from moe_ft.recovery.verdict import Verdict
 
 
@@ -45,6 +46,7 @@ def start(
     built: Built,
     phase_hook: PhaseHook,
     note_site: Callable[[Site], None] = lambda site: None,
+    most_iteration: int | None = None,
 ) -> Checkpointing:
     """Recover what can be recovered and start checkpointing. Called by all ranks.
 
@@ -57,6 +59,8 @@ def start(
         built: model chunks, Megatron's outermost optimizer and its scheduler.
         phase_hook: called in the middle of background work and of putting back state.
         note_site: called with this rank's place as soon as it is known.
+        most_iteration: the latest that may be recovered; None for any. A loop that has not finished an
+            iteration yet must run it again, not skip it.
 
     Raises:
         ConfigError: if the flags do not fit this machine, or the state that is there is another model's.
@@ -71,18 +75,20 @@ def start(
         strategy = met.strategy  # checksums only of weights that are not always saved
         origins = {} if strategy.saves_all else met.live.catalog.origins(sorted(strategy.rotating))
         with _timed(phases_s, "inventory"):
-            found = look(met, claimed)
+            found = replace(look(met, claimed), most_iteration=most_iteration)
         with _timed(phases_s, "plan"):
             candidates = plan(found, met)
         recovery = _recover(met, claimed, found, candidates, origins, phases_s)
-        restored = recovery.restored
+        restored, problems, hindrance = recovery.restored, recovery.problems, recovery.hindrance
         continued = None if restored is None else restored.plan
         with noting_failures(met, continued):
             lock = take_over_lock(met, claimed, opened)
             identity = make_identity(met, found.inventory, continued, is_chosen=recovery.is_chosen)
-            outcome = make_outcome(met, restored, identity, phases_s, recovery.problems)
+            outcome = make_outcome(met, restored, identity, phases_s, problems, hindrance)
             engine = protect(met, claimed, identity, lock, origins, restored)
         conversion = None if restored is None else restored.conversion
+        borders = None if restored is None else restored.fetched.borders
+        has_replays = borders is not None or (conversion is not None and conversion.num_replays)
         return Checkpointing(
             met=met,
             lock=lock,
@@ -90,8 +96,16 @@ def start(
             plan=continued,
             outcome=outcome,
             opened=opened.pop_all(),
-            _replay=conversion if conversion is not None and conversion.num_replays else None,
+            _replay=conversion if conversion is not None and has_replays else None,
+            borders=borders,
+            lockstep=_lockstep_of(continued, met),
         )
+
+
+def _lockstep_of(plan: Plan | None, met: Met) -> Lockstep | None:
+    if plan is None or not plan.is_local:
+        return None
+    return Lockstep(met.ranks.everyone, plan.replay_from, plan.iteration)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,11 +116,13 @@ class _Recovery:
         restored: None if nothing was recovered.
         is_chosen: whether the user has named where this start begins.
         problems: state that was found and is not used, with the reasons.
+        hindrance: see `Candidates`.
     """
 
     restored: Restored | None
     is_chosen: bool
     problems: tuple[str, ...] = ()
+    hindrance: str = ""
 
 
 def _recover(
@@ -118,7 +134,7 @@ def _recover(
     phases_s: dict[str, float],
 ) -> _Recovery:
     """Restore the first candidate that all ranks have intact. Called by all ranks."""
-    inventory, choice = found.inventory, candidates.choice
+    inventory = found.inventory
     url = None if claimed.storage is None else claimed.storage.url
     verdict = Verdict(met.site, found.wish, url)
     if found.wish.ignores_all:
@@ -130,7 +146,8 @@ def _recover(
         texts = [each.text for each in inventory.problems]
         return (*unread, *texts, *(each.reason for each in rejected))
 
-    for candidate in choice.plans:
+    while candidates.choice.plans:
+        candidate = candidates.choice.plans[0]
         check_plan(candidate, found, met, verdict)
         with _timed(phases_s, "restore"), open_readers(met, claimed) as readers:
             fetched = fetch(candidate, met, readers, origins, candidates.most_iteration)
@@ -138,15 +155,29 @@ def _recover(
             rejected += lacking
             unread += readers.problems
             if agreed is None:
+                fetched.close()
+                before = found
+                found, candidates = plan_without(
+                    candidate, lacking, fetched.unreadable, found, candidates, met
+                )
+                if found is not before:
+                    verdict.say_unreadable(lacking)
                 continue
             rejected += passed_over(candidate, candidates.plans)
             verdict.say_rejected(candidate, inventory, rejected)
             verdict.say_others(inventory, candidate.lineage)
+            verdict.say_hindrance(candidate, candidates.hindrance)
             with noting_failures(met, candidate):
                 restored = restore(candidate, agreed, met, readers, candidates.plans)
-        is_chosen = found.wish.is_choice and not choice.follows
+        is_chosen = found.wish.is_choice and not candidates.choice.follows
         _warn_of_lossy(met, restored)
-        return _Recovery(restored=restored, is_chosen=is_chosen, problems=problems())
+        return _Recovery(
+            restored=restored,
+            is_chosen=is_chosen,
+            problems=problems(),
+            hindrance=candidates.hindrance,
+        )
+    choice = candidates.choice
     if choice.prefers_load:
         verdict.say_load(candidates.plans, problems())
     elif not choice.ignores_others:
@@ -157,10 +188,10 @@ def _recover(
 
 
 def _warn_of_lossy(met: Met, restored: Restored) -> None:
-    lossy = restored.fetched.lossy
-    if lossy and met.site.is_lowest_on_node:
-        kept = ", ".join(f"{key} as {each}" for key, each in lossy.items())
-        say(f"warning: recovered state was stored as {kept}: it is not exact")
+    """Print on every node that state is not exact, if that is so. Called by all ranks."""
+    kept = ", ".join(f"{key} as {each}" for key, each in restored.fetched.lossy.items())
+    line = f"warning: recovered state was stored as {kept}: it is not exact" if kept else ""
+    say_for_node(met.site, met.ranks.everyone.gather(line))
 
 
 @contextmanager

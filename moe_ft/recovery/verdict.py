@@ -37,6 +37,17 @@ class Verdict:
             say(f"continuing from iteration {plan.iteration}; what may be newer is not used:")
             _say_all(reasons)
 
+    def say_unreadable(self, rejected: Sequence[Rejection]) -> None:
+        """Print why some stages cannot recover alone as planned, if only logs or records are missing."""
+        if rejected and self._site.rank == 0:
+            say(f"planning again without what cannot be read: {rejected[0].reason}")
+
+    def say_hindrance(self, plan: Plan, hindrance: str) -> None:
+        """Print why no newer state is reached, or why no stage recovers alone; nothing if that is empty."""
+        if hindrance and self._site.rank == 0:
+            recovery = "some stages recover alone" if plan.is_local else "all stages recover"
+            say(f"{recovery}, up to iteration {plan.iteration}; {hindrance}")
+
     def say_load(self, plans: Sequence[Plan], problems: Sequence[str]) -> None:
         """Print that --load comes before the state of moe_ft."""
         if self._site.rank == 0:

@@ -2,26 +2,24 @@
 
 The training thread calls `RecordTaker.capture` at the end of train_step, because buffers, random numbers,
 counters and the loss scale change before the weights do. `capture` only copies. `encode` converts the copies
-to the form in files and may run on any thread. `apply` and `apply_rng` restore a record.
+to the form in files and may run on any thread. `apply` restores a record but for its random numbers, which
+random_states.py does.
 """
 
-import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moe_ft.errors import ConfigError, SnapshotError
-from moe_ft.format.json_values import convert_leaves, finite_or_name
-from moe_ft.format.records import IterationRecord, OptimizerRecord, RecordTensor
+from moe_ft.format.json_values import finite_or_name
+from moe_ft.format.records import IterationRecord, OptimizerRecord
 from moe_ft.state import fp8_state
+from moe_ft.state.packed_values import copied, from_json, on_cpu, pack, to_json, unpack
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.slices import DTYPES, dtype_name
+from moe_ft.state.random_states import capture_rng, encode_rng
 from moe_ft.state.tensors import (
     all_buffers,
     buffer_places,
@@ -114,7 +112,7 @@ class RecordTaker:
             ),
             "optimizers": [_capture_scalars(inner) for inner in self._inner],
             "scheduler": dict(self._scheduler.state_dict()),
-            "rng": _capture_rng(),
+            "rng": capture_rng(),
             "buffers": {
                 name: buffer.detach().clone()
                 for name, (module, key) in self._buffers.items()
@@ -125,7 +123,7 @@ class RecordTaker:
                 for name, module in self._extra_state.items()
                 for key, tensor in fp8_state.clone_state(name, module).items()
             },
-            "num_tokens": _copied(facts.num_tokens),
+            "num_tokens": copied(facts.num_tokens),
             "tokens_per_expert": dict(facts.tokens_per_expert),
         }
         return CapturedRecord(facts=facts, values=values)
@@ -141,22 +139,27 @@ class RecordTaker:
         ):
             values.update(_capture_per_parameter(inner, owned))
         for name, value in captured.values.items():
-            captured.values[name] = _on_cpu(value)
+            captured.values[name] = on_cpu(value)
 
 
 def _capture_scalars(inner: Any) -> dict[str, Any]:
     scaler = getattr(inner, "grad_scaler", None)
-    found_inf = getattr(inner, "found_inf", None) if scaler else None
     return {
         "groups": [
-            {key: _copied(value) for key, value in group.items() if key != "params"}
+            {key: copied(value) for key, value in group.items() if key != "params"}
             for group in inner.optimizer.param_groups
         ],
-        "scaler": {key: _copied(value) for key, value in scaler.state_dict().items()}
+        "scaler": {key: copied(value) for key, value in scaler.state_dict().items()}
         if scaler
         else None,
-        "found_inf": None if found_inf is None else found_inf.detach().clone(),
+        "found_inf": capture_found_inf(inner),
     }
+
+
+def capture_found_inf(inner: Any) -> torch.Tensor | None:
+    """Return a copy of what an optimizer with a loss scale has found in its gradients; None for any other."""
+    found_inf = getattr(inner, "found_inf", None) if getattr(inner, "grad_scaler", None) else None
+    return None if found_inf is None else found_inf.detach().clone()
 
 
 def _capture_per_parameter(inner: Any, owned: Sequence[LocalParameter]) -> dict[str, Any]:
@@ -177,32 +180,6 @@ def _capture_per_parameter(inner: Any, owned: Sequence[LocalParameter]) -> dict[
     }
 
 
-def _on_cpu(value: Any) -> Any:
-    """Return nested dicts and lists with every tensor on the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.to("cpu")
-    if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    return [_on_cpu(item) for item in value] if isinstance(value, list) else value
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _capture_rng() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": {
-            name: _copied(state) if isinstance(state, torch.Tensor) else state.get_state()
-            for name, state in get_cuda_rng_tracker().get_states().items()
-        },
-    }
-
-
 def encode(captured: CapturedRecord) -> IterationRecord:
     """Return the record in the form that files have. Any thread."""
     facts, values = captured.facts, captured.values
@@ -215,9 +192,9 @@ def encode(captured: CapturedRecord) -> IterationRecord:
         },
         num_tokens=None if values["num_tokens"] is None else int(values["num_tokens"]),
         optimizers=tuple(_encode_optimizer(each) for each in values["optimizers"]),
-        scheduler=_to_json(values["scheduler"]),
+        scheduler=to_json(values["scheduler"]),
         num_floating_point_operations=float(facts.num_floating_point_operations),
-        rng=_encode_rng(values["rng"]),
+        rng=encode_rng(values["rng"]),
         buffers={name: pack(tensor) for name, tensor in values["buffers"].items()},
         extra_state={name: pack(tensor) for name, tensor in values["extra_state"].items()},
         tokens_per_expert={
@@ -233,82 +210,12 @@ def _encode_optimizer(values: Mapping[str, Any]) -> OptimizerRecord:
         steps = {"*": next(iter(steps.values()))}
     found_inf = values["found_inf"]
     return OptimizerRecord(
-        groups=tuple(_to_json(group) for group in values["groups"]),
+        groups=tuple(to_json(group) for group in values["groups"]),
         steps=steps,
-        scaler=None if values["scaler"] is None else _to_json(values["scaler"]),
+        scaler=None if values["scaler"] is None else to_json(values["scaler"]),
         found_inf=None if found_inf is None else bool(found_inf.item()),
         scales={name: pack(scale) for name, scale in values["scales"].items()},
     )
-
-
-def _encode_rng(values: Mapping[str, Any]) -> dict[str, Any]:
-    version, words, gauss = values["python"]
-    name, keys, position, has_gauss, cached = values["numpy"]
-    return {
-        "python": {
-            "version": version,
-            "words": _to_json(torch.tensor(words, dtype=torch.int64)),
-            "gauss": None if gauss is None else finite_or_name(float(gauss)),
-        },
-        "numpy": {
-            "name": name,
-            "keys": _to_json(torch.from_numpy(keys.astype(np.int64))),
-            "position": position,
-            "has_gauss": has_gauss,
-            "cached": finite_or_name(float(cached)),
-        },
-        "torch": _to_json(values["torch"]),
-        "device": _to_json(values["device"]),
-        "tracker": {key: _to_json(state) for key, state in values["tracker"].items()},
-    }
-
-
-def _to_json(value: Any) -> Any:
-    """Return scalars, tensors, lists and dicts as JSON values without losing a bit."""
-    return convert_leaves(value, _leaf_to_json)
-
-
-def _leaf_to_json(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        packed = pack(value)
-        data = packed.data.hex()
-        return {"tensor": {"dtype": packed.dtype, "shape": list(packed.shape), "data": data}}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return {"other": repr(value)}  # a setting such as an enum, which the command line gives again
-
-
-def from_json(value: Any) -> Any:
-    """Return the values that `_to_json` was given, but lists for tuples."""
-    if isinstance(value, list):
-        return [from_json(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if set(value) == {"tensor"}:
-        packed = value["tensor"]
-        return unpack(
-            RecordTensor(packed["dtype"], tuple(packed["shape"]), bytes.fromhex(packed["data"]))
-        )
-    if set(value) == {"float"}:
-        return float(value["float"])
-    return {key: from_json(item) for key, item in value.items()}
-
-
-def pack(tensor: torch.Tensor) -> RecordTensor:
-    """Return a small tensor's bytes with its type and shape."""
-    data = tensor.detach().to("cpu").contiguous()
-    raw = data.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return RecordTensor(dtype_name(data.dtype), tuple(data.shape), raw)
-
-
-def unpack(packed: RecordTensor) -> torch.Tensor:
-    """Return the tensor that `pack` was given, on the CPU."""
-    if not packed.data:
-        return torch.empty(packed.shape, dtype=DTYPES[packed.dtype])
-    flat = torch.frombuffer(bytearray(packed.data), dtype=DTYPES[packed.dtype])
-    return flat.reshape(packed.shape)
 
 
 def apply(
@@ -320,7 +227,7 @@ def apply(
 ) -> None:
     """Restore buffers, scheduler, loss scales and optimizer scalars.
 
-    `apply_rng` restores the random number states later, because setting up data and models draws numbers. The
+    Random numbers are restored later, by random_states.py, because setting up data and models draws some. The
     caller restores the counters of the training loop.
 
     Raises:
@@ -405,45 +312,3 @@ def _apply_scales(
         elif key.partition(".")[0] in torch_optimizer.state.get(master, {}):
             # A unit that only a later snapshot holds at FULL has no state yet, and needs no place.
             raise SnapshotError(f"the optimizer has no place for the scale of {name}")
-
-
-def rng_values(record: IterationRecord) -> dict[str, Any]:
-    """Return the random number states under the names that Megatron's checkpoints give them."""
-    rng = record.rng
-    python, numpy_state = rng["python"], rng["numpy"]
-    gauss = python["gauss"]
-    words = tuple(from_json(python["words"]).tolist())
-    return {
-        "random_rng_state": (python["version"], words, None if gauss is None else float(gauss)),
-        "np_rng_state": (
-            numpy_state["name"],
-            from_json(numpy_state["keys"]).numpy().astype(np.uint32),
-            numpy_state["position"],
-            numpy_state["has_gauss"],
-            float(numpy_state["cached"]),
-        ),
-        "torch_rng_state": from_json(rng["torch"]),
-        "cuda_rng_state": from_json(rng["device"]),
-        "rng_tracker_states": {name: from_json(state) for name, state in rng["tracker"].items()},
-    }
-
-
-def apply_rng(record: IterationRecord) -> None:
-    """Restore the random number states. Call this when nothing else draws before the next iteration."""
-    values = rng_values(record)
-    random.setstate(values["random_rng_state"])
-    np.random.set_state(values["np_rng_state"])
-    torch.set_rng_state(values["torch_rng_state"])
-    torch.cuda.set_rng_state(values["cuda_rng_state"])
-    tracker = get_cuda_rng_tracker()
-    states = tracker.get_states()
-    restored = values["rng_tracker_states"]
-    tracker.set_states({name: _like(states.get(name), value) for name, value in restored.items()})
-
-
-def _like(current: Any, state: torch.Tensor) -> Any:
-    """Return a tracker state in the form that the tracker uses: a tensor or a CUDA generator."""
-    if isinstance(current, torch.Generator):
-        current.set_state(state)
-        return current
-    return state

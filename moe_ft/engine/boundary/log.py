@@ -8,10 +8,11 @@ megatron/fault_tolerance/seams/pipeline_tap.py records, engine/boundary/reading.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -26,6 +27,7 @@ from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
 from moe_ft.format.encoding import FORMAT, checksum, decode, encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.packings import ALIGNMENT_BYTES
+from moe_ft.state.job_numbers import CapturedNumbers
 from moe_ft.state.slices import dtype_name
 
 _PART = BackgroundPart.BOUNDARY_LOG
@@ -39,12 +41,14 @@ class _Taking:
         bytes: the memory of the slot.
         sent: so far, without checksums.
         end: bytes of the file that are filled.
+        numbers: of the state that the iteration has begun with.
         has_failed: whether the log of this iteration is given up.
     """
 
     slot: BoundarySlot
     bytes: torch.Tensor
     end: int
+    numbers: CapturedNumbers | None
     sent: list[SentTensor] = field(default_factory=list)
     ordinals: Counter[tuple[int, Direction]] = field(default_factory=Counter)
     has_failed: bool = False
@@ -62,6 +66,7 @@ class BoundaryLog:
         node: str,
         worker: Worker,
         reports: Reports,
+        record_settings: Mapping[str, Any],
     ) -> None:
         """Prepare; no memory is touched yet.
 
@@ -70,17 +75,21 @@ class BoundaryLog:
             header_bytes: size of the header of each.
             identity: of this start.
             worker: checks sums and commits.
+            record_settings: see `BoundaryIndex`.
         """
         self._slots, self._header_bytes = slots, header_bytes
         self._identity, self._rank, self._node = identity, rank, node
         self._worker, self._reports = worker, reports
+        self._record_settings = dict(record_settings)
         self._copier = SendCopier()
         self._commits: dict[BoundarySlot, Future[None]] = {}
         self._taking: _Taking | None = None
-        self._keep_from = 0
+        self._keep_from: int | None = 0  # None: of nothing that is still to come
+        self._awaits_window = False
+        self._in_use = range(0)
         self._has_lost = False  # said once for each window
 
-    def start(self, iteration: int, keep_from: int) -> None:
+    def start(self, iteration: int, keep_from: int, *, is_in_use: bool = False) -> None:
         """Begin in memory that is open.
 
         Logs of earlier starts stay until their slots are needed, but for those of iterations that will run
@@ -89,8 +98,13 @@ class BoundaryLog:
         Args:
             iteration: where training begins or continues.
             keep_from: see `keep`.
+            is_in_use: whether the recovery of this start rests on breakpoints, to which the next one returns
+                until there is a new window: what was run again must stay until then, and what comes before
+                that window need not.
         """
-        self._keep_from = keep_from
+        self._in_use = range(keep_from, iteration) if is_in_use else range(0)
+        self._keep_from = None if is_in_use else keep_from
+        self._awaits_window = is_in_use
         for slot in self._slots:
             found = self._iteration_in(slot)
             if found is not None and found < iteration:
@@ -110,21 +124,26 @@ class BoundaryLog:
         is_ours = index.rank == self._rank and index.file_bytes == slot.num_bytes
         return index.iteration if is_ours else None
 
-    def begin(self, iteration: int) -> None:
-        """Begin the log of an iteration, or begin it again, before forward and backward run."""
+    def begin(self, iteration: int, numbers: CapturedNumbers | None = None) -> None:
+        """Begin the log of an iteration, or begin it again, before forward and backward run.
+
+        Args:
+            numbers: of the state that it begins with; None if nobody knows them.
+        """
         before, self._taking = self._taking, None
         if before is not None:
             before.slot.iteration = None  # it was never committed
         with self._reports.catching(_PART, iteration):
             slot = self._free_slot(iteration)
             if slot is None:
-                reason = "the logs of earlier iterations are still being written: it gets none"
-                self._reports.degraded(_PART, iteration, reason)
+                self._tell_no_slot(iteration)
                 return
             slot.invalidate()
             slot.iteration = iteration
             content = torch.frombuffer(slot.mapping, dtype=torch.uint8)
-            self._taking = _Taking(slot=slot, bytes=content, end=self._header_bytes)
+            self._taking = _Taking(
+                slot=slot, bytes=content, end=self._header_bytes, numbers=numbers
+            )
 
     def _free_slot(self, iteration: int) -> BoundarySlot | None:
         """Return the slot for an iteration: its own, one that is empty, or the one with the oldest log."""
@@ -136,19 +155,38 @@ class BoundaryLog:
         empty = [slot for slot in free if slot.iteration is None]
         if own or empty:
             return (own or empty)[0]
+        free = [slot for slot in free if slot.iteration not in self._in_use]
         oldest = min(free, key=lambda slot: slot.iteration or 0, default=None)
-        if oldest is not None and (oldest.iteration or 0) >= self._keep_from:
+        if oldest is not None and self._is_needed(oldest.iteration or 0):
             self._tell_loss(oldest.iteration or 0, iteration)
         return oldest
 
-    def _tell_loss(self, lost: int, iteration: int) -> None:
-        if not self._has_lost:
-            reason = (
-                f"no window was completed in time: the log of iteration {lost} is overwritten, so that a "
-                "stage cannot be replayed alone until the next window is complete"
-            )
+    def _is_needed(self, iteration: int) -> bool:
+        return self._keep_from is not None and iteration >= self._keep_from
+
+    def _tell_no_slot(self, iteration: int) -> None:
+        if self._commits:
+            reason = "the logs of earlier iterations are still being written: it gets none"
             self._reports.degraded(_PART, iteration, reason)
+        elif self._is_needed(iteration):
+            self._tell_loss(iteration, iteration)
+
+    def _tell_loss(self, lost: int, iteration: int) -> None:
+        if self._has_lost:
+            return
         self._has_lost = True
+        if self._in_use:
+            reason = (
+                f"the logs of iterations {self._in_use.start} to {self._in_use.stop - 1}, which were run "
+                f"again, stay until there is a new window: there is no room for that of iteration {lost}"
+            )
+            self._reports.skipped(_PART, iteration, reason)
+            return
+        reason = (
+            f"no window was completed in time: the log of iteration {lost} is overwritten, so that a "
+            "stage cannot be replayed alone until the next window is complete"
+        )
+        self._reports.degraded(_PART, iteration, reason)
 
     def record(self, neighbour: int, direction: Direction, tensor: torch.Tensor) -> None:
         """Copy a tensor that is being sent; it may be freed or overwritten afterwards.
@@ -224,12 +262,23 @@ class BoundaryLog:
                 header_bytes=len(header),
                 header_checksum=checksum(header),
                 sent=sent,
+                numbers=msgspec.UNSET if taking.numbers is None else taking.numbers.encode(),
+                record_settings=self._record_settings,
             )
             slot.commit(header, encode(index))
 
+    def note_window(self, iteration: int) -> None:
+        """Note that a window begins at an iteration that has not run yet.
+
+        If it is the first one after a recovery from breakpoints, no earlier log will be needed.
+        """
+        if self._awaits_window:
+            self._keep_from = iteration
+
     def keep(self, iteration: int) -> None:
         """Note that only the logs from an iteration on are needed: a window that begins there is complete."""
-        self._keep_from, self._has_lost = iteration, False
+        self._keep_from, self._in_use, self._has_lost = iteration, range(0), False
+        self._awaits_window = False
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything that has ended is committed; return False if that takes too long."""

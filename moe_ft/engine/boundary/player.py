@@ -18,21 +18,31 @@ from moe_ft.state.slices import DTYPES, dtype_name
 class BoundaryPlayer:
     """Plays the logs of neighbours to one rank. Owned by the training thread."""
 
-    def __init__(self, rank: int, logs: Mapping[int, NeighbourLog]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        logs: Mapping[int, NeighbourLog],
+        live_from: Mapping[int, int] | None = None,
+    ) -> None:
         """Prepare.
 
         Args:
             rank: global rank that replays.
             logs: by global rank, those of the neighbours that do not replay. Links to other neighbours are
                 live.
+            live_from: by global rank, the iteration with which a neighbour joins the replay: from then on
+                the link to it is live too.
         """
         self._rank, self._logs = rank, logs
+        self._live_from = live_from or {}
         self._iteration: int | None = None
         self._received: Counter[tuple[int, Direction]] = Counter()
 
     def answers_for(self, neighbour: int) -> bool:
         """Return whether a neighbour's log replaces it: receives come from it, sends go nowhere."""
-        return neighbour in self._logs
+        iteration, live_from = self._iteration, self._live_from.get(neighbour)
+        is_live = live_from is not None and iteration is not None and iteration >= live_from
+        return neighbour in self._logs and not is_live
 
     def begin(self, iteration: int) -> None:
         """Begin an iteration, or begin it again."""
@@ -82,6 +92,8 @@ class BoundaryPlayer:
             UnrecoverableError: if a log has more for this rank than the replay has asked for.
         """
         for neighbour, log in self._logs.items():
+            if not self.answers_for(neighbour):
+                continue
             logged = log.get(-1 if self._iteration is None else self._iteration)
             for direction in Direction if logged is not None else ():
                 assert logged is not None

@@ -25,13 +25,17 @@ class LoggedIteration:
         Raises:
             CorruptStateError: if the file has another size or header.
         """
-        self.index, self._content = index, content
+        self._take(index)
+        self._content = content
         if len(content) != index.file_bytes:
             raise CorruptStateError(
                 f"{self._where} has {len(content)} bytes, not {index.file_bytes}"
             )
         if checksum(content[: index.header_bytes]) != index.header_checksum:
             raise CorruptStateError(f"{self._where}: its header does not match its checksum")
+
+    def _take(self, index: BoundaryIndex) -> None:
+        self.index = index
         self._sent: dict[Key, SentTensor] = {
             (each.neighbour, each.direction, each.ordinal): each for each in index.sent
         }
@@ -54,15 +58,19 @@ class LoggedIteration:
         Raises:
             CorruptStateError: if they do not have its checksum.
         """
-        data = self._content[sent.offset : sent.offset + sent.num_bytes]
+        data = self._read_bytes(sent)
         if checksum(data) != sent.checksum:
             raise CorruptStateError(f"{self._where}: {sent.name} does not match its checksum")
         return data
 
-    def check(self) -> None:
-        """Read everything; raise CorruptStateError if something is damaged."""
+    def _read_bytes(self, sent: SentTensor) -> memoryview:
+        return self._content[sent.offset : sent.offset + sent.num_bytes]
+
+    def check(self, receiver: int | None = None) -> None:
+        """Read everything, or what one rank received; raise CorruptStateError if something is damaged."""
         for sent in self.index.sent:
-            self.read(sent)
+            if receiver in (None, sent.neighbour):
+                self.read(sent)
 
 
 NeighbourLog = Mapping[int, LoggedIteration]  # by iteration

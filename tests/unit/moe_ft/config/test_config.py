@@ -135,6 +135,22 @@ def test_defaults_are_valid() -> None:
             "--moe-ft-upstream-log needs a fixed interval: with --moe-ft-interval=auto .* "
             "Give --moe-ft-interval a number of iterations",
         ),
+        (
+            MoeFtConfig(
+                memory=MemoryConfig(upstream_log=True),
+                strategy=StrategyConfig(strategy="dense"),
+                recovery=RecoveryConfig(recovery="local"),
+            ),
+            "--moe-ft-recovery=local needs --moe-ft-breakpoints: .* Add them",
+        ),
+        (
+            MoeFtConfig(recovery=RecoveryConfig(repair="auto")),
+            "--moe-ft-repair=auto needs a strategy: .* Name one with --moe-ft-strategy",
+        ),
+        (
+            MoeFtConfig(recovery=RecoveryConfig(repair_heartbeat_s=0.5)),
+            "--moe-ft-repair-heartbeat-s=0.5 must be between 1 and 86400: a healthy rank on a busy",
+        ),
     ],
 )
 def test_wrong_value_is_named_with_its_rule(config: MoeFtConfig, message: str) -> None:

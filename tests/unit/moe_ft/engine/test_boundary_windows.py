@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine.boundary.reading import open_log
+from moe_ft.engine.context import Handover
 from moe_ft.engine.memory.regions import own_directory
 from tests.unit.moe_ft.engine.boundary.logs import TRAFFIC, sends_of
 from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup
@@ -61,7 +62,47 @@ def test_window_that_stays_incomplete_costs_the_oldest_logs_and_says_so(tmp_path
     ((part, reason),) = rank.reasons()
     assert part == "boundary-log"
     assert "no window was completed in time: the log of iteration 3 is overwritten" in reason
-    assert logged(rank) == {5, 6, 7}
+    assert logged(rank) == {4, 5, 6, 7}
+    job.close()
+
+
+def test_log_of_the_first_iteration_is_no_loss_since_it_has_no_state(tmp_path: Path) -> None:
+    job = Job(tmp_path, Setup(traffic=TRAFFIC))
+    (rank,) = job.ranks
+    rank.workers["snapshot"].is_eager = False
+    for iteration in range(5):
+        train(job, iteration)
+    assert logged(rank) == {1, 2, 3, 4}
+    assert rank.reasons() == []
+    job.close()
+
+
+def test_logs_between_a_local_recovery_and_the_next_window_are_no_loss(tmp_path: Path) -> None:
+    """There is no room for all of them where the interval is long, and no recovery needs them."""
+    setup = Setup(interval=8, traffic=TRAFFIC)
+    first = Job(tmp_path, setup)
+    for iteration in range(15):
+        train(first, iteration)
+    (index,) = first.ranks[0].indexes()
+    first.close()
+    job = Job(tmp_path, setup, is_started=False)
+    (rank,) = job.ranks
+    given = Handover(
+        indexes=frozenset(),
+        rotating={},
+        persisted_index="",
+        family=(index.iteration, -1, index.identity.start),
+        replay_from=index.iteration,
+        needs_breakpoint=True,
+    )
+    rank.engine.start(15, given)
+    for iteration in range(15, 25):
+        train(job, iteration)
+        newest = rank.indexes()[-1].iteration
+        needed = range(8, 15) if newest == index.iteration else range(newest, iteration + 1)
+        assert logged(rank) >= set(needed)
+    assert newest == 23
+    assert rank.reasons("skipped") == rank.reasons() == []
     job.close()
 
 

@@ -124,6 +124,21 @@ def test_writer_waits_for_the_end_of_a_step_and_writes_the_next_state(trained: T
     assert trained.index().iteration == 4
 
 
+def test_rank_whose_step_is_under_way_is_held_at_its_end(trained: Trained) -> None:
+    """It has said which iteration it steps to: the others write theirs of that one."""
+    trained.step(3)
+    trained.breakpoints.begin_update()
+    assert trained.breakpoints.write(waits=False).stepping_to == 4
+    trained.rank.state.step(4)
+    trained.breakpoints.end_update(trained.rank.engine.moment(capture(4)))
+    next_step = in_thread(lambda: trained.step(5))
+    next_step.join(0.2)
+    assert trained.breakpoints.wait_for_iteration(4, DEADLINE_S)
+    assert trained.breakpoints.write().iteration == 4
+    assert trained.index().iteration == 4
+    assert next_step.is_alive()
+
+
 def test_no_weight_changes_once_it_is_written(trained: Trained) -> None:
     trained.step(3)
     trained.breakpoints.write()
@@ -153,6 +168,19 @@ def test_rank_that_is_behind_steps_once_more_and_is_held_again(trained: Trained)
     assert trained.breakpoints.write().iteration == 4
     assert trained.index().iteration == 4
     assert last in ([], [4])
+
+
+def test_rank_that_is_behind_is_held_also_where_its_step_is_skipped(trained: Trained) -> None:
+    """Gradients that overflow change no weight, and there is no update."""
+    trained.step(3)
+    trained.breakpoints.write()
+    in_thread(lambda: trained.breakpoints.note(trained.rank.engine.moment(capture(4))))
+    assert trained.breakpoints.wait_for_iteration(4, DEADLINE_S)
+    again = in_thread(lambda: trained.breakpoints.note(None))
+    assert trained.breakpoints.write().iteration == 4
+    assert trained.rank.memory.breakpoint is not None
+    assert trained.rank.memory.breakpoint.index(Index).iteration == 4
+    assert again.is_alive()
 
 
 def test_rank_that_does_not_get_there_keeps_what_it_has_written(trained: Trained) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from moe_ft.engine.context import EngineContext, Handover
-from moe_ft.planning.recovery import family_of
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_history, make_parameter
 from tests.unit.moe_ft.engine.engine_job import Job, Setup
@@ -19,13 +18,6 @@ def test_restored_state_is_that_of_the_last_start_of_its_family() -> None:
         indexes=frozenset(), rotating={}, persisted_index="", family=(7, 1, *history)
     )
     assert restored.start == history[-1]
-
-
-@pytest.mark.parametrize(("window", "first"), [(1, 7), (3, 5)])
-def test_first_iteration_is_that_of_the_first_snapshot(window: int, first: int) -> None:
-    family = family_of(7, window, make_history([(0, 0)]))
-    restored = Handover(indexes=frozenset(), rotating={}, persisted_index="", family=family)
-    assert restored.first_iteration == first
 
 
 def context(tmp_path: Path) -> EngineContext:

@@ -127,6 +127,23 @@ def test_memory_goes_when_the_last_state_is_on_storage_or_nobody_needs_it(
 
 
 @pytest.mark.parametrize(
+    ("outcome", "in_memory", "is_kept"),
+    [
+        (LastState.SAVED, None, True),
+        (LastState.UNSAVED, 6, True),
+        (LastState.UNSAVED, 5, False),
+        (LastState.NO_STORAGE, 6, True),
+        (LastState.NO_STORAGE, None, False),
+        (LastState.NOTHING_NEW, None, True),
+    ],
+)
+def test_last_state_is_kept_on_storage_or_as_the_newest_in_memory(
+    outcome: LastState, in_memory: int | None, is_kept: bool
+) -> None:
+    assert ended(outcome, in_memory=in_memory).is_kept is is_kept
+
+
+@pytest.mark.parametrize(
     ("in_memory", "expected"),
     [
         (6, "The memory of the nodes still holds it under /memory"),

@@ -7,7 +7,7 @@ import pytest
 
 from moe_ft.format.boundary import Direction
 from moe_ft.planning.remains import KeptRecord, Pipelines, Remains
-from moe_ft.planning.scope import RecoveryMode, ScopePlan, plan_scope
+from moe_ft.planning.scope import ScopePlan, plan_scope
 from tests.unit.moe_ft.planning.failures import make_failure, make_pipelines, make_version
 
 NEWEST, BEGIN, END = 6, 3, 4  # the newest state of all; first and last iteration of the window
@@ -350,20 +350,7 @@ def test_newest_window_that_all_stages_have_is_not_given_up_for_an_older_target(
     )
 
 
-def test_settings_decide_whether_recovery_may_be_local() -> None:
-    pipelines = make_pipelines(3)
-    possible = make_failure(pipelines, healthy(pipelines, {1}))
-    forced = plan_scope(possible, pipelines, RecoveryMode.GLOBAL)
-    assert (forced.plan, forced.is_refused) == (None, False)
-    assert forced.reason == "--moe-ft-recovery=global asks for it"
-    assert plan_scope(possible, pipelines, RecoveryMode.LOCAL) == plan_scope(possible, pipelines)
-
-
-def test_local_recovery_that_is_asked_for_and_impossible_refuses_the_start() -> None:
-    pipelines = make_pipelines(3)
-    impossible = replace(make_failure(pipelines, healthy(pipelines, {1})), logs=())
-    assert plan_scope(impossible, pipelines, RecoveryMode.LOCAL).is_refused
-    assert not plan_scope(impossible, pipelines).is_refused
-    nothing = plan_scope(Remains(versions=()), pipelines, RecoveryMode.LOCAL)
-    assert not nothing.is_refused, "a fresh start"
-    assert nothing.reason == "no stage has the state of all its ranks"
+def test_fresh_start_has_nothing_to_plan() -> None:
+    assert (
+        reason(Remains(versions=()), make_pipelines(3)) == "no stage has the state of all its ranks"
+    )

@@ -279,4 +279,4 @@ def test_boundary_log_has_slots_for_the_windows_of_the_strategy() -> None:
     assert measure_sizes(strategy, layouts).num_boundary_slots == 0
     sizes = measure_sizes(strategy, layouts, traffic=TRAFFIC, stage=1, interval=4)
     assert sizes.boundary_slot_bytes == TRAFFIC.slot_bytes(1)
-    assert sizes.num_boundary_slots == 6
+    assert sizes.num_boundary_slots == 7

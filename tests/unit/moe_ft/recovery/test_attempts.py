@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from moe_ft.recovery.attempts import (
     Attempt,
     describe,
+    failed_locally,
     failed_too_often,
     note_attempt,
     read_attempts,
@@ -36,6 +38,20 @@ def test_two_starts_that_failed_in_the_same_way_exclude_the_state() -> None:
 )
 def test_two_failures_that_are_not_the_same_exclude_nothing(other: Attempt) -> None:
     assert failed_too_often([attempt("a"), other]) == {}
+
+
+def test_failure_for_the_logs_excludes_a_local_recovery_at_once_and_never_the_state() -> None:
+    found = [replace(attempt(by), is_local=True) for by in ("a", "b")]
+    assert failed_locally(found[:1]) == {("s", 7): "recovery: ValueError: bad"}
+    assert failed_too_often(found) == {}
+    assert failed_locally([attempt("a"), attempt("b")]) == {}
+
+
+def test_notes_of_a_version_without_local_recoveries_are_read(tmp_path: Path) -> None:
+    (tmp_path / "failed_00000.json").write_text(
+        '[{"start": "s", "iteration": 7, "failure": "recovery: ValueError: bad", "by": "a"}]'
+    )
+    assert read_attempts(tmp_path) == [attempt("a")]
 
 
 def test_failures_that_the_ranks_of_a_node_have_noted_are_read_together(tmp_path: Path) -> None:

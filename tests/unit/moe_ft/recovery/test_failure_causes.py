@@ -1,11 +1,17 @@
 """Failures that the state may cause, and failures of the machine, the network or another rank."""
 
+import errno
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from moe_ft.errors import ConfigError, CorruptStateError, UnrecoverableError
-from moe_ft.recovery.failure_causes import is_not_finite, speaks_against_state
+from moe_ft.recovery.failure_causes import (
+    is_not_finite,
+    speaks_against_logs,
+    speaks_against_state,
+)
 
 MEGATRONS_NAN = RuntimeError(
     "Rank 3, node store-7, device 3, iteration 12: Unexpected result nan "
@@ -68,3 +74,37 @@ def test_failure_of_the_machine_says_nothing_of_a_state(error: Exception) -> Non
 @pytest.mark.parametrize("error", [ConfigError("bad flag"), UnrecoverableError("nothing there")])
 def test_refusal_of_a_start_says_nothing_of_a_state(error: Exception) -> None:
     assert not speaks_against_state(error)
+
+
+def caused_by(cause: Exception) -> UnrecoverableError:
+    """Return the failure to fetch a log."""
+    error = UnrecoverableError("the boundary log of rank 0 cannot be fetched")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CorruptStateError("tensor 3 does not match its checksum"),
+        UnrecoverableError("tensor 3 is missing"),
+        caused_by(OSError("boundary_1.safetensors is gone")),
+    ],
+)
+def test_replay_that_fails_for_its_logs_speaks_against_them(error: Exception) -> None:
+    assert speaks_against_logs(error)
+    assert not speaks_against_state(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        caused_by(ConnectionResetError("the other rank has died")),
+        caused_by(TimeoutError("not done within 30 s")),
+        caused_by(OSError(errno.EHOSTUNREACH, "No route to host")),
+        ValueError("bad"),
+        OSError("disk"),
+    ],
+)
+def test_replay_that_fails_otherwise_says_nothing_of_its_logs(error: Exception) -> None:
+    assert not speaks_against_logs(error)

@@ -1,6 +1,7 @@
 """A window is read from wherever each of its versions is intact."""
 
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,13 +13,21 @@ from hypothesis import strategies as st
 
 from moe_ft.engine.memory.regions import own_directory
 from moe_ft.format.index import Index
-from moe_ft.planning.recovery import Source, Tier
-from moe_ft.recovery.fetch import Fetched, read_window
+from moe_ft.planning.recovery import Source, Tier, plan_recovery
+from moe_ft.planning.remains import Place, place_of
+from moe_ft.recovery.fetch import Fetched, fetch, read_window
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.readers import MemoryReader, Readers
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import WINDOW_UNITS, fill_region, fill_window, make_identity
+from tests.unit.moe_ft.recovery.meetings import (
+    config_of,
+    facts_of,
+    initialized,
+    leave_window,
+    met_alone,
+)
 from tests.unit.moe_ft.recovery.window_copies import (
     EMBEDDING,
     ENTRIES,
@@ -265,6 +274,28 @@ def test_slices_of_what_the_distributed_optimizer_divided_are_nobodys_business(
 
 def test_units_are_counted_once_by_the_tier_of_their_version_at_full(copies: Copies) -> None:
     assert copies.fetch().sources == {Tier.MEMORY: len(WINDOW_UNITS)}
+
+
+def test_places_of_a_state_are_unreadable_if_some_of_it_is_damaged(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    index = leave_window(config)
+    with initialized(), ExitStack() as opened:
+        met = met_alone(config, facts_of(), opened)
+        directory = met.site.node_dir
+        (version,) = look_at_memory(directory, "node", "job").versions
+        (plan,), _ = plan_recovery([version], ["node"])
+
+        def unreadable() -> frozenset[Place]:
+            readers = Readers(lambda source: MemoryReader(directory / source.version.path))
+            return fetch(plan, met, readers, {}, None).unreadable
+
+        assert unreadable() == frozenset()
+        with (directory / version.path).with_name(index.file).open("r+b") as file:
+            file.seek(index.units[EMBEDDING].offset)
+            file.write(b"\xff")
+        assert unreadable() == {place_of(version)}
+        (directory / version.path).unlink()
+        assert unreadable() == {place_of(version)}
 
 
 def test_unit_of_another_run_is_not_what_was_planned(copies: Copies) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,16 @@ def test_failures_that_two_starts_had_in_the_same_way_are_found(rank: Rank, tmp_
     assert look(met, claimed).failed == {("writer", 7): FAILURE}
 
 
+def test_failure_of_a_local_recovery_for_its_logs_is_found_after_one_start(
+    rank: Rank, tmp_path: Path
+) -> None:
+    met, claimed = rank.claim(config_of(tmp_path))
+    attempt = Attempt(start="writer", iteration=7, failure=FAILURE, by="first", is_local=True)
+    note_attempt(met.site.node_dir, 0, attempt)
+    found = look(met, claimed)
+    assert (found.failed, found.failed_locally) == ({}, {("writer", 7): FAILURE})
+
+
 # Plans that are passed over
 
 
@@ -138,3 +149,20 @@ def test_state_that_the_user_names_is_used_whatever_has_failed(plan: Plan) -> No
 @pytest.mark.parametrize("failed", [("writer", 6), ("other", 7)])
 def test_failures_from_other_states_count_nothing(plan: Plan, failed: tuple[str, int]) -> None:
     assert found_with(wish(), {failed: FAILURE}).failure_of(plan) is None
+
+
+@pytest.mark.parametrize("asked", [wish(), wish("iter_7", is_restart=True)])
+def test_local_recovery_that_has_failed_for_its_logs_is_passed_over(
+    plan: Plan, asked: Wish
+) -> None:
+    found = replace(found_with(asked, {}), failed_locally={("writer", 7): FAILURE})
+    assert found.local_failure_of(plan) == (
+        f"iteration 7: a start failed to recover some stages alone ({FAILURE})"
+    )
+    assert found.failure_of(plan) is None, "the state itself may be used"
+
+
+def test_local_recovery_that_has_not_failed_or_is_insisted_on_is_tried(plan: Plan) -> None:
+    found = replace(found_with(wish("iter_7"), {}), failed_locally={("writer", 7): FAILURE})
+    assert found.local_failure_of(plan) == ""
+    assert found_with(wish(), {("writer", 7): FAILURE}).local_failure_of(plan) == ""

@@ -1,5 +1,6 @@
 """Handover of a recovered state to the engine: windows that only peers have, and peers without it."""
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import pytest
 
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
+from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan, Source, StagePlan, Tier, Version
+from moe_ft.planning.scope import ScopePlan
 from moe_ft.recovery.fetch import Fetched
 from moe_ft.recovery.protect import hand_over
 from moe_ft.recovery.restore import Restored
@@ -84,23 +87,36 @@ def fetched(index: Index = WINDOW.index, origin: Source = AT_2) -> Fetched:
     )
 
 
-def hand(sources: list[Source], state: Fetched | None = None, *, saves_all: bool = True) -> Any:
-    """Return what the engine of rank 0 is told."""
-    conversion: Any = None
-    plan = Plan(
-        iteration=7,
+def plan_of(sources: list[Source], target: int = 7) -> Plan:
+    """Return the plan to read these sources of rank 0."""
+    stage = StagePlan(target=target, replay_from=5, sources={0: tuple(sources)})
+    return Plan(
+        iteration=target,
         lineage="run-a",
         history=HISTORY,
         start=HISTORY[-1],
-        stages={0: StagePlan(target=7, replay_from=5, sources={0: tuple(sources)})},
+        stages={0: stage},
     )
+
+
+def hand(
+    sources: list[Source],
+    state: Fetched | None = None,
+    *,
+    saves_all: bool = True,
+    kept: list[Source] | None = None,
+    plan: Plan | None = None,
+) -> Any:
+    """Return what the engine of rank 0 is told, which keeps what it has read or something else."""
+    conversion: Any = None
+    plan = plan or plan_of(sources, 7 if kept is None else 9)
     restored = Restored(
         plan=plan,
         fetched=state or fetched(),
         conversion=conversion,
         persisted_index="",
         loss=None,
-        kept=plan,
+        kept=plan if kept is None else plan_of(kept),
     )
     used = SimpleNamespace(rotating=frozenset(), saves_all=saves_all)
     return hand_over(restored, used, Path("/memory/a"), 0, PEERS)  # type: ignore[arg-type]
@@ -150,6 +166,43 @@ def test_window_of_which_a_part_came_from_elsewhere_is_handed_over() -> None:
     name = next(iter(first))
     changed = {**first, name: replace(first[name], source=AT_2)}
     assert hand([OWN, AT_2], replace(state, compute=[changed, *others])).window is not None
+
+
+def test_window_of_a_stage_that_recovers_alone_is_handed_over_like_any_other() -> None:
+    told = hand([AT_2], kept=[AT_2])
+    assert told.window is not None and told.window.index == WINDOW.index
+    assert told.peers_without == {5}
+
+
+def test_window_of_a_stage_that_recovers_alone_from_its_own_memory_stays_there() -> None:
+    told = hand([OWN, AT_2], fetched(origin=OWN), kept=[OWN, AT_2])
+    assert (told.window, told.peers_without) == (None, {5})
+
+
+def test_breakpoint_is_not_handed_over_in_place_of_the_window_that_is_kept() -> None:
+    left = source(Tier.MEMORY, "a", "rank_00000/breakpoint.json", window=1)
+    own = replace(left, version=replace(left.version, iteration=9, is_breakpoint=True))
+    told = hand([own], fetched(origin=own), kept=[OWN, AT_2])
+    assert (told.window, told.peers_without) == (None, {5})
+    assert told.family == OWN.version.family
+    told = hand([own], fetched(origin=own), kept=[AT_2])
+    assert (told.window, told.peers_without) == (None, frozenset())
+
+
+def test_breakpoints_stay_after_a_local_recovery_also_where_a_rank_has_read_snapshots() -> None:
+    """No rank has a snapshot of its target."""
+    of_all = plan_of([OWN, AT_2])
+    assert not hand([OWN, AT_2], fetched(origin=OWN), plan=of_all).needs_breakpoint
+    fields = {each.name: getattr(of_all, each.name) for each in dataclasses.fields(Plan)}
+    local = LocalPlan(**fields, scope=ScopePlan(target=7, stages=of_all.stages, scopes=()))
+    assert hand([OWN, AT_2], fetched(origin=OWN), plan=local).needs_breakpoint
+
+
+def test_breakpoints_stay_if_one_is_all_that_a_rank_has() -> None:
+    left = source(Tier.MEMORY, "a", "rank_00000/breakpoint.json", window=1)
+    own = replace(left, version=replace(left.version, is_breakpoint=True))
+    assert hand([own], fetched(origin=own)).needs_breakpoint
+    assert not hand([own, OWN], fetched(origin=own)).needs_breakpoint
 
 
 def test_replica_on_the_own_node_is_not_the_ranks_own_memory() -> None:

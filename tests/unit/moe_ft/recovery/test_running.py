@@ -1,5 +1,6 @@
 """Checkpointing while training runs: the failures that it notes, and how it ends."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,8 +11,10 @@ import pytest
 
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
-from moe_ft.errors import ConfigError
+from moe_ft.errors import ConfigError, CorruptStateError, UnrecoverableError
+from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan
+from moe_ft.planning.scope import ScopePlan
 from moe_ft.recovery import start as phases
 from moe_ft.recovery.attempts import Attempt, read_attempts
 from moe_ft.recovery.job_memory import is_alive
@@ -65,13 +68,37 @@ def test_results_that_are_not_finite_are_one_failure_whatever_the_words(
 
 
 @pytest.mark.parametrize(
-    "error", [OSError("disk"), ConfigError("--flag"), RuntimeError("gloo: Connection reset")]
+    "error",
+    [
+        OSError("disk"),
+        ConfigError("--flag"),
+        UnrecoverableError("nothing there"),
+        RuntimeError("gloo: Connection reset"),
+    ],
 )
 def test_failure_of_the_machine_or_of_a_flag_is_not_noted(
     met: Met, plan: Plan, error: Exception
 ) -> None:
     note_failure(met, plan, "recovery", error)
     assert read_attempts(met.site.node_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "noted"),
+    [
+        (UnrecoverableError("tensor 3 is missing"), [True]),
+        (CorruptStateError("tensor 3 does not match its checksum"), [True]),
+        (ValueError("bad"), [False]),
+        (OSError("disk"), []),
+    ],
+)
+def test_failure_of_a_replay_for_its_logs_is_noted_against_the_local_recovery_alone(
+    met: Met, plan: Plan, error: Exception, noted: list[bool]
+) -> None:
+    fields = {each.name: getattr(plan, each.name) for each in dataclasses.fields(Plan)}
+    scope = ScopePlan(target=plan.iteration, stages=plan.stages, scopes=())
+    note_failure(met, LocalPlan(**fields, scope=scope), "iteration 8", error)
+    assert [each.is_local for each in read_attempts(met.site.node_dir)] == noted
 
 
 def test_failure_that_cannot_be_noted_does_not_hide_itself(met: Met, plan: Plan) -> None:
@@ -147,14 +174,14 @@ class _Absent(Agreement):
         raise RuntimeError("rank 1 did not come")
 
 
-def test_memory_stays_where_another_rank_does_not_end_cleanly(
+def test_rank_learns_whether_all_others_have_ended_cleanly(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert job.running.have_all_ended()
     met = job.running.met
     ranks = Ranks(everyone=_Absent(1.0), stage=met.ranks.stage)
-    replace(job.running, met=replace(met, ranks=ranks)).close(removes_memory=True)
-    assert job.has_state
-    assert job.lock_path.exists()
+    assert not replace(job.running, met=replace(met, ranks=ranks)).have_all_ended()
+    job.running.close()
     said = capsys.readouterr().err
     assert "rank 0 keeps its memory: another rank did not end cleanly: rank 1 did not come" in said
 

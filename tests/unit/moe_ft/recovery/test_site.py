@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moe_ft.config.config import MoeFtConfig, StorageConfig
-from moe_ft.recovery.site import Site, say
+from moe_ft.recovery.site import Site, say, say_for_node
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.recovery import starts
 
@@ -41,6 +41,22 @@ def test_job_writes_to_a_persist_directory_unless_its_interval_is_0(
 ) -> None:
     site = replace(starts.site(), config=MoeFtConfig(storage=storage))
     assert site.writes_to_storage == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "printed"),
+    [
+        (["", "", "", "", ""], []),
+        (["0", "1", "2", "3", "4"], ["0", "1", "4"]),
+        (["", "", "2", "3", ""], ["2", "3"]),
+    ],
+)
+def test_line_for_a_node_is_printed_by_its_lowest_rank_that_has_one(
+    capsys: pytest.CaptureFixture[str], lines: list[str], printed: list[str]
+) -> None:
+    for site in sites():
+        say_for_node(site, lines)
+    assert capsys.readouterr().err.splitlines() == [f"moe_ft: {each}" for each in printed]
 
 
 def test_lines_go_to_stderr_with_the_name_of_the_program(

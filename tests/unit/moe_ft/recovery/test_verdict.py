@@ -163,6 +163,27 @@ def test_very_many_states_are_said_up_to_a_limit(capsys: pytest.CaptureFixture[s
     assert lines[-1] == "moe_ft:   and 38 more: the event log has all of them"
 
 
+def test_log_that_cannot_be_read_is_said_by_the_first_rank_when_it_is_planned_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for rank in range(2):
+        verdict(rank=rank).say_unreadable([rejection(10), rejection(11)])
+    assert capsys.readouterr().err == (
+        "moe_ft: planning again without what cannot be read: iteration 10: rank 1 lacks it\n"
+    )
+
+
+def test_hindrance_of_a_better_recovery_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (plan,) = plans(*versions_of(FIRST, 7))
+    for text in ("iteration 9: stage 1 has no record of iteration 8", ""):
+        verdict().say_hindrance(plan, text)
+    assert capsys.readouterr().err == (
+        "moe_ft: all stages recover, up to iteration 7; iteration 9: stage 1 has no record of iteration 8\n"
+    )
+
+
 def test_load_that_is_preferred_is_said_with_the_state_that_it_is_newer_than(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

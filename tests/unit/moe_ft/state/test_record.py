@@ -1,27 +1,23 @@
 """Records: buffers, scalars and random numbers come back as they were taken."""
 
 import math
-import random
 from types import SimpleNamespace
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import IterationRecord
+from moe_ft.state.packed_values import unpack
 from moe_ft.state.record import (
     CapturedRecord,
     IterationFacts,
     LoopCounters,
     RecordTaker,
     apply,
-    apply_rng,
     encode,
-    pack,
-    unpack,
 )
 from moe_ft.state.tensors import buffer_places
 from moe_ft.units import UnitId, UnitKind
@@ -180,27 +176,3 @@ def test_captured_record_does_not_follow_the_state(cpu: None) -> None:
     live = Rank(5)
     live.put_back(record)
     assert live.scale["scale"] == 2048
-
-
-def test_random_numbers_continue_where_the_record_was_taken(cpu: None) -> None:
-    def draw() -> tuple[float, float, float]:
-        return random.gauss(), float(np.random.normal()), float(torch.rand(1))
-
-    random.gauss()
-    np.random.normal()  # both keep a second number for the next call
-    taker, captured = Rank(1).capture()
-    taker.complete(captured)
-    record = written(encode(captured))
-    expected = draw()
-    assert draw() != expected
-    apply_rng(record)
-    assert draw() == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_small_tensor_is_unpacked_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
-    found = unpack(pack(tensor))
-    assert (found.dtype, found.shape) == (dtype, tensor.shape)
-    assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))

@@ -21,6 +21,7 @@ TRAFFIC = PipelineTraffic(
     num_stages=3, num_chunks=1, num_microbatches=2, shape=(8, 2, 16), element_bytes=2
 )
 STAGE = 1
+RECORD_SETTINGS = {"--lr": 1e-3}
 Send = tuple[int, Direction, torch.Tensor]
 
 
@@ -41,7 +42,7 @@ class SmallLog:
         identity = make_identity(world_size=3)
         header = header_bytes(TRAFFIC.num_sends(STAGE))
         self.log = BoundaryLog(
-            self.slots, header, identity, RANK, "node", self.worker, self.reports
+            self.slots, header, identity, RANK, "node", self.worker, self.reports, RECORD_SETTINGS
         )
 
     def take(self, iteration: int, sends: Sequence[Send] | None = None) -> list[Send]:
@@ -63,6 +64,15 @@ class SmallLog:
     def reasons(self) -> list[str]:
         """Return the reasons of all failures since the last call."""
         return [_reason(each) for each in self.reports.drain()]
+
+    def skipped(self) -> list[int]:
+        """Return the iterations for which there was no room, since the last call."""
+        found = self.reports.drain()
+        assert all(each.event == "skipped" for each in found)
+        assert all(
+            "again, stay until there is a new window" in each.fields["reason"] for each in found
+        )
+        return [each.iteration for each in found]
 
 
 def _reason(report: Report) -> str:

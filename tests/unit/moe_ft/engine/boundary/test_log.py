@@ -188,6 +188,62 @@ def test_start_keeps_the_logs_before_its_iteration_and_drops_those_that_run_agai
     assert not again.reasons()
 
 
+def test_logs_that_a_local_recovery_rests_on_stay_until_there_is_a_new_window(
+    tmp_path: Path,
+) -> None:
+    with small_log(tmp_path, num_slots=3) as log:
+        for iteration in range(3):
+            log.take(iteration)
+        log.reasons()
+    again = SmallLog(tmp_path, num_slots=3)
+    again.log.start(3, 1, is_in_use=True)  # iterations 1 and 2 were run again
+    again.take(3)
+    again.log.note_window(4)
+    again.take(4)
+    assert not again.skipped()  # that of 3 leads to no state
+    again.take(5)
+    assert again.held() == [1, 2, 5]
+    assert again.skipped() == [5]  # the log of 4 is overwritten
+    again.log.keep(5)
+    again.take(6)
+    again.take(7)
+    assert again.held() == [5, 6, 7]
+    assert not again.reasons()
+
+
+def test_iteration_gets_no_log_where_all_are_in_use_and_says_so_once(tmp_path: Path) -> None:
+    with small_log(tmp_path) as log:
+        log.take(1)
+        log.take(2)
+    again = SmallLog(tmp_path)
+    again.log.start(3, 1, is_in_use=True)
+    for iteration in (3, 4, 5):
+        if iteration == 4:
+            again.log.note_window(4)
+        again.take(iteration)
+    assert again.held() == [1, 2]
+    assert again.skipped() == [4]
+
+
+def test_log_before_the_next_window_is_no_loss_after_a_recovery_from_breakpoints(
+    tmp_path: Path,
+) -> None:
+    with small_log(tmp_path, num_slots=3) as log:
+        log.take(1)
+    again = SmallLog(tmp_path, num_slots=3)
+    again.log.start(2, 1, is_in_use=True)
+    for iteration in range(2, 9):  # the interval is longer than the slots that are left
+        again.take(iteration)
+    for first in (9, 10):  # the window that begins at 9 fails
+        again.log.note_window(first)
+        again.take(first)
+    again.log.keep(10)
+    again.take(11)
+    assert again.held() == [9, 10, 11]
+    assert not again.skipped()
+    assert not again.reasons()
+
+
 def test_start_drops_what_is_damaged_or_of_another_rank(tmp_path: Path) -> None:
     with small_log(tmp_path) as log:
         log.take(0)

@@ -64,7 +64,8 @@ class Node:
         if not (self.directory / HEARTBEAT_NAME).exists():
             return None
         for child in psutil.Process().children():
-            if str(self.directory) in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+            # Another test of this process may have left a zombie, which has no command line.
+            if child.status() != psutil.STATUS_ZOMBIE and str(self.directory) in child.cmdline():
                 return child
         return None
 

@@ -1,0 +1,200 @@
+"""Borders of a local recovery: logs of the neighbours that keep their state, and numbers of the job.
+
+They are read and verified before any live state is overwritten, except for logs on other nodes: these are
+fetched while the replay runs.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from moe_ft.engine.boundary.fetching import FetchedLog
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.engine.boundary.reading import LoggedIteration, NeighbourLog, open_slot
+from moe_ft.engine.links.peers import PeerConnection
+from moe_ft.errors import CorruptStateError
+from moe_ft.format.boundary import BoundaryIndex
+from moe_ft.format.encoding import decode
+from moe_ft.format.records import JobNumbers, numbers_of
+from moe_ft.planning.local_recovery import LocalPlan
+from moe_ft.planning.recovery import Source, Tier
+from moe_ft.planning.remains import KeptRecord, Place, SentLog
+from moe_ft.planning.scope import Scope
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.readers import Readers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Borders:
+    """Answers to a rank that runs iterations again with its scope alone.
+
+    Attributes:
+        ranks: that run iterations again together; links and collectives reach no others.
+        player: answers for the neighbours outside.
+        tail: numbers of the job after each iteration that follows the rank's own window.
+        fetched: logs that come from other nodes.
+    """
+
+    ranks: frozenset[int]
+    player: BoundaryPlayer
+    tail: tuple[JobNumbers, ...]
+    fetched: tuple[FetchedLog, ...] = ()
+
+    def close(self) -> None:
+        """Close what the logs are fetched with: the replay is over."""
+        for each in self.fetched:
+            each.close()
+
+
+def read_borders(
+    plan: LocalPlan, met: Met, readers: Readers
+) -> tuple[Borders | None, dict[Place, str]]:
+    """Read what the replay of this rank needs. Not collective.
+
+    Returns:
+        Nothing for a rank that runs nothing again; and what is missing, or damaged, by its place.
+    """
+    stage, pipelines = met.facts.stage, met.pipelines
+    scope = plan.scope_of(stage)
+    if scope is None or pipelines is None:
+        return None, {}
+    missing: dict[Place, str] = {}
+    tail = []
+    for record in scope.records[stage]:
+        numbers = _read_numbers(record, plan, met, readers)
+        if numbers is None:
+            missing[record.place] = f"record of iteration {record.iteration}"
+        else:
+            tail.append(numbers)
+    logs = {
+        sender: _open_logs(sent, met, missing)
+        for sender, sent in _sent_to(met.site.rank, scope).items()
+    }
+    borders = Borders(
+        ranks=frozenset(rank for each in scope.stages for rank in pipelines.stages[each]),
+        player=BoundaryPlayer(met.site.rank, logs, _live_from(plan, scope, met)),
+        tail=tuple(tail),
+        fetched=tuple(each for each in logs.values() if isinstance(each, FetchedLog)),
+    )
+    return borders, missing
+
+
+def _live_from(plan: LocalPlan, scope: Scope, met: Met) -> dict[int, int]:
+    """Return by rank the iteration with which each rank of the scope begins."""
+    assert met.pipelines is not None
+    return {
+        rank: plan.stages[stage].replay_from
+        for stage in scope.stages
+        for rank in met.pipelines.stages[stage]
+    }
+
+
+def _sent_to(rank: int, scope: Scope) -> Mapping[int, Sequence[SentLog]]:
+    found: dict[int, list[SentLog]] = defaultdict(list)
+    for each in scope.logs:
+        if each.receiver == rank:
+            found[each.sender].append(each)
+    return found
+
+
+def _read_numbers(
+    record: KeptRecord, plan: LocalPlan, met: Met, readers: Readers
+) -> JobNumbers | None:
+    """Return the numbers of a record, from the state that it is kept with."""
+    if record.numbers is not None:
+        return record.numbers
+    for source in _sources_with(record, plan, met):
+        reader = readers.open(source)
+        for each in reader.index.records if reader is not None else ():
+            if each.iteration == record.iteration:
+                return numbers_of(each)
+    return None
+
+
+def _sources_with(record: KeptRecord, plan: LocalPlan, met: Met) -> Iterator[Source]:
+    for source in plan.elsewhere.get(record.rank, ()):
+        version = source.version
+        if (version.node, version.path) == (record.node, record.path):
+            # Tiers are as the rank of the state sees them.
+            is_here = version.node == met.site.node
+            tier = Tier.STORAGE if version.node is None else Tier.MEMORY if is_here else Tier.PEER
+            yield Source(tier=tier, version=version)
+
+
+def _open_logs(sent: Sequence[SentLog], met: Met, missing: dict[Place, str]) -> NeighbourLog:
+    """Open the logs of one neighbour; note those that cannot be read."""
+    here: dict[int, LoggedIteration] = {}
+    elsewhere: dict[int, BoundaryIndex] = {}
+    nodes = _Nodes(met)
+    for each in sent:
+        try:
+            if each.node == met.site.node:
+                here[each.iteration] = _open_here(each, met)
+            else:
+                elsewhere[each.iteration] = nodes.open_log(each)
+        except OSError as error:
+            missing[each.place] = (
+                f"boundary log of rank {each.sender}, iteration {each.iteration} ({error})"
+            )
+    if elsewhere:
+        return FetchedLog(elsewhere, sent[0].receiver, nodes.fetch, nodes.close, here)
+    nodes.close()
+    return here
+
+
+def _open_here(sent: SentLog, met: Met) -> LoggedIteration:
+    logged = open_slot(met.site.node_dir / sent.path)
+    _check_is_planned(logged.index, sent)
+    logged.check(sent.receiver)
+    return logged
+
+
+def _check_is_planned(index: BoundaryIndex, sent: SentLog) -> None:
+    if (index.rank, index.iteration) != (sent.sender, sent.iteration):
+        raise CorruptStateError(
+            f"{sent.path} now holds iteration {index.iteration} of rank {index.rank}, not what was planned"
+        )
+
+
+class _Nodes:
+    """Other nodes that keep logs of one neighbour. Used by one thread at a time."""
+
+    def __init__(self, met: Met) -> None:
+        self._met = met
+        self._connections: dict[str, PeerConnection] = {}
+        self._paths: dict[int, tuple[str, str]] = {}  # of data, by iteration, with the node
+        self._unreachable: dict[str, OSError] = {}
+
+    def open_log(self, sent: SentLog) -> BoundaryIndex:
+        """Return the index of a log; raises OSError if it cannot be read, or is of something else."""
+        assert sent.node is not None
+        if sent.node in self._unreachable:  # not once more for each of its logs
+            raise self._unreachable[sent.node]
+        try:
+            content = bytes(self._connect(sent.node).get(sent.path))
+        except (ConnectionError, TimeoutError) as error:
+            self._unreachable[sent.node] = error
+            raise
+        index = decode(content, BoundaryIndex, f"{sent.path} of node {sent.node}")
+        _check_is_planned(index, sent)
+        path = PurePosixPath(sent.path).with_name(index.file)
+        self._paths[sent.iteration] = sent.node, str(path)
+        return index
+
+    def fetch(self, index: BoundaryIndex, offset: int, num_bytes: int) -> memoryview:
+        """Return a range of a log that was opened; raises OSError if that fails."""
+        node, path = self._paths[index.iteration]
+        return memoryview(self._connect(node).get(path, offset, num_bytes))
+
+    def _connect(self, node: str) -> PeerConnection:
+        if node not in self._connections:
+            address = self._met.site.topology.lowest_on_node(node).address
+            assert address is not None
+            self._connections[node] = PeerConnection(address, self._met.token)
+        return self._connections[node]
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connection in self._connections.values():
+            connection.close()
