@@ -20,10 +20,7 @@ _PR_SET_PDEATHSIG = 1
 def become(request: RankRequest, streams: Sequence[int]) -> None:
     """Take over from the worker: its streams, environment, folder and cores, in a session of its own."""
     os.setsid()
-    zygote = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != zygote:
-        os._exit(1)
+    follow_parent(os.getppid())
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -35,6 +32,13 @@ def become(request: RankRequest, streams: Sequence[int]) -> None:
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
+
+
+def follow_parent(parent_pid: int) -> None:
+    """Have this process killed when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
 
 
 def run(target: Target) -> None:

@@ -2,6 +2,10 @@
 
 It never uses CUDA and starts no threads, both of which a forked process would miss. It ends with the
 launcher's agent, once no rank of it runs any more; ranks end with it.
+
+With repairs in place (link.py says when), it forks a replacement for a rank that dies, and the worker does
+not learn of it. It kills ranks that hang (heartbeat.py). The node of rank 0 then also has a process that
+keeps the job's store.
 """
 
 import gc
@@ -14,15 +18,19 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_ft.keeper.forked_rank import become, run
+from moe_ft.keeper.forked_rank import become, follow_parent, run
+from moe_ft.keeper.heartbeat import Pulse, period_s
+from moe_ft.keeper.link import Link, set_own_link, wants_repair
 from moe_ft.keeper.protocol import NO_RANK, RankRequest, receive_request, send_number
 from moe_ft.keeper.target import Target
 
 _REQUEST_DEADLINE_S = 30.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 
 
 def main(words: list[str]) -> None:
@@ -43,12 +51,12 @@ def main(words: list[str]) -> None:
     )
     zygote = Zygote(listener, int(own[1]))
     try:
-        request = zygote.serve()
+        role = zygote.serve()
     except BaseException:
         Path(own[2]).unlink(missing_ok=True)
         raise
-    if request is not None:
-        run(Target(words=request.words, preload=()))
+    if role is not None:
+        role()
     else:
         Path(own[2]).unlink(missing_ok=True)
 
@@ -77,6 +85,13 @@ class _Rank:
     pid: int
     end: int  # a descriptor that can be read once the process has ended
     connection: socket.socket
+    request: RankRequest
+    streams: tuple[int, ...] = ()  # kept for a replacement
+    link: Link | None = None
+    pulse: Pulse | None = None  # with a link
+
+
+Role = Callable[[], None]
 
 
 class Zygote:
@@ -91,17 +106,40 @@ class Zygote:
             self._agent = os.pidfd_open(agent_pid)
             self._selector.register(self._agent, selectors.EVENT_READ, self._stop)
             self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._forked: RankRequest | None = None
+        self._store_pid = 0
+        self._role: Role | None = None  # of a forked process
 
-    def serve(self) -> RankRequest | None:
-        """Serve until the agent has ended and no rank runs; in a rank, return its request at once."""
+    def serve(self) -> Role | None:
+        """Serve until the agent has ended and no rank runs; in a forked process, return what it is to do."""
         while self._selector.get_map():
-            for key, _ in self._selector.select():
-                if key.fileobj in self._selector.get_map():  # not closed by an event before
+            for key, _ in self._selector.select(self._look_period_s()):
+                if self._selector.get_map().get(key.fd) is key:  # not closed by an event before
                     key.data()
-                if self._forked is not None:
-                    return self._forked
+                if self._role is not None:
+                    return self._role
+            self._end_silent()
+        self._end_store()
         return None
+
+    def _look_period_s(self) -> float | None:
+        """Return how often to look at the beats of ranks; None if no rank has any."""
+        links = [rank.link for rank in self._ranks if rank.link is not None]
+        return min((period_s(link.limit_s) for link in links), default=None)
+
+    def _end_silent(self) -> None:
+        """Kill ranks without a beat for too long. Their death is repaired like any other, or not."""
+        for rank in self._ranks:
+            if rank.link is None or rank.pulse is None or rank.link.hung_s:
+                continue
+            silent_s = rank.pulse.silent_s()
+            if silent_s > rank.link.limit_s:
+                rank.link.note_hang(silent_s)
+                number = rank.request.environment.get("RANK")
+                _say(
+                    f"rank {number} (process {rank.pid}) has given no sign of life for {silent_s:.1f} s, "
+                    "and is killed"
+                )
+                _send(rank, signal.SIGKILL)
 
     def _stop(self) -> None:
         """Accept no further ranks: the agent has ended."""
@@ -109,6 +147,9 @@ class Zygote:
         self._selector.unregister(self._agent)
         self._selector.unregister(self._listener)
         self._listener.close()
+        for rank in self._ranks:
+            if rank.link is not None:
+                rank.link.retire()
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -127,30 +168,77 @@ class Zygote:
             with suppress(OSError), connection:
                 send_number(connection, NO_RANK)
             return
+        link = Link() if wants_repair(request.words) else None
+        if link is not None and request.environment.get("RANK") == "0":
+            self._start_store(request)
+        if self._role is None:
+            self._fork(request, tuple(streams), connection, link)
+
+    def _fork(
+        self,
+        request: RankRequest,
+        streams: tuple[int, ...],
+        connection: socket.socket,
+        link: Link | None,
+    ) -> None:
+        """Fork a rank, and tell its worker if it is the first one."""
         pid = os.fork()
         if pid == 0:
-            self._forget()
-            connection.close()
+            self._forget(connection)
             become(request, streams)
-            self._forked = request
+            self._role = lambda: _run_rank(request, link)
             return
-        for each in streams:
-            os.close(each)
-        rank = _Rank(pid, os.pidfd_open(pid), connection)
+        if link is None:
+            for each in streams:
+                os.close(each)
+            streams = ()
+        pulse = None if link is None else Pulse(link)
+        rank = _Rank(pid, os.pidfd_open(pid), connection, request, streams, link, pulse)
         self._ranks.add(rank)
         self._selector.register(rank.end, selectors.EVENT_READ, lambda: self._reap(rank))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
-        with suppress(OSError):  # its worker is gone: `_hear` notices
-            send_number(connection, pid)
+        if link is None or not link.is_replacement:
+            with suppress(OSError):  # its worker is gone: `_hear` notices
+                send_number(connection, pid)
 
-    def _forget(self) -> None:
-        """Close in a rank what belongs to the zygote."""
+    def _start_store(self, request: RankRequest) -> None:
+        """Fork the process that keeps the store of a start, unless the launcher does."""
+        # It imports torch, as a script that repairs does anyway.
+        from moe_ft.keeper import job_store
+
+        self._end_store()
+        if job_store.is_shared(request.environment):
+            return
+        zygote, pid = os.getpid(), os.fork()
+        if pid == 0:
+            self._forget()
+            os.setsid()
+            follow_parent(zygote)
+            self._role = lambda: job_store.serve(request.environment)
+        else:
+            self._store_pid = pid
+
+    def _end_store(self) -> None:
+        """End the store of the start before: the next one may listen at the same port."""
+        if self._store_pid:
+            with suppress(ProcessLookupError):
+                os.kill(self._store_pid, signal.SIGKILL)
+            os.waitpid(self._store_pid, 0)
+            self._store_pid = 0
+
+    def _forget(self, connection: socket.socket | None = None) -> None:
+        """Close in a forked process what belongs to the zygote, and a connection."""
+        for rank in self._ranks:
+            for each in rank.streams:
+                os.close(each)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, int):
                 os.close(key.fileobj)
             else:
                 key.fileobj.close()  # type: ignore[attr-defined]
         self._selector.close()
+        if connection is not None:
+            connection.close()
 
     def _hear(self, rank: _Rank) -> None:
         """Pass a signal on; kill a rank whose worker is gone."""
@@ -159,25 +247,63 @@ class Zygote:
         except OSError:
             message = b""
         number = signal.SIGKILL if not message else signal.Signals(message[-1])
+        if rank.link is not None and number in _ENDING:
+            rank.link.retire()
         if not message:
             self._selector.unregister(rank.connection)
-        try:
-            os.killpg(rank.pid, number)
-        except ProcessLookupError:  # it has not made its group yet, or has ended
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid, number)
+        _send(rank, number)
 
     def _reap(self, rank: _Rank) -> None:
-        """Tell the worker how its rank has ended."""
+        """Replace a rank that has died, or tell the worker how it has ended."""
+        died_s, can_replace = time.time(), rank.link is not None and rank.link.is_armed
+        if can_replace:
+            # Processes that it has started share its locks and connections.
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
         _, status = os.waitpid(rank.pid, 0)
         self._ranks.discard(rank)
         self._selector.unregister(rank.end)
         os.close(rank.end)
         if rank.connection in self._selector.get_map():
             self._selector.unregister(rank.connection)
+        if rank.link is not None and can_replace and status and not why_not_to_fork():
+            name = rank.request.environment.get("RANK")
+            _say(f"rank {name} has died ({_end_of(status)}), and is replaced")
+            self._fork(rank.request, rank.streams, rank.connection, Link(died_s, rank.link.hung_s))
+            return
+        for each in rank.streams:
+            os.close(each)
         with suppress(OSError):
             send_number(rank.connection, status)
         rank.connection.close()
+
+
+def _end_of(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return str(signal.strsignal(os.WTERMSIG(status)))
+    return f"exit code {os.waitstatus_to_exitcode(status)}"
+
+
+def _send(rank: _Rank, number: int) -> None:
+    """Send a signal to a rank and what it has started."""
+    try:
+        os.killpg(rank.pid, number)
+    except ProcessLookupError:  # it has not made its group yet, or has ended
+        with suppress(ProcessLookupError):
+            os.kill(rank.pid, number)
+
+
+def _run_rank(request: RankRequest, link: Link | None) -> None:
+    """Run a rank. A replacement first says that its predecessor has died: the others wait for it."""
+    set_own_link(link)
+    if link is not None and link.died_s is not None:
+        from moe_ft.keeper import job_store, rounds  # imports torch, as a script that repairs does
+
+        environment = request.environment
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        store = job_store.connect(environment)
+        link.round = rounds.declare(store, rank, world_size, link.died_s, link.predecessor_hung_s)
+    run(Target(words=request.words, preload=()))
 
 
 def why_not_to_fork() -> str:

@@ -22,15 +22,18 @@ _WORKER = (
 _AGENT = """
 import json, os, subprocess, sys, threading
 
+def say(*event):
+    os.write(1, (json.dumps(event) + "\\n").encode())  # at once: other threads say something too
+
 def wait(rank, worker):
-    print(json.dumps([rank, "ended", worker.wait()]), flush=True)
+    say(rank, "ended", worker.wait())
 
 for line in sys.stdin:
     rank, words, cpus = json.loads(line)
     env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "test"}
     bind = ["taskset", "-c", cpus] if cpus else []
     worker = subprocess.Popen([*bind, *sys.argv[1:], *words], env=env, start_new_session=True)
-    print(json.dumps([rank, "started", worker.pid]), flush=True)
+    say(rank, "started", worker.pid)
     threading.Thread(target=wait, args=(rank, worker), daemon=True).start()
 """
 

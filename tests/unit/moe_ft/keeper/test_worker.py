@@ -115,6 +115,22 @@ def test_rank_dies_with_its_worker_and_the_zygote_serves_the_next(agent: Agent) 
     assert agent.read("second")["zygote"] == first["zygote"]
 
 
+def test_zygote_serves_on_when_a_rank_and_its_worker_have_ended_at_the_same_time(
+    agent: Agent,
+) -> None:
+    agent.script(SLEEP)
+    worker_pid = agent.start(0, "first")
+    first = agent.read("first")
+    kill([first["zygote"]], signal.SIGSTOP)
+    kill([first["pid"]])
+    wait_for(lambda: not is_running(first["pid"]), "its end")
+    kill([worker_pid])
+    assert agent.exit_code(0) == -signal.SIGKILL
+    kill([first["zygote"]], signal.SIGCONT)
+    agent.start(0, "second")
+    assert agent.read("second")["zygote"] == first["zygote"]
+
+
 def test_ranks_and_workers_end_with_the_zygote_and_a_new_one_is_started(agent: Agent) -> None:
     agent.script(SLEEP)
     agent.start(0, "first")

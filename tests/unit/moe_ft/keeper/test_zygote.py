@@ -1,6 +1,8 @@
-"""Imports of the zygote, and reasons not to fork; serving workers is in test_worker.py."""
+"""Imports of the zygote, reasons not to fork, and replacements; serving workers is in test_worker.py."""
 
+import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -9,6 +11,9 @@ import pytest
 
 from moe_ft.keeper.target import Target
 from moe_ft.keeper.zygote import import_modules, why_not_to_fork
+from tests.kept_job import run_kept
+from tests.processes import is_running
+from tests.waiting import wait_for
 
 
 def test_modules_come_from_the_folder_of_the_script(
@@ -42,3 +47,76 @@ def test_open_device_forbids_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_to_fork() == ""
     monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia0")
     assert "has used CUDA (/dev/nvidia0 is open)" in why_not_to_fork()
+
+
+# Dies or stops when it has armed its link, unless it replaces one that died or arguments say otherwise.
+ARMED = """
+import json, os, signal, subprocess, sys
+from pathlib import Path
+from moe_ft.keeper import job_store, rounds
+from moe_ft.keeper.heartbeat import Heart
+from moe_ft.keeper.link import own_link
+
+link, folder = own_link(), Path(sys.argv[3])
+facts = {"pid": os.getpid(), "is_replacement": link.is_replacement, "died_s": link.died_s}
+if link.is_replacement:
+    found = rounds.Rounds(job_store.connect(os.environ), 1)
+    members = found.wait_for_all(1, 30.0)
+    facts["members"], facts["hung_s"] = [each.rank for each in members], members[0].hung_s
+elif sys.argv[4].endswith("hangs"):
+    facts["child"] = subprocess.Popen(["sleep", "1000"]).pid
+(folder / f"facts_{int(link.is_replacement)}").write_text(json.dumps(facts))
+if not link.is_replacement:
+    if not sys.argv[4].startswith("not"):
+        link.arm()
+    if sys.argv[4].endswith("hangs"):
+        Heart(link, limit_s=1.0).start()
+        os.killpg(os.getpid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_armed_rank_that_dies_is_replaced_and_its_worker_does_not_learn_of_it(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ARMED)
+    flags = ["--moe-ft-repair", "auto", str(tmp_path), "armed"]
+    result = run_kept(flags, 1, log=tmp_path / "log", script=str(script))
+    assert result.exit_codes == ((0,),), result.log.read_text()
+    first, second = (json.loads((tmp_path / f"facts_{n}").read_text()) for n in range(2))
+    assert not first["is_replacement"] and second["is_replacement"]
+    assert first["pid"] != second["pid"]
+    assert (second["members"], second["hung_s"]) == ([0], 0), "it has declared a round"
+    assert "rank 0 has died (Killed), and is replaced" in result.log.read_text()
+
+
+def test_rank_that_is_stopped_is_killed_with_what_it_started_and_replaced(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ARMED)
+    flags = ["--moe-ft-repair", "auto", str(tmp_path), "hangs"]
+    result = run_kept(flags, 1, log=tmp_path / "log", script=str(script))
+    assert result.exit_codes == ((0,),), result.log.read_text()
+    first, second = (json.loads((tmp_path / f"facts_{n}").read_text()) for n in range(2))
+    assert second["hung_s"] > 1.0
+    line = f"rank 0 (process {first['pid']}) has given no sign of life for {second['hung_s']:.1f} s"
+    assert line in result.log.read_text()
+    wait_for(lambda: not is_running(first["child"]), "the end of what it has started")
+
+
+def test_rank_that_hangs_and_is_not_armed_ends_its_worker(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ARMED)
+    flags = ["--moe-ft-repair", "auto", str(tmp_path), "not armed, hangs"]
+    result = run_kept(flags, 1, log=tmp_path / "log", script=str(script))
+    assert result.exit_codes == ((-signal.SIGKILL,),), result.log.read_text()
+    assert not (tmp_path / "facts_1").exists()
+
+
+def test_rank_that_is_not_armed_is_not_replaced(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ARMED)
+    flags = ["--moe-ft-repair", "auto", str(tmp_path), "not armed"]
+    result = run_kept(flags, 1, log=tmp_path / "log", script=str(script))
+    assert result.exit_codes == ((-signal.SIGKILL,),), result.log.read_text()
+    assert not (tmp_path / "facts_1").exists()

@@ -1,0 +1,110 @@
+"""Link of a forked rank to its zygote: whether its death can be repaired in place, and whether it lives.
+
+It is some memory that both share, so it outlives the rank and costs no call. heartbeat.py has the beats.
+Standard library only.
+"""
+
+import mmap
+from collections.abc import Sequence
+
+_FLAG = "--moe-ft-repair"
+_NUM_CELLS = 5
+_ARMED, _RETIRED, _BEATS, _LIMIT_S, _HUNG_S = range(_NUM_CELLS)
+
+
+class Link:
+    """A rank that is to be replaced if it dies while it is armed.
+
+    The zygote makes the link and forks the rank, which then has it too. Either may change it, in any thread.
+    """
+
+    def __init__(self, died_s: float | None = None, predecessor_hung_s: float = 0.0) -> None:
+        """Prepare the link of a rank; it is not armed, and no beats are expected.
+
+        Args:
+            died_s: time since 1970 when the rank died that this one replaces; None for the first one.
+            predecessor_hung_s: `hung_s` of that rank.
+        """
+        self.died_s, self.predecessor_hung_s = died_s, predecessor_hung_s
+        self.round = 0  # that a replacement joined before it began
+        self._cells = memoryview(mmap.mmap(-1, 8 * _NUM_CELLS)).cast("d")
+
+    @property
+    def is_replacement(self) -> bool:
+        """True if the rank replaces one that has died."""
+        return self.died_s is not None
+
+    @property
+    def is_armed(self) -> bool:
+        """True if the zygote replaces the rank when it dies."""
+        return bool(self._cells[_ARMED]) and not self._cells[_RETIRED]
+
+    def arm(self) -> None:
+        """Have the rank replaced when it dies."""
+        self._cells[_ARMED] = 1
+
+    def disarm(self) -> None:
+        """Have the end of the rank be the end of its worker, as without repairs."""
+        self._cells[_ARMED] = 0
+
+    def retire(self) -> None:
+        """Disarm for good: the rank is to end, whatever its training thread is about to do."""
+        self._cells[_RETIRED] = 1
+
+    @property
+    def beats(self) -> int:
+        """Number of beats of the rank so far."""
+        return int(self._cells[_BEATS])
+
+    def beat(self) -> None:
+        """Show that the rank runs. One thread alone may do so."""
+        self._cells[_BEATS] += 1
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds without a beat after which the zygote kills the rank; 0 if none are expected."""
+        return self._cells[_LIMIT_S]
+
+    def expect_beats(self, limit_s: float) -> None:
+        """Have the zygote kill the rank after so many seconds without a beat; 0 ends that."""
+        self._cells[_LIMIT_S] = limit_s
+
+    @property
+    def hung_s(self) -> float:
+        """Seconds for which the rank had hung when it was killed for that; 0 if it was not."""
+        return self._cells[_HUNG_S]
+
+    def note_hang(self, seconds: float) -> None:
+        """Say that the rank is killed because it has hung for so long."""
+        self._cells[_HUNG_S] = seconds
+
+
+_own: Link | None = None
+
+
+def own_link() -> Link | None:
+    """Return the link of this process; None if nothing would replace it."""
+    return _own
+
+
+def set_own_link(link: Link | None) -> None:
+    """Become the rank of a link."""
+    global _own
+    _own = link
+
+
+def retire_own() -> None:
+    """Have the end of this process be taken as it is, if it has a link."""
+    if _own is not None:
+        _own.retire()
+
+
+def wants_repair(words: Sequence[str]) -> bool:
+    """Return whether a command line turns repairs in place on."""
+    value = ""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == _FLAG:
+            value = following
+        elif word.startswith(f"{_FLAG}="):
+            value = word.partition("=")[2]
+    return value == "auto"
