@@ -14,10 +14,11 @@ from megatron.fault_tolerance.custom.facts import Position, RunFacts
 from megatron.fault_tolerance.custom.settings import settings_of
 from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop, state_places
 from moe_ft.config.flag_table import Kind
-from moe_ft.format.records import IterationRecord
+from moe_ft.format.records import Counted, IterationRecord
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.state.record import LoopCounters, apply_rng
+from moe_ft.state.random_states import apply_rng
+from moe_ft.state.record import LoopCounters
 
 
 class CustomLoop(TrainingLoop):
@@ -55,7 +56,7 @@ class CustomLoop(TrainingLoop):
     def restore_random_numbers(self) -> None:
         """Put the random numbers of the recovered state back, if one was recovered."""
         if self._record is not None:
-            apply_rng(self._record)
+            apply_rng(self._record.rng)
 
     @property
     def num_experts(self) -> int:
@@ -140,8 +141,9 @@ class CustomLoop(TrainingLoop):
             loop_state=dict(self._position.state),
         )
 
-    def resume(self, record: IterationRecord) -> None:
+    def resume(self, record: Counted) -> None:
         """Take over the counters of a recovered state."""
+        assert isinstance(record, IterationRecord)  # stages of such a loop do not recover alone
         self._record, self._position = record, _position_of(record)
         self._first_iteration = record.iteration
         self._num_microbatches = record.num_microbatches
@@ -149,9 +151,7 @@ class CustomLoop(TrainingLoop):
     def set_data_position(self, consumed_samples: int) -> None:
         """Do nothing: the loop reads its data where a `Position` says."""
 
-    def run_forward_backward(
-        self, parts: LoopParts, before: IterationRecord, after: IterationRecord
-    ) -> None:
+    def run_forward_backward(self, parts: LoopParts, before: Counted, after: Counted) -> None:
         """Call the function that the loop has given to `recover`. Called by all ranks."""
         parts.forward_backward(_position_of(before), after.num_microbatches)
 
@@ -159,7 +159,8 @@ class CustomLoop(TrainingLoop):
         """Do nothing: the event log has them."""
 
 
-def _position_of(record: IterationRecord) -> Position:
+def _position_of(record: Counted) -> Position:
+    assert isinstance(record, IterationRecord)
     return Position(
         iteration=record.iteration,
         consumed_samples=record.consumed_train_samples,

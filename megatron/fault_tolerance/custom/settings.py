@@ -58,6 +58,11 @@ def checked_config(
             "--moe-ft-upstream-log needs Megatron's own training loop: a Checkpointer does not know what "
             "another loop sends between stages. Leave it out."
         )
+    if config.recovery.repair != "off":
+        raise ConfigError(
+            "--moe-ft-repair=auto needs Megatron's own training loop, whose iterations can be left and run "
+            "again. Leave it out."
+        )
     model = ModelFacts(num_experts=megatron.num_experts, num_iterations=train_iterations)
     registry.check(config, model)
     strategy = config.strategy.strategy

@@ -18,6 +18,7 @@ from megatron.training.training import pretrain as stock_pretrain
 from megatron.fault_tolerance.launch.arguments import unread_flags
 from megatron.fault_tolerance.launch.environment import check_restarts
 from megatron.fault_tolerance.launch.refusing import EXIT_NOT_SAVED, refusing
+from megatron.fault_tolerance.repair.installing import repairing
 from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.settings import (
     check_model,
@@ -65,20 +66,27 @@ def pretrain(*args: Any, **kwargs: Any) -> Any:
     return train(config, megatron_args, call)
 
 
-def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[[], Any]) -> Any:
+def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any]) -> Any:
     """Call Megatron's `pretrain` with the seams installed, and return its result.
 
     Args:
         config: checked settings.
         args: Megatron's arguments.
-        call: calls it.
+        call: calls it, perhaps with further arguments.
     """
     listeners = listeners_for(config, args.rank, on_sigterm=not _waits_for_sigterm(args))
     result, end = None, None
     with refusing():  # only the built model or the disks may tell
         try:
-            with listeners, hooks.installed(listeners):
-                result = call()
+            repair = repairing(config, args, listeners)
+            after_setup = None if repair.seam is None else repair.seam.after_setup
+            with (
+                listeners,
+                repair.below_hooks(),
+                hooks.installed(listeners, after_setup),
+                repair.above_hooks(),
+            ):
+                result = call(**repair.arguments)
         except (
             SystemExit
         ) as exit_:  # one of Megatron's --exit-* flags, or a failed validation of results

@@ -18,6 +18,7 @@ from moe_ft.config.flag_table import FLAGS, PATHS, Kind
 SCRIPT_FLAGS = "moe_ft_script_flags"
 
 _PATH_LISTS = frozenset({"data_path", "train_data_path"})
+_OF_THE_END = "--exit-"  # they decide when a run ends, not what an iteration does
 # Files that list paths, with weights: what they say counts.
 _LISTING_FILES = frozenset({"data_args_path", "per_split_data_args_path"})
 
@@ -36,6 +37,18 @@ def replay_settings(args: argparse.Namespace) -> dict[str, Any]:
     Those of the fingerprint are not repeated. Call it after Megatron's validation.
     """
     return _values_of(args, Kind.REPLAY)
+
+
+def record_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that decide what records hold, and which states are evaluated, by flag, as JSON.
+
+    An iteration of which there is no record can only be run again with the same ones.
+    """
+    return {
+        name: value
+        for name, value in _values_of(args, Kind.RECORD).items()
+        if not name.startswith(_OF_THE_END)
+    }
 
 
 def script_settings(args: argparse.Namespace) -> dict[str, str]:

@@ -15,7 +15,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training import get_args, training
 
-from megatron.fault_tolerance.seams.listeners import Listeners
+from megatron.fault_tolerance.seams.listeners import Built, Listeners
 from megatron.fault_tolerance.seams.loop_facts import samples_of_iteration
 from megatron.fault_tolerance.seams.optimizer_seams import OptimizerSeams
 from megatron.fault_tolerance.seams.patching import Patches
@@ -26,10 +26,17 @@ Function = Callable[..., Any]
 
 
 @contextmanager
-def installed(listeners: Listeners) -> Iterator[None]:
-    """Wrap the seams for one call of `megatron.training.pretrain`."""
+def installed(
+    listeners: Listeners, after_setup: Callable[[Built, int], None] | None = None
+) -> Iterator[None]:
+    """Wrap the seams for one call of `megatron.training.pretrain`.
+
+    Args:
+        listeners: of the run.
+        after_setup: called with what was built instead of the listeners' own, which need all ranks.
+    """
     with Patches() as patches:
-        seams = _Seams(listeners, patches)
+        seams = _Seams(listeners, patches, after_setup or listeners.after_setup)
         patches.wrap(training, "setup_model_and_optimizer", seams.set_up)
         patches.wrap(training, "train_step", seams.train_step)
         patches.wrap(training, "dummy_train_step", seams.skip)
@@ -51,8 +58,11 @@ def installed(listeners: Listeners) -> Iterator[None]:
 class _Seams:
     """Functions around Megatron's own, each of which comes as the first argument."""
 
-    def __init__(self, listeners: Listeners, patches: Patches) -> None:
+    def __init__(
+        self, listeners: Listeners, patches: Patches, after_setup: Callable[[Built, int], None]
+    ) -> None:
         self._listeners, self._loop, self._patches = listeners, listeners.loop, patches
+        self._after_setup = after_setup
 
     def set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._listeners.before_setup()
@@ -62,7 +72,7 @@ class _Seams:
             OptimizerSeams(self._listeners, self._listeners.before_step).install(
                 optimizer, self._patches
             )
-        self._listeners.after_setup((model, optimizer, scheduler), get_args().iteration)
+        self._after_setup((model, optimizer, scheduler), get_args().iteration)
         return model, optimizer, scheduler
 
     def train_step(

@@ -9,6 +9,8 @@ of their list; `close` goes through it backwards. The seams of a run, in their o
         after_iteration; an optimizer that does not step leaves out both updates
     end_training, after_training, end or failed, close
 
+A repair in place (repair/) calls suspend, after_setup, after_recovery and begin_training again in between.
+
 `enter_phase` is called between them, as the iteration passes through its phases. The listeners themselves
 are in watch/.
 """
@@ -44,6 +46,9 @@ class LoopState:
             were not finite.
         stall_s: how long training has stood still for checkpoints since the last `after_iteration`.
         is_saved: False if training has ended and its last state should be on storage, but is not.
+        most_iteration: the latest that may be recovered, in a repair; None for any.
+        stages_alone: pipeline stages that ran iterations again without the others in the last recovery.
+        num_replayed: iterations that this rank ran again in it.
     """
 
     iteration: int = 0
@@ -55,6 +60,9 @@ class LoopState:
     grad_norm: float | None = None
     stall_s: float = 0.0
     is_saved: bool = True
+    most_iteration: int | None = None
+    stages_alone: Sequence[int] = ()
+    num_replayed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +82,29 @@ class EndedIteration:
     is_skipped: bool
     num_samples: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repair:
+    """Repair in place, on one rank.
+
+    Attributes:
+        number: of the round, from 1.
+        iteration: that was broken off, and is finished now.
+        recovered: the iteration that was recovered, from which training was run again.
+        dead: ranks that were replaced.
+        hung_s: by rank, of those that were killed because they hung: for how long.
+        is_replacement: whether this process has replaced one.
+        phases_s: seconds by phase.
+    """
+
+    number: int
+    iteration: int
+    recovered: int
+    dead: Sequence[int]
+    hung_s: Mapping[int, float]
+    is_replacement: bool
+    phases_s: Mapping[str, float]
 
 
 class LoopListener:
@@ -134,6 +165,18 @@ class LoopListener:
 
     def after_iteration(self, ended: EndedIteration) -> None:
         """Report the iteration, when all listeners have acted on its state."""
+
+    def suspend(self, iteration: int) -> None:
+        """Keep the state, and release what an iteration that was broken off and its groups leave.
+
+        `after_setup` comes next.
+
+        Args:
+            iteration: that was broken off.
+        """
+
+    def after_repair(self, repair: Repair) -> None:
+        """Report a repair: the iteration that was broken off is finished."""
 
     def end_training(self) -> None:
         """Act on the last state: `train` has returned or exits. Called by all ranks."""
@@ -275,6 +318,20 @@ class Listeners:
         for each in self._listeners:
             each.after_iteration(ended)
         loop.stall_s = 0.0
+
+    def suspend(self, iteration: int) -> None:
+        """Note that an iteration was broken off: model and optimizer stay, but not their state."""
+        for each in reversed(self._listeners):
+            each.suspend(iteration)
+        loop = self.loop
+        loop.phase, loop.is_in_iteration = Phase.SETUP, False
+        loop.is_torn = loop.is_replaying = False
+        loop.num_tokens, loop.grad_norm = None, None
+
+    def after_repair(self, repair: Repair) -> None:
+        """Note that a repair is over."""
+        for each in self._listeners:
+            each.after_repair(repair)
 
     def end_training(self) -> None:
         """Note that `train` has returned, or exits by one of Megatron's --exit-* flags."""

@@ -19,12 +19,14 @@ from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.program.planned_samples import planned_samples
 from megatron.fault_tolerance.program.run_settings import (
     fingerprint,
+    record_settings,
     replay_settings,
     script_settings,
 )
 from megatron.fault_tolerance.seams.training_loop import state_places
-from moe_ft.format.records import IterationRecord
+from moe_ft.format.records import Counted
 from moe_ft.planning.boundary_log import PipelineTraffic
+from moe_ft.planning.couplings import report_couplings, shared_weights_of
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.record import LoopCounters
@@ -46,6 +48,7 @@ def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
         groups=groups,
         fingerprint=fingerprint(args),
         replay_settings=replay_settings(args),
+        record_settings=record_settings(args),
         script_settings=script_settings(args),
         experts=ExpertFacts(
             num_experts=args.num_experts or 0,
@@ -60,6 +63,8 @@ def job_facts(args: argparse.Namespace, began: str) -> JobFacts:
         is_deterministic=cpu_device.is_active() or bool(args.deterministic_mode),
         timeout_s=args.distributed_timeout_minutes * 60.0,
         traffic=pipeline_traffic(args) if args.moe_ft_upstream_log else None,
+        is_evaluated=lambda iteration: may_be_evaluated(args, iteration),
+        couplings=report_couplings(shared_weights_of(args)) if args.moe_ft_upstream_log else None,
     )
 
 
@@ -127,12 +132,18 @@ def samples_of_iteration(args: argparse.Namespace) -> int:
 
 def is_evaluated(args: argparse.Namespace, iteration: int) -> bool:
     """Return whether the loop evaluates the state of an iteration before it continues to train."""
-    if not args.do_valid or not args.eval_interval or iteration % args.eval_interval:
+    return bool(args.do_valid) and may_be_evaluated(args, iteration)
+
+
+def may_be_evaluated(args: argparse.Namespace, iteration: int) -> bool:
+    """Return whether the loop evaluates the state of an iteration if there are validation data at all."""
+    is_off = not (args.eval_iters or args.full_validation)
+    if is_off or not args.eval_interval or iteration % args.eval_interval:
         return False
     return args.start_eval_at_iter is None or iteration >= args.start_eval_at_iter
 
 
-def resume(args: argparse.Namespace, record: IterationRecord) -> None:
+def resume(args: argparse.Namespace, record: Counted) -> None:
     """Set the counters of the training loop, before the data iterators are built from them."""
     args.iteration = record.iteration
     args.consumed_train_samples = record.consumed_train_samples
@@ -140,3 +151,9 @@ def resume(args: argparse.Namespace, record: IterationRecord) -> None:
     args.skipped_train_samples = record.skipped_train_samples
     args.num_floating_point_operations_so_far = record.num_floating_point_operations
     update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
+
+
+def timeout_of_groups_s(args: argparse.Namespace) -> float:
+    """Return after how many seconds a collective gives up, once the first iteration has been run."""
+    after_s = args.distributed_timeout_seconds_after_init
+    return float(args.distributed_timeout_minutes * 60 if after_s is None else after_s)

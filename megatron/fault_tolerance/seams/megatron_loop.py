@@ -15,7 +15,7 @@ from megatron.fault_tolerance.seams import loop_facts
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
 from moe_ft.errors import ConfigError
-from moe_ft.format.records import IterationRecord
+from moe_ft.format.records import Counted
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.record import LoopCounters
 
@@ -95,7 +95,7 @@ class MegatronLoop(TrainingLoop):
         """Return Megatron's counters."""
         return loop_facts.counters(get_args(), num_uncounted)
 
-    def resume(self, record: IterationRecord) -> None:
+    def resume(self, record: Counted) -> None:
         """Set Megatron's counters, before the data iterators are built from them."""
         loop_facts.resume(get_args(), record)
 
@@ -103,9 +103,7 @@ class MegatronLoop(TrainingLoop):
         """Set Megatron's counter of training samples."""
         get_args().consumed_train_samples = consumed_samples
 
-    def run_forward_backward(
-        self, parts: LoopParts, before: IterationRecord, after: IterationRecord
-    ) -> None:
+    def run_forward_backward(self, parts: LoopParts, before: Counted, after: Counted) -> None:
         """Run Megatron's schedule, with the arguments of its train_step. Called by all ranks."""
         args = get_args()
         update_num_microbatches(before.consumed_train_samples, consistency_check=False)

@@ -1,5 +1,7 @@
 """Taps on the pipeline's links: one records what a rank sends, one plays what it would receive.
 
+Before some ranks of a pipeline use live links without the others, all of them open the links together.
+
 All schedules of Megatron (1F1B, interleaved, with and without overlap) move tensors between stages in
 `P2PCommunicator._communicate`, which is wrapped here. The logs themselves are moe_ft/engine/boundary/.
 """
@@ -10,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.fault_tolerance.seams.patching import Patches
@@ -18,6 +21,17 @@ from moe_ft.format.boundary import Direction
 
 Record = Callable[[int, Direction, torch.Tensor], None]
 _Communicate = Callable[..., Any]
+
+
+def open_links(group: dist.ProcessGroup) -> None:
+    """Use the group of a pipeline once. Called by all its ranks, before some of them use it alone.
+
+    NCCL makes a communicator when a group is first used, which takes all its ranks; the batched transfers of
+    a replay reach only some.
+    """
+    used = torch.ones(1, device=torch.cuda.current_device())
+    dist.all_reduce(used, group=group)
+    used.item()  # waits for the device: a failure belongs here, not into the replay
 
 
 @contextmanager

@@ -81,6 +81,11 @@ def _replays(kind: StrategyKind) -> bool:
     return kind.replays
 
 
+def _skips_with_chunks(args: Any) -> bool:
+    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    return bool(args.iterations_to_skip) and any(getattr(args, name, None) for name in names)
+
+
 def _has_graphs(args: Any) -> bool:
     return args.cuda_graph_impl not in (None, "none")
 
@@ -163,6 +168,13 @@ SEAM_REFUSALS: tuple[Refusal, ...] = (
         "its ranks exchange nothing, so they cannot agree on a checkpoint",
         strategies=_any,
     ),
+    Refusal(
+        "iterations_to_skip",
+        "--iterations-to-skip with virtual pipeline stages",
+        _skips_with_chunks,
+        "Megatron's loop fails in the iteration that it skips: it takes the list of iterators for one",
+        "Leave one of the two out",
+    ),
     # Features that some strategies cannot support.
     Refusal(
         "cuda_graph_impl",
@@ -236,6 +248,20 @@ def check_refusals(args: argparse.Namespace, rules: Sequence[Refusal] = SEAM_REF
             given = _as_given(rule, getattr(args, rule.dest, None))
             remedy = rule.remedy.format(others=_others(rule))
             raise ConfigError(f"{given} is not supported{where}: {rule.reason}. {remedy}.")
+
+
+def check_no_replay_is_refused(args: argparse.Namespace, flag: str) -> None:
+    """Raise ConfigError if Megatron's arguments use what no replay can repeat.
+
+    Args:
+        flag: of ours, with which iterations are run again whatever the strategy.
+    """
+    for rule in SEAM_REFUSALS:
+        if rule.strategies is _replays and rule.is_used(args):
+            given = _as_given(rule, getattr(args, rule.dest, None))
+            raise ConfigError(
+                f"{given} is not supported with {flag}: {rule.reason}. Leave one of them out."
+            )
 
 
 def _others(rule: Refusal) -> str:

@@ -4,23 +4,24 @@ It runs forward, backward and the optimizer step, and nothing else of train_step
 scales come from the records. Turning the snapshots of a window into a state is moe_ft/recovery/replay.py.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from megatron.fault_tolerance.seams.answers import answering
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.pipeline_tap import playing
 from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
-from moe_ft.engine.boundary.player import BoundaryPlayer
-from moe_ft.format.records import IterationRecord
+from moe_ft.format.records import Counted, IterationRecord, JobNumbers, RandomStates, numbers_of
+from moe_ft.recovery.borders import Borders
 from moe_ft.recovery.replay import Conversion
 from moe_ft.state.freezing import Freezing
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.record import apply_rng
+from moe_ft.state.random_states import apply_rng, current_rng
 from moe_ft.state.tensors import inner_optimizers
 from moe_ft.units import UnitId
 
@@ -52,7 +53,8 @@ class Replay:
         parameters: Collection[LocalParameter],
         training: TrainingLoop,
         note: Callable[[int], None],
-        player: BoundaryPlayer | None = None,
+        borders: Borders | None = None,
+        meet_before: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         """Prepare a replay.
 
@@ -61,10 +63,11 @@ class Replay:
             parameters: all of this rank.
             training: the loop whose iterations these are.
             note: called with the iteration before each optimizer step.
-            player: answers for the neighbours of a stage that replays alone.
+            borders: what answers for the other stages, if only some replay.
+            meet_before: called with each iteration before it is run again; may call collectives of the job.
         """
         self._conversion, self._parameters = conversion, list(parameters)
-        self._player = player
+        self._borders, self._meet_before = borders, meet_before
         self._training, self._note = training, note
 
     @property
@@ -73,58 +76,88 @@ class Replay:
         return self._conversion.records[0]
 
     @property
-    def last_record(self) -> IterationRecord:
-        """Record of the state that the replay ends with."""
-        return self._conversion.records[-1]
+    def last_record(self) -> Counted:
+        """Counters of the state that the replay ends with."""
+        return self._tail[-1] if self._tail else self._conversion.records[-1]
 
     @property
     def num_iterations(self) -> int:
         """Number of iterations to run again."""
-        return self._conversion.num_replays
+        return self._conversion.num_replays + len(self._tail)
 
-    def run(self, loop: LoopParts) -> None:
-        """Run the iterations of the window again, which makes the state of its last one.
+    @property
+    def _tail(self) -> Sequence[JobNumbers]:
+        return self._borders.tail if self._borders is not None else ()
 
-        The caller restores the random numbers of that state.
+    def run(self, loop: LoopParts) -> RandomStates:
+        """Run the iterations again; return the random numbers of the state that this makes.
+
+        The caller restores them, later. Iterations after the window have no record of this rank: they
+        continue with the random numbers, buffers and scales that the one before has left.
         """
         tp_size = loop.config.tensor_model_parallel_size
         freezing = Freezing(self._parameters, tp_size=tp_size, is_possible=can_freeze(loop.config))
-        with _quiet(loop), playing(self._player) if self._player else nullcontext():
-            for position in range(self.num_iterations):
+        with _quiet(loop), playing(self._borders.player) if self._borders else nullcontext():
+            for position in range(self._conversion.num_replays):
                 before, after = self._conversion.records[position : position + 2]
+                apply_rng(before.rng)
                 frozen = self._conversion.frozen_units(position)
                 self._run_iteration(loop, before, after, freezing, frozen)
                 self._conversion.load(position + 1)
+            random_states = self._run_tail(loop, freezing)
         get_moe_metrics_tracker().clear()
         MTPLossLoggingHelper.tracker = {}
+        return random_states
+
+    def _run_tail(self, loop: LoopParts, freezing: Freezing) -> RandomStates:
+        last = self._conversion.records[-1]
+        if not self._tail:
+            return last.rng
+        apply_rng(last.rng)
+        before: Counted = last
+        for after in self._tail:
+            if self._run_iteration(loop, before, after, freezing, frozenset()):
+                self._conversion.step_scheduler(self._training.samples_ahead() or 0)
+            before = after
+        return current_rng()
 
     def _run_iteration(
         self,
         loop: LoopParts,
-        before: IterationRecord,
-        after: IterationRecord,
+        before: Counted,
+        after: Counted,
         freezing: Freezing,
         frozen: frozenset[UnitId],
-    ) -> None:
-        apply_rng(before)
-        for chunk in loop.model:
-            chunk.zero_grad_buffer()
-        loop.optimizer.zero_grad()
-        if self._player is not None:
-            self._player.begin(before.iteration)
-        with freezing.frozen(frozen):
-            self._training.run_forward_backward(loop, before, after)
-        if self._player is not None:
-            self._player.end()
-        self._note(before.iteration)
-        with _logged(loop.optimizer, after, freezing, frozen):
-            loop.optimizer.step()
+    ) -> bool:
+        """Run one iteration; return False if its step was skipped."""
+        self._meet_before(before.iteration)
+        player = None if self._borders is None else self._borders.player
+        with self._answering(loop, after):
+            for chunk in loop.model:
+                chunk.zero_grad_buffer()
+            loop.optimizer.zero_grad()
+            if player is not None:
+                player.begin(before.iteration)
+            with freezing.frozen(frozen):
+                self._training.run_forward_backward(loop, before, after)
+            if player is not None:
+                player.end()
+            self._note(before.iteration)
+            with _logged(loop.optimizer, after, freezing, frozen):
+                has_stepped, *_ = loop.optimizer.step()
+        return bool(has_stepped)
+
+    def _answering(self, loop: LoopParts, after: Counted) -> AbstractContextManager[None]:
+        if self._borders is None:
+            return nullcontext()
+        numbers = after if isinstance(after, JobNumbers) else numbers_of(after)
+        return answering(loop.optimizer, loop.config, numbers, self._borders.ranks)
 
 
 @contextmanager
 def _logged(
     optimizer: ChainedOptimizer,
-    record: IterationRecord,
+    record: Counted,
     freezing: Freezing,
     frozen: frozenset[UnitId],
 ) -> Iterator[None]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.fault_tolerance.seams.replay import Replay
 from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
-from moe_ft.format.records import IterationRecord
-from moe_ft.state.record import apply_rng
+from moe_ft.format.records import Counted, IterationRecord, RandomStates
+from moe_ft.state.random_states import apply_rng
 
 
 class Resumption:
@@ -23,16 +23,24 @@ class Resumption:
 
         Args:
             training: the loop.
-            record: of the state that the loop continues from.
-            replay: of the iterations that lead to it; None if the state is in place.
+            record: of the state that was restored, the last one of a window.
+            replay: of the iterations that lead to the state that the loop continues from; None if it is in
+                place.
         """
         self._training, self._replay = training, replay
-        self._record: IterationRecord | None = record  # until its random numbers are restored
+        self._reached: Counted = record if replay is None else replay.last_record
+        self._rng: RandomStates | None = record.rng  # until they are restored
         self._parts: LoopParts | None = None
-        training.resume(record)
+        training.resume(self._reached)
         if replay is not None:
             # The data iterators begin with the batch that the replay reads first.
             training.set_data_position(replay.first_record.consumed_train_samples)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the gradients that have led to the state of the loop; None if they were not finite."""
+        norm = self._reached.grad_norm
+        return None if norm is None else float(norm)
 
     @property
     def is_replay_due(self) -> bool:
@@ -42,8 +50,8 @@ class Resumption:
     def begin_training(self, parts: LoopParts) -> None:
         """Set the data position of the loop: the data iterators exist."""
         self._parts = parts
-        if self._record is not None:
-            self._training.set_data_position(self._record.consumed_train_samples)
+        if self._rng is not None:
+            self._training.set_data_position(self._reached.consumed_train_samples)
 
     def replay(self, forward_backward: Callable[..., Any] | None) -> int:
         """Run the iterations again; return their number. Called by all ranks.
@@ -55,13 +63,13 @@ class Resumption:
         assert replay is not None and parts is not None
         if forward_backward is not None:
             parts = replace(parts, forward_backward=forward_backward)
-        replay.run(parts)
+        self._rng = replay.run(parts)
         self._replay = None
         self._training.resume(replay.last_record)
         return replay.num_iterations
 
     def restore_rng(self) -> None:
         """Restore the random numbers, once: nothing may draw any between this and the next forward pass."""
-        if self._record is not None:
-            apply_rng(self._record)
-            self._record = None
+        if self._rng is not None:
+            apply_rng(self._rng)
+            self._rng = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ft.format.records import IterationRecord
+from moe_ft.format.records import Counted
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.parameters import GroupPlace, StatePlaces
 from moe_ft.state.record import LoopCounters
@@ -116,7 +116,7 @@ class TrainingLoop(ABC):
         """
 
     @abstractmethod
-    def resume(self, record: IterationRecord) -> None:
+    def resume(self, record: Counted) -> None:
         """Set the counters of the loop to those of a state."""
 
     @abstractmethod
@@ -124,9 +124,7 @@ class TrainingLoop(ABC):
         """Set the training samples after which the loop, or a replay in it, begins to read."""
 
     @abstractmethod
-    def run_forward_backward(
-        self, parts: LoopParts, before: IterationRecord, after: IterationRecord
-    ) -> None:
+    def run_forward_backward(self, parts: LoopParts, before: Counted, after: Counted) -> None:
         """Run forward and backward of one iteration again; gradients are zero, and ready afterwards.
 
         Called by all ranks.

@@ -12,7 +12,12 @@ from pathlib import Path
 
 from megatron.core import package_info
 
-from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, Refusal, check_refusals
+from megatron.fault_tolerance.seams.refusals import (
+    SEAM_REFUSALS,
+    Refusal,
+    check_no_replay_is_refused,
+    check_refusals,
+)
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.precision import PrecisionConfig
 from moe_ft.errors import ConfigError
@@ -74,6 +79,8 @@ def check_upstream_log(args: argparse.Namespace, config: MoeFtConfig) -> None:
             f"--moe-ft-upstream-log needs pipeline stages: with --pipeline-model-parallel-size={stages} "
             "nothing is sent from one to another. Leave it out."
         )
+    if config.memory.upstream_log:
+        check_no_replay_is_refused(args, "--moe-ft-upstream-log")
 
 
 def settings_without_effect(args: argparse.Namespace, command_line: Sequence[str]) -> list[str]:

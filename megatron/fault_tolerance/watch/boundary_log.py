@@ -28,7 +28,7 @@ class PipelineLog(LoopListener):
     def begin_attempt(self) -> None:
         """Begin the log of the iteration, or begin it again."""
         if self._log is not None and self._loop.is_in_iteration and not self._loop.is_replaying:
-            self._log.begin(self._loop.iteration)
+            self._log.begin(self._loop.iteration, self._checkpoints.last_numbers())
 
     def before_step(self) -> None:
         """Have the log of the iteration committed: nothing is sent once gradients are ready.
@@ -42,6 +42,11 @@ class PipelineLog(LoopListener):
         """Have the log committed of an iteration whose step was skipped."""
         if self._log is not None:
             self._log.end()
+
+    def suspend(self, iteration: int) -> None:
+        """Leave the links alone until there is another log."""
+        self._log = None
+        self._tap.close()
 
     def close(self) -> None:
         """Leave Megatron's links as they were."""

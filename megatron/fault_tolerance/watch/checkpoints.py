@@ -19,6 +19,7 @@ from megatron.fault_tolerance.seams.listeners import (
     LoopListener,
     LoopState,
 )
+from megatron.fault_tolerance.seams.pipeline_tap import open_links
 from megatron.fault_tolerance.seams.replay import Replay
 from megatron.fault_tolerance.seams.resumption import Resumption
 from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
@@ -32,13 +33,16 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import Report, describe
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
+from moe_ft.errors import RepairError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
+from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.failure_causes import is_not_finite
 from moe_ft.recovery.outcome import Outcome
 from moe_ft.recovery.running import Checkpointing
 from moe_ft.recovery.site import Site
 from moe_ft.recovery.start import start
+from moe_ft.state.job_numbers import CapturedNumbers, capture_numbers
 from moe_ft.state.record import IterationFacts
 from moe_ft.strategies.interface import JobLoss
 
@@ -68,14 +72,24 @@ class Checkpoints(LoopListener):
         self._began_with = ""
         self._running: Checkpointing | None = None
         self._resumption: Resumption | None = None
+        self._is_unfinished = False  # until all iterations have been run again, here and elsewhere
         self._seam: StateSeam | None = None
-        self._has_ended = False
-        self._may_lose_memory = False
+        self._is_over = False
+        self._may_lose_memory, self._is_kept = False, True
+        self._facts: JobFacts | None = None  # as they were first: Megatron changes its arguments
 
     @property
     def boundary_log(self) -> BoundaryLog | None:
         """Log of what this rank sends to other stages, if there is one; known after the setup."""
         return None if self._running is None else self._running.engine.boundary
+
+    def last_numbers(self) -> CapturedNumbers | None:
+        """Return the numbers of the job in the state that is live; None before an iteration has ended."""
+        running, seam = self._running, self._seam
+        facts = None if seam is None else seam.facts_of(self._loop.iteration)
+        if running is None or facts is None:
+            return None
+        return capture_numbers(running.met.live.built[1], facts)
 
     def before_setup(self) -> None:
         """Note how the run began, before --load changes --finetune."""
@@ -91,21 +105,26 @@ class Checkpoints(LoopListener):
         if not self._config.strategy.is_on or built[1] is None:
             return
         training = self._training
+        if self._facts is None:
+            self._facts = training.job_facts(self._began_with)
         running = start(
             self._config,
-            training.job_facts(self._began_with),
+            self._facts,
             built,
             lambda phase, iteration: self._faults.enter_phase(iteration, phase),  # any thread
             lambda site: self._faults.set_node(lambda: _node_of(site)),
+            self._loop.most_iteration,
         )
         self._running = running
+        if running.outcome.record is None and self._loop.most_iteration is not None:
+            raise RepairError(
+                "no rank's state is left of any iteration that all ranks have finished"
+            )
         if running.outcome.record is not None:
-            replay = None
-            if (window := running.take_replay()) is not None:
-                parameters = running.met.live.parameters
-                replay = Replay(window, parameters, training, self._note_replayed)
+            replay = self._replay_of(running)
             self._resumption = Resumption(training, running.outcome.record, replay)
             self._loop.iteration = training.iteration
+            self._is_unfinished = replay is not None or running.is_local
 
         self._breakpoints = running.engine.breakpoints
         if self._breakpoints is not None:
@@ -121,18 +140,33 @@ class Checkpoints(LoopListener):
             training, self._loop, act, self._routers.counts, self._wait_for_evaluation
         )
 
+    def _replay_of(self, running: Checkpointing) -> Replay | None:
+        window, parameters = running.take_replay(), running.met.live.parameters
+        if window is None:
+            return None
+        return Replay(
+            window,
+            parameters,
+            self._training,
+            self._note_replayed,
+            running.borders,
+            running.meet_before,
+        )
+
     def _use_breakpoints(self, breakpoints: Breakpoints, running: Checkpointing) -> None:
         pids = local_pids() if dist.is_initialized() else {}
         parameters = running.met.live.parameters
         is_on_gpu = not cpu_device.is_active() and any(
             each.parameter.is_cuda for each in parameters
         )
-        self._breakpoint_writer.use(breakpoints, pids, is_on_gpu=is_on_gpu)
+        boundary = running.engine.boundary
+        self._breakpoint_writer.use(breakpoints, pids, is_on_gpu=is_on_gpu, boundary=boundary)
 
     def after_recovery(self) -> None:
-        """Write the event "recovery", unless a replay is still to come."""
-        if self._running and self._resumption and not self._resumption.is_replay_due:
+        """Write the event "recovery", unless a replay is still to come, here or on other ranks."""
+        if self._running and self._resumption and not self._is_unfinished:
             self._write_recovery(self._running.outcome, 0)
+            self._loop.grad_norm = self._resumption.grad_norm
 
     def begin_training(self, parts: LoopParts) -> None:
         """Set the position in the data."""
@@ -140,26 +174,38 @@ class Checkpoints(LoopListener):
             self._resumption.begin_training(parts)
 
     def replay_if_due(self, forward_backward: Callable[..., Any] | None = None) -> None:
-        """Run the iterations of a recovered window again; only now has the loop configured the model.
+        """Run iterations again that lead to the recovered state; only now has the loop configured the model.
 
-        Called by all ranks.
+        Called by all ranks. In a local recovery those with nothing to run wait for the others.
 
         Args:
             forward_backward: the loop's own, if it is about to call it.
         """
         running, resumption = self._running, self._resumption
-        if running is None or resumption is None or not resumption.is_replay_due:
+        if running is None or resumption is None or not self._is_unfinished:
             return
-        loop, start_s = self._loop, time.perf_counter()
-        loop.is_replaying, loop.phase = True, Phase.REPLAY
-        num_replayed = resumption.replay(forward_backward)
-        loop.is_replaying, loop.phase = False, Phase.SETUP
-        loop.iteration = self._training.iteration
-        phases_s = {**running.outcome.phases_s, "replay": time.perf_counter() - start_s}
-        self._write_recovery(replace(running.outcome, phases_s=phases_s), num_replayed)
+        self._is_unfinished = False
+        loop, num_replayed = self._loop, 0
+        if running.is_local:
+            open_links(running.met.facts.groups.pp)
+        phases_s, start_s = {**running.outcome.phases_s}, time.perf_counter()
+        if resumption.is_replay_due:
+            loop.is_replaying, loop.phase = True, Phase.REPLAY
+            num_replayed = resumption.replay(forward_backward)
+            loop.is_replaying, loop.phase = False, Phase.SETUP
+            loop.iteration = self._training.iteration
+            phases_s["replay"] = time.perf_counter() - start_s
+        if running.is_local:
+            start_s = time.perf_counter()
+            running.wait_for_all()
+            phases_s["wait"] = time.perf_counter() - start_s
+        outcome = replace(running.outcome, phases_s=phases_s)
+        self._write_recovery(outcome, num_replayed)
+        loop.grad_norm = resumption.grad_norm
 
     def _write_recovery(self, outcome: Outcome, num_replayed: int) -> None:
         iteration, loss = outcome.iteration, outcome.loss
+        self._loop.stages_alone, self._loop.num_replayed = outcome.stages, num_replayed
         self._log.write("recovery", iteration, **_recovery_fields(outcome, num_replayed))
         if loss is not None:
             numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
@@ -216,9 +262,14 @@ class Checkpoints(LoopListener):
             self._breakpoints.note(None, "the state is evaluated, which is not over")
 
     def end_iteration(self, ended: EndedIteration) -> None:
-        """Take the record of the new state, and start the snapshots that are due."""
-        if self._seam is not None:
-            self._seam.end_iteration(ended)
+        """Take the record of the new state, and start the snapshots that are due.
+
+        A repair may have recovered it: then there is nothing to take.
+        """
+        running, seam = self._running, self._seam
+        if running is None or seam is None or ended.iteration <= running.outcome.iteration:
+            return
+        seam.end_iteration(ended)
 
     def after_iteration(self, ended: EndedIteration) -> None:
         """Write what the threads of the engine have reported."""
@@ -233,6 +284,18 @@ class Checkpoints(LoopListener):
             if isinstance(value, int | float)
         }
         self._scalars.write(numbers, iteration=report.iteration)
+
+    def suspend(self, iteration: int) -> None:
+        """Leave a breakpoint, and end checkpointing of this start. The next one recovers from memory."""
+        self._breakpoint_writer.on_repair()
+        if self._facts is None:  # a replacement, which has not trained
+            self._facts = self._training.job_facts(self._began_with)
+        self._facts = replace(self._facts, iteration=0)  # a loaded state does not compete
+        running, self._running = self._running, None
+        self._breakpoints = self._resumption = self._seam = None
+        self._is_unfinished = False
+        if running is not None:
+            running.close()
 
     def end_training(self) -> None:
         """Bring the last state to storage. Called by all ranks."""
@@ -250,10 +313,16 @@ class Checkpoints(LoopListener):
             )
             loop.is_saved = ending.is_saved
             self._may_lose_memory = ending.may_lose_memory(is_complete=is_complete)
+            self._is_kept = ending.is_kept
 
     def end(self, reason: str, exit_code: int) -> None:
-        """Note whether the job is over: if it is to be started again, it finds its memory."""
-        self._has_ended = exit_code == 0 and not self._loop.is_in_iteration
+        """Learn whether all ranks have ended: if not, the job is started again, and finds the last state."""
+        running = self._running
+        if running is None or exit_code != 0 or self._loop.is_in_iteration:
+            return
+        self._is_over = self._may_lose_memory and running.have_all_ended()
+        if not self._is_over and not self._is_kept:
+            self._breakpoint_writer.on_end()
 
     def failed(self, error: Exception) -> None:
         """Leave a breakpoint, and remember a failure that speaks against what was recovered."""
@@ -270,7 +339,7 @@ class Checkpoints(LoopListener):
     def close(self) -> None:
         """End checkpointing, if it has started."""
         if self._running is not None:
-            self._running.close(removes_memory=self._has_ended and self._may_lose_memory)
+            self._running.close(removes_memory=self._is_over)
 
 
 def _attempt(take: Callable[[], Moment | None]) -> tuple[Moment | None, str]:
@@ -291,7 +360,9 @@ def _node_of(site: Site) -> Node:
 def _recovery_fields(outcome: Outcome, num_replayed: int) -> dict[str, Any]:
     """Return the fields of the event "recovery", after the given number of replayed iterations."""
     return {
-        "scope": "global",
+        "scope": "local" if outcome.stages else "global",
+        "stages": list(outcome.stages),
+        "reason": outcome.hindrance,
         "target_iteration": outcome.iteration,
         "restored_iteration": outcome.iteration - num_replayed,
         "replayed_iterations": num_replayed,

@@ -25,6 +25,7 @@ from megatron.fault_tolerance.watch.local_processes import gone_ranks, local_pid
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog, read_progress
+from moe_ft.keeper.link import retire_own
 
 _SOURCE_LINE = re.compile(r"\[\S+\.cc:\d+\] ")  # where in gloo's source an error was raised
 _STORE_DEADLINE_S = 5.0
@@ -100,6 +101,7 @@ class FailureReport(LoopListener):
         """Report an exception, unless it is a refusal; the process ends within a deadline from now on."""
         if isinstance(error, ConfigError | UnrecoverableError):
             return
+        retire_own()  # the launcher restarts a job that fails by itself
         _exit_within(_EXIT_DEADLINE_S + self._grace_s)
         text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
         timed_out = "timed out" in text.lower() or "timeout" in text.lower()
@@ -114,6 +116,7 @@ class FailureReport(LoopListener):
             self._sigterm.close()
 
     def _report_sigterm(self) -> None:
+        retire_own()
         with suppress(Exception):  # the process ends in any case
             self._before_report()
         self._told_to_end.set()  # ends the wait of a report that is under way

@@ -91,6 +91,9 @@ class Faults(LoopListener):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind is FaultKind.HANG:
             _hang()
+        elif fault.kind is FaultKind.STOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return  # somebody has it continue
         elif fault.kind is FaultKind.LOSE_NODE and self._find_node is not None:
             _lose(self._find_node())
         elif fault.kind is FaultKind.TERMINATE:

@@ -11,6 +11,7 @@ from megatron.fault_tolerance.seams.listeners import (
     EndedIteration,
     LoopListener,
     LoopState,
+    Repair,
 )
 from megatron.fault_tolerance.seams.training_loop import TrainingLoop
 from moe_ft.config.config import MoeFtConfig
@@ -40,7 +41,8 @@ class Progress(LoopListener):
         # A rank may have died before it wrote a line: all ranks agree on the highest count.
         incarnation = torch.tensor(last_incarnation(log.directory, log.rank) + 1, device="cuda")
         dist.all_reduce(incarnation, op=dist.ReduceOp.MAX)
-        log.start()
+        if not log.is_open:  # it is after a repair
+            log.start()
         log.incarnation = int(incarnation)
 
     def after_recovery(self) -> None:
@@ -73,6 +75,25 @@ class Progress(LoopListener):
             stall_s=self._loop.stall_s,
             loss=None if loss is None else float(loss),
             num_tokens=ended.num_samples * self._training.sequence_length,
+        )
+
+    def after_repair(self, repair: Repair) -> None:
+        """Write the event "repair"."""
+        loop = self._loop
+        self._log.write(
+            "repair",
+            loop.iteration,
+            round=repair.number,
+            dead_ranks=list(repair.dead),
+            hung_s={str(rank): seconds for rank, seconds in repair.hung_s.items()},
+            is_replacement=repair.is_replacement,
+            broken_iteration=repair.iteration,
+            recovered_iteration=repair.recovered,
+            scope="local" if loop.stages_alone else "global",
+            stages=list(loop.stages_alone),
+            repeated_iterations=loop.num_replayed + max(0, repair.iteration - repair.recovered),
+            seconds=sum(repair.phases_s.values()),
+            phases_s=dict(repair.phases_s),
         )
 
     def end(self, reason: str, exit_code: int) -> None:

@@ -35,6 +35,10 @@ class Routers(LoopListener):
         if self._is_logged or (self._is_read_by_strategy and optimizer is not None):
             self._load.start(model, sums_probabilities=self._wants_probabilities)
 
+    def suspend(self, iteration: int) -> None:
+        """Remove the hooks: `after_setup` adds them again."""
+        self._load.close()
+
     def begin_attempt(self) -> None:
         """Forget the counts of an attempt that is repeated, and of the iteration before."""
         self._load.begin()

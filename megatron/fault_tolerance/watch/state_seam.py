@@ -75,6 +75,11 @@ class StateSeam:
             num_floating_point_operations=num_operations,
         )
 
+    def facts_of(self, iteration: int) -> IterationFacts | None:
+        """Return the facts of a state that was passed; None if it was not the last one."""
+        facts = self._last_facts
+        return facts if facts is not None and facts.iteration == iteration else None
+
     def last_facts(self) -> IterationFacts:
         """Return the facts of the last state that was passed, or the current ones if none was.
 

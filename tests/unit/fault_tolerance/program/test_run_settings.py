@@ -12,6 +12,7 @@ from megatron.fault_tolerance.program import arguments
 from megatron.fault_tolerance.program.run_settings import (
     SCRIPT_FLAGS,
     fingerprint,
+    record_settings,
     replay_settings,
     script_settings,
 )
@@ -49,6 +50,23 @@ def test_what_an_iteration_computes_is_in_the_settings_of_a_replay(
     setattr(args, name, 7)
     assert before[flag] != replay_settings(args)[flag] == 7
     assert flag not in fingerprint(args)
+
+
+@pytest.mark.parametrize(
+    "name", ["lr", "lr_decay_style", "weight_decay", "loss_scale_window", "eval_interval"]
+)
+def test_what_records_hold_is_in_the_settings_of_records(
+    name: str, args: argparse.Namespace
+) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    before = record_settings(args)
+    setattr(args, name, 7)
+    assert before[flag] != record_settings(args)[flag] == 7
+    assert flag not in replay_settings(args)
+
+
+def test_when_a_run_ends_does_not_matter_for_an_iteration(args: argparse.Namespace) -> None:
+    assert not {"--exit-interval", "--exit-duration-in-mins"} & record_settings(args).keys()
 
 
 @pytest.mark.parametrize(

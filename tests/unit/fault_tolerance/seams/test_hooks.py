@@ -178,6 +178,14 @@ def test_seams_of_a_run_are_passed_in_their_order(program: Program) -> None:
     ]
 
 
+def test_setup_of_the_listeners_can_be_left_to_somebody_else(program: Program) -> None:
+    told: list[Any] = []
+    with hooks.installed(program.listeners, lambda *values: told.append(values)):
+        program.setup()
+    assert told == [(([], program.optimizer, None), 2)]
+    assert program.recorder.seams == ["finished, 0"]
+
+
 def test_every_attempt_at_an_iteration_is_told_and_its_phases_only_once(program: Program) -> None:
     program.num_attempts = 2
     with hooks.installed(program.listeners):

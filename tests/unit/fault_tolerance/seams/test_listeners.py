@@ -12,6 +12,7 @@ from megatron.fault_tolerance.seams.listeners import (
     Listeners,
     LoopListener,
     LoopState,
+    Repair,
 )
 from moe_ft.faults import Phase
 
@@ -66,6 +67,14 @@ class Recorder(LoopListener):
     def after_iteration(self, ended: EndedIteration) -> None:
         """Note it."""
         self._note("after_iteration", self.loop.stall_s)
+
+    def suspend(self, iteration: int) -> None:
+        """Note it."""
+        self._note("suspend", iteration, self.loop.is_torn)
+
+    def after_repair(self, repair: Repair) -> None:
+        """Note it."""
+        self._note("after_repair", repair.number)
 
     def end_training(self) -> None:
         """Note it."""
@@ -130,6 +139,33 @@ def test_iteration_begins_after_the_last_state_was_acted_on(run: Run) -> None:
         ("begin_iteration", "b", 5, None),
     ]
     assert run.loop.is_in_iteration
+
+
+def test_iteration_that_was_broken_off_leaves_nothing_in_the_state_of_the_loop(run: Run) -> None:
+    loop = run.loop
+    loop.is_torn = loop.is_replaying = loop.is_in_iteration = True
+    loop.phase, loop.grad_norm = Phase.IN_STEP, 1.5
+    assert run.of(lambda each: each.suspend(5)) == [
+        ("suspend", "b", 5, True),
+        ("suspend", "a", 5, True),
+    ]
+    assert loop == LoopState()
+
+
+def test_repair_is_reported_to_all(run: Run) -> None:
+    repair = Repair(
+        number=2,
+        iteration=5,
+        recovered=4,
+        dead=(1,),
+        hung_s={},
+        is_replacement=False,
+        phases_s={},
+    )
+    assert run.of(lambda each: each.after_repair(repair)) == [
+        ("after_repair", "a", 2),
+        ("after_repair", "b", 2),
+    ]
 
 
 def test_batch_that_is_skipped_begins_no_iteration(run: Run) -> None:

@@ -45,6 +45,13 @@ def test_evaluated_iterations_are_those_that_the_loop_evaluates(
     assert [i for i in range(1, 7) if loop_facts.is_evaluated(loop_args, i)] == iterations
 
 
+def test_collectives_time_out_as_the_flags_say() -> None:
+    args = Namespace(distributed_timeout_minutes=10, distributed_timeout_seconds_after_init=None)
+    assert loop_facts.timeout_of_groups_s(args) == 600
+    args.distributed_timeout_seconds_after_init = 45
+    assert loop_facts.timeout_of_groups_s(args) == 45
+
+
 def test_samples_of_an_iteration_are_those_of_all_readers(loop_args: Namespace) -> None:
     assert loop_facts.samples_of_iteration(loop_args) == 8
     loop_args.gtp_weight_remat_size = 2

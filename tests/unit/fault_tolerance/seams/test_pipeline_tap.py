@@ -9,12 +9,15 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron.fault_tolerance.seams import pipeline_tap as module
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.seams.pipeline_tap import playing, recording
+from megatron.fault_tolerance.seams.pipeline_tap import open_links, playing, recording
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.boundary.reading import open_log
 from moe_ft.format.boundary import Direction
+from tests.simulation import collectives
 from tests.unit.moe_ft.engine.boundary.logs import RANK, TRAFFIC, sends_of, small_log
+from tests.unit.simulation.simulated import Simulated
 
 SHAPE = TRAFFIC.shape
 RECEIVED = torch.full(SHAPE, 7.0)
@@ -144,3 +147,23 @@ def test_shape_of_variable_lengths_comes_from_the_log(wire: Wire, player: Bounda
     with playing(player):
         assert tuple(link.recv_forward((1,), is_first_stage=False).shape) == SHAPE
     assert not wire.calls
+
+
+def test_links_are_open_when_all_ranks_of_the_pipeline_have_used_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    with Simulated() as world, Patches() as patches:
+        patches.set(module, "dist", collectives.Distributed())
+
+        def act(rank: int) -> None:
+            groups: list[Any] = [module.dist.new_group([2, 0]), module.dist.new_group([3, 1])]
+            world.kernel.sleep(20.0 * rank)
+            open_links(groups[rank % 2])
+            world.say(rank)
+
+        for rank in range(4):
+            world.rank(lambda rank=rank: act(rank), rank, 4)
+        world.run()
+    found = {rank: round(now) for now, rank in world.trace}
+    assert found == {0: 40, 1: 60, 2: 40, 3: 60}

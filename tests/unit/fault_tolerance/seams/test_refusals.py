@@ -13,6 +13,16 @@ def test_feature_that_leaves_no_run_to_follow_is_refused_in_every_program(flag: 
         check_refusals(parse("--mock-data", flag))
 
 
+@pytest.mark.parametrize(
+    "flag", ["--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"]
+)
+def test_iterations_are_not_skipped_with_virtual_stages(flag: str) -> None:
+    skips = ("--mock-data", "--iterations-to-skip", "7")
+    check_refusals(parse(*skips))
+    with pytest.raises(ConfigError, match="--iterations-to-skip with virtual .* fails"):
+        check_refusals(parse(*skips, flag, "2"))
+
+
 def test_rules_of_the_seams_do_not_speak_of_a_program() -> None:
     texts = [f"{rule.reason} {rule.remedy}" for rule in SEAM_REFUSALS]
     assert [text for text in texts if "pretrain_gpt" in text] == []

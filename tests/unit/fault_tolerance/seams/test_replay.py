@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -17,7 +18,8 @@ from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.boundary.reading import open_log
 from moe_ft.errors import ConfigError, UnrecoverableError
-from moe_ft.format.records import IterationRecord
+from moe_ft.format.records import IterationRecord, RandomStates, numbers_of
+from moe_ft.recovery.borders import Borders
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_parameter, make_record
@@ -32,6 +34,7 @@ class Window:
     def __init__(self, *records: IterationRecord) -> None:
         self.records, self.num_replays = records, len(records) - 1
         self.loaded: list[int] = []
+        self.scheduled: list[int] = []
 
     def frozen_units(self, position: int) -> frozenset[UnitId]:
         """Return the units of later snapshots."""
@@ -40,6 +43,10 @@ class Window:
     def load(self, position: int) -> None:
         """Note it."""
         self.loaded.append(position)
+
+    def step_scheduler(self, num_samples: int) -> None:
+        """Note it."""
+        self.scheduled.append(num_samples)
 
 
 class Optimizer:
@@ -72,15 +79,15 @@ class Optimizer:
         self.optimizer.step()
         return True
 
-    def step(self) -> bool:
+    def step(self) -> tuple[bool, float | None, None]:
         """Clip to a norm of 1 and step, unless gradients are not finite."""
         if self.prepare_grads():
-            return False
+            return False, None, None
         self._compute_grad_norms_by_group()
         for each in self.parameters:
             if each.parameter.grad is not None:
                 each.parameter.grad /= self.get_grad_norm()
-        return self.step_with_ready_grads()
+        return self.step_with_ready_grads(), self.get_grad_norm(), None
 
 
 class Loop:
@@ -101,6 +108,7 @@ class Loop:
             grad_sync_func=2,
             param_sync_func=3,
             timers=4,
+            finalize_model_grads_func=None,
             tensor_model_parallel_size=1,
             gtp_weight_remat_size=1,
             expert_gtp_weight_remat_size=1,
@@ -143,9 +151,10 @@ class Loop:
             forward_backward=self.forward_backward,
         )
 
-    def replay(self, window: Any) -> None:
-        """Run a window again."""
-        Replay(window, self.parameters, MegatronLoop(), self.noted.append).run(self.parts())
+    def replay(self, window: Any, borders: Borders | None = None) -> RandomStates:
+        """Run a window again, and what follows it."""
+        training, note = MegatronLoop(), self.noted.append
+        return Replay(window, self.parameters, training, note, borders).run(self.parts())
 
     def weights(self) -> list[float]:
         """Return one weight of each unit."""
@@ -156,7 +165,8 @@ class Loop:
 def loop(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Loop:
     loop_args.decoder_seq_length = None
     # Records with random numbers of this process are in test_resumption.py.
-    monkeypatch.setattr(replay_module, "apply_rng", lambda record: None)
+    monkeypatch.setattr(replay_module, "apply_rng", lambda states: None)
+    monkeypatch.setattr(replay_module, "current_rng", lambda: {"drawn": "by the replay"})
     return Loop(loop_args)
 
 
@@ -261,7 +271,7 @@ def play_to(
 
     loop.forward_backward = forward_backward  # type: ignore[method-assign]
     window: Any = Window(record_of(3), record_of(4, grad_norm=4.0))
-    Replay(window, loop.parameters, MegatronLoop(), loop.noted.append, player).run(loop.parts())
+    loop.replay(window, Borders(ranks=frozenset({NEXT}), player=player, tail=()))
     return received
 
 
@@ -280,3 +290,56 @@ def test_replay_that_leaves_a_logged_tensor_fails_before_it_steps(
     with pytest.raises(UnrecoverableError, match="tensor 1 .* iteration 3 was not received"):
         play_to(loop, tmp_path, 1, monkeypatch)
     assert loop.weights() == [1.0, 1.0]
+
+
+def tail_of(*records: IterationRecord) -> Borders:
+    """Return borders without neighbours."""
+    numbers = tuple(map(numbers_of, records))
+    return Borders(ranks=frozenset({0}), player=BoundaryPlayer(0, {}), tail=numbers)
+
+
+def test_iterations_after_the_window_follow_from_each_other(loop: Loop) -> None:
+    window = Window(record_of(3), record_of(4, grad_norm=4.0))
+    after = [record_of(5, grad_norm=2.0), record_of(6, grad_norm=None), record_of(7, grad_norm=8.0)]
+    states = loop.replay(window, tail_of(*after))
+    assert loop.noted == [3, 4, 5, 6]
+    assert loop.weights() == [0.125, 0.375], "nothing is frozen after the window"
+    assert window.loaded == [1]
+    assert window.scheduled == [8, 8], "not where the step was skipped"
+    assert states == {"drawn": "by the replay"}
+
+
+def test_replay_of_a_window_alone_ends_with_the_random_numbers_of_its_last_record(
+    loop: Loop,
+) -> None:
+    last = record_of(4)
+    assert loop.replay(Window(record_of(3), last)) == last.rng
+
+
+def test_replay_ends_with_the_counters_of_the_iterations_after_the_window(loop: Loop) -> None:
+    window: Any = Window(record_of(3), record_of(4))
+    training, borders = MegatronLoop(), tail_of(record_of(5))
+    replay = Replay(window, loop.parameters, training, loop.noted.append, borders)
+    assert (replay.num_iterations, replay.first_record.iteration) == (2, 3)
+    assert replay.last_record == numbers_of(record_of(5))
+
+
+def test_ranks_meet_before_each_iteration_where_collectives_of_the_job_are_possible(
+    loop: Loop,
+) -> None:
+    barrier, met = dist.monitored_barrier, list[tuple[int, int, bool]]()
+
+    def meet(iteration: int) -> None:
+        met.append((iteration, len(loop.noted), dist.monitored_barrier is barrier))
+
+    window: Any = Window(record_of(3), record_of(4))
+    borders = tail_of(record_of(5))
+    replay = Replay(window, loop.parameters, MegatronLoop(), loop.noted.append, borders, meet)
+    replay.run(loop.parts())
+    assert met == [(3, 0, True), (4, 1, True)]
+
+
+def test_whole_state_can_be_followed_by_iterations(loop: Loop) -> None:
+    window = Window(record_of(4))
+    loop.replay(window, tail_of(record_of(5, grad_norm=2.0)))
+    assert (loop.noted, loop.weights(), window.loaded) == ([4], [0.5, 0.5], [])

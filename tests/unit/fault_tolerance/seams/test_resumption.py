@@ -13,8 +13,10 @@ from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.replay import Replay
 from megatron.fault_tolerance.seams.resumption import Resumption
 from megatron.fault_tolerance.seams.training_loop import LoopParts
-from moe_ft.format.records import IterationRecord
-from moe_ft.state import record as records
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.format.records import IterationRecord, numbers_of
+from moe_ft.recovery.borders import Borders
+from moe_ft.state.random_states import current_rng
 from tests.unit.moe_ft.builders import make_record
 
 PARTS = LoopParts(
@@ -38,8 +40,7 @@ def args(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Namespace:
 
 def record_of(iteration: int) -> IterationRecord:
     """Return a record with the random numbers of now."""
-    rng = records._encode_rng(records._capture_rng())
-    return msgspec.structs.replace(make_record(iteration), rng=rng)
+    return msgspec.structs.replace(make_record(iteration), rng=current_rng())
 
 
 def replay_of(*states: IterationRecord) -> Replay:
@@ -91,3 +92,22 @@ def test_random_numbers_are_restored_once(args: Namespace) -> None:
     assert draw() == expected
     resumption.restore_rng()
     assert draw() != expected
+
+
+def test_random_numbers_are_those_that_the_replay_has_reached(args: Namespace) -> None:
+    window: Any = Namespace(records=[record_of(5)], num_replays=0)
+    numbers = (numbers_of(record_of(7)),)
+    borders = Borders(ranks=frozenset({0}), player=BoundaryPlayer(0, {}), tail=numbers)
+    replay = Replay(window, [], MegatronLoop(), lambda iteration: None, borders)
+    resumption = Resumption(MegatronLoop(), record_of(5), replay)
+    assert (args.iteration, args.consumed_train_samples) == (7, 40)
+    resumption.begin_training(PARTS)
+    assert args.consumed_train_samples == 56
+    draw()
+    reached = current_rng()
+    replay.run = lambda parts: reached  # type: ignore[method-assign]
+    expected = draw()
+    resumption.replay(None)
+    assert (args.iteration, args.consumed_train_samples) == (7, 56)
+    resumption.restore_rng()
+    assert draw() == expected

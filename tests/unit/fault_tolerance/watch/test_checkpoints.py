@@ -36,6 +36,7 @@ RECOVERY = Outcome(
     problems=["storage: damaged"],
     is_deterministic=False,
     lossy={"exp_avg": "bf16"},
+    hindrance="iteration 14: stage 1 has no record",
 )
 LOSS = PartialLoss(
     lost_tokens=7,
@@ -87,6 +88,8 @@ def test_recovery_has_every_field(
         "event": "recovery",
         "iteration": 12,
         "scope": "global",
+        "stages": [],
+        "reason": "iteration 14: stage 1 has no record",
         "target_iteration": 12,
         "restored_iteration": 10,
         "replayed_iterations": 2,

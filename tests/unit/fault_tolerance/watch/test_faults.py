@@ -94,6 +94,19 @@ def test_rank_that_hangs_is_there_until_it_is_killed(event_log: EventLog) -> Non
     assert last_event(event_log)["kind"] == "hang"
 
 
+def test_rank_that_is_stopped_runs_no_thread_until_it_is_continued(event_log: EventLog) -> None:
+    faults = faults_of(event_log, "stop:3@5")
+    process = _context.Process(target=faults.enter_phase, args=(5, Phase.FORWARD))
+    process.start()
+    assert process.pid is not None
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    assert last_event(event_log)["kind"] == "stop"
+    os.kill(process.pid, signal.SIGCONT)
+    process.join(DEADLINE_S)
+    assert process.exitcode == 0
+
+
 def test_lost_node_takes_its_memory_and_all_its_ranks_with_it(
     event_log: EventLog, tmp_path: Path
 ) -> None:

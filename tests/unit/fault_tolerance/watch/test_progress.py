@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.seams.listeners import LoopState
+from megatron.fault_tolerance.seams.listeners import LoopState, Repair
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.watch.progress import Progress
 from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
@@ -81,6 +81,51 @@ def test_end_says_whether_the_last_state_is_safe(
     line = last_event(event_log)
     assert (line["event"], line["iteration"], line["reason"]) == ("end", 9, reason)
     assert line["peak_device_memory_bytes"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_replayed", "scope"), [((), 0, "global"), ((0, 2), 3, "local")]
+)
+def test_repair_names_the_dead_ranks_and_where_training_ran_again(
+    stages: tuple[int, ...], num_replayed: int, scope: str, event_log: EventLog
+) -> None:
+    loop = LoopState(iteration=5, stages_alone=stages, num_replayed=num_replayed)
+    Progress(CONFIG, MegatronLoop(), loop, event_log).after_repair(
+        Repair(
+            number=2,
+            iteration=7,
+            recovered=5,
+            dead=(1, 3),
+            hung_s={3: 61.5},
+            is_replacement=True,
+            phases_s={"notice": 0.25, "swap": 0.5},
+        )
+    )
+    assert last_event(event_log) == {
+        "event": "repair",
+        "iteration": 5,
+        "round": 2,
+        "dead_ranks": [1, 3],
+        "hung_s": {"3": 61.5},
+        "is_replacement": True,
+        "broken_iteration": 7,
+        "recovered_iteration": 5,
+        "scope": scope,
+        "stages": list(stages),
+        "repeated_iterations": num_replayed + 2,
+        "seconds": 0.75,
+        "phases_s": {"notice": 0.25, "swap": 0.5},
+    }
+
+
+def test_rank_that_had_stepped_and_kept_its_state_has_repeated_nothing(
+    progress: Progress, event_log: EventLog
+) -> None:
+    repair = Repair(
+        number=1, iteration=7, recovered=8, dead=(1,), hung_s={}, is_replacement=False, phases_s={}
+    )
+    progress.after_repair(repair)
+    assert last_event(event_log)["repeated_iterations"] == 0
 
 
 def test_phase_is_in_the_progress_record(progress: Progress, event_log: EventLog) -> None:

@@ -1,0 +1,127 @@
+"""Evaluation in Megatron's loop: if a rank dies in it, all evaluate again after the repair.
+
+The iteration before it then counts as the broken one. Survivors repair within `evaluate`, so their loop never
+knows. A replacement joins them in the `train_step` of that iteration, leaves out the log line that the others
+have written, and its own loop brings it to the evaluation.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import get_args, get_timers, training
+
+from megatron.fault_tolerance.repair import leftovers
+from megatron.fault_tolerance.repair.batches import renew
+from megatron.fault_tolerance.repair.phases import Phases
+from megatron.fault_tolerance.repair.watcher import Watcher
+from megatron.fault_tolerance.seams.patching import Patches
+
+Function = Callable[..., Any]
+_COUNTERS = (
+    *("iteration", "curr_iteration"),
+    *("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),
+)
+
+
+class Evaluating:
+    """Evaluations of one rank. Owned by the training thread."""
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        notice: Callable[[BaseException], Phases],
+        repair: Callable[[Phases], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            watcher: ends an evaluation that hangs.
+            notice: returns the phases of a repair that begins; raises the exception if no rank has died.
+            repair: repairs, and runs the iteration again that is evaluated.
+        """
+        self._watcher, self._notice, self._repair = watcher, notice, repair
+        self._data_sets: list[Any] = []  # [virtual stage]
+        self._is_training = False
+
+    def install(self, patches: Patches) -> None:
+        """Watch the loop build its loaders, and evaluate."""
+        patches.wrap(training, "build_train_valid_test_data_loaders", self._note)
+        patches.wrap(training, "train", self._train)
+        patches.wrap(training, "evaluate", self._evaluate)
+
+    def _train(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        self._is_training = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_training = False  # evaluations that follow are not repaired
+
+    def _note(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        loaders = original(*args, **kwargs)
+        first = next(
+            iter(loaders[1] or ()), None
+        )  # of validation; None on a rank that reads nothing
+        self._data_sets.append(None if first is None else first.dataset)
+        return loaders
+
+    def _evaluate(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        _, iterators, model, _, config, *_ = args
+        if not self._is_training or not can_begin_again():
+            return original(*args, **kwargs)
+        while True:
+            before = _Loop(model, config)
+            try:
+                with self._watcher.inside():
+                    result = original(*args, **kwargs)
+                    dist.barrier()  # outside of it nothing is repaired
+                return result
+            except BaseException as error:
+                phases = self._notice(error)
+            before.restore()
+            self._repair(phases)
+            before.restore()
+            self._renew(iterators)
+            dist.barrier()  # the loop of a replacement is there, and begins an evaluation with one
+
+    def _renew(self, iterators: Any) -> None:
+        """Have the iterators begin with the samples of this evaluation."""
+        found = iterators if isinstance(iterators, list) else [iterators]
+        for data_set, iterator in zip(self._data_sets, found, strict=True):
+            if iterator is not None:
+                renew(iterator, data_set, get_args().consumed_valid_samples)
+
+
+class _Loop:
+    """Settings of Megatron's loop when an evaluation begins."""
+
+    def __init__(self, model: Sequence[Any], config: Any) -> None:
+        self._model, self._config = model, config
+        self._mode = get_rerun_state_machine().get_mode()
+        self._counters = {name: getattr(get_args(), name) for name in _COUNTERS}
+        self._timers = [each for each in get_timers()._timers.values() if each._started]
+
+    def restore(self) -> None:
+        """Set them."""
+        for chunk in self._model:
+            chunk.train()
+        get_rerun_state_machine().set_mode(self._mode)
+        self._config.timers = get_timers()
+        for name, value in self._counters.items():
+            setattr(get_args(), name, value)
+        for each in self._timers:
+            each._started = True
+        leftovers.clear_metrics()
+
+
+def can_begin_again() -> bool:
+    """Return whether a replacement comes to an evaluation without collectives that the others have made."""
+    args = get_args()
+    return not (
+        args.full_validation
+        or args.log_params_norm
+        or args.perform_rl_step
+        or training._seqlen_stats_active
+        or training.should_disable_forward_pre_hook(args)
+    )

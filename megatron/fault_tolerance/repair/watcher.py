@@ -1,0 +1,100 @@
+"""Thread that frees the training thread when some rank has died or hung: it may wait for one that lives.
+
+A training thread that does not leave its iteration then waits for nobody: it hangs, and this ends it.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron.fault_tolerance.repair.links import Links
+from moe_ft.keeper.link import Link
+from moe_ft.keeper.rounds import Rounds
+
+STUCK_S = (
+    20.0  # from the end of its connections until a thread that is still in its iteration hangs
+)
+_TIMEOUT_POLL_S = 0.5
+
+
+class Watcher:
+    """Watches the job's store over a connection of its own. Started and closed by the training thread."""
+
+    def __init__(self, rounds: Rounds, links: Links, link: Link) -> None:
+        """Prepare.
+
+        Args:
+            rounds: over the connection.
+            links: of the groups, which this ends.
+            link: to the zygote.
+        """
+        self._rounds, self._links, self._link = rounds, links, link
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="moe_ft-repair", daemon=True)
+        self._noticed_s: dict[int, float] = {}
+        self._inside_since_s: float | None = None
+        self._freed_s = self._next_look_s = 0.0
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Note that the training thread is in an iteration: it must leave it when its connections end."""
+        self._inside_since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._inside_since_s = None
+
+    def noticed_s(self, number: int) -> float:
+        """Return the time since 1970 when this learned that a round has begun; now if it has not."""
+        return self._noticed_s.get(number, time.time())
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            while not self._ended.wait(self._rounds.poll_s):
+                number = self._links.round
+                if not self._links.is_open:
+                    self._end_if_stuck()
+                elif self._is_broken(number + 1):
+                    self._noticed_s[number + 1] = time.time()
+                    self._freed_s = time.monotonic()
+                    self._links.end(number)
+        except RuntimeError as error:  # the store is gone, and with it the job
+            print(f"moe_ft: no rank can be replaced any more: {error}", flush=True)
+
+    def _is_broken(self, number: int) -> bool:
+        """Return whether a rank has died, or another has timed out waiting for it."""
+        if self._rounds.is_declared(number):
+            return True
+        if time.monotonic() < self._next_look_s:
+            return False
+        self._next_look_s = time.monotonic() + _TIMEOUT_POLL_S
+        return self._rounds.has_timed_out(number)
+
+    def _end_if_stuck(self) -> None:
+        """End this process if the training thread was freed and is in the same iteration as before."""
+        since_s, now_s = self._inside_since_s, time.monotonic()
+        if since_s is None or since_s > self._freed_s or now_s - self._freed_s < STUCK_S:
+            return
+        self._link.note_hang(now_s - since_s)
+        _say(
+            f"process {os.getpid()} ends: its training thread has been in one iteration for "
+            f"{now_s - since_s:.1f} s, and does not leave it though nobody can be waited for any more"
+        )
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _say(line: str) -> None:
+    print(f"moe_ft: {line}", file=sys.stderr, flush=True)

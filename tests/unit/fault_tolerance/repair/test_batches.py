@@ -1,0 +1,76 @@
+"""Training data after a repair begin after the samples that are counted, in the same iterator."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    destroy_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+from megatron.training import training
+
+from megatron.fault_tolerance.repair.batches import Batches
+from megatron.fault_tolerance.seams.patching import Patches
+
+
+@pytest.fixture
+def machine() -> Iterator[None]:
+    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    yield
+    destroy_rerun_state_machine()
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(("kind", "following"), [("single", [6, 7]), ("cyclic", [6, 7, 6])])
+def test_iterator_of_the_loop_continues_with_the_counted_samples(
+    kind: str, following: list[int], loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(data_set: list[int], consumed: int, *args: Any) -> list[int]:
+        return data_set[consumed:]
+
+    monkeypatch.setattr(training, "build_pretraining_data_loader", build)
+    loop_args.dataloader_type = kind
+    batches = noted(monkeypatch, [list(range(8))])
+    iterator = RerunDataIterator(iter(range(8)))
+    assert [next(iterator), next(iterator)] == [0, 1]
+    loop_args.consumed_train_samples = 6
+    batches.renew(iterator)
+    assert [next(iterator) for _ in following] == following
+    assert iterator.saved_microbatches == following, "nothing of the broken iteration is left"
+
+
+@pytest.mark.usefixtures("machine")
+def test_each_virtual_stage_continues_with_its_own_data_if_it_reads_any(
+    loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        training, "build_pretraining_data_loader", lambda data_set, consumed: data_set[consumed:]
+    )
+    loop_args.dataloader_type, loop_args.consumed_train_samples = "single", 2
+    batches = noted(monkeypatch, [[0, 1, 2], None, [10, 11, 12]])
+    iterators = [RerunDataIterator(iter([])), None, RerunDataIterator(iter([]))]
+    batches.renew(iterators)
+    assert [next(each) for each in iterators if each is not None] == [2, 12]
+
+
+def test_rank_without_data_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted(monkeypatch, [None]).renew(None)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, data_sets: list[Any]) -> Batches:
+    """Return what has seen loaders of data sets being built, one a virtual stage."""
+    batches = Batches()
+    monkeypatch.setattr(
+        training,
+        "build_train_valid_test_data_loaders",
+        lambda data_set: (data_set and Namespace(dataset=data_set), None, None),
+    )
+    with Patches() as patches:
+        batches.install(patches)
+        for each in data_sets:
+            training.build_train_valid_test_data_loaders(each)
+    return batches

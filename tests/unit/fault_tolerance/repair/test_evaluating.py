@@ -1,0 +1,150 @@
+"""An evaluation that a death has broken off begins again as the loop had begun it."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+from megatron.core.timers import Timers
+from megatron.training import global_vars, training
+
+from megatron.fault_tolerance.repair.evaluating import Evaluating, can_begin_again
+from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.phases import Phases
+from megatron.fault_tolerance.repair.watcher import Watcher
+from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.keeper.link import Link
+from moe_ft.keeper.rounds import Rounds
+
+PER_STEP = 10  # samples
+
+
+class _Loader(list[int]):
+    dataset = "validation"
+
+
+@pytest.fixture
+def loop(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+    """Yield the arguments of a loop that is about to evaluate, alone in its world."""
+    values = {"curr_iteration": 3, "consumed_train_samples": 32, "consumed_valid_samples": 20}
+    for name, value in {**values, "dataloader_type": "single"}.items():
+        setattr(loop_args, name, value)
+    for name in ("log_params_norm", "perform_rl_step", "use_megatron_fsdp", "skip_train"):
+        setattr(loop_args, name, False)
+    loop_args.use_distributed_optimizer, loop_args.overlap_param_gather = True, False
+    timers = Timers(2, "minmax")
+    monkeypatch.setattr(global_vars, "_GLOBAL_TIMERS", timers)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timers("eval-time", log_level=0).start()
+    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield loop_args
+    dist.destroy_process_group()
+    destroy_rerun_state_machine()
+
+
+class _Evaluated:
+    """Megatron's evaluation of two steps, which fails in the second one as often as it shall."""
+
+    def __init__(self, loop: Namespace, num_failures: int) -> None:
+        self._loop, self._num_failures = loop, num_failures
+        self.seen: list[Any] = []
+
+    def __call__(self, *args: Any) -> list[int]:
+        _, iterator, (chunk,), _, config = args
+        assert chunk.training
+        chunk.eval()
+        get_rerun_state_machine().set_mode(RerunMode.DISABLED)
+        config.timers = None
+        self.seen.append((self._loop.consumed_train_samples, self._loop.consumed_valid_samples))
+        read = []
+        for step in range(2):
+            read.append(next(iterator))
+            self._loop.consumed_valid_samples += PER_STEP
+            if step == 1 and self._num_failures:
+                self._num_failures -= 1
+                raise RuntimeError("Connection closed by peer")
+        return read
+
+
+def evaluate(
+    monkeypatch: pytest.MonkeyPatch, loop: Namespace, num_failures: int, *, deaths: int
+) -> tuple[Any, list[Any], list[str]]:
+    """Evaluate in training; return the result, the counters seen, and repairs."""
+    megatrons, repairs = _Evaluated(loop, num_failures), list[str]()
+    model, config = [torch.nn.Linear(1, 1)], Namespace(timers="before")
+    result: list[Any] = []
+
+    def load(data_set: str, num_consumed: int) -> list[int]:
+        return list(range(num_consumed, 100, PER_STEP))
+
+    def train() -> None:
+        training.build_train_valid_test_data_loaders(None)
+        iterator = RerunDataIterator(iter(load("validation", loop.consumed_valid_samples)))
+        result.append(training.evaluate(None, iterator, model, None, config))
+
+    def notice(error: BaseException) -> Phases:
+        if len(repairs) == deaths:
+            raise error
+        return Phases(0.0)
+
+    def repair(phases: Phases) -> None:
+        assert model[0].training and config.timers is not None
+        assert get_rerun_state_machine().get_mode() is RerunMode.VALIDATE_RESULTS
+        repairs.append("repair")
+        loop.consumed_train_samples, loop.consumed_valid_samples = 8, 0  # as recovered
+        training.get_timers()("eval-time").stop()
+
+    monkeypatch.setattr(training, "train", train)
+    monkeypatch.setattr(training, "evaluate", megatrons)
+    monkeypatch.setattr(training, "build_pretraining_data_loader", load)
+    monkeypatch.setattr(
+        training, "build_train_valid_test_data_loaders", lambda _: (None, [_Loader()], None)
+    )
+    watcher = Watcher(Rounds(dist.HashStore(), 1), Links(), Link())
+    with Patches() as patches:
+        Evaluating(watcher, notice, repair).install(patches)
+        training.train()
+    return result[0], megatrons.seen, repairs
+
+
+def test_evaluation_that_nothing_breaks_off_is_made_once(
+    loop: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, seen, repairs = evaluate(monkeypatch, loop, 0, deaths=0)
+    assert (result, seen, repairs) == ([20, 30], [(32, 20)], [])
+
+
+def test_evaluation_begins_again_with_its_samples_after_each_repair(
+    loop: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, seen, repairs = evaluate(monkeypatch, loop, 2, deaths=2)
+    assert (result, seen, repairs) == ([20, 30], [(32, 20)] * 3, ["repair"] * 2)
+    assert (loop.consumed_train_samples, loop.consumed_valid_samples) == (32, 40)
+    training.get_timers()("eval-time").stop()  # asserts that it is running, as the loop does next
+
+
+def test_evaluation_that_no_death_breaks_off_fails_as_ever(
+    loop: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        evaluate(monkeypatch, loop, 1, deaths=0)
+
+
+def test_evaluation_fails_as_ever_where_a_replacement_would_wait_for_others_before_it(
+    loop: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert can_begin_again()
+    loop.log_params_norm = True
+    assert not can_begin_again()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        evaluate(monkeypatch, loop, 1, deaths=1)

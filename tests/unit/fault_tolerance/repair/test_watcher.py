@@ -1,0 +1,92 @@
+"""The watcher ends the connections of the present round when the next one is declared, and stuck ranks."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from megatron.fault_tolerance.repair import watcher as watchers
+from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.watcher import Watcher
+from moe_ft.keeper.link import Link
+from moe_ft.keeper.rounds import Rounds, declare
+from tests.waiting import wait_for
+
+
+def test_declared_round_ends_the_connections_of_the_one_before() -> None:
+    store, links = dist.HashStore(), Links()
+    watcher = Watcher(Rounds(store, 2), links, Link())
+    watcher.start()
+    try:
+        before_s = time.time()
+        assert watcher.noticed_s(1) >= before_s, "it has noticed nothing"
+        declare(store, rank=1, world_size=2, died_s=before_s)
+        wait_for(lambda: not links.is_open, "the end of the connections")
+        noticed_s = watcher.noticed_s(1)
+        assert noticed_s >= before_s
+        assert watcher.noticed_s(1) == noticed_s
+        links.begin(1)
+        Rounds(store, 2).finish(1)
+        assert links.is_open
+        declare(store, rank=0, world_size=2, died_s=before_s)
+        wait_for(lambda: not links.is_open, "the end of the connections of round 1")
+    finally:
+        watcher.close()
+
+
+def test_rank_that_timed_out_has_all_leave_their_iteration() -> None:
+    store, links = dist.HashStore(), Links()
+    watcher = Watcher(Rounds(store, 2), links, Link())
+    watcher.start()
+    try:
+        Rounds(store, 2).time_out(1)
+        wait_for(lambda: not links.is_open, "the end of the connections")
+    finally:
+        watcher.close()
+
+
+def end_of(training: Callable[[Watcher, Links], None], link: Link) -> int:
+    """Return how a process ends whose connections end while its training thread does something."""
+    pid = os.fork()
+    if pid == 0:
+        store, links = dist.HashStore(), Links()
+        watcher = Watcher(Rounds(store, 2), links, link)
+        declare(store, rank=1, world_size=2, died_s=5.0)
+        training(watcher, links)
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_training_thread_that_does_not_leave_its_iteration_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchers, "STUCK_S", 0.1)
+    link = Link()
+
+    def hang(watcher: Watcher, links: Links) -> None:
+        with watcher.inside():
+            watcher.start()
+            time.sleep(1000)
+
+    assert end_of(hang, link) == -signal.SIGKILL
+    assert link.hung_s > 0.1
+
+
+def test_training_thread_that_has_left_its_iteration_may_take_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchers, "STUCK_S", 0.01)
+    link = Link()
+
+    def leave(watcher: Watcher, links: Links) -> None:
+        watcher.start()
+        wait_for(lambda: not links.is_open, "the end of the connections")
+        time.sleep(0.2)
+        with watcher.inside():  # the next round has not begun: it fails by itself
+            time.sleep(0.2)
+
+    assert end_of(leave, link) == 7
+    assert link.hung_s == 0
