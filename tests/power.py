@@ -30,7 +30,8 @@ _FOLDER = "tests/distributed/"
 
 def _run_with(**values: str) -> str:
     """Return the first run of the covering array in `make test` that has these values."""
-    found = next(run for run in runs() if values.items() <= run.items())
+    wanted = {"left": "windows", **values}  # where the checks are strict
+    found = next(run for run in runs() if wanted.items() <= run.items())
     name = "test_run_with_faults_recovers_and_ends_in_the_state_of_a_run_without"
     return f"test_covering_array.py::{name}[{case_of(found)}]"
 
@@ -38,7 +39,7 @@ def _run_with(**values: str) -> str:
 _DENSE = _run_with(strategy="dense-2", layout="ep2", optimizer="distributed")
 _BUFFERS = _run_with(model="expert-bias", layout="cp2-ep2", strategy="dense-1")
 _SCALED = _run_with(precision="fp16", layout="ep2", strategy="sparse-3")
-_PARTIAL = _run_with(strategy="partial-4", layout="ep2", model="moe")
+_PARTIAL = _run_with(strategy="partial-4", layout="ep2")
 _SPARSE = "test_sparse.py::test_window_is_recovered_bitwise_and_the_next_one_follows_it"
 # Quick tests. Each breakage runs with the tests that it affects; --all runs every test with it.
 TESTS: dict[str, tuple[str, ...]] = {

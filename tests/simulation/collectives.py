@@ -5,17 +5,18 @@ What groups do, and how they fail, is in groups.py.
 
 from collections.abc import Sequence
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as real
 
 from moe_ft.engine import agreement
-from moe_ft.recovery import agree, meet, put_back
+from moe_ft.recovery import agree, meet, pipelines, put_back
 from tests.simulation.active import Patches, World, world
 from tests.simulation.groups import Group, Shared, pack, unpack
 from tests.simulation.kernel import Kernel, Process
+from tests.simulation.store import default_store
 
 if TYPE_CHECKING:
     from tests.simulation.network import Network
@@ -240,7 +241,7 @@ def all_reduce(
     _group_of(group).reduce(tensor, op, None).wait()
 
 
-_SIMULATED = {
+_SIMULATED: dict[str, Any] = {
     each.__name__: each
     for each in (
         is_initialized,
@@ -258,9 +259,10 @@ _SIMULATED = {
         all_reduce,
     )
 }
+_SIMULATED["distributed_c10d"] = SimpleNamespace(_get_default_store=lambda: default_store(_world()))
 
 
 def install(patches: Patches, *modules: ModuleType) -> None:
     """Replace torch.distributed in the product, and in more modules."""
-    for module in (agreement, agree, meet, put_back, *modules):
+    for module in (agreement, agree, meet, pipelines, put_back, *modules):
         patches.set(module, "dist", Distributed())

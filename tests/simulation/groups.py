@@ -170,14 +170,16 @@ class Shared:
 
     Attributes:
         rounds: collectives that not all members have begun, by number.
+        store: of the start, once somebody has asked for it.
     """
 
-    __slots__ = ("groups", "members", "rounds")
+    __slots__ = ("groups", "members", "rounds", "store")
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.members = members
         self.groups: list[Group | None] = [None] * len(members)
         self.rounds: dict[int, Round] = {}
+        self.store: Any = None
 
 
 class Group:

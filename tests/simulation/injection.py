@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.simulation.file_faults import Fault as FileFault
 from tests.simulation.job import NOTICE_S, Job, Start
-from tests.simulation.kernel import Process
+from tests.simulation.kernel import Process, Thread
 from tests.simulation.left import has_any
 from tests.simulation.oracle import Oracle
 from tests.simulation.schedule import Fault
@@ -42,11 +42,27 @@ class Injection:
                 life.on_recovery = lambda: None
             self._kernel.call_at_event(self._kernel.num_events + fault.event, act)
 
-        if fault.is_after_recovery:
+        if fault.moment:
+            self._watch(fault, act)
+        elif fault.is_after_recovery:
             for life in start.lives:
                 life.on_recovery = count_from_here
         else:
             self._kernel.call_at_event(start.first_event + fault.event, act)
+
+    def _watch(self, fault: Fault, act: Callable[[str], None]) -> None:
+        """Have a fault happen when ranks have passed its moment often enough."""
+        num_passed = 0
+
+        def watch(what: str, thread: Thread) -> None:
+            nonlocal num_passed
+            if what.startswith(fault.moment) or thread.name.startswith(fault.moment):
+                num_passed += 1
+                if num_passed == fault.event:
+                    self._kernel.watchers.remove(watch)
+                    act(f"{what} of {thread}")
+
+        self._kernel.watchers.append(watch)
 
     def inflict(self, fault: Fault, start: Start | None, what: str = "") -> None:
         """Inflict a fault now.
@@ -57,9 +73,28 @@ class Injection:
         """
         self.inflicted[fault.kind] += 1
         self.log.append(f"{self._kernel.now:.3f} s: {fault} at {what or 'rest'}")
-        self._oracle.is_disturbed = True
+        if start is not None:
+            self._foresee(fault, start)
+        else:
+            self._oracle.note_fault()
         act: Callable[[Fault, Start | None], None] = getattr(self, fault.kind.replace("-", "_"))
         act(fault, start)
+
+    def _foresee(self, fault: Fault, start: Start) -> None:
+        """Tell the oracle of a fault, and of what the ranks can leave that survive it."""
+        dead: int | None = None
+        if fault.kind == "kill-rank":
+            dead = fault.target % len(start.processes)
+        elif fault.kind == "kill-this":
+            running = self._kernel.running
+            if running is not None and running.process in start.processes:
+                dead = start.processes.index(running.process)
+        was_disturbed = self._oracle.is_disturbed
+        self._oracle.note_fault()
+        self._oracle.is_disturbed = was_disturbed
+        if dead is not None or fault.kind == "terminate":
+            self._oracle.note_end(start, dead)
+        self._oracle.is_disturbed = True
 
     # Choices
 
@@ -87,6 +122,23 @@ class Injection:
         """Kill a rank."""
         assert start is not None
         self._kernel.kill(start.processes[fault.target % len(start.processes)])
+
+    def kill_this(self, fault: Fault, start: Start | None) -> None:
+        """Kill whoever passes the moment."""
+        running = self._kernel.running
+        if running is not None:
+            self._kernel.kill(running.process)
+
+    def kill_two(self, fault: Fault, start: Start | None) -> None:
+        """Kill two ranks at once, neighbours or others."""
+        assert start is not None
+        for step in (0, 1 + fault.target // len(start.processes)):
+            self._kernel.kill(start.processes[(fault.target + step) % len(start.processes)])
+
+    def terminate(self, fault: Fault, start: Start | None) -> None:
+        """Tell all ranks to end."""
+        assert start is not None
+        self._job.end(start)
 
     def kill_node(self, fault: Fault, start: Start | None) -> None:
         """Kill all ranks of a node; its memory stays."""
@@ -252,6 +304,7 @@ class Injection:
 
     def mend(self) -> None:
         """End the faults that wait for an operation that has not come: the start is over."""
+        self._kernel.watchers.clear()
         self._network.end_corruption()
         while self._glitches:
             self._files.mend(self._glitches.pop())

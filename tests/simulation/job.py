@@ -16,13 +16,15 @@ from tests.simulation.active import World
 from tests.simulation.collectives import Collectives
 from tests.simulation.files import Files
 from tests.simulation.kernel import Kernel, Process
-from tests.simulation.model import SAMPLES_PER_ITERATION, Model
+from tests.simulation.leaving import terminate
+from tests.simulation.model import NUM_MICROBATCHES, SAMPLES_PER_ITERATION, Model
 from tests.simulation.network import Network
 from tests.simulation.rank import Life, Rank, Training
 from tests.simulation.shape import Shape
 
 START_DEADLINE_S = 1800.0
 NOTICE_S = 1.0
+GRACE_S = 30.0  # between SIGTERM and SIGKILL
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +37,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         dense_interval: as --moe-ft-persist-dense-interval takes it.
         stop_interval: iterations after which a start ends by itself, as with --exit-interval; 0 for never.
         on_error: as --moe-ft-on-error takes it.
+        breakpoints, upstream_log: whether ranks keep them.
+        recovery: as --moe-ft-recovery takes it.
     """
 
     stages: int = 1
@@ -57,6 +61,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     state_dtype: str = ""
     stop_interval: int = 0
     on_error: str = "degrade"
+    breakpoints: bool = False
+    upstream_log: bool = False
+    recovery: str = "auto"
 
     @property
     def shape(self) -> Shape:
@@ -70,6 +77,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             is_sharded=self.is_sharded,
             skips=self.skips,
         )
+
+    @property
+    def recovers_locally(self) -> bool:
+        """True if stages may recover alone."""
+        has_all = self.stages > 1 and self.breakpoints and self.upstream_log
+        return has_all and self.recovery != "global"
 
     @property
     def persists(self) -> bool:
@@ -95,7 +108,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                 staging_bytes="1MiB" if self.state_dtype else None,
             ),
             memory=MemoryConfig(
-                memory_dir=str(root / "memory"), job_id="job", replication_factor=self.replication
+                memory_dir=str(root / "memory"),
+                job_id="job",
+                replication_factor=self.replication,
+                breakpoints=self.breakpoints,
+                upstream_log=self.upstream_log,
             ),
             storage=StorageConfig(
                 persist_dir=storage,
@@ -103,7 +120,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                 persist_dense_interval=self.dense_interval,
                 keep=self.keep,
             ),
-            recovery=RecoveryConfig(),
+            recovery=RecoveryConfig(recovery=self.recovery),
         )
 
     def training(self, root: Path) -> Training:
@@ -199,9 +216,16 @@ class Job:
         """Have the launcher end the others soon, if a rank has failed."""
         started.num_alive -= 1
         if any(each.exit_code for each in started.processes):
+            end = self.end if self.setup.breakpoints else self.kill
             self.world.kernel.call_later(
-                self.world.kernel.random.uniform(0.01, self.notice_s), lambda: self.kill(started)
+                self.world.kernel.random.uniform(0.01, self.notice_s), lambda: end(started)
             )
+
+    def end(self, started: Start) -> None:
+        """Tell what is left of a start to end, and kill what does not."""
+        for process in started.processes:
+            terminate(process)
+        self.world.kernel.call_later(GRACE_S, lambda: self.kill(started))
 
     def kill(self, started: Start) -> None:
         """Kill what is left of a start."""
@@ -226,6 +250,19 @@ def make_world(seed: int | str, root: Path, *, switching: float = 0.2) -> World:
     )
 
 
+def _run_pass(models: Sequence[Model], shape: Shape) -> None:
+    """Run forward and backward of all ranks, without links."""
+    for model in models:
+        model.begin_pass()
+    for number in range(shape.dp):
+        pipeline = models[number :: shape.dp]
+        for stages in (pipeline, pipeline[::-1]):
+            for _ in range(NUM_MICROBATCHES):
+                received = b""
+                for model in stages:
+                    received = model.compute(received)
+
+
 @cache
 def undisturbed(shape: Shape, iterations: int, first: str) -> tuple[dict[int, str], ...]:
     """Return ``[rank]`` the digests by iteration of a training without checkpoints or failures."""
@@ -242,15 +279,22 @@ def undisturbed(shape: Shape, iterations: int, first: str) -> tuple[dict[int, st
     for iteration in range(iterations + 1):
         for rank, model in enumerate(models):
             digests[rank][iteration] = model.digest()
-        told = [(model.forward(), model.norm_share()) for model in models]
-        signals = [model.backward([each for each, _ in told]) for model in models]
-        norm = models[0].total_norm([share for _, share in told])
-        if not models[0].is_skipped(signals[0]):
+        _run_pass(models, shape)
+        shares = [model.share() for model in models]
+        norms = [model.norm_share() for model in models]
+        signals = [
+            model.reduce([shares[each] for each in shape.ranks_of(shape.stage_of(model.rank))])
+            for model in models
+        ]
+        told = [each for pair in zip(shares, norms, strict=True) for each in pair]
+        norm = models[0].total_norm(told)
+        if not models[0].is_skipped(shares):
             for model, signal in zip(models, signals, strict=True):
                 model.step(signal, norm)
                 model.refresh()
             for model in models:
                 model.sync()
+                model.scheduler.step(SAMPLES_PER_ITERATION)
         for model in models:
             model.consumed += SAMPLES_PER_ITERATION
     return digests

@@ -119,6 +119,7 @@ class Kernel:
         errors: exceptions that ended threads, in order.
         triggers: a heap of (number of an event, tie, action): called when that event is reached.
         switching: probability with which another thread runs after an event.
+        watchers: called with the name of each event and the thread that passes it.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Kernel:
         self.hub = getcurrent()
         self.errors: list[tuple[Thread, BaseException]] = []
         self.triggers: list[tuple[int, int, Callable[[str], None]]] = []
+        self.watchers: list[Callable[[str, Thread], None]] = []
         self._next_trigger: float = _FOREVER
         self._ready: list[Thread] = []
         self._timers: list[tuple[float, int, Thread | None, Any]] = []
@@ -195,8 +197,10 @@ class Kernel:
         self.num_events += 1
         self.trace = zlib.crc32(what.encode(), self.trace)
         self.now += EVENT_S
-        if self.num_events >= self._next_trigger:
+        if self.num_events >= self._next_trigger or self.watchers:
             self._pull_triggers(what)
+            for watch in tuple(self.watchers):
+                watch(what, thread)
             if thread.process.exit_code is not None:
                 self._leave()
         if thread.process.is_suspended or (self._ready and self.random.random() < self.switching):

@@ -11,9 +11,12 @@ from pathlib import Path
 import xxhash
 
 from moe_ft.errors import CorruptStateError
+from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
+from tests.simulation.reachable import best_local
+from tests.simulation.shape import Shape
 
 Family = tuple[
     int, int, int, str
@@ -27,33 +30,74 @@ class Left:
     Attributes:
         intact: iterations and their families of which every rank has an intact copy, best first.
         has_any: whether there is anything that looks like state, intact or not.
+        local: target of the best local recovery, and the iterations that its stages run again, all together.
+        num_stages: of the job.
+        has_damaged_logs: whether bits of a boundary log have changed, which may be found too late.
     """
 
     intact: tuple[Family, ...]
     has_any: bool
+    local: tuple[int, int] | None
+    num_stages: int
+    has_damaged_logs: bool = False
+
+    @property
+    def newest_global(self) -> int | None:
+        """Iteration that a recovery of all stages must recover at least, None if nothing is whole."""
+        return self.intact[0][1] if self.intact else None
 
     @property
     def newest(self) -> int | None:
-        """Iteration that the next start must recover at least, None if nothing is whole."""
-        return self.intact[0][1] if self.intact else None
+        """Iteration that the next start must recover at least, None if no state can be reached."""
+        found = [self.newest_global, None if self.local is None else self.local[0]]
+        return max((each for each in found if each is not None), default=None)
+
+    @property
+    def num_replays(self) -> int:
+        """Iterations that all stages together run again to reach the newest state, at least."""
+        costs = [
+            self.num_stages * (-window - 1)
+            for _, at, window, _ in self.intact[:1]
+            if at == self.newest
+        ]
+        if self.local is not None and self.local[0] == self.newest:
+            costs.append(self.local[1])
+        return min(costs)
 
 
-def look(root: Path, world_size: int, nodes: Collection[str]) -> Left:
-    """Return what is left below a root on storage and in the memory of the nodes that have ranks."""
+def look(root: Path, shape: Shape, nodes: Collection[str], *, is_local: bool = False) -> Left:
+    """Return what is left below a root on storage and in the memory of the nodes that have ranks.
+
+    Args:
+        is_local: whether stages may recover alone.
+    """
     holders: dict[Family, set[int]] = defaultdict(set)
-    for family, rank in (*_in_memory(root / "memory", nodes), *_on_storage(root / "storage")):
-        holders[family].add(rank)
+    indexes = [*_in_memory(root / "memory", nodes), *_on_storage(root / "storage")]
+    for index in indexes:
+        holders[_family(index)].add(index.rank)
     intact = sorted(
-        (each for each, ranks in holders.items() if len(ranks) == world_size), reverse=True
+        (each for each, ranks in holders.items() if len(ranks) == shape.num_ranks), reverse=True
     )
-    return Left(intact=tuple(intact), has_any=has_any(root))
+    logs = [*_logs(root / "memory", nodes)] if is_local else []
+    usable = [(index, receiver) for index, receiver, is_intact in logs if is_intact]
+    return Left(
+        intact=tuple(intact),
+        has_any=has_any(root),
+        local=best_local(shape, indexes, usable) if is_local else None,
+        num_stages=shape.stages,
+        has_damaged_logs=len(usable) < len(logs),
+    )
 
 
 def has_any(root: Path) -> bool:
     """Return whether anything below a root looks like state."""
-    memory = (root / "memory").glob("*/*/*/region_*.json")
+    memory = (root / "memory").glob("*/*/*/*.json")
     storage = (root / "storage").glob("iter_*/*manifest*.json")
-    return any(memory) or any(storage)
+    return any(map(_is_of_state, memory)) or any(storage)
+
+
+def _is_of_state(path: Path) -> bool:
+    return path.name.startswith(("region_", "breakpoint."))
 
 
 def states_of_several_iterations(root: Path) -> list[str]:
@@ -70,14 +114,36 @@ def states_of_several_iterations(root: Path) -> list[str]:
     return found
 
 
-def _in_memory(folder: Path, nodes: Collection[str]) -> Iterator[tuple[Family, int]]:
-    for path in folder.glob("*/*/*/region_*.json"):
+def _in_memory(folder: Path, nodes: Collection[str]) -> Iterator[Index]:
+    for path in filter(_is_of_state, folder.glob("*/*/*/*.json")):
         index = _index(path) if path.parents[1].name in nodes else None
         if index is not None and index.is_whole and _is_intact(index, path.parent, path.parent):
-            yield _family(index), index.rank
+            yield index
 
 
-def _on_storage(folder: Path) -> Iterator[tuple[Family, int]]:
+def _logs(folder: Path, nodes: Collection[str]) -> Iterator[tuple[BoundaryIndex, int, bool]]:
+    """Yield the boundary logs, each with the ranks that have received something and whether it is intact."""
+    for path in folder.glob("*/*/rank_*/boundary_*.json"):
+        if path.parents[1].name not in nodes:
+            continue
+        try:
+            index = decode(path.read_bytes(), BoundaryIndex, str(path))
+            content = (path.parent / index.file).read_bytes()
+        except (CorruptStateError, OSError):
+            continue
+        header = content[: index.header_bytes]
+        is_intact = xxhash.xxh3_64_hexdigest(header) == index.header_checksum
+        damaged = {
+            each.neighbour
+            for each in index.sent
+            if xxhash.xxh3_64_hexdigest(content[each.offset : each.offset + each.num_bytes])
+            != each.checksum
+        }
+        for receiver in {each.neighbour for each in index.sent}:
+            yield index, receiver, is_intact and receiver not in damaged
+
+
+def _on_storage(folder: Path) -> Iterator[Index]:
     for path in folder.glob("iter_*/manifest*.json"):
         try:
             manifest = decode(path.read_bytes(), Manifest, str(path))
@@ -87,7 +153,7 @@ def _on_storage(folder: Path) -> Iterator[tuple[Family, int]]:
             index = _index(folder / file.index)
             where = (folder / file.index).parent
             if index is not None and _is_intact(index, where, folder):
-                yield _family(index), index.rank
+                yield index
 
 
 def _family(body: Index) -> Family:

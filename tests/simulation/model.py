@@ -2,9 +2,10 @@
 
 It has what Megatron's models have and recovery depends on: units on pipeline stages, experts divided over
 ranks, an optimizer whose state is divided over data-parallel ranks or held by each, weights in bf16, moments
-that do not exist before the first step, a buffer, random numbers, a position in the data, learning rates, and
-a gradient norm that couples all units. Only the arithmetic is made up. In the forward pass all ranks exchange
-one number, which depends on all weights, and from which each gradient follows.
+that do not exist before the first step, a buffer, random numbers, a position in the data, learning rates,
+and a gradient norm that couples all units. Only the arithmetic is made up. Activations go from stage to
+stage and gradients back; each depends on what came before it, on all weights of the rank and on the data.
+From what the ranks of a stage have computed, every gradient of the stage follows.
 """
 
 import struct
@@ -25,6 +26,8 @@ from tests.simulation.shape import Shape, Weight, constants, moves, own_constant
 
 TOKENS_PER_SAMPLE = 8
 SAMPLES_PER_ITERATION = 4
+NUM_MICROBATCHES = 2
+CROSSING_SHAPE = (2, 1, 2)  # of a tensor that crosses a stage boundary: 16 bytes
 _SKIPS_ONE_OF = 9
 _MASK = (1 << 64) - 1
 _NONE: dict[str, torch.Tensor] = {}
@@ -52,6 +55,23 @@ class Optimizer:
         self.optimizer = SimpleNamespace(param_groups=[group], state=defaultdict(dict))
         self.config = SimpleNamespace(optimizer="adam")
         self._copy_main_params_to_model_params = refresh
+
+
+class Scheduler:
+    """A schedule of learning rates as Megatron's looks from outside."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.num_steps = optimizer, 0
+
+    def step(self, increment: int) -> None:
+        """Count samples, and set the learning rate."""
+        self.num_steps += increment
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + 0.01 * self.num_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a record keeps."""
+        return {"num_steps": self.num_steps}
 
 
 class Model:
@@ -95,8 +115,7 @@ class Model:
         ]
         self.inner = Optimizer(masters, self.refresh)
         self.optimizer = SimpleNamespace(chained_optimizers=[self.inner])
-        self.scheduler = SimpleNamespace(num_steps=0)
-        self.scheduler.state_dict = lambda: {"num_steps": self.scheduler.num_steps}
+        self.scheduler = Scheduler(self.inner.optimizer)
         self.chunk = Chunk(self.bias, self.sync, is_sharded=shape.is_sharded)
         self.grad_norm: float | None = None
         self.tokens = torch.zeros(shape.layers, shape.experts, dtype=torch.int64)
@@ -173,13 +192,26 @@ class Model:
 
     # One iteration
 
-    def forward(self) -> bytes:
-        """Return what this rank tells the others: it depends on all that the forward pass reads."""
+    def begin_pass(self) -> None:
+        """Read all that the forward pass depends on."""
         self.draws = (self.draws * 6364136223846793005 + 1442695040888963407) & _MASK
-        read = xxhash.xxh3_64(self._weight_bytes)
-        read.update(self.bias.numpy())
-        read.update(struct.pack("<QQ", self.draws, self.consumed))
-        return read.digest()
+        self._read = xxhash.xxh3_128(self._weight_bytes)
+        self._read.update(self.bias.numpy())
+        self._read.update(struct.pack("<QQ", self.draws, self.consumed))
+        self._pass: list[bytes] = []
+
+    def compute(self, received: bytes) -> bytes:
+        """Return what a micro-batch makes of an activation or a gradient; the ends receive none."""
+        computed = self._read.copy()
+        for each in self._pass:
+            computed.update(each)
+        computed.update(received)
+        self._pass.append(computed.digest())
+        return self._pass[-1]
+
+    def share(self) -> bytes:
+        """Return this rank's share of the gradients of its stage."""
+        return b"".join(self._pass[-NUM_MICROBATCHES:])
 
     def total_norm(self, shares: Sequence[bytes]) -> float:
         """Return the norm that all ranks' gradients have together."""
@@ -192,9 +224,9 @@ class Model:
         share.update(self._arrays["param"])
         return share.digest()
 
-    def backward(self, everyone: Sequence[bytes]) -> int:
-        """Take what all ranks told; return the number that all gradients follow from."""
-        signal = xxhash.xxh3_64_intdigest(b"".join(everyone))
+    def reduce(self, shares: Sequence[bytes]) -> int:
+        """Take the shares of all ranks of the stage; return the number that its gradients follow from."""
+        signal = xxhash.xxh3_64_intdigest(b"".join(shares))
         generator = np.random.default_rng(signal ^ self.rank)
         shape, count = self.shape, SAMPLES_PER_ITERATION * TOKENS_PER_SAMPLE
         tokens = generator.multinomial(
@@ -207,9 +239,9 @@ class Model:
         self.bias += (pushed - 128) / 4096
         return signal
 
-    def is_skipped(self, signal: int) -> bool:
-        """Return whether gradients overflow."""
-        return self.shape.skips and signal % _SKIPS_ONE_OF == 0
+    def is_skipped(self, shares: Sequence[bytes]) -> bool:
+        """Return whether gradients of any stage overflow."""
+        return self.shape.skips and xxhash.xxh3_64_intdigest(b"".join(shares)) % _SKIPS_ONE_OF == 0
 
     def step(self, signal: int, grad_norm: float, frozen: Collection[UnitId] = ()) -> None:
         """Make the optimizer's step.
@@ -219,7 +251,6 @@ class Model:
         """
         self._adopt(frozen, creates=True)
         self.group["step"] += 1
-        self.group["lr"] = 0.05 / (1 + 0.01 * self.scheduler.num_steps)
         _, first, second = own_constants(self.shape, self.rank)
         factors = [((signal >> shift) & 0xFFFF) / 65536 - 0.5 for shift in (0, 16)]
         rate = np.float32(self.group["lr"] / (1 + 0.001 * self.group["step"]))
@@ -232,7 +263,6 @@ class Model:
             square[low:high] = square[low:high] * np.float32(0.99) + gradient**2
             moved = average[low:high] / (np.sqrt(square[low:high]) + np.float32(1e-3))
             self._arrays["param"][low:high] -= rate * moved
-        self.scheduler.num_steps += SAMPLES_PER_ITERATION
 
     def _active(self, frozen: Collection[UnitId]) -> list[tuple[int, int]]:
         if not frozen:

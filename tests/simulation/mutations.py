@@ -4,6 +4,7 @@ They are mistakes that this product or others have had, or that are easily made.
 is an error. `tests/power.py` replays all of them; `python -m tests.simulation --mutation NAME` one.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable
 from itertools import takewhile
@@ -11,6 +12,10 @@ from typing import Any
 
 import msgspec
 
+from megatron.fault_tolerance.watch.breakpoint_writer import BreakpointWriter
+from moe_ft.engine.boundary.log import BoundaryLog
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.decisions import Decisions
 from moe_ft.engine.memory.pool import PoolVersions
 from moe_ft.engine.memory.regions import Region, Role
@@ -19,8 +24,11 @@ from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.engine.snapshots.windows import Windows
+from moe_ft.planning import boundary_log
 from moe_ft.planning import recovery as planning
-from moe_ft.recovery import readers, restore
+from moe_ft.planning.local_recovery import LocalPlan
+from moe_ft.recovery import fetch as fetching
+from moe_ft.recovery import readers
 from moe_ft.recovery.replay import Conversion
 from tests.simulation.active import Patches
 
@@ -148,12 +156,6 @@ def slots_used_too_early(patches: Patches) -> None:
 
 
 @mutation
-def record_of_the_iteration_before(patches: Patches) -> None:
-    """The scalars that come back are those of the first snapshot of a window."""
-    patches.set(restore.Restored, "record", property(lambda self: self.conversion.records[0]))
-
-
-@mutation
 def one_replay_too_few(patches: Patches) -> None:
     """The last snapshot of a window is put back without its replay."""
     patches.set(
@@ -194,3 +196,104 @@ class _Anything(str):
 
     def __ne__(self, other: object) -> bool:
         return False
+
+
+@mutation
+def log_of_another_iteration(patches: Patches) -> None:
+    """A replay gets what was sent in the iteration before, where there is a log of it."""
+    original = BoundaryPlayer.receive
+
+    def receive(self: BoundaryPlayer, neighbour: int, *rest: Any) -> Any:
+        iteration = self._iteration
+        assert iteration is not None
+        if self._logs[neighbour].get(iteration - 1) is not None:
+            self._iteration = iteration - 1
+        try:
+            return original(self, neighbour, *rest)
+        finally:
+            self._iteration = iteration
+
+    patches.set(BoundaryPlayer, "receive", receive)
+
+
+@mutation
+def torn_breakpoint(patches: Patches) -> None:
+    """A breakpoint is written in the middle of an optimizer step, as if it were whole."""
+    original = Breakpoints._hold
+
+    def hold(self: Breakpoints, patience_s: float) -> Any:
+        self._is_updating = False
+        return original(self, patience_s)
+
+    patches.set(Breakpoints, "_hold", hold)
+
+
+@mutation
+def breakpoint_overwritten_too_early(patches: Patches) -> None:
+    """A breakpoint that the recovery rests on is not kept."""
+    original = Breakpoints.start
+    patches.set(Breakpoints, "start", lambda self, **_: original(self, is_in_use=False))
+
+
+@mutation
+def last_state_dropped(patches: Patches) -> None:
+    """A rank that has trained to the end leaves no breakpoint, although another one has died."""
+    patches.set(BreakpointWriter, "on_end", lambda self: None)
+
+
+@mutation
+def damaged_state_planned_with(patches: Patches) -> None:
+    """State that cannot be read is not left out of a new plan."""
+    patches.set(fetching, "place_of", lambda version: ("", "", 0, 0))
+
+
+@mutation
+def step_past_the_meeting(patches: Patches) -> None:
+    """A rank that has said which iteration it steps to is not held there."""
+    original = Breakpoints.write
+
+    def write(self: Breakpoints, **given: Any) -> Any:
+        written = original(self, **given)
+        self._hold_at = None
+        return written
+
+    patches.set(Breakpoints, "write", write)
+
+
+@mutation
+def stage_left_behind(patches: Patches) -> None:
+    """A stage that is one iteration behind continues with the others as it is."""
+    original = LocalPlan.scope_of
+
+    def scope_of(self: LocalPlan, stage: int) -> Any:
+        return None if self.stages[stage].num_replays == 1 else original(self, stage)
+
+    patches.set(LocalPlan, "scope_of", scope_of)
+
+
+@mutation
+def numbers_of_another_iteration(patches: Patches) -> None:
+    """A log keeps the numbers of the iteration before."""
+    original = BoundaryLog.begin
+    before: dict[BoundaryLog, Any] = {}
+
+    def begin(self: BoundaryLog, iteration: int, numbers: Any = None) -> None:
+        older = before.get(self)
+        before[self] = numbers
+        if numbers is not None and older is not None:
+            facts = dataclasses.replace(older.facts, iteration=numbers.facts.iteration)
+            numbers = dataclasses.replace(older, facts=facts)
+        original(self, iteration, numbers)
+
+    patches.set(BoundaryLog, "begin", begin)
+
+
+@mutation
+def too_few_logs(patches: Patches) -> None:
+    """The log of an iteration is dropped two windows too early."""
+    original = boundary_log.num_slots
+
+    def num_slots(longest_window: int, interval: int) -> int:
+        return max(1, original(longest_window, interval) - 2 * longest_window)
+
+    patches.set(boundary_log, "num_slots", num_slots)

@@ -5,10 +5,12 @@ half-written is used, what was acknowledged survives the failures that it is pro
 usable state is chosen, refusals are true, and everything comes to an end.
 """
 
+import re
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_ft.engine.background import Report
 from moe_ft.errors import ConfigError, DegradedError, UnrecoverableError
 from moe_ft.strategies import registry
 from tests.simulation.job import Job, Start, undisturbed
@@ -16,6 +18,8 @@ from tests.simulation.left import Left, look, states_of_several_iterations
 from tests.simulation.lossy import Recount
 from tests.simulation.rank import Life
 
+_LATE = "no window was completed in time"  # which may be, and costs logs
+_DAMAGE = "does not match its checksum"  # of a window that stays, and need not have been read
 _REFUSALS = (ConfigError, UnrecoverableError)
 
 
@@ -73,6 +77,9 @@ class Oracle:
         is_disturbed: whether a fault has happened in the start that runs, or has not ended before it.
         disturbed_until_s: when the last fault ends.
         is_refused: whether a start has refused, as it may: there is no way on.
+        promised: iteration that the ranks of the start that runs will leave, since nothing but one death, or
+            SIGTERM, has hit them; 0 for none.
+        is_whole: whether all ranks will leave it, so that nothing is run again.
         violations: sentences.
     """
 
@@ -85,13 +92,43 @@ class Oracle:
     is_disturbed: bool = False
     disturbed_until_s: float = 0.0
     is_refused: bool = False
+    promised: int = 0
+    is_whole: bool = False
     violations: list[str] = field(default_factory=list)
     left: Left | None = None
 
     def __post_init__(self) -> None:
         self.recount = Recount(self.job.setup.shape)
         self._floor = 0  # when the start that runs began
+        self._was_whole = False
         self._judged: Start | None = None  # its acknowledgements are in the floors
+
+    def note_end(self, start: Start, dead: int | None) -> None:
+        """Note that a start ends now because a rank dies, or because all are told to end.
+
+        Args:
+            dead: the rank; None if all are told to end.
+        """
+        setup, lives = self.job.setup, start.lives
+        can_leave = all(life.may_break for life in lives)
+        if self.is_disturbed or not can_leave or not all(each.is_alive for each in start.processes):
+            return
+        if dead is None:
+            self.promised, self.is_whole = max(max(life.digests) for life in lives), True
+            return
+        has_window = any(max(life.complete) > 0 for life in lives)
+        if not setup.recovers_locally or not has_window or any(map(_has_lost_logs, lives)):
+            return
+        shape = setup.shape
+        self.promised = max(
+            min(max(lives[rank].digests) for rank in shape.ranks_of(stage))
+            for stage in range(shape.stages)
+            if stage != shape.stage_of(dead)
+        )
+
+    def note_fault(self) -> None:
+        """Note that a fault happens: what was promised of a start that ends no longer holds."""
+        self.is_disturbed, self.promised, self.is_whole = True, 0, False
 
     def lose_node(self) -> None:
         """A node has lost its memory, and is not known to have it back before the next checkpoint."""
@@ -111,6 +148,7 @@ class Oracle:
 
     def _cut_off(self) -> None:
         """Note what the start that runs has acknowledged so far: the rest of it does not count."""
+        self.is_whole = False  # something is lost, or the start that was to find it is over
         if self.job.starts and self.job.starts[-1] is not self._judged:
             self._raise_floors(self.job.starts[-1])
             self._judged = self.job.starts[-1]
@@ -132,8 +170,13 @@ class Oracle:
         """Look at what the dead processes have left."""
         self.is_disturbed = self.job.world.kernel.now < self.disturbed_until_s
         self._floor = self.floors.highest
+        self._was_whole, self.is_whole = self.is_whole, False
         self.is_garbled = self.job.world.kernel.now < self.garbled_until_s
-        self.left = look(self.job.root, self.job.setup.shape.num_ranks, {*self.job.nodes})
+        self.left = self._look({*self.job.nodes})
+
+    def _look(self, nodes: set[str]) -> Left:
+        setup = self.job.setup
+        return look(self.job.root, setup.shape, nodes, is_local=setup.recovers_locally)
 
     def after_start(self, start: Start, *, has_ended: bool) -> None:
         """Judge a start that is over."""
@@ -148,9 +191,13 @@ class Oracle:
             self._check_state(start, life)
             self._check_recovery(start, life)
             self._check_error(start, life)
+        self._check_scope(start)
+        self._check_logs(start)
         if not self.is_disturbed:
             self._check_is_quiet(start)
+        is_whole = self.is_whole
         self._cut_off()
+        self.is_whole = is_whole
         if self.job.setup.dense_interval and not self.job.setup.persist_interval:
             for what in states_of_several_iterations(self.job.root):
                 self._fail(start, f"storage has {what}, and whole states alone should go there")
@@ -177,8 +224,27 @@ class Oracle:
             self._fail(start, f"{where}, and {self._floor} was acknowledged")
         if self.has_strangers or newest is None:
             return
-        if found < newest or (found > newest and not self.is_damaged):
+        # A stage that reads a damaged log in the middle of its replay falls back with all others.
+        least = (self.left.newest_global or 0) if self.left.has_damaged_logs else newest
+        if found < least or (found > newest and not self.is_damaged):
             self._fail(start, f"{where}, and {newest} is the newest that is left")
+
+    def _check_scope(self, start: Start) -> None:
+        """Check that no more iterations were run again than have to be."""
+        outcomes = [life.outcome for life in start.lives if life.outcome is not None]
+        if not outcomes or self.left is None:
+            return
+        if outcomes[0].stages and not self.job.setup.recovers_locally:
+            self._fail(start, f"stages {outcomes[0].stages} recovered alone")
+        is_excused = self.is_garbled or self.has_strangers or self.is_damaged
+        if len(outcomes) < len(start.lives) or is_excused or self.left.newest is None:
+            return
+        done = {self.job.setup.shape.stage_of(life.rank): life.replayed for life in start.lives}
+        if self._was_whole and max(done.values()) > 0:
+            self._fail(start, f"replayed {done} iterations by stage, and all ranks had left theirs")
+        if sum(done.values()) != self.left.num_replays:
+            least = self.left.num_replays
+            self._fail(start, f"replayed {done} iterations by stage, and {least} in all are enough")
 
     def _check_error(self, start: Start, life: Life) -> None:
         error = life.error
@@ -205,19 +271,45 @@ class Oracle:
     def _check_is_quiet(self, start: Start) -> None:
         """Nothing may go wrong where nothing disturbs a start."""
         for life in start.lives:
-            wrong = [each for _, each in life.reports if each.event == "degraded"]
+            degraded = [
+                each
+                for at, each in life.reports
+                if each.event == "degraded"
+                and not self._is_at_the_end(at, each)
+                and not (self.is_damaged and _DAMAGE in str(each.fields["reason"]))
+            ]
+            wrong = [each for each in degraded if _LATE not in str(each.fields["reason"])]
             if wrong:
                 self._fail(start, f"rank {life.rank} reports {wrong[0].fields}, undisturbed")
         if not start.has_ended_well and not self.is_refused:
             codes = [each.exit_code for each in start.processes]
             self._fail(start, f"ended with {codes}, undisturbed")
 
+    def _is_at_the_end(self, seen_at: int, report: Report) -> bool:
+        """Return whether a peer has ended, before this rank, a run that needs no copies any more."""
+        is_complete = seen_at == self.job.training.iterations and not self.job.setup.persists
+        return is_complete and report.fields["part"] == "replicate"
+
+    def _check_logs(self, start: Start) -> None:
+        """Check that the logs of as many iterations are kept as the documentation says."""
+        setup = self.job.setup
+        window = str(setup.options.get("window", "1"))
+        least = 2 * (int(window) if window.isdecimal() else 1) + int(
+            setup.interval.replace("auto", "1")
+        )
+        for life in start.lives:
+            for _, report in filter(_is_lost_log, life.reports):
+                found = re.search(r"log of iteration (\d+) is", str(report.fields["reason"]))
+                if found is not None and report.iteration - int(found[1]) < least:
+                    self._fail(start, f"rank {life.rank} keeps no {least} logs: {report.fields}")
+
     def _raise_floors(self, start: Start) -> None:
         floors, lives = self.floors, start.lives
         recovered = {life.outcome.iteration for life in lives if life.outcome is not None}
         complete = set[int]().union(*(life.complete for life in lives))
         floors.recovered = max(recovered, default=0)
-        floors.memory = max(floors.memory, *complete, 0)
+        floors.memory = max(floors.memory, *complete, self.promised)
+        self.promised = 0
         # A peer that has the last snapshot of a window has all of it.
         at_peers = set.intersection(*(life.replicated for life in lives)) & complete
         floors.protected = max(floors.protected, *at_peers, 0)
@@ -234,7 +326,7 @@ class Oracle:
                 self._fail(start, "the last state is not where it should be, undisturbed")
             return
         if setup.persists or start.last_iteration < self.job.training.iterations:
-            left = look(root, setup.shape.num_ranks, {*start.nodes})
+            left = self._look({*start.nodes})
             is_excused = self.is_disturbed or self.is_damaged  # a checkpoint is not written twice
             if left.newest != start.last_iteration and not is_excused:
                 self._fail(start, f"the end leaves iteration {left.newest}")
@@ -247,6 +339,18 @@ class Oracle:
         may_go = all(life.may_lose_memory for life in start.lives)
         if may_go and memory and not self.has_strangers and not self.is_disturbed:
             self._fail(start, f"{memory[0].name} is still in memory")
+
+
+def _is_lost_log(seen: tuple[int, Report]) -> bool:
+    return seen[1].event == "degraded" and _LATE in str(seen[1].fields["reason"])
+
+
+def _has_no_room(seen: tuple[int, Report]) -> bool:
+    return seen[1].event == "skipped" and seen[1].fields["part"] == "boundary-log"
+
+
+def _has_lost_logs(life: Life) -> bool:
+    return any(_is_lost_log(each) or _has_no_room(each) for each in life.reports)
 
 
 def _has_left_out(life: Life, iteration: int) -> bool:

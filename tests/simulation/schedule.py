@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tests.simulation import variations
+from tests.simulation import pipelined, variations
 from tests.simulation.job import Setup
 
 # Faults while ranks run, each with its weight. `Fault.target` chooses a rank, a node or a pair of nodes.
@@ -60,6 +60,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         start: number of the start in which it happens.
         event: after how many events of that start; -1 for before it.
         is_after_recovery: whether events count from when a rank has recovered.
+        moment: if given, the event counts how often ranks pass a moment whose name begins like this.
         target: which of those that it can hit.
         amount: how long or how much, from 0 to 1.
     """
@@ -70,11 +71,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     target: int = 0
     amount: float = 0.0
     is_after_recovery: bool = False
+    moment: str = ""
 
     def __str__(self) -> str:
         place = "before it" if self.event < 0 else f"event {self.event}"
         if self.is_after_recovery:
             place += " after recovery"
+        if self.moment:
+            place = f"{self.moment}, time {self.event}"
         return f"start {self.start}, {place}: {self.kind} {self.target} ({self.amount:.3f})"
 
 
@@ -121,7 +125,37 @@ def draw(seed: int) -> Schedule:
     faults = _add_faults(faults, more, num_events)
     if more.random() < _DAMAGED:
         faults = _damage(more, num_events)
+    alone = random.Random(f"stages alone {seed}")
+    if alone.random() < pipelined.SHARE:
+        setup = pipelined.with_logs(setup, alone)
+        faults = _draw_faults_of_stages(setup, alone)
+    elif alone.random() < pipelined.SHARE_WITH_BREAKPOINTS:
+        setup = msgspec.structs.replace(setup, breakpoints=True)
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
+
+
+def _draw_faults_of_stages(setup: Setup, rng: random.Random) -> list[Fault]:
+    """Return faults of a job whose stages recover alone, at moments that matter to them."""
+    num_events = pipelined.EVENTS_PER_ITERATION * setup.shape.num_ranks * setup.iterations
+    faults: list[Fault] = []
+    for number in range(rng.choice((1, 2, 2, 3, 3, 4))):
+        if number and rng.random() < 0.2:
+            faults.append(_draw(rng, OFFLINE, number, lambda: -1))
+        if number and rng.random() < 0.4:
+            soon = int(pipelined.SOON * num_events)
+            fault = _draw(rng, pipelined.LIVE, number, lambda soon=soon: rng.randrange(soon))
+            here = [msgspec.structs.replace(fault, is_after_recovery=True)]
+        else:
+            moment, times = pipelined.draw_moment(setup, number, rng)
+            fault = _draw(rng, pipelined.LIVE, number, lambda times=times: times)
+            here = [msgspec.structs.replace(fault, moment=moment)]
+        if rng.random() < 0.25:
+            moment = rng.choice(pipelined.MOMENTS_OF_LEAVING)
+            times = 1 + rng.randrange(setup.shape.num_ranks)
+            fault = _draw(rng, pipelined.LIVE, number, lambda times=times: times)
+            here.append(msgspec.structs.replace(fault, moment=moment))
+        faults += here
+    return faults
 
 
 def _damage(rng: random.Random, num_events: int) -> list[Fault]:
@@ -241,7 +275,12 @@ def _smaller(schedule: Schedule, replace: Any) -> list[Schedule]:
     ]
     setup = schedule.setup
     simpler: list[dict[str, Any]] = [
-        {"stages": 1, "nodes": min(setup.nodes, setup.dp)},
+        {
+            "stages": 1,
+            "nodes": min(setup.nodes, setup.dp),
+            "upstream_log": False,
+            "recovery": "auto",
+        },
         {"skips": False},
         {"state_dtype": ""},
         {"stop_interval": 0},
@@ -253,6 +292,8 @@ def _smaller(schedule: Schedule, replace: Any) -> list[Schedule]:
         {"interval": "1"},
         {"iterations": 4},
         {"experts": 2},
+        {"upstream_log": False, "recovery": "auto"},
+        {"breakpoints": False, "upstream_log": False, "recovery": "auto"},
     ]
     for changes in simpler:
         if any(getattr(setup, name) != value for name, value in changes.items()):

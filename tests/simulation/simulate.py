@@ -9,7 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.simulation import collectives, file_locks, files, network, processes, rank, threads
+from tests.simulation import (
+    collectives,
+    file_locks,
+    files,
+    leaving,
+    network,
+    processes,
+    rank,
+    threads,
+)
 from tests.simulation.active import Patches, active
 from tests.simulation.injection import Injection
 from tests.simulation.job import Job, Start, make_world
@@ -54,7 +63,16 @@ def installed() -> Iterator[None]:
     """Put the simulated operating system in the place of the real one, for simulated threads."""
     patches = Patches()
     try:
-        for module in (threads, files, file_locks, processes, network, collectives, rank):
+        for module in (
+            threads,
+            files,
+            file_locks,
+            processes,
+            network,
+            collectives,
+            rank,
+            leaving,
+        ):
             module.install(patches)
         yield
     finally:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.source import ROOT
 
-NUM_FIXED = 480  # 45 s on two quiet cores
+NUM_FIXED = 340  # 45 s on two quiet cores
 RANDOM_S = 5
 MANY_RANDOM_S = 120
 _TIMEOUT_S = 3600  # on a machine that is busy with other things

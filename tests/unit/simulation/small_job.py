@@ -34,6 +34,17 @@ class SmallJob(Job):
         self.kill(started)
         return started
 
+    def run_until_death(self, rank: int, is_time: Callable[[Start], bool]) -> Start:
+        """Start the ranks, and kill one of them when something is so; the launcher ends the others."""
+        self.oracle.before_start()
+        started = self.start()
+        self.world.kernel.run(lambda: is_time(started), self.world.kernel.now + _LONG_S)
+        self.oracle.note_end(started, rank)
+        self.oracle.is_disturbed = True
+        self.world.kernel.kill(started.processes[rank])
+        assert self.run(started)
+        return started
+
     def judge(self, started: Start, *, has_ended: bool = True) -> list[str]:
         """Return the violations of a start."""
         self.oracle.after_start(started, has_ended=has_ended)

@@ -11,7 +11,7 @@ from tests.unit.simulation.small_job import SmallJob, has_trained, small_job
 
 
 def looked(job: SmallJob) -> Left:
-    return look(job.root, job.setup.shape.num_ranks, {*job.nodes})
+    return look(job.root, job.setup.shape, {*job.nodes})
 
 
 def flip(path: Path, offset: int) -> None:
