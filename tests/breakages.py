@@ -81,7 +81,7 @@ def restore_the_older_iteration() -> None:
 
 def skip_the_random_numbers() -> None:
     """Keep the random number states of the fresh start."""
-    from moe_ft.state.record import apply_rng
+    from moe_ft.state.random_states import apply_rng
 
     wrap(apply_rng, lambda original: lambda record: mark())
 
@@ -182,7 +182,8 @@ def skip_the_loss_scale() -> None:
 
 def skip_a_buffer() -> None:
     """Keep the first buffer that the record would change as the fresh start made it."""
-    from moe_ft.state.record import apply, unpack
+    from moe_ft.state.packed_values import unpack
+    from moe_ft.state.record import apply
     from moe_ft.state.tensors import named_buffers
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,6 +60,12 @@ PACKINGS: dict[str, tuple[str, ...]] = {
     "packed": ("--moe-ft-staging-bytes", "1MiB"),
     "split": ("--moe-ft-state-dtype", "master=split", "--moe-ft-staging-bytes", "1MiB"),
 }
+# Things that a run leaves for its recovery, besides windows.
+LEFT: dict[str, tuple[str, ...]] = {
+    "windows": (),
+    "breakpoints": ("--moe-ft-breakpoints",),
+    "logs": ("--moe-ft-breakpoints", "--moe-ft-upstream-log"),
+}
 KINDS = ("kill", "kill-two", "exception", "lose-node")
 # The tier that a fault leaves to the ranks that lose something; "nothing" if it costs a snapshot at most.
 TIERS = ("memory", "peer", "storage", "nothing")
@@ -75,6 +81,7 @@ RUN_FACTORS: dict[str, tuple[str, ...]] = {
     "optimizer": ("distributed", "replicated"),
     "model": MODELS,
     "feature": FEATURES,
+    "left": tuple(LEFT),
 }
 FAULT_FACTORS: dict[str, tuple[str, ...]] = {
     "kind": KINDS,
@@ -123,6 +130,7 @@ class Case:
     optimizer: str
     model: str
     feature: str
+    left: str
     faults: tuple[Fault, Fault]
 
     def __str__(self) -> str:
@@ -143,6 +151,11 @@ class Case:
     def is_exact(self) -> bool:
         """True if nothing may be lost."""
         return self.strategy != "partial-1"
+
+    @property
+    def has_breakpoints(self) -> bool:
+        """True if a recovery may be to a newer state than that of the windows."""
+        return self.left != "windows"
 
     @property
     def window(self) -> int | None:
@@ -181,14 +194,22 @@ def case_of(values: Values) -> Case:
 
 
 def views(values: Values) -> list[Values]:
-    """Return what the run shows with its first fault, and with its second."""
+    """Return what the run shows with its first fault, and with its second.
+
+    What a recovery is from is checked less strictly if there are breakpoints: such a run only shows how they
+    go with each other value.
+    """
     run = {name: values[name] for name in RUN_FACTORS if name in values}
     if "strategy" in run:
         run["mode"] = mode_of(run["strategy"])
-    return [
+    found = [
         {**run, **{n: values[f"{n} {step}"] for n in FAULT_FACTORS if f"{n} {step}" in values}}
         for step in (1, 2)
     ]
+    left = run.get("left", "windows")
+    if left == "windows":
+        return found
+    return [{"left": left, name: value} for view in found for name, value in view.items()]
 
 
 def is_in_recovery(phase: str | None) -> bool:
@@ -214,6 +235,15 @@ RULES: tuple[Rule, ...] = (
     # Megatron counts the tokens of an iteration that it runs again twice, and does not run the first one of
     # a start again.
     lambda run: run["feature"] == "reruns" and run["model"] in ("expert-bias", "deepseek"),
+    # Its tokens are counted again from windows.
+    lambda run: run["left"] not in (None, "windows") and run["strategy"] == "partial-1",
+    # Logs are of stages, for exact strategies with windows of a known length.
+    lambda run: run["left"] == "logs" and "pp2" not in (run["layout"] or "pp2"),
+    lambda run: (
+        run["left"] == "logs"
+        and run["strategy"] is not None
+        and (family_of(run["strategy"]) == "partial" or run["strategy"] == "sparse-auto")
+    ),
 )
 _BACKGROUND = tuple(phase for phase in BACKGROUND_PHASES if not is_in_recovery(phase))
 FAULT_RULES: tuple[Rule, ...] = (
@@ -255,6 +285,14 @@ def is_possible(values: Values) -> bool:
         if any(rule({**run, **named}) for rule in FAULT_RULES):
             return False
     if is_in_recovery(run["phase 1"]) or run["tier 1"] == run["tier 2"] == "nothing":
+        return False
+    # A rank that fails with an exception leaves a breakpoint too: nothing is run again. From logs only the
+    # stage of the first victim runs again.
+    is_never_replayed = (run["left"] not in (None, "windows") and run["kind 1"] == "exception") or (
+        run["left"],
+        run["layout"],
+    ) == ("logs", "virtual-pp2")
+    if run["phase 2"] == Phase.REPLAY and is_never_replayed:
         return False
     # A second fault in a recovery strikes the one from the first, whose source stays.
     return not is_in_recovery(run["phase 2"]) or run["tier 1"] in (None, "memory")
@@ -302,6 +340,32 @@ def runs(target: str | None = None) -> list[Values]:
         for own_target, *values in rows
         if target in (None, own_target)
     ]
+
+
+def repaired_cases() -> list[Case]:
+    """Return a few runs of the table that together show each value of a run, with ranks to be replaced.
+
+    Both faults become kills in an iteration: what else the table has ends a start. So do kills before each
+    expert was saved, and after evaluations that draw random numbers.
+    """
+    left_out = {*_NOT_IN_SHARE, "partial-1", "evaluation"}
+    candidates = [run for run in runs() if left_out.isdisjoint(run.values())]
+    missing = {(name, run[name]) for run in candidates for name in RUN_FACTORS}
+    found = []
+    while missing:
+        best = max(candidates, key=lambda run: len(missing & run.items()))
+        missing -= best.items()
+        found.append(case_of({**best, **_killed(best, 1), **_killed(best, 2)}))
+    return found
+
+
+def _killed(run: Values, step: int) -> dict[str, str]:
+    phase = run[f"phase {step}"]
+    return {
+        f"kind {step}": "kill",
+        f"tier {step}": "memory",
+        f"phase {step}": phase if phase in ITERATION_PHASES else Phase.BACKWARD.value,
+    }
 
 
 if __name__ == "__main__":

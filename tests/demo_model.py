@@ -104,6 +104,11 @@ def layout_flags(layout: Mapping[str, int]) -> list[str]:
     return [word for name, size in layout.items() for word in (names[name], str(size))]
 
 
+def world_size_of(layout: Mapping[str, int]) -> int:
+    """Return the ranks of a layout with pipeline stages: those of experts are also the data-parallel ones."""
+    return layout["pp"] * max(layout.get("ep", 1), layout.get("tp", 1) * layout.get("dp", 1))
+
+
 def event_flags(directory: Path) -> list[str]:
     """Return the flags that write events and a final digest."""
     return ["--moe-ft-event-log", str(directory), "--moe-ft-state-digest"]

@@ -22,6 +22,7 @@ def run_until_it_ends(
     memory_dir: Path,
     max_restarts: int,
     between: Callable[[int], None] | None = None,
+    has_breakpoints: bool = False,
 ) -> list[Expected | None]:
     """Run a job and restart it as torchrun does; return what each restart had to recover, and did.
 
@@ -32,6 +33,7 @@ def run_until_it_ends(
         memory_dir: for the memory of the job.
         max_restarts: number of restarts after which the job must have ended.
         between: called after a start that failed, with its number, before its remains are read.
+        has_breakpoints: whether ranks may leave newer states than their windows.
 
     Raises:
         AssertionError: if the job does not end by itself, or a rank has not recovered the newest state that
@@ -60,7 +62,7 @@ def run_until_it_ends(
         between=look,
     )
     results[-1].check()
-    return watch.check(len(results))
+    return watch.check(len(results), has_breakpoints=has_breakpoints)
 
 
 def fault_flags(faults: Sequence[str]) -> list[str]:

@@ -35,6 +35,7 @@ from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.boundary.reading import NeighbourLog, open_log
 from moe_ft.engine.memory.regions import own_directory
 from moe_ft.format.records import IterationRecord
+from moe_ft.recovery.borders import Borders
 from moe_ft.state import record as records
 from moe_ft.state.tensors import named_buffers, named_optimizer_tensors, named_parameters
 from moe_ft.units import UnitId
@@ -136,6 +137,10 @@ class _Window:
     def load(self, position: int) -> None:
         """Leave the state as it is."""
 
+    def step_scheduler(self, num_samples: int) -> None:
+        """Fail: every iteration has a record."""
+        raise AssertionError
+
 
 class _LocalReplays(LoopListener):
     def __init__(
@@ -195,6 +200,8 @@ class _LocalReplays(LoopListener):
         pipeline = ProcessGroupCollection.use_mpu_process_groups().pp
         stage, ranks = pipeline.rank(), dist.get_process_group_ranks(pipeline)
         logs = {rank: self._open(rank) for rank in ranks}
+        stages = [0] * dist.get_world_size()
+        dist.all_gather_object(stages, stage)
         after, found = self._state(), []
         for scope in self._scopes:
             iterators = self._iterators.again(self._records[0].consumed_train_samples)
@@ -203,7 +210,9 @@ class _LocalReplays(LoopListener):
                 outside = {
                     rank: logs[rank] for other, rank in enumerate(ranks) if other not in scope
                 }
-                self._replay(BoundaryPlayer(ranks[stage], outside), iterators)
+                together = frozenset(rank for rank, each in enumerate(stages) if each in scope)
+                player = BoundaryPlayer(ranks[stage], outside)
+                self._replay(Borders(ranks=together, player=player, tail=()), iterators)
                 found.append(self._compare(after, scope))
             dist.barrier()
         sent = self._sent(stage, logs[ranks[stage]])
@@ -217,7 +226,7 @@ class _LocalReplays(LoopListener):
         assert not problems, problems
         return log
 
-    def _replay(self, player: BoundaryPlayer, iterators: Any) -> None:
+    def _replay(self, borders: Borders, iterators: Any) -> None:
         running = self._checkpoints._running
         assert running is not None
         parameters = running.met.live.parameters
@@ -228,7 +237,7 @@ class _LocalReplays(LoopListener):
         self._loop.is_replaying = True
         window: Any = _Window(self._records)
         parts = replace(self._parts, data_iterator=iterators)
-        Replay(window, parameters, MegatronLoop(), lambda iteration: None, player).run(parts)
+        Replay(window, parameters, MegatronLoop(), lambda iteration: None, borders).run(parts)
         self._loop.is_replaying = False
 
     def _compare(self, after: dict[str, torch.Tensor], scope: Sequence[int]) -> dict[str, Any]:

@@ -43,3 +43,51 @@ def killed_with_storage(job: CheckpointJob, keep: int) -> None:
         *("--moe-ft-persist-interval", "1", "--moe-ft-inject-fault", "kill:1@11:backward"),
         storage=True,
     )
+
+
+def check_losses(
+    log: Path,
+    *,
+    num_ranks: int,
+    num_experts: int,
+    ep_size: int,
+    is_load_aware: bool = False,
+    where: str = "",
+) -> None:
+    """Fail unless all recoveries lost the tokens that the routing log says, stage by stage.
+
+    Args:
+        log: of the events of a run with k_snapshot 1.
+        num_ranks: of the run.
+        num_experts: in each layer that has some.
+        ep_size: expert-parallel ranks.
+        is_load_aware: whether experts are selected by their load.
+        where: the run, for messages.
+    """
+    stages = sorted(
+        {tuple(events(log, rank, "router_load")[0]["tokens"]) for rank in range(num_ranks)}
+    )
+    counts = [
+        Recount(
+            folder=log,
+            num_ranks=num_ranks,
+            layers=layers,
+            num_experts=num_experts,
+            ep_size=ep_size,
+            k_snapshot=1,
+            is_load_aware=is_load_aware,
+        )
+        for layers in stages
+    ]
+    after = 0
+    for incarnation, recovery in enumerate(events(log, 0, "recovery")):
+        lost: dict[str, list[int]] = {}
+        for counted in counts:
+            follow(counted, incarnation, after, recovery["restored_iteration"])
+            lost |= counted.recover(recovery["restored_iteration"])
+        told = f"{where}, incarnation {incarnation}"
+        assert recovery["lost_per_expert"] == lost, told
+        assert recovery["lost_tokens"] == sum(map(sum, lost.values())), told
+        assert recovery["total_lost_tokens"] == sum(counted.total for counted in counts), told
+        after = recovery["restored_iteration"]
+    assert after, f"{where}: nothing was recovered"

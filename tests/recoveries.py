@@ -179,8 +179,10 @@ class RecoveryWatch:
         held = find_held(self._memory, self._storage)
         self.expected.append(newest(held, self._world_size, nodes))
 
-    def check(self, num_starts: int) -> list[Expected | None]:
-        """Check every start but the first on every rank; return what they recovered.
+    def check(self, num_starts: int, *, has_breakpoints: bool = False) -> list[Expected | None]:
+        """Check every start but the first on every rank; return what their windows had for them.
+
+        With breakpoints a start may recover a newer state than that of the windows, never an older one.
 
         A rank that dies in its recovery or in the replay after it writes no recovery event. Every rank of a
         start that trained an iteration has one.
@@ -193,6 +195,8 @@ class RecoveryWatch:
                 where = f"start {start}, rank {rank}: must recover {expected or 'nothing'}, "
                 if line is None:
                     assert expected is None or not has_trained, f"{where}recovered nothing"
+                elif has_breakpoints:
+                    check_newer_recovery(line, expected, where)
                 else:
                     assert expected is not None, f"{where}recovered {_said(line)}"
                     check_recovery(line, expected, rank, where)
@@ -230,6 +234,14 @@ def check_recovery(line: dict[str, Any], expected: Expected, rank: int, where: s
     if not expected.has_parts:
         tiers = set(line["sources"])
         assert tiers == {expected.tiers[rank]}, f"{where}recovered {_said(line)}"
+
+
+def check_newer_recovery(line: dict[str, Any], expected: Expected | None, where: str = "") -> None:
+    """Fail unless a rank's recovery event says at least what is expected, and all of it together adds up."""
+    reached = line["restored_iteration"] + line["replayed_iterations"]
+    assert line["target_iteration"] == reached, f"{where}recovered {_said(line)}"
+    least = 0 if expected is None else expected.target_iteration
+    assert reached >= least, f"{where}recovered {_said(line)}"
 
 
 def _said(line: dict[str, Any]) -> str:

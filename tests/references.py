@@ -21,13 +21,21 @@ class References:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def digests(self, flags: Sequence[str], world_size: int, train: Train | None = None) -> Digests:
+    def digests(
+        self,
+        flags: Sequence[str],
+        world_size: int,
+        train: Train | None = None,
+        *,
+        deadline_s: float = 120,
+    ) -> Digests:
         """Return every rank's digests at the end of a run; train only if nobody has yet.
 
         Args:
             flags: of the job, without an event log.
             world_size: number of ranks.
             train: see `run_training`; a function of a module.
+            deadline_s: see `run_training`.
         """
         versions = [version(name) for name in _PACKAGES]
         what = json.dumps([world_size, train and train.__qualname__, versions, *flags])
@@ -37,6 +45,8 @@ class References:
         with filelock.FileLock(folder / "lock"):
             if not known.exists():
                 words = [*flags, *event_flags(folder / "events")]
-                run_training(words, world_size, log_dir=folder, train=train).check()
+                run_training(
+                    words, world_size, log_dir=folder, train=train, deadline_s=deadline_s
+                ).check()
                 known.write_text(json.dumps(digests(folder / "events", world_size)))
         return [(own, whole) for own, whole in json.loads(known.read_text())]

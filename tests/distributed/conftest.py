@@ -7,6 +7,7 @@ import pytest
 from tests.checkpoint_job import CheckpointJob
 from tests.covering_array import SPACE, case_of, runs
 from tests.references import Digests, References
+from tests.repaired_job import RepairedJob
 
 RECOVERIES = "recoveries"  # property of a test: a line that says what its run has recovered
 
@@ -46,3 +47,11 @@ def job(
 def expected(job: CheckpointJob) -> Digests:
     """Return the digests of the job's ranks when it takes no checkpoints and nothing fails."""
     return job.reference()
+
+
+@pytest.fixture
+def repaired(
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path, references: References
+) -> RepairedJob:
+    """Return a job whose dead ranks are replaced in place."""
+    return RepairedJob(dataset_flags, tmp_path, memory_dir, references)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.demo_model import RERUNS, event_flags, layout_flags, model_flags
+from tests.demo_model import RERUNS, event_flags, layout_flags, model_flags, world_size_of
 from tests.harness import digests, run_training
 from tests.local_replays import (
     GOES_BACK_TO,
@@ -38,9 +38,8 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """Ranks: those of experts are also the data-parallel ones."""
-        inside = max(self.layout.get("ep", 1), self.layout.get("tp", 1) * self.layout.get("dp", 1))
-        return self.layout["pp"] * inside
+        """Number of ranks."""
+        return world_size_of(self.layout)
 
 
 PP2, PP4 = {"pp": 2, "ep": 2}, {"pp": 4, "ep": 2}

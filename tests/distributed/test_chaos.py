@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from moe_ft.events import event_path
-from tests.demo_model import layout_flags, model_flags
+from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.faulty_runs import run_until_it_ends
-from tests.harness import digests, events
+from tests.harness import digests, events, run_with_restarts
 from tests.references import References
 
 NUM_RANKS = 4
@@ -23,6 +23,22 @@ _MOST_ITERATIONS = 16  # that one start completes: enough for windows of 5
 _EARLY = 0.3  # of the kills come before the first iteration ends, in recovery and replay
 _LAST_KILL_S = 1.5  # after that; an iteration takes a few tenths of a second
 _POLL_S = 0.1
+_DEADLINE_S = (
+    600.0  # for all iterations in one start, also where the machine is busy with other things
+)
+_TEST_S = 1800
+
+
+SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window")
+DENSE = ("--moe-ft-strategy", "dense", "--moe-ft-interval")
+# Stages, layers and strategies of the runs in which single stages recover; with 8 layers, two chunks each.
+LOCAL: list[tuple[int, int, tuple[str, ...]]] = [
+    (2, 4, (*SPARSE, "2")),
+    (2, 4, (*DENSE, "3")),
+    (4, 4, (*SPARSE, "3")),
+    (4, 8, (*SPARSE, "2")),
+    (4, 4, (*DENSE, "2")),
+]
 
 
 class Killer:
@@ -74,16 +90,22 @@ class Killer:
         return [line["pid"] for line in newest] if has_started else None
 
 
-def job_flags(dataset_flags: list[str]) -> list[str]:
+def job_flags(dataset_flags: list[str], *, stages: int = 2, num_layers: int = 4) -> list[str]:
     """Return the flags of the job, killed or not."""
     model = model_flags(
-        train_iters=NUM_ITERATIONS, hidden_dropout=0.1, clip_grad=0.1, lr_warmup_iters=30
+        train_iters=NUM_ITERATIONS,
+        num_layers=num_layers,
+        hidden_dropout=0.1,
+        clip_grad=0.1,
+        lr_warmup_iters=30,
     )
-    return [*model, *layout_flags({"pp": 2, "ep": 2}), *dataset_flags]
+    chunks = ["--num-virtual-stages-per-pipeline-rank", "2"] if num_layers == 8 else []
+    layout = layout_flags({"pp": stages, "ep": NUM_RANKS // stages})
+    return [*model, *layout, *chunks, *dataset_flags]
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(_TEST_S)
 @pytest.mark.parametrize(("seed", "window"), [(1, "2"), (2, "3"), (3, "5"), (4, "3"), (5, "auto")])
 def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_not(
     seed: int,
@@ -115,4 +137,55 @@ def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_no
     targets = [each.target_iteration if each else 0 for each in recovered]
     assert targets == sorted(targets)
     assert len(killer.kills) == KILLS_PER_RUN
-    assert digests(log, NUM_RANKS) == references.digests(job_flags(dataset_flags), NUM_RANKS)
+    base = job_flags(dataset_flags)
+    undisturbed = references.digests(base, NUM_RANKS, deadline_s=_DEADLINE_S)
+    assert digests(log, NUM_RANKS) == undisturbed
+
+
+def local_recoveries(log: Path, num_stages: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the target of each recovery and the stages that ran iterations again alone, none if all did.
+
+    All ranks agree on them, and a rank of another stage has run nothing again.
+    """
+    found: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for rank in range(NUM_RANKS):
+        for each in events(log, rank, "recovery"):
+            stages = tuple(each["stages"]) if each["scope"] == "local" else ()
+            told = each["target_iteration"], stages
+            assert found.setdefault(each["incarnation"], told) == told
+            if stages and rank * num_stages // NUM_RANKS not in stages:
+                assert each["replayed_iterations"] == 0
+    return [each for _, each in sorted(found.items())]
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(_TEST_S)
+@pytest.mark.parametrize("seed", range(10))
+def test_stages_that_are_killed_again_and_again_recover_alone(
+    seed: int, references: References, dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+) -> None:
+    num_stages, num_layers, strategy = LOCAL[seed % len(LOCAL)]
+    base = job_flags(dataset_flags, stages=num_stages, num_layers=num_layers)
+    log = tmp_path / "events"
+    flags = [
+        *(*base, *event_flags(log), *strategy, "--moe-ft-upstream-log", "--moe-ft-breakpoints"),
+        *("--moe-ft-job-id", "test", "--moe-ft-memory-dir", str(memory_dir)),
+        *("--moe-ft-fault-report-grace-s", "0.5"),
+    ]
+    with Killer(log, seed) as killer:
+        run_with_restarts(
+            flags,
+            NUM_RANKS,
+            log_dir=tmp_path / "logs",
+            max_restarts=KILLS_PER_RUN + 3,
+            deadline_s=_DEADLINE_S,
+        )[-1].check()
+    found = local_recoveries(log, num_stages)
+    print(f"{len(killer.kills)} kills; targets and stages of recoveries: {found}")
+    assert len(killer.kills) == KILLS_PER_RUN
+    targets = [target for target, _ in found]
+    assert targets == sorted(targets)
+    # A kill before the first window, or before a new one after a recovery, is answered by all stages.
+    assert sum(bool(stages) for _, stages in found) >= KILLS_PER_RUN // 4
+    undisturbed = references.digests(base, NUM_RANKS, deadline_s=_DEADLINE_S)
+    assert digests(log, NUM_RANKS) == undisturbed

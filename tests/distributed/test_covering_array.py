@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering_array import Case, case_of, runs
+from tests.covering_array import Case, case_of, repaired_cases, runs
 from tests.distributed.conftest import RECOVERIES
-from tests.faulty_case import job_flags, run_case
+from tests.faulty_case import job_flags, run_case, run_repaired_case
 from tests.faulty_runs import describe
 from tests.harness import digests
 from tests.references import References
@@ -30,3 +30,17 @@ def test_run_with_faults_recovers_and_ends_in_the_state_of_a_run_without(
     if case.is_exact:
         wanted = references.digests(job_flags(case, dataset_flags), case.world_size)
         assert digests(tmp_path / "events", case.world_size) == wanted
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("case", repaired_cases(), ids=str)
+def test_run_whose_dead_ranks_are_replaced_ends_in_the_state_of_a_run_without_faults(
+    case: Case,
+    references: References,
+    dataset_flags: list[str],
+    tmp_path: Path,
+    memory_dir: Path,
+) -> None:
+    run_repaired_case(case, dataset_flags, tmp_path, memory_dir)
+    wanted = references.digests(job_flags(case, dataset_flags), case.world_size)
+    assert digests(tmp_path / "events", case.world_size) == wanted

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.example_loop import EXAMPLE, run_example, run_with_overlap
+from tests.example_loop import EXAMPLE, run_example, run_up_to_the_end, run_with_overlap
 from tests.harness import JobResult, events, free_port, run_ranks
 from tests.pipelined_loop import run_pipelined
 from tests.unit.source import ROOT
@@ -92,6 +92,19 @@ def test_replay_of_another_loop_ends_as_without_a_failure(
     undisturbed = digests_of(example.run("strategy=none").check())
     assert example.run_with_a_kill("strategy=sparse", "window=3") == undisturbed
     assert example.recoveries() == [(1, 3, 0, {"memory"})] * NUM_RANKS
+
+
+@pytest.mark.rest
+def test_rank_at_the_end_of_its_training_leaves_a_breakpoint_if_another_has_died_there(
+    example: ExampleJob, undisturbed: Digests
+) -> None:
+    example.target = run_up_to_the_end
+    assert example.run("interval=5").exit_codes[1] == -9
+    (left,) = events(example.events_dir, 0, "breakpoint")
+    assert (left["iteration"], left["reason"], left["problem"]) == (8, "the end of training", "")
+    example.target = run_example
+    assert digests_of(example.run("interval=5").check()) == undisturbed
+    assert example.recoveries() == [(5, 5, 0, {"memory"})] * NUM_RANKS  # rank 1 has nothing newer
 
 
 @pytest.mark.rest

@@ -53,6 +53,7 @@ MAY_COMMUNICATE = (
     "moe_ft.recovery",
     "moe_ft.elastic",
     "moe_ft.convert",  # torch.distributed.checkpoint, in one process
+    "moe_ft.keeper",  # the store where ranks meet, and nothing else
     "moe_ft.doctor",  # the store where ranks meet, and nothing else
     "pretrain_gpt_moe",
 )

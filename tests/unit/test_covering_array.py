@@ -28,6 +28,7 @@ CASE = case_of(
     dict(zip(FACTORS, ["kill", "backward", "memory"] * 2, strict=False))
     | {"strategy": "dense-1", "order": "fixed", "layout": "ep2", "packing": "unpacked"}
     | {"precision": "bf16", "optimizer": "distributed", "model": "moe", "feature": "dropout"}
+    | {"left": "windows"}
 )
 
 

@@ -1,0 +1,95 @@
+"""Repair in place: killed ranks are replaced in the processes of the others, and compute the same bits.
+
+The launcher never learns of it: nothing is restarted. What cannot be repaired is restarted as before.
+"""
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from tests.harness import events
+from tests.repaired_job import DENSE, NUM_ITERATIONS, PHASES, SPARSE, RepairedJob
+
+
+def test_killed_rank_is_replaced_and_the_others_keep_their_processes(repaired: RepairedJob) -> None:
+    result = repaired.run("kill:0@4:backward")
+    assert result.num_restarts == 0
+    repaired.check([0], [4], [{3, 4}])
+
+
+def test_killed_and_stopped_ranks_in_a_run_with_windows_are_replaced_one_after_the_other(
+    repaired: RepairedJob,
+) -> None:
+    heartbeat = ("--moe-ft-repair-heartbeat-s", "3")
+    repaired.run("kill:2@4:in-step", "stop:3@6:forward", strategy=(*SPARSE, *heartbeat))
+    # The window that began with the repair at iteration 3 is complete at 6, if it was committed in time.
+    repaired.check([2, 3], [4, 6], [{3}, {3, 6}])
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=lambda strategy: str(strategy[0]))
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("rank", [0, 2, 3])
+def test_rank_of_pipeline_and_experts_is_replaced_in_every_phase(
+    repaired: RepairedJob, rank: int, phase: str, strategy: Sequence[str]
+) -> None:
+    repaired.run(f"kill:{rank}@4:{phase}", strategy=strategy)
+    repaired.check([rank], [4], [{3, 4} if strategy is DENSE else {3}])
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=lambda strategy: str(strategy[0]))
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_of_data_parallelism_is_replaced_in_every_phase(
+    repaired: RepairedJob, rank: int, phase: str, strategy: Sequence[str]
+) -> None:
+    repaired.run(f"kill:{rank}@4:{phase}", strategy=strategy, layout={}, num_ranks=2)
+    repaired.check([rank], [4], [{3, 4} if strategy is DENSE else {3}])
+
+
+@pytest.mark.rest
+def test_evaluations_storage_and_upstream_logs_continue_after_a_repair(
+    repaired: RepairedJob,
+) -> None:
+    storage = repaired.folder / "storage"
+    repaired.run(
+        "kill:3@5:backward",
+        strategy=(
+            *("dense", "--moe-ft-persist-dir", str(storage), "--moe-ft-persist-interval", "2"),
+            *("--moe-ft-upstream-log", "--moe-ft-breakpoints"),
+        ),
+        extra=("--eval-interval", "2", "--eval-iters", "1"),
+    )
+    repaired.check([3], [5], [{4, 5}])
+    text = (repaired.folder / "log").read_text()
+    assert re.findall(r"validation loss at iteration (\d) \| lm", text) == ["2", "4", "6", "8"]
+    assert (storage / f"iter_{NUM_ITERATIONS:07d}" / "manifest.json").exists()
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("exception:1@4:backward",),
+        ("kill:3@4:forward", "exception:1@3:recovery"),
+        ("kill:1@0:backward",),
+    ],
+    ids=["exception", "exception in a repair", "kill before any state"],
+)
+def test_failure_that_cannot_be_repaired_is_restarted(
+    repaired: RepairedJob, faults: Sequence[str]
+) -> None:
+    result = repaired.run(*faults, max_restarts=1)
+    assert result.num_restarts == 1
+    for rank in range(repaired.num_ranks):
+        assert events(repaired.folder / "events", rank, "repair") == []
+        assert events(repaired.folder / "events", rank, "end")[-1]["reason"] == "finished"
+    assert repaired.digests() == repaired.expected()
+
+
+@pytest.mark.rest
+def test_torchrun_does_not_learn_of_a_repair(repaired: RepairedJob) -> None:
+    repaired.run_under_torchrun("kill:2@4:after-step")
+    repaired.check([2], [4], [{4}])

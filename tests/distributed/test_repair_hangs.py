@@ -1,0 +1,131 @@
+"""Repair in place of ranks that hang, and of ranks that die while others are being replaced."""
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from tests.harness import events
+from tests.kept_job import ROOT, run_kept
+from tests.repaired_job import DENSE, NUM_ITERATIONS, PHASES, PP_EP, SPARSE, RepairedJob
+
+DEADLINE_S = 300  # groups of the small job time out after a minute
+HEARTBEAT = ("--moe-ft-repair-heartbeat-s", "3")
+LOCAL = ("--moe-ft-upstream-log", "--moe-ft-breakpoints")
+_LOG_LINE = re.compile(r"iteration +(\d+)/ +\d+ \|")
+
+
+def hung_ranks(job: RepairedJob) -> list[list[str]]:
+    """Return ``[rank]`` those that were killed because they hung, as each rank has noted it."""
+    lines = [events(job.folder / "events", rank, "repair")[-1] for rank in range(job.num_ranks)]
+    assert all(seconds > 3 for line in lines for seconds in line["hung_s"].values())
+    return [list(line["hung_s"]) for line in lines]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=lambda strategy: str(strategy[0]))
+@pytest.mark.parametrize(("rank", "phase"), zip((0, 1, 2, 3), PHASES, strict=True))
+def test_stopped_rank_is_killed_and_replaced(
+    repaired: RepairedJob, rank: int, phase: str, strategy: Sequence[str]
+) -> None:
+    repaired.run(f"stop:{rank}@4:{phase}", strategy=(*strategy, *HEARTBEAT))
+    repaired.check([rank], [4], [{3, 4} if strategy is DENSE else {3}])
+    assert hung_ranks(repaired) == [[str(rank)]] * 4
+    pattern = rf"rank {rank} \(process \d+\) has given no sign of life for \d"
+    assert re.search(pattern, (repaired.folder / "log").read_text())
+
+
+@pytest.mark.rest
+def test_rank_that_others_time_out_waiting_for_ends_itself_and_is_replaced(
+    repaired: RepairedJob,
+) -> None:
+    flags = repaired.flags(["hang:2@4:backward"], SPARSE, PP_EP, ())
+    run_kept(flags, 4, log=repaired.folder / "log", deadline_s=DEADLINE_S).check()
+    repaired.check([2], [4], [{3}])
+    assert hung_ranks(repaired) == [["2"]] * 4
+    text = (repaired.folder / "log").read_text()
+    assert "ends: its training thread has been in one iteration for" in text
+
+
+# A survivor that dies when it has made some of the backends of round 1.
+DIES_IN_SWAP = f"""
+import os, runpy, signal, sys
+from megatron.fault_tolerance.repair import groups
+from moe_ft.keeper.link import own_link
+
+make, made = groups.ProcessGroupGloo, []
+
+def die(*arguments):
+    made.append(arguments)
+    if len(made) == 3 and os.environ["RANK"] == "1" and not own_link().is_replacement:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make(*arguments)
+
+for name in ("_Options", "create_device", "create_default_device"):
+    setattr(die, name, getattr(make, name))
+groups.ProcessGroupGloo = die
+sys.argv[0] = "{ROOT / "pretrain_gpt_moe.py"}"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("second", "dead", "strategy"),
+    [
+        ("kill:1@3:recovery", [1, 3], DENSE),
+        ("kill:3@3:recovery", [3], SPARSE),
+        ("kill:2@4:after-step", [2, 3], SPARSE),
+        ("kill:3@4:in-step", [3], DENSE),
+        ("stop:0@3:recovery", [0, 3], SPARSE),
+        ("swap", [1, 3], DENSE),
+        ("kill:1@3:recovery", [1, 3], (*SPARSE, *LOCAL)),
+        ("kill:2@4:after-step", [2, 3], (*DENSE, *LOCAL)),
+    ],
+)
+def test_death_during_a_repair_begins_the_next_round(
+    repaired: RepairedJob, second: str, dead: list[int], strategy: Sequence[str]
+) -> None:
+    faults, script = ["kill:3@4:forward", second], ROOT / "pretrain_gpt_moe.py"
+    if second == "swap":
+        faults, script = faults[:1], repaired.folder / "script.py"
+        script.write_text(DIES_IN_SWAP)
+    flags = repaired.flags(faults, (*strategy, *HEARTBEAT), PP_EP, ())
+    log = repaired.folder / "log"
+    run_kept(flags, 4, log=log, script=str(script), deadline_s=DEADLINE_S).check()
+    for rank in range(repaired.num_ranks):
+        (line,) = events(repaired.folder / "events", rank, "repair")
+        assert (line["round"], line["dead_ranks"]) == (2, dead)
+        pids = {each["pid"] for each in events(repaired.folder / "events", rank, "start")}
+        assert (len(pids) > 1) == (rank in dead), "survivors keep their processes"
+    assert hung_ranks(repaired) == [["0"] if second.startswith("stop") else []] * 4
+    assert [int(each) for each in _LOG_LINE.findall(log.read_text())] == list(
+        range(1, NUM_ITERATIONS + 1)
+    )
+    assert repaired.digests() == repaired.expected()
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=lambda strategy: str(strategy[0]))
+def test_ranks_that_die_at_about_the_same_time_are_replaced(
+    repaired: RepairedJob, strategy: Sequence[str]
+) -> None:
+    assert repaired.run("kill:0@4:forward", "kill:3@4:forward", strategy=strategy).num_restarts == 0
+    for rank in (1, 2):
+        lines = events(repaired.folder / "events", rank, "repair")
+        assert sorted(each for line in lines for each in line["dead_ranks"]) == [0, 3]
+        assert len({line["pid"] for line in events(repaired.folder / "events", rank, "start")}) == 1
+    assert repaired.digests() == repaired.expected()
+
+
+@pytest.mark.rest
+def test_deaths_in_repair_after_repair_have_the_launcher_restart_the_job(
+    repaired: RepairedJob,
+) -> None:
+    faults = ("kill:3@4:forward", "kill:1@3:recovery", "kill:2@4:backward", "kill:0@4:after-step")
+    result = repaired.run(*faults, max_restarts=1)
+    assert result.num_restarts == 1
+    assert "3 rounds of repairs were broken before" in result.log.read_text()
+    for rank in range(repaired.num_ranks):
+        assert events(repaired.folder / "events", rank, "repair") == []
+    assert repaired.digests() == repaired.expected()

@@ -1,0 +1,160 @@
+"""Small jobs whose dead ranks are replaced in place, and checks of what each repair did."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.demo_model import event_flags, layout_flags, model_flags
+from tests.harness import digests, events, free_port
+from tests.kept_job import ROOT, KeptResult, run_kept
+from tests.references import Digests, References
+
+NUM_ITERATIONS = 8
+PP_EP = {"pp": 2, "ep": 2}
+DENSE = ("dense",)
+SPARSE = ("sparse", "--moe-ft-window", "3")
+PHASES = ("forward", "backward", "in-step", "after-step")
+_TORCHRUN_S = 240
+_LOG_LINE = re.compile(r"iteration +(\d+)/ +\d+ \|")
+
+
+class RepairedJob:
+    """Small job under `moe_ft keep` with --moe-ft-repair auto."""
+
+    def __init__(
+        self, dataset_flags: Sequence[str], folder: Path, memory: Path, references: References
+    ) -> None:
+        self.folder, self._memory, self._references = folder, memory, references
+        self._data = tuple(dataset_flags)
+        self.num_ranks = 4
+        self._base: list[str] = []
+
+    def flags(
+        self,
+        faults: Sequence[str],
+        strategy: Sequence[str],
+        layout: Mapping[str, int],
+        extra: Sequence[str] = (),
+        changes: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Return the flags of the job; changes are those of `model_flags`."""
+        common = {"train_iters": NUM_ITERATIONS, "hidden_dropout": 0.1}
+        model = model_flags(**{**common, **(changes or {})})
+        self._base = [*model, *layout_flags(layout), *self._data, *extra]
+        return [
+            *(*self._base, *event_flags(self.folder / "events")),
+            *("--moe-ft-repair", "auto", "--moe-ft-strategy", *strategy),
+            *("--moe-ft-memory-dir", str(self._memory), "--moe-ft-fault-report-grace-s", "0.2"),
+            *(word for fault in faults for word in ("--moe-ft-inject-fault", fault)),
+        ]
+
+    def run(
+        self,
+        *faults: str,
+        strategy: Sequence[str] = DENSE,
+        layout: Mapping[str, int] = PP_EP,
+        num_ranks: int = 4,
+        extra: Sequence[str] = (),
+        changes: Mapping[str, Any] | None = None,
+        max_restarts: int = 0,
+    ) -> KeptResult:
+        """Run the job to its end."""
+        self.num_ranks = num_ranks
+        return run_kept(
+            self.flags(faults, strategy, layout, extra, changes),
+            num_ranks,
+            log=self.folder / "log",
+            max_restarts=max_restarts,
+        ).check()
+
+    def run_under_torchrun(self, *faults: str, num_nodes: int = 1) -> None:
+        """Run the job of 4 ranks to its end, with an agent of torchrun a node, which restarts nothing."""
+        options = [
+            *("--nnodes", str(num_nodes), "--nproc-per-node", str(self.num_ranks // num_nodes)),
+            *("--rdzv-backend", "c10d", "--rdzv-id", "repaired", "--max-restarts", "0"),
+            *("--rdzv-endpoint", f"localhost:{free_port()}", "--local-addr", "127.0.0.1"),
+        ]
+        command = [sys.executable, "-m", "torch.distributed.run", *options]
+        command += ["-m", "moe_ft", "keep", "--", "pretrain_gpt_moe.py"]
+        command += self.flags(faults, DENSE, PP_EP)
+        common = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        path = self.folder / "log"
+        with path.open("a") as log:
+            agents = [
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**common, "MOE_FT_NODE_ID": f"node{node}"},
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+                for node in range(num_nodes)
+            ]
+        try:
+            codes = [agent.wait(timeout=_TORCHRUN_S) for agent in agents]
+        finally:
+            for agent in agents:
+                with suppress(ProcessLookupError):
+                    os.killpg(agent.pid, signal.SIGKILL)
+        assert codes == [0] * num_nodes, path.read_text()[-3000:]
+
+    def digests(self) -> Digests:
+        """Return the last digests of all ranks."""
+        return digests(self.folder / "events", self.num_ranks)
+
+    def expected(self) -> Digests:
+        """Return the digests of the job without checkpoints and faults."""
+        return self._references.digests(self._base, self.num_ranks)
+
+    def check(
+        self,
+        dead: Sequence[int],
+        broken: Sequence[int],
+        recovered: Sequence[set[int]],
+        *,
+        logged: Iterable[int] = range(1, NUM_ITERATIONS + 1),
+        is_exact: bool = True,
+    ) -> None:
+        """Check rounds that repaired one rank each.
+
+        Args:
+            dead: ``[round]`` the rank.
+            broken: ``[round]`` the iteration in which it died.
+            recovered: ``[round]`` the iterations from which training may have run again.
+            logged: iterations that have a log line.
+            is_exact: whether the result is that of the job without faults.
+        """
+        log = self.folder / "events"
+        seen = []
+        for rank in range(self.num_ranks):
+            lines = events(log, rank, "repair")
+            assert [line["round"] for line in lines] == list(range(1, len(dead) + 1))
+            assert [line["dead_ranks"] for line in lines] == [[each] for each in dead]
+            assert [line["is_replacement"] for line in lines] == [rank == each for each in dead]
+            assert [line["broken_iteration"] for line in lines] == list(broken)
+            targets = [line["target_iteration"] for line in events(log, rank, "recovery")]
+            assert [line["recovered_iteration"] for line in lines] == targets
+            seen.append(targets)
+            pids = [line["pid"] for line in events(log, rank, "start")]
+            assert len(pids) == 1 + len(dead)
+            assert len(set(pids)) == 1 + list(dead).count(rank), "survivors keep their processes"
+            assert events(log, rank, "stopped") == []
+        assert all(each == seen[0] for each in seen)
+        for found, allowed in zip(seen[0], recovered, strict=True):
+            assert found in allowed
+        text = (self.folder / "log").read_text()
+        found_lines = [int(number) for number in _LOG_LINE.findall(text)]
+        assert found_lines == list(logged), "each log line comes once"
+        if is_exact:
+            assert self.digests() == self.expected()

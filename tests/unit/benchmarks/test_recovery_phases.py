@@ -1,0 +1,167 @@
+"""Recoveries read from event logs: wrong ones are noticed, and phases add up to the time that was lost."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.recovery_phases import (
+    PHASES,
+    Expected,
+    check_recoveries,
+    digests_of,
+    read_recoveries,
+)
+
+LOCAL = Expected(is_local=True, killed=1, kills=[3], num_replays=2)
+GLOBAL = Expected(is_local=False, killed=1, kills=[3], num_replays=2)
+KILLED_AT, FIRST_NEW = 100.0, 112.5
+OWN = {"start": 1, "begun": 108.0, "fetch_s": 0.25, "replays_s": [1.0, 0.5]}
+FASTER = {**OWN, "fetch_s": 0.5, "replays_s": [1.0, 0.25]}
+IDLE = {**OWN, "replays_s": []}
+NOTES = [[IDLE], [OWN], [FASTER]]
+
+
+def event(kind: str, time: float, incarnation: int, **fields: Any) -> dict[str, Any]:
+    return {"event": kind, "time": time, "incarnation": incarnation, **fields}
+
+
+def recovery(expected: Expected, rank: int, phases_s: dict[str, float]) -> dict[str, Any]:
+    replays = expected.replays_of(rank)
+    return event(
+        *("recovery", 111.5, 1),
+        scope="local" if expected.is_local else "global",
+        stages=[expected.killed] if expected.is_local else [],
+        target_iteration=3,
+        restored_iteration=3 - replays,
+        replayed_iterations=replays,
+        lost_tokens=0,
+        lossy={},
+        sources={"memory": 20},
+        phases_s={"inventory": 0.5, "plan": 0.125, "restore": 0.75, **phases_s},
+    )
+
+
+def logs_of(expected: Expected) -> list[list[dict[str, Any]]]:
+    """Return the events of three stages, the middle one of which is killed."""
+    survivor = [
+        event("breakpoint", 101.0, 0, seconds=0.5, problem=""),
+        event("stopped", 101.5, 0),
+    ]
+    late = [event("breakpoint", 102.0, 0, seconds=0.25, problem=""), event("stopped", 102.5, 0)]
+    after = [
+        event("iteration", FIRST_NEW, 1),
+        event("iteration", 113.0, 1),
+        event("state_digest", 113.5, 1, sha256="a", sha256_all="b"),
+    ]
+    idle = {"wait": 1.0} if expected.is_local else {"replay": 1.0}
+    own = {"wait": 0.0625, "replay": 1.5} if expected.is_local else {"replay": 1.5}
+    return [
+        [*survivor, recovery(expected, 0, idle), *after],
+        [event("fault_injected", KILLED_AT, 0), recovery(expected, 1, own), *after],
+        [*late, recovery(expected, 2, idle), *after],
+    ]
+
+
+@pytest.mark.parametrize("expected", [LOCAL, GLOBAL])
+def test_recoveries_that_are_what_they_must_be_pass(expected: Expected) -> None:
+    check_recoveries(logs_of(expected), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scope", "global"),
+        ("stages", [0, 1]),
+        ("target_iteration", 2),
+        ("restored_iteration", 0),
+        ("replayed_iterations", 3),
+        ("lost_tokens", 64),
+        ("sources", {"memory": 19, "storage": 1}),
+    ],
+)
+def test_recovery_that_is_another_one_is_refused(name: str, value: Any) -> None:
+    logs = logs_of(LOCAL)
+    next(each for each in logs[2] if each["event"] == "recovery")[name] = value
+    with pytest.raises(AssertionError, match="rank 2"):
+        check_recoveries(logs, LOCAL)
+
+
+def test_healthy_stage_that_runs_iterations_again_is_refused() -> None:
+    logs = logs_of(LOCAL)
+    logs[0] = logs_of(GLOBAL)[0]
+    with pytest.raises(AssertionError, match="rank 0: the recovery is"):
+        check_recoveries(logs, LOCAL)
+
+
+def test_start_that_has_not_recovered_is_refused() -> None:
+    logs = logs_of(LOCAL)
+    logs[1] = [each for each in logs[1] if each["event"] != "recovery"]
+    with pytest.raises(AssertionError, match="rank 1 has recovered 0 times"):
+        check_recoveries(logs, LOCAL)
+
+
+def test_degraded_part_is_refused() -> None:
+    logs = logs_of(GLOBAL)
+    logs[1].append(event("degraded", 111.0, 1, part="boundary-log"))
+    with pytest.raises(AssertionError, match="boundary-log"):
+        check_recoveries(logs, GLOBAL)
+
+
+@pytest.mark.parametrize("expected", [LOCAL, GLOBAL])
+def test_phases_add_up_to_the_time_from_the_kill_to_the_first_new_iteration(
+    expected: Expected,
+) -> None:
+    logs = logs_of(expected)
+    (found,) = read_recoveries(logs, NOTES, 1)
+    assert tuple(found.phases_s) == PHASES
+    assert found.total_s == FIRST_NEW - KILLED_AT
+
+
+def test_phases_of_a_local_recovery_are_as_counted_by_hand() -> None:
+    (found,) = read_recoveries(logs_of(LOCAL), NOTES, 1)
+    assert found.phases_s == {
+        "detect": 1.75,
+        "breakpoint": 0.25,
+        "report": 0.5,
+        "restart": 5.5,
+        "inventory": 0.5,
+        "plan": 0.125,
+        "fetch": 0.25,
+        "restore": 0.5,
+        "set-up": 0.5625,
+        "replay": 1.5,
+        "wait": 0.0625,
+        "resume": 1.0,
+    }
+    assert (found.replay_s, found.last_replay_s, found.wait_s) == (1.5, 0.5, 1.0)
+
+
+def test_replay_of_a_global_recovery_is_that_of_the_slowest_rank() -> None:
+    (found,) = read_recoveries(logs_of(GLOBAL), NOTES, 1)
+    assert (found.replay_s, found.last_replay_s, found.wait_s) == (1.5, 0.5, 0.0)
+
+
+def test_survivor_without_a_breakpoint_is_refused() -> None:
+    logs = logs_of(LOCAL)
+    logs[2][0]["problem"] = "torn"
+    with pytest.raises(AssertionError, match="torn"):
+        read_recoveries(logs, NOTES, 1)
+
+
+def test_missing_event_is_refused() -> None:
+    logs = logs_of(LOCAL)
+    logs[0] = [each for each in logs[0] if each["event"] != "stopped"]
+    with pytest.raises(AssertionError, match="no event 'stopped' in start 0"):
+        read_recoveries(logs, NOTES, 1)
+
+
+def test_notes_of_another_start_are_refused() -> None:
+    notes = [[IDLE], [OWN], [{**OWN, "start": 2}]]
+    with pytest.raises(AssertionError):
+        read_recoveries(logs_of(LOCAL), notes, 1)
+
+
+def test_digests_are_those_of_the_last_state() -> None:
+    logs = logs_of(LOCAL)
+    logs[0].append(event("state_digest", 114.0, 1, sha256="c", sha256_all="d"))
+    assert digests_of(logs) == [("c", "d"), ("a", "b"), ("a", "b")]

@@ -1,0 +1,178 @@
+"""Tables of the benchmark of recovery times, and its options."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import recovery_time
+from benchmarks.recovery_jobs import Job, NotRunError, Result
+from benchmarks.recovery_moments import REPAIR_PHASES, RESTART_PHASES, Efficiency, Moments
+from benchmarks.recovery_time import (
+    BARRIER_HEADERS,
+    ETTR_HEADERS,
+    RECOVERY,
+    RECOVERY_HEADERS,
+    Bench,
+    barrier_row,
+    ettr_rows,
+    parse,
+    phase_headers,
+    phase_rows,
+    recovery_rows,
+    recovery_tables,
+    target,
+)
+
+JOB = Job(kind="keep", num_ranks=2, kills=(), num_iterations=2)
+
+
+def moments(loop_s: float, phases: tuple[str, ...], num_redone: int = 0) -> Moments:
+    return Moments(
+        loop_s=loop_s,
+        iteration_s=loop_s + 1,
+        num_redone=num_redone,
+        phases_s={name: loop_s / 4 for name in phases},
+    )
+
+
+FOUND = {
+    "restart": [moments(each, RESTART_PHASES) for each in (16.0, 20.0, 12.0)],
+    "repair": [moments(each, REPAIR_PHASES, 1) for each in (1.0, 2.0, 1.5)],
+}
+
+
+def test_recovery_is_compared_with_the_restart_and_its_targets() -> None:
+    rows = list(recovery_rows(4, FOUND))
+    assert rows == [
+        ("4", "restart", "16.00 (12.00 to 20.00)", "17.00 (13.00 to 21.00)", "0", "100%", ""),
+        (
+            *("4", "repair", "1.50 (1.00 to 2.00)", "2.50 (2.00 to 3.00)", "1", "9%"),
+            "10%: met, 1.2 s: missed",
+        ),
+    ]
+    assert {len(row) for row in rows} == {len(RECOVERY_HEADERS)}
+
+
+def test_recovery_without_a_restart_is_compared_with_nothing() -> None:
+    (row,) = recovery_rows(8, {"repair": FOUND["repair"]})
+    assert row[-2:] == ("-", "2 s: met")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "loop_s", "share", "text"),
+    [
+        (2, 1.0, 0.1, "10%: met"),
+        (2, 1.0, 0.11, "10%: missed"),
+        (4, 1.2, 0.05, "10%: met, 1.2 s: met"),
+        (8, 2.1, 0.05, "10%: met, 2 s: missed"),
+        (2, 1.0, None, ""),
+    ],
+)
+def test_targets_are_of_the_share_and_of_seconds_by_ranks(
+    num_ranks: int, loop_s: float, share: float | None, text: str
+) -> None:
+    assert target(num_ranks, loop_s, share) == text
+
+
+@pytest.mark.parametrize(
+    ("phases", "kind", "seconds"),
+    [(RESTART_PHASES, "restart", "4.00"), (REPAIR_PHASES, "repair", "0.38")],
+)
+def test_phases_are_shown_of_the_kinds_that_have_them(
+    phases: tuple[str, ...], kind: str, seconds: str
+) -> None:
+    (row,) = phase_rows(4, FOUND, phases)
+    assert row == ("4", kind, *(seconds for _ in phases))
+    assert len(row) == len(phase_headers(phases))
+
+
+def test_tables_of_recoveries_have_all_sizes() -> None:
+    text = "\n".join(recovery_tables({2: FOUND, 8: FOUND}))
+    assert text.count("| 2 ") == text.count("| 8 ") == 4
+
+
+def test_phases_that_no_kind_has_get_no_table() -> None:
+    text = "\n".join(recovery_tables({4: {"repair": FOUND["repair"]}}))
+    assert "Repairs by phase" in text
+    assert "Restarts by phase" not in text
+
+
+def test_row_of_useful_time_names_the_failures() -> None:
+    found = {"keep": Efficiency(num_iterations=201, wall_s=250.0, iteration_s=1.0)}
+    (row,) = ettr_rows(found, 2)
+    assert row == ("restart, keep", "0.804", "201", "2", "250.0", "1.000")
+    assert len(row) == len(ETTR_HEADERS)
+
+
+def test_cost_of_the_barrier_is_that_of_pairs() -> None:
+    row = barrier_row(4, [(0.1, 0.11), (0.2, 0.202), (0.15, 0.153)])
+    assert row[0] == "4"
+    assert row[3:] == ("3.0 (2.0 to 10.0)", "2.0%")
+    assert len(row) == len(BARRIER_HEADERS)
+
+
+def run(bench: Bench, monkeypatch: pytest.MonkeyPatch, outcome: Exception | Result) -> int | None:
+    """Have a job end so; return what was read."""
+
+    def end(*args: object) -> Result:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(recovery_time, "run_job", end)
+    return bench.run(RECOVERY, JOB, lambda result: len(result.logs))
+
+
+def ended(digest: str) -> Result:
+    """Return two ranks that have trained to the end."""
+    log = [
+        {"event": "start", "pid": 1},
+        {"event": "state_digest", "sha256": digest, "sha256_all": digest},
+        {"event": "end", "reason": "finished"},
+    ]
+    return Result(logs=[log, log])
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(data=[], folder=tmp_path, nvrx=tmp_path)
+
+
+def test_job_that_is_refused_is_left_out_with_the_reason(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(bench, monkeypatch, NotRunError("no keeper")) is None
+    assert bench.not_run == ["- recovery, 2 ranks, keep: not run: no keeper"]
+    assert not bench.has_failed
+
+
+def test_job_that_fails_is_left_out_and_makes_the_benchmark_fail(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(bench, monkeypatch, AssertionError("code 1\nmuch output")) is None
+    assert bench.not_run == ["- recovery, 2 ranks, keep: FAILED: code 1"]
+    assert bench.has_failed
+
+
+def test_job_that_ends_in_another_state_makes_the_benchmark_fail(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(bench, monkeypatch, ended("a")) == 2
+    assert run(bench, monkeypatch, ended("a")) == 2
+    assert run(bench, monkeypatch, ended("b")) is None
+    assert bench.not_run == [
+        "- recovery, 2 ranks, keep: FAILED: keep ends in another state than keep"
+    ]
+    assert bench.has_failed
+
+
+def test_quick_run_has_no_eight_ranks_and_few_kills() -> None:
+    options = parse(["--quick"])
+    assert (options.ranks, options.repeats, options.failures) == ([2, 4], 2, 1)
+    assert options.failure_every < parse([]).failure_every
+
+
+@pytest.mark.parametrize("words", [["--ranks", "3"], ["--ranks", "0"], ["--repeats", "0"]])
+def test_option_that_cannot_be_run_is_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(words)
