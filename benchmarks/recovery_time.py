@@ -1,133 +1,362 @@
-"""Seconds from a kill until training runs again, with and without `moe_ft keep`.
+"""Seconds from a kill until training runs again: restarts, restarts with `keep`, repairs, and a peer.
 
-    python -m benchmarks.recovery_time [--ranks N ...] [--repetitions N] [--output FILE.md]
+    python -m benchmarks.recovery_time [--quick] [--ranks N ...] [--kinds NAME ...] [--parts NAME ...]
+        [--repeats N] [--failures N] [--nvrx DIR] [--output FILE.md]
 
-Each run is a small job under torchrun whose highest rank is killed in an iteration, so that all ranks start
-again and recover from memory. The variants take turns. Seconds count from the kill, on the slowest rank:
+recovery  Each job trains the demo model of the tests in pretrain_gpt_moe.py. Its highest rank is killed in
+          the backward of an iteration, --repeats times in a job. benchmarks/recovery_moments.py has what is
+          measured, and checks that each kill was answered as it should be.
+ettr      The job of examples/quickstart.sh on 4 ranks, killed in iterations 100, 200 and so on, --failures
+          times. ETTR is the time of all iterations, each once and as long as the median one, over the time
+          from the beginning of the first to the end of the last.
+barrier   Seconds of an iteration with and without `--moe-ft-repair auto`, and no failure, in jobs that take
+          turns.
 
-    stopped    survivors have reported that they end
-    begun      the ranks of the next start have their settings: processes and imports are over
-    recovered  the state is back
-    iteration  the first new iteration has ended
+All jobs of a part and size must end in the same state, bit for bit. Kinds:
 
-Medians (ranges). Ranks wait --grace seconds for each other's reports, 0.2 by default, since that wait is not
-what is compared here.
+restart    torchrun starts all ranks again; those that it ends wait for nobody's report
+keep       the same under `moe_ft keep`
+repair     --moe-ft-repair auto, strategy dense
+whole      the same with whole survivors: strategy sparse, --moe-ft-recovery local
+nvrx       the in-process wrapper of nvidia-resiliency-ext with its own intervals of 1 s, a reserve rank for
+           each kill, and the same program (benchmarks/inprocess_rank.py); from the folder --nvrx
+nvrx-fast  the same with intervals of 0.1 s
+
+A kind that is refused or not installed is left out, with the reason. So is one that fails; the exit code is
+then 1.
 """
 
 import argparse
 import os
 import platform
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-import torch
-
 from benchmarks.output import markdown_table, show
-from benchmarks.sparse_jobs import write_data
-from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import events, free_port
+from benchmarks.recovery_jobs import (
+    DEMO,
+    KINDS,
+    REFERENCE,
+    Job,
+    NotRunError,
+    Result,
+    kills_of,
+    run_job,
+)
+from benchmarks.recovery_moments import (
+    REPAIR_PHASES,
+    RESTART_PHASES,
+    Answer,
+    Efficiency,
+    Moments,
+    check_answers,
+    efficiency_of,
+    iteration_times,
+    read_moments,
+)
+from benchmarks.recovery_phases import digests_of
+from benchmarks.sparse_jobs import spread, write_data
 
-_ROOT = Path(__file__).resolve().parent.parent
-_KILL_AT, _TRAIN_ITERATIONS = 6, 10
-_DEADLINE_S = 600
-HEADERS = ("ranks", "variant", "stopped, s", "begun, s", "recovered, s", "iteration, s", "of plain")
-VARIANTS = {"plain": (), "keep": ("-m", "moe_ft", "keep", "--")}
+RECOVERY, ETTR, BARRIER = "recovery", "ettr", "barrier"
+PARTS = (RECOVERY, ETTR, BARRIER)
+TARGET_SHARE, TARGETS_S = 0.1, {4: 1.2, 8: 2.0}
+FAILURE_EVERY, ETTR_RANKS = 100, 4
+WARM_ITERATIONS = 5  # the first iterations of a process are slower
+
+Row = tuple[str, ...]
+Size = tuple[str, int]  # part and ranks
 
 
-def recover(
-    num_ranks: int, keep: Sequence[str], grace_s: float, data: Sequence[str]
-) -> list[float]:
-    """Run a job that is killed once; return the seconds after the kill of each moment.
+@dataclass(kw_only=True)
+class Bench:
+    """Runner of all jobs, with what has come of them.
 
-    Raises:
-        AssertionError: if the job does not recover from memory and come to its end.
+    Attributes:
+        not_run: lines about those that have not run.
+        digests: by part and ranks, of the first job.
     """
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        folder = Path(name)
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)),
-            *("--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-id", "recovery_time"),
-            *("--rdzv-endpoint", f"localhost:{free_port()}", *keep, "pretrain_gpt_moe.py"),
-            *model_flags(train_iters=_TRAIN_ITERATIONS),
-            *layout_flags({"pp": 2, "ep": 2} if num_ranks >= 4 else {"ep": 2}),
-            *(*data, *event_flags(folder), "--moe-ft-strategy", "dense"),
-            *("--moe-ft-memory-dir", str(folder / "memory")),
-            *("--moe-ft-fault-report-grace-s", str(grace_s)),
-            *("--moe-ft-inject-fault", f"kill:{num_ranks - 1}@{_KILL_AT}:backward"),
-        ]
-        env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONWARNINGS": "ignore"}
-        with (folder / "log").open("w") as log:
-            subprocess.run(
-                command,
-                cwd=_ROOT,
-                env={**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-                stdout=log,
-                stderr=log,
-                check=True,
-                timeout=_DEADLINE_S,
-            )
-        return _moments(folder, num_ranks)
+
+    data: Sequence[str]
+    folder: Path
+    nvrx: Path
+    not_run: list[str] = field(default_factory=list)
+    has_failed: bool = False
+    digests: dict[Size, tuple[str, object]] = field(default_factory=dict)
+
+    def run[Read](self, part: str, job: Job, read: Callable[[Result], Read]) -> Read | None:
+        """Run a job, check it and read what it has left; None if it has not run, or not as it should."""
+        name = f"{part}, {job.num_ranks} ranks, {job.kind}"
+        print(name, file=sys.stderr, flush=True)
+        try:
+            result = run_job(job, self.data, self.folder, self.nvrx)
+            check_answers(result.logs, job.expected)
+            self._check_digests((part, job.num_ranks), job.kind, digests_of(result.logs))
+            return read(result)
+        except NotRunError as error:
+            self.not_run.append(f"- {name}: not run: {error}")
+        except AssertionError as error:
+            self.has_failed = True
+            print(error, file=sys.stderr, flush=True)
+            self.not_run.append(f"- {name}: FAILED: {(str(error).splitlines() or ['?'])[0]}")
+        return None
+
+    def _check_digests(self, size: Size, kind: str, digests: object) -> None:
+        other, known = self.digests.setdefault(size, (kind, digests))
+        assert digests == known, f"{kind} ends in another state than {other}"
 
 
-def _moments(folder: Path, num_ranks: int) -> list[float]:
-    killed_s = events(folder, num_ranks - 1, "fault_injected")[0]["time"]
-    slowest = []
-    for kind in ("stopped", "start", "recovery", "iteration"):
-        ranks = range(num_ranks - 1) if kind == "stopped" else range(num_ranks)
-        after = [
-            [each for each in events(folder, rank, kind) if each["time"] > killed_s]
-            for rank in ranks
-        ]
-        assert all(after), f"a rank has no event {kind!r} after the kill"
-        slowest.append(max(found[0]["time"] for found in after) - killed_s)
-        if kind == "recovery":
-            assert all(set(found[0]["sources"]) == {"memory"} for found in after)
-    return slowest
+# --- recoveries
 
 
-def rows(ranks: Sequence[int], repetitions: int, grace_s: float) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table."""
-    with tempfile.TemporaryDirectory() as name:
-        data = write_data(Path(name))
-        for num_ranks in ranks:
-            found: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
-            for _ in range(repetitions):
-                for variant, keep in VARIANTS.items():
-                    found[variant].append(recover(num_ranks, keep, grace_s, data))
-                    print(num_ranks, variant, found[variant][-1], file=sys.stderr, flush=True)
-            for variant, runs in found.items():
-                pairs = zip(runs, found["plain"], strict=True)
-                ratio = median(own[-1] / plain[-1] for own, plain in pairs)
-                yield (
-                    str(num_ranks),
-                    variant,
-                    *(_spread(moment) for moment in zip(*runs, strict=True)),
-                    f"{ratio:.0%}",
-                )
+def measure_recoveries(
+    bench: Bench, num_ranks: int, kinds: Sequence[str], repeats: int
+) -> dict[str, list[Moments]]:
+    """Return the moments of all kills, by kind."""
+    kills = kills_of(repeats)
+    # All kinds could be wrong in the same way: the first digests are those of a job without a kill.
+    bench.run(RECOVERY, _job("keep", num_ranks, (), kills[-1] + 3), lambda result: True)
+    found = {}
+    for kind in kinds:
+        job = _job(kind, num_ranks, kills, kills[-1] + 3)
+        moments = bench.run(RECOVERY, job, partial(_moments, job))
+        if moments is not None:
+            found[kind] = moments
+            shown = ", ".join(f"{each.loop_s:.2f}" for each in found[kind])
+            print(f"    to the loop: {shown} s", file=sys.stderr, flush=True)
+    return found
 
 
-def _spread(seconds: Sequence[float]) -> str:
-    return f"{median(seconds):.1f} ({min(seconds):.1f}-{max(seconds):.1f})"
+def _moments(job: Job, result: Result) -> list[Moments]:
+    return read_moments(result.logs, job.expected, result.called_s)
+
+
+def _job(kind: str, num_ranks: int, kills: Sequence[int], num_iterations: int) -> Job:
+    return Job(kind=kind, num_ranks=num_ranks, kills=kills, num_iterations=num_iterations)
+
+
+RECOVERY_HEADERS = (
+    *("ranks", "kind", "to the loop, s", "to the first new iteration, s", "redone iterations"),
+    *("of restart", "target"),
+)
+
+
+def recovery_rows(num_ranks: int, found: Mapping[str, Sequence[Moments]]) -> Iterator[Row]:
+    """Yield a row for each kind."""
+    reference = found.get(REFERENCE)
+    for kind, moments in found.items():
+        loop_s = median(each.loop_s for each in moments)
+        share = loop_s / median(each.loop_s for each in reference) if reference else None
+        yield (
+            *(str(num_ranks), KINDS[kind].title),
+            spread([each.loop_s for each in moments], ".2f"),
+            spread([each.iteration_s for each in moments], ".2f"),
+            _counts([each.num_redone for each in moments]),
+            "-" if share is None else f"{share:.0%}",
+            target(num_ranks, loop_s, share) if KINDS[kind].answer is Answer.REPAIR else "",
+        )
+
+
+def _counts(values: Sequence[int]) -> str:
+    return " or ".join(str(value) for value in sorted(set(values)))
+
+
+def target(num_ranks: int, loop_s: float, share: float | None) -> str:
+    """Return the targets of a repair, and which of them it meets."""
+    parts = [] if share is None else [(f"{TARGET_SHARE:.0%}", share <= TARGET_SHARE)]
+    if num_ranks in TARGETS_S:
+        parts.append((f"{TARGETS_S[num_ranks]:g} s", loop_s <= TARGETS_S[num_ranks]))
+    return ", ".join(f"{name}: {'met' if is_met else 'missed'}" for name, is_met in parts)
+
+
+def phase_headers(phases: Sequence[str]) -> Row:
+    """Return the headers of a table of phases."""
+    return ("ranks", "kind", *(f"{name}, s" for name in phases))
+
+
+def phase_rows(
+    num_ranks: int, found: Mapping[str, Sequence[Moments]], phases: Sequence[str]
+) -> Iterator[Row]:
+    """Yield the median seconds of each phase, for the kinds that have these phases."""
+    for kind, moments in found.items():
+        if tuple(moments[0].phases_s) == tuple(phases):
+            medians = (median(each.phases_s[name] for each in moments) for name in phases)
+            yield str(num_ranks), KINDS[kind].title, *(f"{seconds:.2f}" for seconds in medians)
+
+
+def recovery_tables(found: Mapping[int, Mapping[str, Sequence[Moments]]]) -> list[str]:
+    """Return the tables of recoveries, by ranks and kind."""
+    parts = [
+        "Seconds from the kill",
+        markdown_table(
+            [row for ranks, kinds in found.items() for row in recovery_rows(ranks, kinds)],
+            RECOVERY_HEADERS,
+        ),
+    ]
+    for title, phases in (("Restarts", RESTART_PHASES), ("Repairs", REPAIR_PHASES)):
+        rows = [row for ranks, kinds in found.items() for row in phase_rows(ranks, kinds, phases)]
+        if rows:
+            parts += [f"{title} by phase", markdown_table(rows, phase_headers(phases))]
+    return parts
+
+
+# --- useful time
+
+
+ETTR_HEADERS = ("kind", "ETTR", "iterations", "failures", "wall, s", "median iteration, s")
+
+
+def measure_efficiency(
+    bench: Bench, kinds: Sequence[str], num_failures: int, every: int
+) -> dict[str, Efficiency]:
+    """Return the efficiency of the demo job, by kind."""
+    kills = [every * (number + 1) for number in range(num_failures)]
+    found = {}
+    for kind in kinds:
+        job = Job(
+            kind=kind,
+            num_ranks=ETTR_RANKS,
+            kills=kills,
+            num_iterations=kills[-1] + 1,
+            model=DEMO,
+        )
+        efficiency = bench.run(ETTR, job, lambda result: efficiency_of(result.logs[0]))
+        if efficiency is not None:
+            found[kind] = efficiency
+    return found
+
+
+def ettr_rows(found: Mapping[str, Efficiency], num_failures: int) -> Iterator[Row]:
+    """Yield a row for each kind."""
+    for kind, each in found.items():
+        yield (
+            *(KINDS[kind].title, f"{each.ettr:.3f}", str(each.num_iterations), str(num_failures)),
+            *(f"{each.wall_s:.1f}", f"{each.iteration_s:.3f}"),
+        )
+
+
+# --- the barrier
+
+
+BARRIER_HEADERS = (
+    *("ranks", "without, ms", "with, ms", "difference of pairs, ms", "of an iteration"),
+)
+
+
+def measure_barrier(
+    bench: Bench, num_ranks: int, repeats: int, num_iterations: int
+) -> list[tuple[float, float]]:
+    """Return ``[pair]`` the median seconds of an iteration without and with the flag."""
+    pairs = []
+    for _ in range(repeats):
+        seconds = []
+        for kind in ("keep", "repair"):
+            found = bench.run(BARRIER, _job(kind, num_ranks, (), num_iterations), _iteration_s)
+            if found is not None:
+                seconds.append(found)
+        if len(seconds) == 2:
+            pairs.append((seconds[0], seconds[1]))
+    return pairs
+
+
+def _iteration_s(result: Result) -> float:
+    return median(iteration_times(result.logs[0])[WARM_ITERATIONS:])
+
+
+def barrier_row(num_ranks: int, pairs: Sequence[tuple[float, float]]) -> Row:
+    """Return the row of a size."""
+    without, with_flag = ([1e3 * each for each in seconds] for seconds in zip(*pairs, strict=True))
+    costs = [after - before for before, after in zip(without, with_flag, strict=True)]
+    return (
+        *(str(num_ranks), spread(without, ".1f"), spread(with_flag, ".1f")),
+        *(spread(costs, ".1f"), f"{median(costs) / median(without):.1%}"),
+    )
+
+
+# --- all of it
+
+
+def conditions(options: argparse.Namespace) -> str:
+    """Return under what the numbers are taken."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+    return (
+        f"{os.cpu_count()} cores, one thread a rank, gloo, no GPU; load at the start "
+        f"{os.getloadavg()[0]:.1f}. {date.today()}. Median (range) of {options.repeats}. "
+        f"Python {platform.python_version()}, {versions}."
+    )
+
+
+def measure(options: argparse.Namespace, bench: Bench) -> list[str]:
+    """Run all parts and return their tables."""
+    parts = []
+    if RECOVERY in options.parts:
+        found = {
+            ranks: measure_recoveries(bench, ranks, options.kinds, options.repeats)
+            for ranks in options.ranks
+        }
+        parts += recovery_tables(found)
+    if BARRIER in options.parts:
+        pairs = {
+            ranks: measure_barrier(bench, ranks, options.repeats, options.barrier_iterations)
+            for ranks in options.ranks
+        }
+        rows = [barrier_row(ranks, each) for ranks, each in pairs.items() if each]
+        parts += ["The barrier of --moe-ft-repair", markdown_table(rows, BARRIER_HEADERS)]
+    if ETTR in options.parts:
+        efficiency = measure_efficiency(
+            bench, options.kinds, options.failures, options.failure_every
+        )
+        title = (
+            f"Demo job on {ETTR_RANKS} ranks, a failure every {options.failure_every} iterations"
+        )
+        rows = list(ettr_rows(efficiency, options.failures))
+        parts += [title, markdown_table(rows, ETTR_HEADERS)]
+    return parts
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options; --quick has changed some."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--repeats", type=int, default=5, help="kills in a job, pairs of jobs")
+    parser.add_argument("--failures", type=int, default=2, help="of the demo job")
+    parser.add_argument("--quick", action="store_true", help="fewer ranks, kills and iterations")
+    parser.add_argument("--nvrx", type=Path, default=Path("runs/nvrx"), metavar="DIR")
+    parser.add_argument("--output", type=Path, metavar="FILE.md")
+    options = parser.parse_args(words)
+    if min(options.ranks) < 2 or any(ranks % 2 for ranks in options.ranks):
+        parser.error(f"--ranks must be even numbers from 2, not {options.ranks}: half are stages")
+    if options.repeats < 1 or options.failures < 1:
+        parser.error("--repeats and --failures must be 1 or more")
+    options.failure_every, options.barrier_iterations = FAILURE_EVERY, 40
+    options.nvrx = options.nvrx.resolve()
+    if options.quick:
+        options.ranks = [ranks for ranks in options.ranks if ranks <= 4] or options.ranks
+        options.repeats, options.failures = min(options.repeats, 2), 1
+        options.failure_every, options.barrier_iterations = 20, 20
+    return options
 
 
 def main() -> None:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--grace", type=float, default=0.2, help="--moe-ft-fault-report-grace-s")
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
-    table = list(rows(options.ranks, options.repetitions, options.grace))
-    described = (
-        f"{os.cpu_count()} cores; load {os.getloadavg()[0]:.1f} at the end; median (range) of "
-        f"{options.repetitions}. Python {platform.python_version()}, torch {torch.__version__}."
-    )
-    show([described, markdown_table(table, HEADERS)], options.output)
+    """Run all jobs and print the tables."""
+    options = parse()
+    parts = [conditions(options)]
+    with tempfile.TemporaryDirectory(prefix="recovery_time_") as name:
+        data = write_data(Path(name))
+        bench = Bench(data=data, folder=Path(name), nvrx=options.nvrx)
+        parts += measure(options, bench)
+    if bench.not_run:
+        parts.append("\n".join(bench.not_run))
+    show(parts, options.output)
+    sys.exit(int(bench.has_failed))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,114 @@
+"""Jobs whose ranks call their training function again after a death, in nvidia-resiliency-ext's wrapper.
+
+The ranks run benchmarks/inprocess_rank.py. For each rank that will be killed there is a reserve rank, which
+waits with its imports done. There is no launcher: one that ends all processes after a death is in the way.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from signal import SIGKILL
+
+from tests.harness import free_port
+
+VERSION = "0.4.1"
+_ROOT = Path(__file__).resolve().parent.parent
+_POLL_S = 0.2
+_TAIL_CHARACTERS = 3000
+
+
+def find_problem(nvrx: Path) -> str:
+    """Return why the wrapper cannot be used from a folder; empty if it can."""
+    if (nvrx / "nvidia_resiliency_ext" / "inprocess").is_dir():
+        return ""
+    return (
+        f"nvidia-resiliency-ext is not in {nvrx}. Beside Megatron it must be in a folder of its own: "
+        f"pip install --no-deps --target {nvrx} nvidia-resiliency-ext=={VERSION} defusedxml nvidia-ml-py"
+    )
+
+
+def run_in_process(
+    flags: Sequence[str],
+    num_ranks: int,
+    *,
+    num_kills: int,
+    interval_s: float,
+    nvrx: Path,
+    log_path: Path,
+    deadline_s: float = 1200,
+) -> None:
+    """Run a job, one of whose ranks is killed again and again, until it ends by itself.
+
+    Args:
+        flags: of pretrain_gpt_moe.py.
+        num_ranks: that train.
+        num_kills: number of reserve ranks besides.
+        interval_s: how often the wrapper looks, and how long it waits for other reports.
+        nvrx: where nvidia-resiliency-ext is installed.
+        log_path: gets the output of all ranks; calls are noted in the same folder.
+        deadline_s: until the end.
+
+    Raises:
+        AssertionError: if other processes fail than those that are killed, or it takes longer.
+    """
+    world_size = num_ranks + num_kills
+    words = [*("--nvrx", str(nvrx), "--num-ranks", str(num_ranks), "--interval-s", str(interval_s))]
+    words += ["--notes", str(log_path.parent)]
+    words += ["--ports", *(str(free_port()) for _ in range(1 + num_kills))]
+    env = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "error"}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(world_size)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "benchmarks.inprocess_rank", *words, "--", *flags]
+    with log_path.open("w") as log:
+        ranks = [
+            subprocess.Popen(
+                command,
+                cwd=_ROOT,
+                env={**env, "RANK": str(rank)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            for rank in range(world_size)
+        ]
+    try:
+        codes = _wait(ranks, num_kills, time.monotonic() + deadline_s)
+    finally:
+        for each in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(each.pid, SIGKILL)
+            each.wait()
+    expected = sorted([-SIGKILL] * num_kills + [0] * num_ranks)
+    output = log_path.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+    assert sorted(codes) == expected, f"the ranks ended with {codes}\n...\n{output}"
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], num_kills: int, deadline_s: float) -> list[int]:
+    """Return exit codes when all have ended, more have failed than are killed, or time is up (-1)."""
+    while time.monotonic() < deadline_s:
+        codes = [each.poll() for each in ranks]
+        if None not in codes or sum(code not in (None, 0) for code in codes) > num_kills:
+            break
+        time.sleep(_POLL_S)
+    return [-1 if code is None else code for code in codes]
+
+
+def note_call(folder: Path, number: int, rank: int) -> None:
+    """Note that a rank calls its function, for the first time (0) or again."""
+    _note_of(folder, number, rank).write_text(str(time.time()))
+
+
+def called_s(folder: Path, num_ranks: int, num_kills: int) -> list[float]:
+    """Return ``[kill]`` the time when the last rank has called its function again."""
+    return [
+        max(float(_note_of(folder, number, rank).read_text()) for rank in range(num_ranks))
+        for number in range(1, num_kills + 1)
+    ]
+
+
+def _note_of(folder: Path, number: int, rank: int) -> Path:
+    return folder / f"call_{number}_{rank}"
