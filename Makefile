@@ -16,7 +16,7 @@ help:
 	@echo "make test-power   put mistakes into the product and show which tests and simulations notice"
 	@echo "make soak         simulate random jobs with faults on all cores until Ctrl-C, or for SECONDS=..."
 	@echo "make coverage     run 'make test' and name the lines of the product that it does not run"
-	@echo "make chaos        kill processes of a small job at random, 50 times, and compare the final state"
+	@echo "make chaos        kill processes of a small job at random, 150 times, and compare the final state"
 	@echo "make bench        run the benchmarks and print their tables"
 	@echo "make clean        remove runs and caches"
 
@@ -76,6 +76,7 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.partial_overhead
 	$(BIN)/python -m benchmarks.sparse_overhead
 	$(BIN)/python -m benchmarks.sparse_recovery
+	$(BIN)/python -m benchmarks.local_recovery
 
 clean:
 	rm -rf runs .mypy_cache .pytest_cache .ruff_cache
