@@ -3,6 +3,7 @@
 # of `moe_ft run` are the script, its own flags and Megatron's, and flags of moe_ft.
 #
 #   examples/own_script.sh
+#   examples/own_script.sh --moe-ft-repair auto   # without a restart
 #   STRATEGY=dense KILL=kill:0@30 examples/own_script.sh --train-iters 60
 set -euo pipefail
 
