@@ -1,4 +1,4 @@
-"""Training data after a repair: new loaders over the data sets that are there, in the loop's iterators."""
+"""Data after a repair: new loaders over the data sets that are there, in the loop's iterators."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,9 +9,16 @@ from megatron.fault_tolerance.seams.patching import Patches
 
 
 class Batches:
-    """The data sets of training, kept from when the loop has built them. Owned by the training thread."""
+    """The data sets of one part of the loop, kept from when they are built. Owned by the training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, loader_of: Callable[[Any], Any], counter: str) -> None:
+        """Prepare.
+
+        Args:
+            loader_of: returns the loader of this part from Megatron's three; None on a rank that reads nothing.
+            counter: Megatron's argument that counts the samples of this part.
+        """
+        self._loader_of, self._counter = loader_of, counter
         self._data_sets: list[Any] = []  # [virtual stage]
 
     def install(self, patches: Patches) -> None:
@@ -20,7 +27,8 @@ class Batches:
 
     def _note(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loaders = original(*args, **kwargs)
-        self._data_sets.append(None if loaders[0] is None else loaders[0].dataset)
+        loader = self._loader_of(loaders)
+        self._data_sets.append(None if loader is None else loader.dataset)
         return loaders
 
     def renew(self, iterators: Any) -> None:
@@ -33,10 +41,21 @@ class Batches:
         found = iterators if isinstance(iterators, list) else [iterators]
         for data_set, iterator in zip(self._data_sets, found, strict=True):
             if iterator is not None:
-                renew(iterator, data_set, get_args().consumed_train_samples)
+                _renew(iterator, data_set, getattr(get_args(), self._counter))
 
 
-def renew(iterator: Any, data_set: Any, num_consumed: int) -> None:
+def training_batches() -> Batches:
+    """Return the data of training, which note nothing yet."""
+    return Batches(lambda loaders: loaders[0], "consumed_train_samples")
+
+
+def validation_batches() -> Batches:
+    """Return the data of evaluations during training, likewise."""
+    # Megatron's are a list, of which --full-validation alone has more than one.
+    return Batches(lambda loaders: next(iter(loaders[1] or ()), None), "consumed_valid_samples")
+
+
+def _renew(iterator: Any, data_set: Any, num_consumed: int) -> None:
     """Have an iterator of Megatron continue after some samples of a data set.
 
     Args:

@@ -78,13 +78,18 @@ def position_of(
     )
 
 
+def positions_of(members: Sequence[Member]) -> list[Position]:
+    """Return the positions of those members that know where their loop is."""
+    return [Position(**each.facts) for each in members if each.facts]
+
+
 def position_of_survivors(members: Sequence[Member]) -> Position:
     """Return where the loop of the survivors is; where they differ, the latest.
 
     Raises:
         RepairError: if there are none, or only some were in an evaluation.
     """
-    survivors = [Position(**each.facts) for each in members if each.facts]
+    survivors = positions_of(members)
     if not survivors:
         raise RepairError("all ranks have died: nothing is left to repair")
     if len({each.is_evaluated for each in survivors}) > 1:

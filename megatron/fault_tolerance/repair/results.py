@@ -4,7 +4,7 @@ What is recovered is then the state that it made, and the loop still waits for i
 `train_step` returns it, from what forward and backward have returned and from the norm in the record.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.training import get_args
 
 from megatron.fault_tolerance.repair import leftovers
+from megatron.fault_tolerance.repair.position import Position
 from megatron.fault_tolerance.seams.listeners import LoopState
 from moe_ft.errors import RepairError
 
@@ -39,6 +40,21 @@ _NEEDING_MORE = (
 def can_be_kept(args: Any) -> bool:
     """Return whether the result of an iteration can be made without running it again."""
     return not any(getattr(args, name, None) for name in _NEEDING_MORE)
+
+
+def most_iteration(positions: Sequence[Position], args: Any) -> int:
+    """Return the latest iteration that can be recovered: the broken one, or the one after it.
+
+    The state after the broken iteration will do if all survivors were in that iteration, and each can still
+    make its result.
+
+    Args:
+        positions: of the survivors.
+        args: Megatron's.
+    """
+    iterations = {each.iteration for each in positions}
+    is_evaluated = any(each.is_evaluated for each in positions)  # its result was returned before
+    return min(iterations) + (len(iterations) == 1 and can_be_kept(args) and not is_evaluated)
 
 
 class KeptResult:

@@ -5,7 +5,6 @@ A training thread that does not leave its iteration then waits for nobody: it ha
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,15 +13,19 @@ from contextlib import contextmanager
 from megatron.fault_tolerance.repair.links import Links
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
+from moe_ft.recovery.site import say
 
-STUCK_S = (
-    20.0  # from the end of its connections until a thread that is still in its iteration hangs
-)
+# From the end of its connections until a thread that is still in its iteration counts as one that hangs.
+STUCK_S = 20.0
 _TIMEOUT_POLL_S = 0.5
 
 
 class Watcher:
-    """Watches the job's store over a connection of its own. Started and closed by the training thread."""
+    """Watches the job's store over a connection of its own.
+
+    The training thread starts and closes it, and sets `_inside_since_s`. Its own thread sets everything else
+    that changes. Each reads what the other sets.
+    """
 
     def __init__(self, rounds: Rounds, links: Links, link: Link) -> None:
         """Prepare.
@@ -72,7 +75,7 @@ class Watcher:
                     self._freed_s = time.monotonic()
                     self._links.end(number)
         except RuntimeError as error:  # the store is gone, and with it the job
-            print(f"moe_ft: no rank can be replaced any more: {error}", flush=True)
+            say(f"no rank can be replaced any more: {error}")
 
     def _is_broken(self, number: int) -> bool:
         """Return whether a rank has died, or another has timed out waiting for it."""
@@ -89,12 +92,8 @@ class Watcher:
         if since_s is None or since_s > self._freed_s or now_s - self._freed_s < STUCK_S:
             return
         self._link.note_hang(now_s - since_s)
-        _say(
+        say(
             f"process {os.getpid()} ends: its training thread has been in one iteration for "
             f"{now_s - since_s:.1f} s, and does not leave it though nobody can be waited for any more"
         )
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _say(line: str) -> None:
-    print(f"moe_ft: {line}", file=sys.stderr, flush=True)

@@ -13,7 +13,11 @@ from megatron.core.rerun_state_machine import (
 )
 from megatron.training import training
 
-from megatron.fault_tolerance.repair.batches import Batches
+from megatron.fault_tolerance.repair.batches import (
+    Batches,
+    training_batches,
+    validation_batches,
+)
 from megatron.fault_tolerance.seams.patching import Patches
 
 
@@ -61,9 +65,33 @@ def test_rank_without_data_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     noted(monkeypatch, [None]).renew(None)
 
 
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("loaders", [None, [None]])
+def test_validation_continues_with_its_own_count_on_ranks_that_read_it(
+    loaders: list[None] | None, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        training, "build_pretraining_data_loader", lambda data_set, consumed: data_set[consumed:]
+    )
+    built = iter([loaders, [Namespace(dataset=[0, 1, 2, 3])]])
+    monkeypatch.setattr(
+        training, "build_train_valid_test_data_loaders", lambda: (None, next(built), None)
+    )
+    batches = validation_batches()
+    with Patches() as patches:
+        batches.install(patches)
+        training.build_train_valid_test_data_loaders()
+        training.build_train_valid_test_data_loaders()
+    loop_args.dataloader_type = "single"
+    loop_args.consumed_train_samples, loop_args.consumed_valid_samples = 2, 3
+    iterator = RerunDataIterator(iter([]))
+    batches.renew([None, iterator])
+    assert list(iterator) == [3]
+
+
 def noted(monkeypatch: pytest.MonkeyPatch, data_sets: list[Any]) -> Batches:
     """Return what has seen loaders of data sets being built, one a virtual stage."""
-    batches = Batches()
+    batches = training_batches()
     monkeypatch.setattr(
         training,
         "build_train_valid_test_data_loaders",

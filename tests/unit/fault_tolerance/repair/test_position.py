@@ -15,7 +15,11 @@ from megatron.fault_tolerance.repair.position import (
     begin_iteration,
     count_iteration,
     position_of,
+    position_of_survivors,
 )
+from moe_ft.errors import RepairError
+from moe_ft.keeper.rounds import Member
+from tests.unit.fault_tolerance.repair.members import survivor
 
 
 def test_replacement_begins_where_the_survivors_are(loop_args: Namespace) -> None:
@@ -61,3 +65,17 @@ def test_iterations_are_counted_as_the_loop_counts_them(loop_args: Namespace) ->
     assert loop_args.consumed_train_samples == 2 * loop_args.global_batch_size
     assert loop_args.skipped_train_samples == loop_args.global_batch_size
     assert get_num_microbatches() == 2
+
+
+def test_replacement_begins_at_the_latest_iteration_of_the_survivors() -> None:
+    dead = Member(rank=1, died_s=5.0)
+    position = position_of_survivors([survivor(0, 4), dead, survivor(2, 5)])
+    assert (position.iteration, position.consumed_train_samples) == (5, 40)
+
+
+def test_members_that_do_not_fit_together_end_the_repair() -> None:
+    dead = Member(rank=1, died_s=5.0)
+    with pytest.raises(RepairError, match="all ranks have died"):
+        position_of_survivors([dead])
+    with pytest.raises(RepairError, match="some ranks were in an evaluation, and others were not"):
+        position_of_survivors([survivor(0, 4), dead, survivor(2, 4, is_evaluated=True)])

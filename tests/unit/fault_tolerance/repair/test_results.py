@@ -13,9 +13,10 @@ from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron.fault_tolerance.repair import results
-from megatron.fault_tolerance.repair.results import KeptResult, can_be_kept
+from megatron.fault_tolerance.repair.results import KeptResult, can_be_kept, most_iteration
 from megatron.fault_tolerance.seams.listeners import LoopState
 from moe_ft.errors import RepairError
+from tests.unit.fault_tolerance.repair.members import position_at
 
 NAME = "load_balancing_loss"
 ARGUMENTS = ("forward", "data", "model", "optimizer", "scheduler", "config", "schedule")
@@ -108,3 +109,14 @@ def test_result_is_not_kept_where_an_iteration_gives_more() -> None:
     assert can_be_kept(Namespace(qk_clip=False, mtp_num_layers=None))
     assert not can_be_kept(Namespace(qk_clip=True, mtp_num_layers=None))
     assert not can_be_kept(Namespace(save_wgrads_interval=5))
+
+
+def test_state_after_the_broken_iteration_is_recovered_only_where_all_can_have_its_result() -> None:
+    def most(*iterations: int, is_evaluated: bool = False, **flags: bool) -> int:
+        positions = [position_at(each, is_evaluated=is_evaluated) for each in iterations]
+        return most_iteration(positions, Namespace(**flags))
+
+    assert most(4, 4) == 5
+    assert most(4, 5) == 4
+    assert most(4, 4, log_num_zeros_in_grad=True) == 4
+    assert most(4, 4, is_evaluated=True) == 4, "its result was returned before"

@@ -2,7 +2,7 @@
 
 The iteration before it then counts as the broken one. Survivors repair within `evaluate`, so their loop never
 knows. A replacement joins them in the `train_step` of that iteration, leaves out the log line that the others
-have written, and its own loop brings it to the evaluation.
+have written, and its own loop brings it to the evaluation. skipped_evaluations.py has those before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_timers, training
 
 from megatron.fault_tolerance.repair import leftovers
-from megatron.fault_tolerance.repair.batches import renew
+from megatron.fault_tolerance.repair.batches import validation_batches
 from megatron.fault_tolerance.repair.phases import Phases
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.patching import Patches
@@ -25,8 +25,8 @@ _COUNTERS = (
 )
 
 
-class Evaluating:
-    """Evaluations of one rank. Owned by the training thread."""
+class EvaluatingAgain:
+    """Evaluations of one rank, each begun again until no rank dies in it. Owned by the training thread."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class Evaluating:
             repair: repairs, and runs the iteration again that is evaluated.
         """
         self._watcher, self._notice, self._repair = watcher, notice, repair
-        self._data_sets: list[Any] = []  # [virtual stage]
+        self._batches = validation_batches()
         self._is_training = False
 
     def install(self, patches: Patches) -> None:
         """Watch the loop build its loaders, and evaluate."""
-        patches.wrap(training, "build_train_valid_test_data_loaders", self._note)
+        self._batches.install(patches)
         patches.wrap(training, "train", self._train)
         patches.wrap(training, "evaluate", self._evaluate)
 
@@ -57,14 +57,6 @@ class Evaluating:
             return original(*args, **kwargs)
         finally:
             self._is_training = False  # evaluations that follow are not repaired
-
-    def _note(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        loaders = original(*args, **kwargs)
-        first = next(
-            iter(loaders[1] or ()), None
-        )  # of validation; None on a rank that reads nothing
-        self._data_sets.append(None if first is None else first.dataset)
-        return loaders
 
     def _evaluate(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         _, iterators, model, _, config, *_ = args
@@ -82,15 +74,8 @@ class Evaluating:
             before.restore()
             self._repair(phases)
             before.restore()
-            self._renew(iterators)
+            self._batches.renew(iterators)
             dist.barrier()  # the loop of a replacement is there, and begins an evaluation with one
-
-    def _renew(self, iterators: Any) -> None:
-        """Have the iterators begin with the samples of this evaluation."""
-        found = iterators if isinstance(iterators, list) else [iterators]
-        for data_set, iterator in zip(self._data_sets, found, strict=True):
-            if iterator is not None:
-                renew(iterator, data_set, get_args().consumed_valid_samples)
 
 
 class _Loop:

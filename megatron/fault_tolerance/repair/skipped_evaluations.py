@@ -1,4 +1,7 @@
-"""Evaluations between the state that a repair recovers and the broken iteration: they do not run again."""
+"""Evaluations between the state that a repair recovers and the broken iteration: they are skipped.
+
+evaluating_again.py has the other ones: those in which a rank dies.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +14,8 @@ from moe_ft.errors import RepairError
 from moe_ft.state.random_states import current_rng
 
 
-class Evaluations:
-    """The evaluations of one start. Owned by the training thread.
+class SkippedEvaluations:
+    """Evaluations that are not made again while iterations run again. Owned by the training thread.
 
     Attributes:
         draw: whether evaluations draw random numbers, which training would then continue without.
@@ -31,8 +34,8 @@ class Evaluations:
         self.draw = self.draw or current_rng() != before
         return result
 
-    def pass_by(self, args: Any, iteration: int) -> None:
-        """Count the samples of the evaluation of an iteration, if there was one, and leave it out.
+    def skip(self, args: Any, iteration: int) -> None:
+        """Count the samples of the evaluation of an iteration, if there was one, and make none.
 
         Raises:
             RepairError: if the random numbers after it are not known.

@@ -17,7 +17,7 @@ from megatron.core.rerun_state_machine import (
 from megatron.core.timers import Timers
 from megatron.training import global_vars, training
 
-from megatron.fault_tolerance.repair.evaluating import Evaluating, can_begin_again
+from megatron.fault_tolerance.repair.evaluating_again import EvaluatingAgain, can_begin_again
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.phases import Phases
 from megatron.fault_tolerance.repair.watcher import Watcher
@@ -112,7 +112,7 @@ def evaluate(
     )
     watcher = Watcher(Rounds(dist.HashStore(), 1), Links(), Link())
     with Patches() as patches:
-        Evaluating(watcher, notice, repair).install(patches)
+        EvaluatingAgain(watcher, notice, repair).install(patches)
         training.train()
     return result[0], megatrons.seen, repairs
 

@@ -1,0 +1,151 @@
+"""A round runs through its phases, recovers a state and says what was repaired.
+
+The others are in the store only; tests/distributed/test_repair.py has whole jobs.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.rerun_state_machine import (
+    destroy_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+from megatron.core.timers import Timers
+from megatron.training import global_vars
+
+from megatron.fault_tolerance.repair.batches import training_batches
+from megatron.fault_tolerance.repair.catching_up import CatchingUp
+from megatron.fault_tolerance.repair.groups import Groups
+from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.membership import Membership
+from megatron.fault_tolerance.repair.phases import Phases
+from megatron.fault_tolerance.repair.results import KeptResult
+from megatron.fault_tolerance.repair.round import RoundRunner
+from megatron.fault_tolerance.repair.skipped_evaluations import SkippedEvaluations
+from megatron.fault_tolerance.repair.step import Step
+from megatron.fault_tolerance.repair.watcher import Watcher
+from megatron.fault_tolerance.seams.listeners import (
+    Built,
+    Listeners,
+    LoopListener,
+    LoopState,
+    Repair,
+)
+from moe_ft.errors import RepairError, UnrecoverableError
+from moe_ft.keeper.link import Link
+from moe_ft.keeper.rounds import Rounds, declare
+from tests.unit.fault_tolerance.repair.members import position_at
+
+PHASES = ["notice", "free", "meet", "swap", "recover", "catch_up"]
+
+
+class _Listener(LoopListener):
+    """Notes what it is told, and recovers an iteration."""
+
+    def __init__(self, args: Namespace, loop: LoopState) -> None:
+        self._args, self._loop = args, loop
+        self.seen: list[Any] = []
+        self.recovers: int | None = 4
+
+    def suspend(self, iteration: int) -> None:
+        self.seen.append(("suspend", iteration))
+
+    def after_setup(self, built: Built) -> None:
+        if self.recovers is None:
+            raise UnrecoverableError("every copy was lost")
+        self.seen.append((built, self._loop.most_iteration))
+        self._args.iteration = self.recovers
+
+    def after_repair(self, repair: Repair) -> None:
+        self.seen.append(repair)
+
+
+class Rank:
+    """Rank 0 of two in iteration 5; rank 1 has died, and its replacement waits in round 1.
+
+    The process groups of this process have one rank.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        store, link, self.links, loop = dist.HashStore(), Link(), Links(), LoopState()
+        declare(store, rank=1, world_size=2, died_s=5.0)
+        store.add("round_1/ready", 1)
+        rounds, groups = Rounds(store, 2), Groups()
+        groups.note()
+        self.listener = _Listener(args, loop)
+        listeners = Listeners(loop, [self.listener])
+        membership = Membership(link, rounds, None)
+        membership.position = position_at(5)
+        watcher = Watcher(Rounds(store, 2), self.links, link)
+        self.rounds, self.ran = rounds, list[int]()
+        self.runner = RoundRunner(
+            link=link,
+            listeners=listeners,
+            membership=membership,
+            groups=groups,
+            links=self.links,
+            store=store,
+            batches=training_batches(),
+            catching_up=CatchingUp(listeners, watcher, SkippedEvaluations()),
+        )
+        self.runner.built = ("model", "optimizer", "scheduler")
+        args_of_step = ("forward", None, [], Namespace(), "scheduler", "config", lambda: None)
+        self._step = Step(self._train_step, args_of_step, {"iteration": 5}, KeptResult(loop))
+
+    def _train_step(self, *args: Any, iteration: int) -> str:
+        value = torch.ones(1)
+        dist.all_reduce(value)  # over the new backend
+        self.ran.append(iteration)
+        return f"result {iteration}"
+
+    def run(self, phases: Phases) -> Any:
+        """Run the round."""
+        return self.runner.run(self._step, 5, phases)
+
+
+@pytest.fixture
+def rank(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    loop_args.distributed_timeout_minutes = 1
+    loop_args.distributed_timeout_seconds_after_init = 7
+    loop_args.iterations_to_skip = []
+    monkeypatch.setattr(global_vars, "_GLOBAL_TIMERS", Timers(2, "minmax"))
+    initialize_rerun_state_machine()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Rank(loop_args)
+    dist.destroy_process_group()
+    destroy_rerun_state_machine()
+
+
+def test_round_recovers_a_state_and_runs_iterations_until_the_broken_one_is_finished(
+    rank: Rank,
+) -> None:
+    phases = Phases(6.0)
+    assert rank.run(phases) == "result 5"
+    assert rank.ran == [4, 5]
+    suspended, recovered, repair = rank.listener.seen
+    assert suspended == ("suspend", 5)
+    assert recovered == (("model", "optimizer", "scheduler"), 6), "all know the result of 5"
+    assert repair == Repair(
+        number=1,
+        iteration=5,
+        recovered=4,
+        dead=(1,),
+        hung_s={},
+        is_replacement=False,
+        phases_s=phases.seconds,
+    )
+    assert list(phases.seconds) == PHASES
+    assert phases.seconds["notice"] == 1.0
+    assert (rank.links.round, rank.rounds.last_finished()) == (1, 1)
+
+
+def test_round_without_a_state_is_no_refusal_of_the_job(rank: Rank) -> None:
+    rank.listener.recovers = None
+    with pytest.raises(RepairError, match="found no state to continue from: every copy was lost"):
+        rank.run(Phases(6.0))
+    assert rank.rounds.last_finished() == 0
+    assert rank.ran == []
