@@ -9,7 +9,6 @@ is measured around the calls of the log, so that it does not depend on what else
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +23,9 @@ import torch.distributed as dist
 from megatron.training import get_args
 
 import pretrain_gpt_moe
-from benchmarks.output import markdown_table, show
-from benchmarks.sparse_jobs import Changes, JobFolder, job_folder, spread, write_data
+from benchmarks.conditions import ranks_on_cpu, versions
+from benchmarks.output import markdown_table, show, spread
+from benchmarks.sparse_jobs import Changes, JobFolder, job_folder, write_data
 from megatron.fault_tolerance.seams.loop_facts import pipeline_traffic
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.reading import open_log
@@ -200,10 +200,7 @@ def main() -> None:
     options = parser.parse_args()
     size_rows: list[list[str]] = []
     time_rows: list[list[str]] = []
-    started = (
-        f"{os.cpu_count()} cores, one thread a rank, gloo, no GPU; load at the start "
-        f"{os.getloadavg()[0]:.1f}. torch {torch.__version__}."
-    )
+    started = f"{ranks_on_cpu()}. {versions()}."
     with tempfile.TemporaryDirectory() as folder:
         data = write_data(Path(folder))
         for name in options.cases:

@@ -26,7 +26,7 @@ def find_problem(nvrx: Path) -> str:
     if (nvrx / "nvidia_resiliency_ext" / "inprocess").is_dir():
         return ""
     return (
-        f"nvidia-resiliency-ext is not in {nvrx}. Beside Megatron it must be in a folder of its own: "
+        f"nvidia-resiliency-ext is not in {nvrx}. Alongside Megatron it must be in a folder of its own: "
         f"pip install --no-deps --target {nvrx} nvidia-resiliency-ext=={VERSION} defusedxml nvidia-ml-py"
     )
 

@@ -15,6 +15,7 @@ from statistics import median
 
 from tabulate import tabulate
 
+from benchmarks.quickstart import SIZES
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import JobResult, events, run_ranks, run_training
@@ -24,15 +25,6 @@ from tools.prepare_text import standard_library
 _ITERATION = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _WARM_UP = 2
 
-# The model of examples/quickstart.sh.
-MODEL = {
-    "hidden_size": 128,
-    "ffn_hidden_size": 256,
-    "moe_ffn_hidden_size": 256,
-    "num_experts": 8,
-    "seq_length": 128,
-    "max_position_embeddings": 128,
-}
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 LAYOUTS: tuple[tuple[int, dict[str, int], dict[str, bool]], ...] = (
     (1, {}, {}),
@@ -63,7 +55,7 @@ def layout_rows(data: Sequence[str], iterations: int, folder: Path) -> Iterator[
     """Train every layout and yield its row."""
     for number, (ranks, layout, changes) in enumerate(LAYOUTS):
         log_dir = folder / f"layout_{number}"
-        flags = model_flags(**MODEL, **changes, train_iters=iterations)
+        flags = model_flags(**SIZES, **changes, train_iters=iterations)
         flags += [*layout_flags(layout), *data, *event_flags(log_dir)]
         result = run_training(flags, ranks, log_dir=log_dir, deadline_s=600).check()
         peaks = [
@@ -77,7 +69,7 @@ def seam_rows(
     data: Sequence[str], iterations: int, repetitions: int, folder: Path
 ) -> Iterator[tuple[str, ...]]:
     """Train with and without the seams in turns and yield the comparison."""
-    flags = model_flags(**MODEL, train_iters=iterations) + layout_flags({"pp": 2, "ep": 2})
+    flags = model_flags(**SIZES, train_iters=iterations) + layout_flags({"pp": 2, "ep": 2})
     flags += data
     medians: dict[bool, list[float]] = {False: [], True: []}
     for repetition in range(repetitions):

@@ -23,17 +23,15 @@ benchmarks/recovery_phases.py; "torchrun" is without `moe_ft keep`. Medians (ran
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-from benchmarks.output import markdown_table, show
+from benchmarks.conditions import conditions
+from benchmarks.output import distinct, markdown_table, show, spread
 from benchmarks.recovery_phases import (
     PHASES,
     Event,
@@ -44,8 +42,8 @@ from benchmarks.recovery_phases import (
     read_recoveries,
 )
 from benchmarks.slow_stages import notes_path
-from benchmarks.sparse_jobs import job_folder, spread, write_data
-from benchmarks.torchrun import run_under_torchrun
+from benchmarks.sparse_jobs import job_folder, write_data
+from benchmarks.torchrun import KEEP, run_under_torchrun
 from moe_ft.planning.boundary_log import PipelineTraffic, num_slots
 from moe_ft.planning.replay_cost import Schedule
 from tests.demo_model import event_flags, layout_flags, model_flags
@@ -55,7 +53,6 @@ WINDOW = 3
 NUM_REPLAYS = WINDOW - 1
 SEQUENCE, HIDDEN, ELEMENT_BYTES = 32, 64, 2
 LEAST_LAYERS = 8
-KEEP = ("-m", "moe_ft", "keep", "--")
 SLEEPING, COMPUTING, PLAIN = "sleeping", "computing", "plain"
 PARTS = (SLEEPING, COMPUTING, PLAIN)
 SCOPES = ("local", "global")
@@ -269,15 +266,11 @@ def log_rows(case: Case, results: Results) -> Iterator[Row]:
         found = [log for logs in left for log in logs]
         yield (
             *(str(case.num_stages), str(case.num_microbatches), name),
-            *(_all_of(found, "tensors"), f"{traffic.num_sends(stage):,}"),
-            *(_all_of(found, "bytes"), f"{traffic.sent_bytes(stage):,}"),
-            *(_all_of(found, "file_bytes"), f"{traffic.slot_bytes(stage):,}"),
+            *(distinct(log["tensors"] for log in found), f"{traffic.num_sends(stage):,}"),
+            *(distinct(log["bytes"] for log in found), f"{traffic.sent_bytes(stage):,}"),
+            *(distinct(log["file_bytes"] for log in found), f"{traffic.slot_bytes(stage):,}"),
             *(str(max(map(len, left))), str(num_slots(WINDOW, 1))),
         )
-
-
-def _all_of(logs: Sequence[Mapping[str, int]], name: str) -> str:
-    return " or ".join(f"{value:,}" for value in sorted({log[name] for log in logs})) or "none"
 
 
 def stage_names(num_stages: int) -> list[tuple[int, str]]:
@@ -371,14 +364,11 @@ def _case(
     )
 
 
-def conditions(options: argparse.Namespace) -> str:
-    """Return under what the numbers are taken."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+def measured(options: argparse.Namespace) -> str:
+    """Return what is measured, in short."""
     return (
-        f"{os.cpu_count()} cores, one thread a rank, gloo, no GPU; load at the start "
-        f"{os.getloadavg()[0]:.1f}. {date.today()}. Window {WINDOW}; recoveries a job: {options.repeats}; "
-        f"sleeping stages take {options.forward_s:g} s forward and {options.backward_s:g} s backward. "
-        f"Python {platform.python_version()}, {versions}."
+        f"Window {WINDOW}; recoveries a job: {options.repeats}; sleeping stages take "
+        f"{options.forward_s:g} s forward and {options.backward_s:g} s backward."
     )
 
 
@@ -397,7 +387,7 @@ def main() -> None:
     if options.quick:
         options.stages, options.micro_batches, options.repeats = [2, 4], [4, 8], 1
         options.parts = [part for part in options.parts if part != PLAIN]
-    parts = [conditions(options)]
+    parts = [conditions(measured(options))]
     found: dict[Case, Results] = {}
     with tempfile.TemporaryDirectory(prefix="local_recovery_") as name:
         data = write_data(Path(name))

@@ -17,9 +17,7 @@ missed       snapshots that were due and not taken, because the one before was n
 """
 
 import argparse
-import importlib.metadata
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -29,7 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from benchmarks.output import markdown_table, show
+from benchmarks.conditions import versions
+from benchmarks.output import markdown_table, show, spread
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import JobResult, events, run_training
@@ -204,13 +203,6 @@ def file_bytes(folder: Path) -> Iterator[int]:
 # --- the table
 
 
-def spread(values: Sequence[float], form: str = ".3f") -> str:
-    """Return the median and, in brackets, the range; '-' for nothing."""
-    if not values:
-        return "-"
-    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
-
-
 def overheads(name: str, found: Mapping[str, Samples]) -> list[list[float]]:
     """Return O_save in seconds per checkpoint, by round and window."""
     plain = found[PLAIN[CANDIDATES[name].distributed]].windows
@@ -262,13 +254,10 @@ HEADERS = (
 
 def conditions(rounds: int, num_windows: int) -> str:
     """Return under what the numbers were taken."""
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core")
-    )
     return (
         f"{rounds} rounds of {num_windows} windows of {WINDOW} iterations, a checkpoint every "
         f"{INTERVAL}; two ranks on {os.cpu_count()} cores. Median (range) over windows, of the reduction "
-        f"over rounds. Python {platform.python_version()}, {versions}."
+        f"over rounds. {versions()}."
     )
 
 

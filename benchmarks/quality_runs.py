@@ -7,10 +7,8 @@ complete is a line of JSON in the folder; runs that are there already are not re
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
 import sys
@@ -22,6 +20,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks.conditions import versions
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import events, run_with_restarts
@@ -220,9 +219,6 @@ def spread(values: Sequence[float], form: str) -> str:
 
 def conditions(job: Job, runs: Sequence[Mapping[str, Any]]) -> str:
     """Return under what the numbers were taken."""
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core")
-    )
     references = [run["validation"] for run in runs if run["case"] == REFERENCE]
     deviation = f"standard deviation {stdev(references):.4f}" if len(references) > 1 else "one seed"
     tokens = job.num_validations * int(MODEL["global_batch_size"]) * int(MODEL["seq_length"])
@@ -232,7 +228,7 @@ def conditions(job: Job, runs: Sequence[Mapping[str, Any]]) -> str:
         f"{MODEL['seq_length']} tokens; validation over {tokens:,} tokens; faults "
         f"{', '.join(job.faults('kill'))}. No faults, over the seeds: {deviation}, range "
         f"{max(references) - min(references):.4f}. {len(runs)} runs, all together {minutes:.0f} min on "
-        f"{os.cpu_count()} cores. Python {platform.python_version()}, {versions}."
+        f"{os.cpu_count()} cores. {versions()}."
     )
 
 

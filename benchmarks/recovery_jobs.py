@@ -11,13 +11,12 @@ from pathlib import Path
 from benchmarks.inprocess import called_s, find_problem, run_in_process
 from benchmarks.recovery_moments import Answer, Event, Expected
 from benchmarks.sparse_jobs import Changes, JobFolder, job_folder
-from benchmarks.torchrun import run_under_torchrun
+from benchmarks.torchrun import KEEP, run_under_torchrun
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events
 
 WINDOW = 3
 SCRIPT = "pretrain_gpt_moe.py"
-KEEP = ("-m", "moe_ft", "keep", "--")
 DENSE = ("--moe-ft-strategy", "dense")
 REPAIR = ("--moe-ft-repair", "auto")
 _WHOLE = (
@@ -25,18 +24,6 @@ _WHOLE = (
     *("--moe-ft-breakpoints", "--moe-ft-recovery", "local"),
 )
 _REFUSAL = re.compile(rf"^{re.escape(SCRIPT)}: error: (.*)", re.M)
-
-# Sizes of examples/quickstart.sh.
-DEMO: Changes = {
-    "hidden_size": 128,
-    "ffn_hidden_size": 256,
-    "moe_ffn_hidden_size": 256,
-    "num_experts": 8,
-    "seq_length": 128,
-    "max_position_embeddings": 128,
-    "micro_batch_size": 4,
-    "normalization": "RMSNorm",
-}
 
 
 class NotRunError(Exception):

@@ -27,21 +27,18 @@ then 1.
 """
 
 import argparse
-import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-from benchmarks.output import markdown_table, show
+from benchmarks.conditions import conditions
+from benchmarks.output import distinct, markdown_table, show, spread
+from benchmarks.quickstart import MODEL
 from benchmarks.recovery_jobs import (
-    DEMO,
     KINDS,
     REFERENCE,
     Job,
@@ -62,7 +59,7 @@ from benchmarks.recovery_moments import (
     read_moments,
 )
 from benchmarks.recovery_phases import digests_of
-from benchmarks.sparse_jobs import spread, write_data
+from benchmarks.sparse_jobs import write_data
 
 RECOVERY, ETTR, BARRIER = "recovery", "ettr", "barrier"
 PARTS = (RECOVERY, ETTR, BARRIER)
@@ -157,14 +154,10 @@ def recovery_rows(num_ranks: int, found: Mapping[str, Sequence[Moments]]) -> Ite
             *(str(num_ranks), KINDS[kind].title),
             spread([each.loop_s for each in moments], ".2f"),
             spread([each.iteration_s for each in moments], ".2f"),
-            _counts([each.num_redone for each in moments]),
+            distinct(each.num_redone for each in moments),
             "-" if share is None else f"{share:.0%}",
             target(num_ranks, loop_s, share) if KINDS[kind].answer is Answer.REPAIR else "",
         )
-
-
-def _counts(values: Sequence[int]) -> str:
-    return " or ".join(str(value) for value in sorted(set(values)))
 
 
 def target(num_ranks: int, loop_s: float, share: float | None) -> str:
@@ -224,7 +217,7 @@ def measure_efficiency(
             num_ranks=ETTR_RANKS,
             kills=kills,
             num_iterations=kills[-1] + 1,
-            model=DEMO,
+            model=MODEL,
         )
         efficiency = bench.run(ETTR, job, lambda result: efficiency_of(result.logs[0]))
         if efficiency is not None:
@@ -280,16 +273,6 @@ def barrier_row(num_ranks: int, pairs: Sequence[tuple[float, float]]) -> Row:
 
 
 # --- all of it
-
-
-def conditions(options: argparse.Namespace) -> str:
-    """Return under what the numbers are taken."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
-    return (
-        f"{os.cpu_count()} cores, one thread a rank, gloo, no GPU; load at the start "
-        f"{os.getloadavg()[0]:.1f}. {date.today()}. Median (range) of {options.repeats}. "
-        f"Python {platform.python_version()}, {versions}."
-    )
 
 
 def measure(options: argparse.Namespace, bench: Bench) -> list[str]:
@@ -348,7 +331,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Run all jobs and print the tables."""
     options = parse()
-    parts = [conditions(options)]
+    parts = [conditions(f"Median (range) of {options.repeats}.")]
     with tempfile.TemporaryDirectory(prefix="recovery_time_") as name:
         data = write_data(Path(name))
         bench = Bench(data=data, folder=Path(name), nvrx=options.nvrx)

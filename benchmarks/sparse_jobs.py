@@ -1,16 +1,13 @@
 """Jobs of the stock training loop that the benchmarks of strategy `sparse` measure: models, data, folders."""
 
-import importlib.metadata
-import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
+from benchmarks.conditions import ranks_on_cpu, versions
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import layout_flags, model_flags
 from tools.prepare_text import standard_library
@@ -98,19 +95,6 @@ def write_data(folder: Path) -> list[str]:
     return [*data, "--data-cache-path", str(folder / "cache")]
 
 
-def spread(values: Sequence[float], form: str = ".3f") -> str:
-    """Return the median and, in brackets, the range; '-' for nothing."""
-    if not values:
-        return "-"
-    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
-
-
 def conditions() -> str:
     """Return under what the numbers are taken."""
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core")
-    )
-    return (
-        f"{NUM_RANKS} ranks (ep {NUM_RANKS}) on {os.cpu_count()} cores, one thread each, gloo, no GPU; load "
-        f"at the start {os.getloadavg()[0]:.1f}. Python {platform.python_version()}, {versions}."
-    )
+    return f"{NUM_RANKS} ranks (ep {NUM_RANKS}) on {ranks_on_cpu()}. {versions()}."

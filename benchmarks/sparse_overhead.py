@@ -34,14 +34,13 @@ from statistics import fmean, median
 from typing import Any
 
 import pretrain_gpt_moe
-from benchmarks.output import markdown_table, show
+from benchmarks.output import markdown_table, show, spread
 from benchmarks.sparse_jobs import (
     DEADLINE_S,
     LONGEST_WINDOW,
     NUM_RANKS,
     conditions,
     job_folder,
-    spread,
     write_data,
 )
 from benchmarks.window_turns import Loop, Turn, Variant, plan_turns, times_path, train_in_turns

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from benchmarks.output import markdown_table, show
+from benchmarks.output import markdown_table, show, spread
 from benchmarks.replay_turns import NUM_WARM_UP, ReplayVariant, train_and_replay
 from benchmarks.sparse_jobs import (
     DEADLINE_S,
@@ -34,7 +34,6 @@ from benchmarks.sparse_jobs import (
     JobFolder,
     conditions,
     job_folder,
-    spread,
     write_data,
 )
 from tests.harness import events, run_ranks, run_with_restarts

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.harness import free_port
 
+KEEP = ("-m", "moe_ft", "keep", "--")  # before a script whose ranks are forked
 _ROOT = Path(__file__).resolve().parent.parent
 _TAIL_CHARACTERS = 3000
 _END_S = 60.0  # longer than torchrun gives its ranks to end

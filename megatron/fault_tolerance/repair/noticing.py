@@ -61,8 +61,8 @@ class Noticing:
         if not self._is_declared(number, error, isinstance(error, may_mean_death)):
             return None
         self._links.end(number - 1)
-        was_repaired = self._rounds.last_finished() == number - 1
-        where = "its iteration" if was_repaired else "a repair"
+        is_over = self._rounds.last_finished() == number - 1
+        where = "its iteration" if is_over else "a repair"
         say(f"rank {dist.get_rank()} has left {where}: a rank has died ({_first_line(error)})")
         return Phases(min(raised_s, self._watcher.noticed_s(number)))
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recovery_jobs import (
-    DEMO,
     KINDS,
     SCRIPT,
     Job,
@@ -54,14 +53,6 @@ def test_expectation_of_a_job_is_that_of_its_kind(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_that_repair_and_only_they_have_the_flag(kind: str) -> None:
     assert ("--moe-ft-repair" in KINDS[kind].flags) is (KINDS[kind].answer is Answer.REPAIR)
-
-
-def test_demo_job_has_the_sizes_of_the_quickstart() -> None:
-    text = (Path(__file__).parents[3] / "examples" / "quickstart.sh").read_text()
-    flags = Job(kind="keep", num_ranks=4, kills=(), num_iterations=1, model=DEMO).flags([], PLACE)
-    for name in (*DEMO, "num_layers", "num_attention_heads", "global_batch_size"):
-        flag = f"--{name.replace('_', '-')}"
-        assert f" {flag} {flags[flags.index(flag) + 1]} " in text.replace("\n", " "), flag
 
 
 def test_refusal_is_no_failure_and_keeps_its_reason() -> None:
