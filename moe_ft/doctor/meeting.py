@@ -93,7 +93,13 @@ class StoreMeeting:
 
 
 def _wait_for_listener(address: tuple[str, int], deadline_s: float) -> None:
-    """Return when someone listens. The store's own retries end up to twice as late as they are told to."""
+    """Return when someone listens.
+
+    The store's own retries end up to twice as late as they are told to.
+
+    Raises:
+        RuntimeError: if nobody does in time.
+    """
     while True:
         left_s = deadline_s - time.monotonic()
         try:

@@ -49,6 +49,7 @@ def plan_local(
     Args:
         plans: the global ones, best first.
         versions, logs: everything that was found, in any order.
+        pipelines: of the job.
         can_replay: whether a replay may use what was made with some settings, given as JSON.
         is_evaluated: whether this start evaluates the state of an iteration.
         has_same_records: whether this start makes the records that a start with some settings has made, and
@@ -74,9 +75,7 @@ def plan_local(
     found, reason = decision.plan, decision.reason
     if found is not None and found.target < newest and not reason:
         reason = f"iteration {newest}: no stage has the state of all its ranks"
-    if found is None:
-        return None, reason if _loses_something(plans, newest) else ""
-    if plans and _worth(plans[0]) >= (found.target, -found.num_replays):
+    if found is None or (plans and _worth(plans[0]) >= (found.target, -found.num_replays)):
         return None, reason if _loses_something(plans, newest) else ""
     sources = [each for stage in found.stages.values() for each in stage.sources.values()]
     writer = max(source.version.start for each in sources for source in each)
@@ -119,7 +118,7 @@ def _changed_after(
 
 
 def _loses_something(plans: Sequence[Plan], newest: int) -> bool:
-    """Return whether the best global recovery runs iterations again, or is older than the newest state."""
+    """Return whether the best global recovery is worse than the newest state would be; see `is_behind`."""
     return not plans or plans[0].num_replays > 0 or plans[0].iteration < newest
 
 

@@ -84,8 +84,8 @@ class FoundLog:
     path: str
     receivers: tuple[tuple[int, Direction], ...]
     numbers: JobNumbers | None
-    replay_settings: str = ""
-    record_settings: str = "{}"
+    replay_settings: str
+    record_settings: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

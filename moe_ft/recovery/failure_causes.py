@@ -13,6 +13,12 @@ _NOT_FINITE = ("found nan", "found inf", "unexpected result nan", "unexpected re
 _ELSEWHERE = re.compile(r"gloo|nccl|connection|timed out|socket|\bstore\b|cuda error")
 
 
+def is_timeout(error: BaseException) -> bool:
+    """Return whether a rank has waited for another one for too long."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
 def is_not_finite(error: BaseException) -> bool:
     """Return whether training has computed NaN or infinity."""
     text = str(error).lower()
@@ -26,10 +32,9 @@ def speaks_against_logs(error: BaseException) -> bool:
     """
     cause = error.__cause__
     is_of_logs = isinstance(error, CorruptStateError | UnrecoverableError)
-    has_errno = (
-        isinstance(cause, OSError) and cause.errno is not None
-    )  # not an answer of the other node
-    is_of_network = has_errno or isinstance(cause, ConnectionError | TimeoutError)
+    # A refusal by the other node is an OSError without a number.
+    has_number = isinstance(cause, OSError) and cause.errno is not None
+    is_of_network = has_number or isinstance(cause, ConnectionError | TimeoutError)
     return is_of_logs and not is_of_network
 
 

@@ -87,7 +87,7 @@ def plan(found: Found, met: Met) -> Candidates:
 def _until(
     versions: Sequence[Version], most_iteration: int | None
 ) -> tuple[list[Version], list[Rejection]]:
-    """Leave out states that are later than an iteration; return one of each with the reason."""
+    """Return the states up to an iteration, and for each later iteration of a start one rejection."""
     if most_iteration is None:
         return [*versions], []
     later = {
@@ -131,10 +131,10 @@ def _plan_local(
         cache(has_same_records),
         found.unreadable,
     )
-    if local is not None and (failure := found.local_failure_of(local)):
-        return None, failure
-    failure_of_all = None if local is None else found.failure_of(local)
-    return local, hindrance if failure_of_all is None else failure_of_all.reason
+    if local is not None and (reason := found.local_failure_of(local)):
+        return None, reason
+    failure = None if local is None else found.failure_of(local)
+    return local, hindrance if failure is None else failure.reason
 
 
 def plan_without(
@@ -152,7 +152,7 @@ def plan_without(
 
     Args:
         rejected: the best of the candidates.
-        lacking: what ranks have not intact of it.
+        lacking: what some ranks do not have intact of it.
         unreadable: places of that plan that this rank could not read.
 
     Returns:

@@ -38,7 +38,7 @@ class Verdict:
             _say_all(reasons)
 
     def say_unreadable(self, rejected: Sequence[Rejection]) -> None:
-        """Print why some stages cannot recover alone as planned, if only logs or records are missing."""
+        """Print that everything is planned again, and the first thing that could not be read."""
         if rejected and self._site.rank == 0:
             say(f"planning again without what cannot be read: {rejected[0].reason}")
 

@@ -14,6 +14,7 @@ from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher
 from moe_ft.errors import SnapshotError
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
+from moe_ft.recovery.failure_causes import is_timeout
 from moe_ft.recovery.site import say
 
 _NOTICE_S = 5.0  # from an exception until the keeper has said that a rank died
@@ -69,7 +70,7 @@ class Noticing:
     def _is_declared(self, number: int, error: Exception, waits: bool) -> bool:
         """Return whether a round has begun; wait for that, if asked to, as long as it may still begin."""
         begin_s = time.monotonic()
-        if waits and _is_timeout(error):
+        if waits and is_timeout(error):
             self._rounds.time_out(number)
         while not self._rounds.is_declared(number):
             # A rank that hangs ends itself then.
@@ -78,11 +79,6 @@ class Noticing:
                 return False
             time.sleep(self._rounds.poll_s)
         return True
-
-
-def _is_timeout(error: Exception) -> bool:
-    text = str(error).lower()
-    return "timed out" in text or "timeout" in text
 
 
 def _first_line(error: Exception) -> str:

@@ -47,6 +47,6 @@ class SkippedEvaluations:
                 f"iterations before the evaluation of iteration {iteration} would run again, and evaluations "
                 "draw random numbers"
             )
+        # A list with --full-validation of several sets, each of which is read from its beginning.
         if isinstance(args.eval_iters, int):
-            num_samples = getattr(args, "eval_global_batch_size", args.global_batch_size)
-            args.consumed_valid_samples += args.eval_iters * num_samples
+            args.consumed_valid_samples += args.eval_iters * args.eval_global_batch_size

@@ -1,7 +1,8 @@
 """Replay of logged iterations, with values that only their records hold.
 
 It runs forward, backward and the optimizer step, and nothing else of train_step: counters, learning rates and
-scales come from the records. Turning the snapshots of a window into a state is moe_ft/recovery/replay.py.
+scales come from the records. After its window a stage has none of its own for further iterations, so their
+schedulers step too. Turning the snapshots of a window into a state is moe_ft/recovery/replay.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

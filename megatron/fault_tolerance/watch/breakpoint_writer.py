@@ -8,7 +8,6 @@ log of what the rank has sent is committed: other stages may need it to reach th
 lock around it are moe_ft/engine/breakpoints.py, the log moe_ft/engine/boundary/log.py.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from moe_ft.engine.breakpoints import Breakpoints, Written
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
 from moe_ft.recovery.failure_causes import is_not_finite
+from moe_ft.recovery.site import say
 
 # Torchrun and SLURM kill a process 30 s after SIGTERM; its report needs some of that.
 _LEAVING_S = 25.0
@@ -122,7 +122,7 @@ class BreakpointWriter:
             "recovery may be global"
         )
         part = BackgroundPart.BOUNDARY_LOG
-        print(f"moe_ft: rank {self._log.rank}, {part}: {reason}", file=sys.stderr, flush=True)
+        say(f"rank {self._log.rank}, {part}: {reason}")
         self._log.write("degraded", self._loop.iteration, part=part.value, reason=reason)
 
     def _tell(self, reason: str, written: Written, seconds: float) -> None:
@@ -131,7 +131,7 @@ class BreakpointWriter:
             what = f"left no breakpoint: {written.problem}"
         else:
             what = f"left a breakpoint of iteration {iteration}"
-        print(f"moe_ft: rank {rank} {what}", file=sys.stderr, flush=True)
+        say(f"rank {rank} {what}")
         self._log.write(
             "breakpoint",
             self._loop.iteration if iteration is None else iteration,

@@ -74,8 +74,9 @@ class Checkpoints(LoopListener):
         self._resumption: Resumption | None = None
         self._is_unfinished = False  # until all iterations have been run again, here and elsewhere
         self._seam: StateSeam | None = None
-        self._is_over = False
-        self._may_lose_memory, self._is_kept = False, True
+        self._may_lose_memory = False  # at the end: nothing in memory is needed any more
+        self._is_kept = True  # likewise: the last state is somewhere as a whole
+        self._is_over = False  # until the job has ended cleanly on all ranks and needs no memory
         self._facts: JobFacts | None = None  # as they were first: Megatron changes its arguments
 
     @property

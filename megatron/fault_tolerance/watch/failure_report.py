@@ -26,6 +26,8 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog, read_progress
 from moe_ft.keeper.link import retire_own
+from moe_ft.recovery.failure_causes import is_timeout
+from moe_ft.recovery.site import say
 
 _SOURCE_LINE = re.compile(r"\[\S+\.cc:\d+\] ")  # where in gloo's source an error was raised
 _STORE_DEADLINE_S = 5.0
@@ -104,8 +106,7 @@ class FailureReport(LoopListener):
         retire_own()  # the launcher restarts a job that fails by itself
         _exit_within(_EXIT_DEADLINE_S + self._grace_s)
         text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
-        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
-        self._report(f"{type(error).__name__}: {text[:300]}", timed_out)
+        self._report(f"{type(error).__name__}: {text[:300]}", is_timeout(error))
 
     def close(self) -> None:
         """Give SIGTERM back, except after a failure.
@@ -131,18 +132,18 @@ class FailureReport(LoopListener):
 
     def _write_report(self, reason: str, timed_out: bool) -> None:
         loop, rank, directory = self._loop, self._log.rank, self._log.directory
-        _say(f"rank {rank} stopped in iteration {loop.iteration}, phase {loop.phase}: {reason}")
+        say(f"rank {rank} stopped in iteration {loop.iteration}, phase {loop.phase}: {reason}")
         if self._has_log:
-            _say(f"rank {rank}: the events are in {directory}")
+            say(f"rank {rank}: the events are in {directory}")
         notes = self._exchange_notes(timed_out) if dist.is_initialized() else None
         silent = None
         if notes is not None:
             silent = list(notes.silent)
             if silent and rank == min(notes.heard):  # once is enough
-                _say(f"rank {rank} {_describe(silent, notes.timed_out, directory)}")
+                say(f"rank {rank} {_describe(silent, notes.timed_out, directory)}")
         elif dist.is_initialized():
             seen = _last_seen(0, directory)
-            _say(
+            say(
                 f"rank {rank} could not ask the others: the job's store, which rank 0{seen} keeps "
                 "unless the launcher does, does not answer"
             )
@@ -263,7 +264,3 @@ def _exit_within(seconds: float) -> None:
         os._exit(1)
 
     threading.Thread(target=leave, daemon=True).start()
-
-
-def _say(line: str) -> None:
-    print(f"moe_ft: {line}", file=sys.stderr, flush=True)

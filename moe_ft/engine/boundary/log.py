@@ -84,7 +84,7 @@ class BoundaryLog:
         self._copier = SendCopier()
         self._commits: dict[BoundarySlot, Future[None]] = {}
         self._taking: _Taking | None = None
-        self._keep_from: int | None = 0  # None: of nothing that is still to come
+        self._keep_from: int | None = 0  # None: no log that is begun now will be needed
         self._awaits_window = False
         self._in_use = range(0)
         self._has_lost = False  # said once for each window

@@ -22,6 +22,7 @@ def loop_args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
         num_experts=4,
         micro_batch_size=2,
         global_batch_size=8,
+        eval_global_batch_size=8,
         data_parallel_size=2,
         gtp_weight_remat_size=1,
         consumed_train_samples=0,

@@ -5,6 +5,7 @@ That it equals the one without a failure is in tests/distributed/test_local_repa
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.fault_tolerance.repair import results
 from megatron.fault_tolerance.repair.results import KeptResult, can_be_kept, most_iteration
 from megatron.fault_tolerance.seams.listeners import LoopState
+from moe_ft.config.config import ObservabilityConfig
+from moe_ft.config.flag_table import flag_classes
 from moe_ft.errors import RepairError
 from tests.unit.fault_tolerance.repair.members import position_at
 
@@ -103,6 +106,11 @@ def test_rank_that_has_not_kept_the_iteration_gives_the_repair_up(iterations: It
     iterations.run(3)
     with pytest.raises(RepairError):
         iterations.answers(4)
+
+
+def test_flags_that_ask_for_more_exist() -> None:
+    ours = {f"moe_ft_{each.name}" for each in fields(ObservabilityConfig)}
+    assert set(results._NEEDING_MORE) <= {*flag_classes(), *ours}
 
 
 def test_result_is_not_kept_where_an_iteration_gives_more() -> None:

@@ -37,6 +37,7 @@ def found_logs(
             ),
             numbers=numbers_of(make_record(iteration)),
             replay_settings=settings,
+            record_settings=SETTINGS,
         )
         for rank, iteration in keys
     ]

@@ -9,10 +9,12 @@ import torch.distributed as dist
 from moe_ft.errors import ConfigError, CorruptStateError, UnrecoverableError
 from moe_ft.recovery.failure_causes import (
     is_not_finite,
+    is_timeout,
     speaks_against_logs,
     speaks_against_state,
 )
 
+TIMED_OUT = "[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms"
 MEGATRONS_NAN = RuntimeError(
     "Rank 3, node store-7, device 3, iteration 12: Unexpected result nan "
     "(message='found NaN in local forward loss calculation')"
@@ -26,6 +28,20 @@ def test_result_of_megatrons_checks_that_is_not_finite_speaks_against_the_state(
 ) -> None:
     assert is_not_finite(error)
     assert speaks_against_state(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (TIMED_OUT, True),
+        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", True),
+        ("[/pytorch/gloo/transport/tcp/pair.cc:538] Connection closed by peer", False),
+    ],
+)
+def test_wait_that_was_given_up_is_told_from_a_connection_that_has_ended(
+    text: str, expected: bool
+) -> None:
+    assert is_timeout(RuntimeError(text)) is expected
 
 
 @pytest.mark.parametrize(
@@ -46,7 +62,7 @@ def test_error_of_what_a_start_computes_with_a_state_speaks_against_it(error: Ex
     "error",
     [
         RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:538] Connection closed by peer"),
-        RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms"),
+        RuntimeError(TIMED_OUT),
         RuntimeError("NCCL communicator was aborted on rank 1."),
         RuntimeError("[Rank 1] Watchdog caught collective operation timeout: it has timed out"),
         RuntimeError("retrieving an id from the key-value store by store->get('0') failed"),
