@@ -31,14 +31,13 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.conditions import conditions
+from benchmarks.event_logs import Event, digests_of
 from benchmarks.output import distinct, markdown_table, show, spread
 from benchmarks.recovery_phases import (
     PHASES,
-    Event,
     Expected,
     Recovery,
     check_recoveries,
-    digests_of,
     read_recoveries,
 )
 from benchmarks.slow_stages import notes_path

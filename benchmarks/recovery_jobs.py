@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.event_logs import Log
 from benchmarks.inprocess import called_s, find_problem, run_in_process
-from benchmarks.recovery_moments import Answer, Event, Expected
+from benchmarks.recovery_moments import Answer, Expected
 from benchmarks.sparse_jobs import Changes, JobFolder, job_folder
 from benchmarks.torchrun import KEEP, run_under_torchrun
 from tests.demo_model import event_flags, layout_flags, model_flags
@@ -114,7 +115,7 @@ class Result:
         called_s: ``[kill]`` of a wrapper in the process: when the last rank has called its function again.
     """
 
-    logs: Sequence[Sequence[Event]]
+    logs: Sequence[Log]
     called_s: Sequence[float] = ()
 
 

@@ -14,15 +14,13 @@ Those of a repair are of the event "repair": "notice" and "free" on the slowest 
 "build" on the replacement; the others on the replacement.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
-Event = Mapping[str, Any]
-Log = Sequence[Event]  # all events of a rank, in their order
+from benchmarks.event_logs import Event, Log, check_not_degraded, events_of
 
 RESTART_PHASES = ("end", "start", "recover", "enter", "iterate")
 REPAIR_PHASES = ("notice", "free", "build", "meet", "swap", "recover", "catch_up")
@@ -75,18 +73,18 @@ def check_answers(logs: Sequence[Log], expected: Expected) -> None:
     Raises:
         AssertionError: if one was not, or something was degraded.
     """
+    check_not_degraded(logs)
     for rank, log in enumerate(logs):
         name = f"rank {rank}"
-        assert not list(_all(log, "degraded")), f"{name}: {next(_all(log, 'degraded'))}"
-        ends = [each["reason"] for each in _all(log, "end")]
+        ends = [each["reason"] for each in events_of(log, "end")]
         assert ends == ["finished"], f"{name} has ended with {ends}"
-        starts = [each["pid"] for each in _all(log, "start")]
+        starts = [each["pid"] for each in events_of(log, "start")]
         assert len(starts) == 1 + len(expected.kills), f"{name} has started {len(starts)} times"
         is_new = expected.answer is Answer.RESTART or rank == expected.killed
         for old, new in pairwise(starts):
             assert (old != new) is is_new, f"{name} was process {old} and then {new}"
-        _check_repairs(name, list(_all(log, "repair")), expected)
-        _check_recoveries(name, rank, list(_all(log, "recovery")), expected)
+        _check_repairs(name, list(events_of(log, "repair")), expected)
+        _check_recoveries(name, rank, list(events_of(log, "recovery")), expected)
 
 
 def _check_repairs(name: str, repairs: Sequence[Event], expected: Expected) -> None:
@@ -124,7 +122,7 @@ def read_moments(
         called_s: ``[kill]`` the time since 1970 when the last rank has called its function again; for
             answers in the process.
     """
-    kills_s = [each["time"] for each in _all(logs[expected.killed], "fault_injected")]
+    kills_s = [each["time"] for each in events_of(logs[expected.killed], "fault_injected")]
     assert len(kills_s) == len(expected.kills), f"{len(kills_s)} faults were injected"
     found = []
     for number, (killed_s, kill) in enumerate(zip(kills_s, expected.kills, strict=True)):
@@ -141,7 +139,7 @@ def _moments(
     """Return the seconds of a kill from what each rank has logged between it and the next one."""
     # A rank may write of the iteration before only after the kill.
     iterations = [
-        [each for each in _all(part, "iteration") if each["time"] > _one(part, "start")["time"]]
+        [each for each in events_of(part, "iteration") if each["time"] > _one(part, "start")["time"]]
         for part in parts
     ]
     assert all(iterations), "a rank has finished no iteration after the kill"
@@ -218,7 +216,7 @@ class Efficiency:
 
 def efficiency_of(log: Log) -> Efficiency:
     """Return the efficiency of a job whose iterations begin with the first, from the log of a rank."""
-    iterations = list(_all(log, "iteration"))
+    iterations = list(events_of(log, "iteration"))
     first, last = iterations[0], iterations[-1]
     return Efficiency(
         num_iterations=last["iteration"],
@@ -227,12 +225,8 @@ def efficiency_of(log: Log) -> Efficiency:
     )
 
 
-def _all(log: Log, kind: str) -> Iterator[Event]:
-    return (each for each in log if each["event"] == kind)
-
-
 def _one(log: Log, kind: str) -> Event:
     """Return the only event of a kind."""
-    found = list(_all(log, kind))
+    found = list(events_of(log, kind))
     assert len(found) == 1, f"{len(found)} events {kind!r} between two kills, not one"
     return found[0]

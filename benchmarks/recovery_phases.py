@@ -19,15 +19,14 @@ the last of which counts:
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from benchmarks.event_logs import Event, Log, check_not_degraded, events_of
 
 PHASES = (
     *("detect", "breakpoint", "report", "restart", "inventory", "plan", "fetch", "restore"),
     *("set-up", "replay", "wait", "resume"),
 )
 _TIMED = ("inventory", "plan", "restore", "replay", "wait")  # by the event "recovery"
-
-Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +73,7 @@ class Recovery:
         return sum(self.phases_s.values())
 
 
-def check_recoveries(logs: Sequence[Sequence[Event]], expected: Expected) -> None:
+def check_recoveries(logs: Sequence[Log], expected: Expected) -> None:
     """Check that every start but the first has recovered as expected.
 
     Args:
@@ -83,8 +82,9 @@ def check_recoveries(logs: Sequence[Sequence[Event]], expected: Expected) -> Non
     Raises:
         AssertionError: if a recovery is another one, or something was degraded.
     """
+    check_not_degraded(logs)
     for rank, log in enumerate(logs):
-        found = [each for each in log if each["event"] == "recovery"]
+        found = list(events_of(log, "recovery"))
         assert len(found) == len(expected.kills), f"rank {rank} has recovered {len(found)} times"
         for each, kill in zip(found, expected.kills, strict=True):
             claimed = {
@@ -99,18 +99,10 @@ def check_recoveries(logs: Sequence[Sequence[Event]], expected: Expected) -> Non
             given = {name: each[name] for name in claimed}
             assert given == claimed, f"rank {rank}: the recovery is {given}, not {claimed}"
             assert set(each["sources"]) == {"memory"}, f"rank {rank}: from {each['sources']}"
-        degraded = [each for each in log if each["event"] == "degraded"]
-        assert not degraded, f"rank {rank}: {degraded[0]}"
-
-
-def digests_of(logs: Sequence[Sequence[Event]]) -> list[tuple[str, str]]:
-    """Return ``[rank]`` the digests of the last state."""
-    last = [[each for each in log if each["event"] == "state_digest"][-1] for log in logs]
-    return [(each["sha256"], each["sha256_all"]) for each in last]
 
 
 def read_recoveries(
-    logs: Sequence[Sequence[Event]], notes: Sequence[Sequence[Event]], killed: int
+    logs: Sequence[Log], notes: Sequence[Sequence[Event]], killed: int
 ) -> list[Recovery]:
     """Return the recoveries of a job.
 
@@ -134,16 +126,16 @@ def read_recoveries(
     return found
 
 
-def _event(log: Sequence[Event], kind: str, incarnation: int) -> Event:
+def _event(log: Log, kind: str, incarnation: int) -> Event:
     """Return the first event of a kind in a start; fail if there is none."""
-    found = (each for each in log if each["event"] == kind and each["incarnation"] == incarnation)
+    found = (each for each in events_of(log, kind) if each["incarnation"] == incarnation)
     first = next(found, None)
     assert first is not None, f"no event {kind!r} in start {incarnation}"
     return first
 
 
 def _phases(
-    logs: Sequence[Sequence[Event]], notes: Event, killed: int, number: int
+    logs: Sequence[Log], notes: Event, killed: int, number: int
 ) -> Iterator[tuple[str, float]]:
     """Yield the phases of the recovery in a start, in their order."""
     own = logs[killed]

@@ -36,6 +36,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.conditions import conditions
+from benchmarks.event_logs import digests_of
 from benchmarks.output import distinct, markdown_table, show, spread
 from benchmarks.quickstart import MODEL
 from benchmarks.recovery_jobs import (
@@ -58,7 +59,6 @@ from benchmarks.recovery_moments import (
     iteration_times,
     read_moments,
 )
-from benchmarks.recovery_phases import digests_of
 from benchmarks.sparse_jobs import write_data
 
 RECOVERY, ETTR, BARRIER = "recovery", "ettr", "barrier"

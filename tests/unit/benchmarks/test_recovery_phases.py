@@ -8,7 +8,6 @@ from benchmarks.recovery_phases import (
     PHASES,
     Expected,
     check_recoveries,
-    digests_of,
     read_recoveries,
 )
 
@@ -159,9 +158,3 @@ def test_notes_of_another_start_are_refused() -> None:
     notes = [[IDLE], [OWN], [{**OWN, "start": 2}]]
     with pytest.raises(AssertionError):
         read_recoveries(logs_of(LOCAL), notes, 1)
-
-
-def test_digests_are_those_of_the_last_state() -> None:
-    logs = logs_of(LOCAL)
-    logs[0].append(event("state_digest", 114.0, 1, sha256="c", sha256_all="d"))
-    assert digests_of(logs) == [("c", "d"), ("a", "b"), ("a", "b")]

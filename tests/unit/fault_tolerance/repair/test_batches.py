@@ -86,7 +86,7 @@ def test_validation_continues_with_its_own_count_on_ranks_that_read_it(
     loop_args.consumed_train_samples, loop_args.consumed_valid_samples = 2, 3
     iterator = RerunDataIterator(iter([]))
     batches.renew([None, iterator])
-    assert list(iterator) == [3]
+    assert next(iterator) == 3
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, data_sets: list[Any]) -> Batches:

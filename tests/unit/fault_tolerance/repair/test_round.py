@@ -15,9 +15,9 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 from megatron.core.timers import Timers
-from megatron.training import global_vars
+from megatron.training import global_vars, training
 
-from megatron.fault_tolerance.repair.batches import training_batches
+from megatron.fault_tolerance.repair.batches import Batches, training_batches
 from megatron.fault_tolerance.repair.catching_up import CatchingUp
 from megatron.fault_tolerance.repair.groups import Groups
 from megatron.fault_tolerance.repair.links import Links
@@ -35,6 +35,7 @@ from megatron.fault_tolerance.seams.listeners import (
     LoopState,
     Repair,
 )
+from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import RepairError, UnrecoverableError
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds, declare
@@ -64,6 +65,16 @@ class _Listener(LoopListener):
         self.seen.append(repair)
 
 
+def _without_data() -> Batches:
+    """Return the data of a rank that reads none."""
+    with Patches() as patches:
+        patches.set(training, "build_train_valid_test_data_loaders", lambda: (None, None, None))
+        batches = training_batches()
+        batches.install(patches)
+        training.build_train_valid_test_data_loaders()
+    return batches
+
+
 class Rank:
     """Rank 0 of two in iteration 5; rank 1 has died, and its replacement waits in round 1.
 
@@ -89,7 +100,7 @@ class Rank:
             groups=groups,
             links=self.links,
             store=store,
-            batches=training_batches(),
+            batches=_without_data(),
             catching_up=CatchingUp(listeners, watcher, SkippedEvaluations()),
         )
         self.runner.built = ("model", "optimizer", "scheduler")
