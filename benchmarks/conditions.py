@@ -18,9 +18,7 @@ def conditions(measured: str) -> str:
 def ranks_on_cpu() -> str:
     """Return what the ranks of a job share, and how busy it is now."""
     load = os.getloadavg()[0]
-    return (
-        f"{os.cpu_count()} cores, one thread a rank, gloo, no GPU; load at the start {load:.1f}"
-    )
+    return f"{os.cpu_count()} cores, one thread a rank, gloo, no GPU; load at the start {load:.1f}"
 
 
 def versions() -> str:

@@ -139,7 +139,11 @@ def _moments(
     """Return the seconds of a kill from what each rank has logged between it and the next one."""
     # A rank may write of the iteration before only after the kill.
     iterations = [
-        [each for each in events_of(part, "iteration") if each["time"] > _one(part, "start")["time"]]
+        [
+            each
+            for each in events_of(part, "iteration")
+            if each["time"] > _one(part, "start")["time"]
+        ]
         for part in parts
     ]
     assert all(iterations), "a rank has finished no iteration after the kill"

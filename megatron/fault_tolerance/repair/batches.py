@@ -15,7 +15,8 @@ class Batches:
         """Prepare.
 
         Args:
-            loader_of: returns the loader of this part from Megatron's three; None on a rank that reads nothing.
+            loader_of: returns the loader of this part from what Megatron has built; None on a rank that reads
+                nothing.
             counter: Megatron's argument that counts the samples of this part.
         """
         self._loader_of, self._counter = loader_of, counter

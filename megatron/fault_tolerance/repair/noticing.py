@@ -43,7 +43,9 @@ class Noticing:
         self._link, self._rounds, self._membership = link, rounds, membership
         self._watcher, self._links = watcher, links
 
-    def notice_or_raise(self, error: BaseException, may_mean_death: Kinds = MAY_MEAN_DEATH) -> Phases:
+    def notice_or_raise(
+        self, error: BaseException, may_mean_death: Kinds = MAY_MEAN_DEATH
+    ) -> Phases:
         """Return the phases of a repair that begins; disarm and raise the error if no rank has died.
 
         Args:

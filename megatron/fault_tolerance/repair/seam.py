@@ -5,7 +5,6 @@ died (noticing.py), a round of repairs runs (round.py). If another one dies mean
 next round. Any other exception ends the process: the launcher restarts the job.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

@@ -56,7 +56,10 @@ class Rank:
         self._catching_up = CatchingUp(listeners, watcher, self.evaluations)
         kept = KeptResult(LoopState())
         schedule = (lambda: self.args.curr_iteration,)
-        args_of_step = (*("forward", "data", "model", "optimizer", "scheduler", "config"), *schedule)
+        args_of_step = (
+            *("forward", "data", "model", "optimizer", "scheduler", "config"),
+            *schedule,
+        )
         self._step = Step(self._train_step, args_of_step, {"iteration": BROKEN}, kept)
 
     def _train_step(self, *args: Any, iteration: int) -> str:
