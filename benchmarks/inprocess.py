@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from signal import SIGKILL
 
-from tests.harness import free_port
+from tests.ports import free_port
 
 VERSION = "0.4.1"
 _ROOT = Path(__file__).resolve().parent.parent

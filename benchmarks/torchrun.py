@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.harness import free_port
+from tests.ports import free_port
 
 KEEP = ("-m", "moe_ft", "keep", "--")  # before a script whose ranks are forked
 _ROOT = Path(__file__).resolve().parent.parent

@@ -36,7 +36,7 @@ _MODEL: dict[str, str | int | float | None] = {
     "--tokenizer-type": "NullTokenizer",
     "--vocab-size": 256,
     "--make-vocab-size-divisible-by": 64,
-    "--distributed-timeout-minutes": 1,
+    "--distributed-timeout-minutes": 5,
     "--seed": 1234,
 }
 

@@ -5,11 +5,10 @@ and stays single-threaded, and every rank is a fresh fork of it. The output of a
 failing test shows.
 """
 
+import functools
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -23,11 +22,12 @@ import pretrain_gpt_moe
 from moe_ft.events import event_path, read_events
 from tests.breakages import BREAKAGE, MARKS, apply_breakage
 from tests.measuring import TEST, save_coverage_regularly
+from tests.ports import free_port
 
 KILL_AFTER_S = 30.0  # torchrun's --shutdown-timeout
+DEADLINE_S = 240.0  # of a start; it takes 10 s on a machine that does nothing else
 _POLL_S = 0.02
 _TAIL_BYTES = 3000
-_PORTS = (10_000, 32_768)  # the system hands out the ports above these
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.warm"])
@@ -59,7 +59,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     log_dir: Path,
-    deadline_s: float = 120,
+    deadline_s: float = DEADLINE_S,
     env: Mapping[str, str] | None = None,
     nodes: Sequence[str] | None = None,
 ) -> JobResult:
@@ -89,6 +89,7 @@ def run_ranks(
     }
     common.setdefault("MASTER_PORT", str(free_port()))
     common.setdefault("CUDA_VISIBLE_DEVICES", "")
+    prepare_to_fork()
     start = time.monotonic()
     ranks = []
     for rank, path in enumerate(paths):
@@ -119,7 +120,7 @@ def run_training(
     world_size: int,
     *,
     log_dir: Path,
-    deadline_s: float = 120,
+    deadline_s: float = DEADLINE_S,
     env: Mapping[str, str] | None = None,
     nodes: Sequence[str] | None = None,
     train: Train | None = None,
@@ -142,7 +143,7 @@ def run_with_restarts(
     *,
     log_dir: Path,
     max_restarts: int,
-    deadline_s: float = 120,
+    deadline_s: float = DEADLINE_S,
     env: Mapping[str, str] | None = None,
     nodes: Callable[[int], Sequence[str]] | None = None,
     between: Callable[[int], None] | None = None,
@@ -175,6 +176,14 @@ def run_with_restarts(
         if between is not None:
             between(count)
     return results
+
+
+@functools.cache
+def prepare_to_fork() -> None:
+    """Wait until the fork server has imported everything: on a busy machine that takes minutes."""
+    process = _context.Process(target=os.getpid)
+    process.start()
+    process.join()
 
 
 def events(directory: Path, rank: int, event: str | None = None) -> list[dict[str, Any]]:
@@ -233,15 +242,6 @@ def _wait(ranks: Sequence[Any], deadline: float, paths: Sequence[Path]) -> None:
         if failed_at is not None and now > failed_at + KILL_AFTER_S:
             return  # the caller kills them
         time.sleep(_POLL_S)
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody listens on and no outgoing connection will get."""
-    while True:
-        port = random.randrange(*_PORTS)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 def _tails(paths: Sequence[Path]) -> str:

@@ -19,11 +19,12 @@ from typing import Any
 
 from moe_ft.keeper.worker import socket_path
 from moe_ft.keeper.zygote import Zygote
-from tests.harness import _context, free_port
+from tests.harness import DEADLINE_S, _context, prepare_to_fork
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.05
-_LISTEN_S = 60.0
+_LISTEN_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ def run_kept(
     log: Path,
     script: str = "pretrain_gpt_moe.py",
     max_restarts: int = 0,
-    deadline_s: float = 120,
+    deadline_s: float = DEADLINE_S,
 ) -> KeptResult:
     """Run a job under `moe_ft keep`; return when all workers have ended.
 
@@ -68,6 +69,7 @@ def run_kept(
         max_restarts: of all workers, after one has failed.
         deadline_s: fails the test if a start takes longer.
     """
+    prepare_to_fork()
     path = socket_path(os.getpid())
     zygote = _context.Process(target=_serve, args=(os.getpid(), str(path), str(log)))
     zygote.start()

@@ -4,11 +4,11 @@ import os
 import time
 from pathlib import Path
 
-_DEADLINE_S = 30
+_DEADLINE_S = 120
 
 
 def wait_until_group_is_gone(group: int) -> None:
-    """Wait until no process of a process group is left; fail the test after 30 s."""
+    """Wait until no process of a process group is left; fail the test after a while."""
     deadline = time.monotonic() + _DEADLINE_S
     while _is_alive(group):
         assert time.monotonic() < deadline, f"a process of group {group} is still there"

@@ -9,7 +9,7 @@ from pathlib import Path
 import filelock
 
 from tests.demo_model import event_flags
-from tests.harness import Train, digests, run_training
+from tests.harness import DEADLINE_S, Train, digests, run_training
 
 Digests = list[tuple[str, str]]
 _PACKAGES = ("torch", "megatron-core", "numpy")  # which decide what a run computes
@@ -27,7 +27,7 @@ class References:
         world_size: int,
         train: Train | None = None,
         *,
-        deadline_s: float = 120,
+        deadline_s: float = DEADLINE_S,
     ) -> Digests:
         """Return every rank's digests at the end of a run; train only if nobody has yet.
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import digests, events, free_port
+from tests.harness import digests, events
 from tests.kept_job import ROOT, KeptResult, run_kept
+from tests.ports import free_port
 from tests.references import Digests, References
 
 NUM_ITERATIONS = 8

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-_DEADLINE_S = 30.0
+_DEADLINE_S = 120.0  # a machine may be busy with other things
 _POLL_S = 0.005
 
 

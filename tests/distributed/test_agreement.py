@@ -20,7 +20,6 @@ from tests.harness import run_ranks
 NUM_RANKS = 3
 GROUP_TIMEOUT_S = 600.0  # the test fails long before
 ANSWER_S = 0.5
-DEADLINE_S = 60.0
 
 
 def votes() -> Votes:
@@ -104,13 +103,11 @@ def leave_while_others_owe_an_answer(decisions: Decisions) -> None:
 
 
 def test_rank_that_leaves_takes_all_others_with_it_at_once(tmp_path: Path) -> None:
-    run_ranks(decide, NUM_RANKS, leave_on_one, log_dir=tmp_path, deadline_s=DEADLINE_S).check()
+    run_ranks(decide, NUM_RANKS, leave_on_one, log_dir=tmp_path).check()
 
 
 def test_rank_that_falls_silent_is_waited_for_a_while_only(tmp_path: Path) -> None:
-    run_ranks(
-        with_short_answers, NUM_RANKS, fall_silent_on_one, log_dir=tmp_path, deadline_s=DEADLINE_S
-    ).check()
+    run_ranks(with_short_answers, NUM_RANKS, fall_silent_on_one, log_dir=tmp_path).check()
 
 
 def with_short_answers(act: Callable[[Decisions], None]) -> None:
@@ -120,9 +117,7 @@ def with_short_answers(act: Callable[[Decisions], None]) -> None:
 
 
 def test_result_that_one_rank_does_not_hear_is_the_last_one(tmp_path: Path) -> None:
-    run_ranks(
-        decide, NUM_RANKS, leave_after_voting_on_one, log_dir=tmp_path, deadline_s=DEADLINE_S
-    ).check()
+    run_ranks(decide, NUM_RANKS, leave_after_voting_on_one, log_dir=tmp_path).check()
 
 
 def test_rank_that_leaves_does_not_wait_for_what_is_under_way(tmp_path: Path) -> None:
@@ -131,7 +126,6 @@ def test_rank_that_leaves_does_not_wait_for_what_is_under_way(tmp_path: Path) ->
         NUM_RANKS,
         leave_while_others_owe_an_answer,
         log_dir=tmp_path,
-        deadline_s=DEADLINE_S,
     ).check()
 
 

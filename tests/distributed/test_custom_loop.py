@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.example_loop import EXAMPLE, run_example, run_up_to_the_end, run_with_overlap
-from tests.harness import JobResult, events, free_port, run_ranks
+from tests.harness import JobResult, events, run_ranks
 from tests.pipelined_loop import run_pipelined
+from tests.ports import free_port
 from tests.unit.source import ROOT
 
 NUM_RANKS, KILL_AT = 2, 5

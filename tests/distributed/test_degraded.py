@@ -22,7 +22,7 @@ from moe_ft.recovery.running import Checkpointing
 from moe_ft.state.record import CapturedRecord, IterationFacts
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 BROKEN_AT = 4
 
 

@@ -73,7 +73,7 @@ def test_exception_ends_the_rank_with_a_traceback_in_its_phase(
 def test_hang_ends_by_the_timeout_and_the_report_names_the_hung_rank(
     phase: Phase, dataset_flags: list[str], tmp_path: Path
 ) -> None:
-    timeout = ("--distributed-timeout-seconds-after-init", "4")
+    timeout = ("--distributed-timeout-seconds-after-init", "10")
     result = run_with_fault(f"hang:2@1:{phase}", dataset_flags, tmp_path, *timeout)
     assert (
         result.exit_codes[2] == TERMINATED

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.demo_model import event_flags, model_flags
-from tests.harness import free_port
+from tests.ports import free_port
 from tests.processes import wait_until_group_is_gone
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import digests, events, free_port
+from tests.harness import digests, events
 from tests.own_scripts import BASE_FLAGS, OWN_SCRIPT, run_own
+from tests.ports import free_port
 from tests.processes import is_running, wait_until_group_is_gone
 from tests.references import References
 from tests.waiting import wait_for

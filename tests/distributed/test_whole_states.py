@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from moe_ft.cli import main
 from moe_ft.convert.conversion import Request, convert
 from tests.checkpoint_job import NUM_RANKS, CheckpointJob
-from tests.harness import digests, free_port
+from tests.harness import digests
+from tests.ports import free_port
 from tests.references import Digests
 
 PROGRAM = Path(__file__).resolve().parent.parent.parent / "pretrain_gpt_moe.py"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.harness import free_port
+from tests.ports import free_port
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent.parent

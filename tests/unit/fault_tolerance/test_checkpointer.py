@@ -19,7 +19,8 @@ import torch
 
 from moe_ft.errors import MoeFtError
 from tests.example_loop import load_example
-from tests.harness import free_port, run_ranks
+from tests.harness import run_ranks
+from tests.ports import free_port
 from tests.unit.source import ROOT
 
 STATE = {"epoch": 1, "shards": ["a", "b"]}

@@ -1,7 +1,5 @@
 """Nodes that cannot be reached are named with the reason; clocks that differ are named too."""
 
-import socket
-
 import pytest
 
 from moe_ft.doctor.network import (
@@ -14,6 +12,7 @@ from moe_ft.doctor.network import (
 )
 from moe_ft.doctor.probe import Trip
 from moe_ft.doctor.rows import Result
+from tests.ports import free_port
 from tests.unit.moe_ft.peer import HOST, TOKEN
 
 MIB = 1 << 20
@@ -22,8 +21,7 @@ MIB = 1 << 20
 @pytest.fixture
 def closed() -> tuple[str, int]:
     """Return an address at which nobody listens."""
-    with socket.create_server((HOST, 0)) as listener:
-        return HOST, int(listener.getsockname()[1])
+    return HOST, free_port()
 
 
 def test_nodes_that_answer_pass(address: tuple[str, int]) -> None:

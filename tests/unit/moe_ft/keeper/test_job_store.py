@@ -4,7 +4,7 @@ import os
 import signal
 
 from moe_ft.keeper import job_store
-from tests.harness import free_port
+from tests.ports import free_port
 
 
 def test_store_outlives_the_processes_that_use_it() -> None:
