@@ -17,6 +17,8 @@ import pytest
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from moe_ft.engine.persist.patience import call_within
+
 LOCAL_PROTOCOL, OBJECT_PROTOCOL = "faulty-local", "faulty-objects"
 
 
@@ -171,6 +173,15 @@ def install() -> Iterator[Injector]:
             patch.setattr(f"moe_ft.engine.persist.storage.os.{name}", _counted(name, function))
         yield INJECTOR
     INJECTOR.forget()
+
+
+def give_up_soon(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    """Have one operation on storage given up soon, and all others late: a machine may be busy."""
+
+    def call(act: Callable[[], Any], patience_s: float, what: str) -> Any:
+        return call_within(act, 0.25 if operation in what else 120.0, what)
+
+    monkeypatch.setattr("moe_ft.engine.persist.storage.call_within", call)
 
 
 def faulty_urls(directory: Path) -> dict[str, str]:

@@ -2,12 +2,15 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Self
 
 import msgspec
+import pytest
 
 from moe_ft.engine.background import Reports
 from moe_ft.engine.links.authentication import answer_challenge, challenge_client, receive_challenge
@@ -26,7 +29,7 @@ from tests.unit.moe_ft.builders import fill_region, make_state
 TOKEN = "0123456789abcdef"
 HOST = "127.0.0.1"
 SOURCE, HOLDER = 3, 7
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def no_fault(phase: Phase, iteration: int) -> None:
@@ -39,6 +42,19 @@ def authenticated(address: tuple[str, int], token: str = TOKEN) -> socket.socket
     deadline = Deadline(DEADLINE_S)
     answer_challenge(connection, token, receive_challenge(connection, deadline), deadline)
     return connection
+
+
+class LeapingClock:
+    """The clock by which connections count their deadlines: real time, and leaps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._leapt_s = 0.0
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self._leapt_s)
+        monkeypatch.setattr("moe_ft.engine.links.messages.time", clock)
+
+    def leap(self, seconds: float) -> None:
+        """Let time pass at once."""
+        self._leapt_s += seconds
 
 
 def served_connections() -> list[threading.Thread]:
@@ -143,17 +159,24 @@ class FakePeer:
 class SlowReceiver(FakePeer):
     """Takes a replica, the first part of it in small pieces at intervals, and says that all is well."""
 
-    def __init__(self, data_bytes: int) -> None:
+    def __init__(self, data_bytes: int, pause: Callable[[], object] | None = None) -> None:
+        """Prepare.
+
+        Args:
+            data_bytes: of the replica.
+            pause: is called between two pieces, by default to wait.
+        """
         super().__init__(self._take)
         self._data_bytes = data_bytes
+        self._pause = pause or (lambda: self.should_end.wait(0.15))  # this is how slow the link is
 
     def _take(self, connection: socket.socket) -> None:
-        deadline = Deadline(DEADLINE_S)
+        deadline = Deadline(10 * DEADLINE_S)
         header = msgspec.json.decode(receive_header(connection, deadline))
         receive(connection, header["index_bytes"], deadline)
         for _ in range(12):
             receive(connection, 1 << 20, deadline)
-            self.should_end.wait(0.15)  # this is how slow the link is
+            self._pause()
         receive(connection, self._data_bytes - (12 << 20), deadline)
         send(connection, Reply(), deadline)
 

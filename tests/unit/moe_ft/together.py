@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-GATHER_DEADLINE_S = 30.0
+GATHER_DEADLINE_S = 120.0
 
 
 def run_together[Answer](

@@ -146,7 +146,7 @@ def test_descriptors_of_a_thousand_processes_do_not_leak() -> None:
                 world.kernel.end(process)
             world.kernel.run(lambda: False, 10)
             assert not errors_of(world)
-    assert num_descriptors() == before
+    assert num_descriptors() <= before  # other tests may have left some
 
 
 def test_touch_shows_the_virtual_time() -> None:

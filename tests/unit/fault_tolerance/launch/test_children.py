@@ -16,7 +16,7 @@ from megatron.fault_tolerance.launch import children
 from tests.shares import share_of
 from tests.waiting import wait_for
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 _context = multiprocessing.get_context("fork")
 
 

@@ -18,7 +18,7 @@ def test_shut_connection_frees_a_blocked_reader_on_both_sides() -> None:
             mine = {fd: name for fd, name in open_sockets().items() if before.get(fd) != name}
             assert {one.fileno(), other.fileno(), listener.fileno()} == set(mine)
             assert shut({one.fileno(): mine[one.fileno()]}) == 1
-            reader.join(30)
+            reader.join(120)
             assert found == [b""]
             assert other.recv(1) == b""
             assert shut({listener.fileno(): mine[listener.fileno()]}) == 0

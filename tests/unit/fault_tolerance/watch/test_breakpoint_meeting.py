@@ -15,6 +15,13 @@ from tests.unit.moe_ft.together import run_together
 OWN = {0: os.getpid()}
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer than a busy machine takes."""
+    for name in ("_MEETING_S", "_STEP_S", "_ANSWER_S"):
+        monkeypatch.setattr(breakpoint_meeting, name, 100.0)
+
+
 def agree(store: dist.Store, iterations: Sequence[int | None]) -> list[int | None]:
     """Return what ranks agree on, each with the breakpoint of an iteration, or none."""
     world_size = len(iterations)

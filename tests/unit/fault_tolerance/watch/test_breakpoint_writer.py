@@ -18,7 +18,7 @@ from tests.unit.fault_tolerance.loops import events_in, last_event
 from tests.unit.moe_ft.engine.boundary.logs import SmallLog, sends_of, small_log
 from tests.unit.moe_ft.engine.engine_job import Job, Setup, capture
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture

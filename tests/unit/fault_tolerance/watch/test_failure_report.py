@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
 
 from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
+from megatron.fault_tolerance.watch import failure_report
 from megatron.fault_tolerance.watch.failure_report import FailureReport
 from moe_ft.config.config import FaultConfig, MoeFtConfig, ObservabilityConfig
 from moe_ft.errors import ConfigError, UnrecoverableError
@@ -29,9 +30,16 @@ CONFIG = MoeFtConfig(
     fault=FaultConfig(fault_report_grace_s=0.0),
 )
 LOOP = LoopState(iteration=5, phase=Phase.IN_STEP, is_torn=True)
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 _context = multiprocessing.get_context("fork")
 Run = Callable[[Callable[[FailureReport], object]], int | None]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer for the store and the end of a process than a busy machine takes."""
+    for name in ("_STORE_DEADLINE_S", "_HURRIED_STORE_DEADLINE_S", "_EXIT_DEADLINE_S"):
+        monkeypatch.setattr(failure_report, name, DEADLINE_S)
 
 
 @pytest.fixture

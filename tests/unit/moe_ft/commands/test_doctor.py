@@ -10,7 +10,8 @@ from moe_ft.cli import main
 from tests.unit.moe_ft.planning.described import SMALL
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
-OWN = ("doctor", "--transfer", "1MiB", "--json")
+# An examination that takes longer ends this process.
+OWN = ("doctor", "--transfer", "1MiB", "--timeout", "3600", "--json")
 TORCHRUN = ("torchrun", "--nproc-per-node", "4", "train.py")
 
 

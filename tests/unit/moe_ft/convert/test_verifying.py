@@ -79,7 +79,7 @@ def test_file_is_written_while_the_one_before_is_verified(tmp_path: Path) -> Non
             return super().verify()
 
     def write(number: int) -> WrittenFile:
-        assert number == 0 or is_verifying.wait(60)
+        assert number == 0 or is_verifying.wait(120)
         is_verifying.clear()
         assert noted == list(range(number - 1))
         file = file_of(tmp_path, number)

@@ -13,22 +13,24 @@ import pytest
 
 import moe_ft
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
-from moe_ft.doctor import examination, node_checks
+from moe_ft.doctor import examination, network, node_checks
 from moe_ft.doctor.examination import Request, examine
 from moe_ft.doctor.job import Job
+from moe_ft.doctor.meeting import StoreMeeting
 from moe_ft.doctor.place import Place
-from tests.unit.moe_ft.doctor.test_meeting import free_port
+from tests.ports import free_port
 from tests.waiting import wait_for
 
 FORK = multiprocessing.get_context("fork")
+TIMEOUT_S = 120.0
 Act = Callable[[], None]
 
 
 class Launch:
-    """Processes that are one node each."""
+    """Processes that are one node each, and have more time than a busy machine takes."""
 
-    def __init__(self, folder: Path, memory_dir: Path, world_size: int, timeout_s: float) -> None:
-        self._folder, self._memory_dir, self._timeout_s = folder, memory_dir, timeout_s
+    def __init__(self, folder: Path, memory_dir: Path, world_size: int) -> None:
+        self._folder, self._memory_dir = folder, memory_dir
         self._world_size, self._port = world_size, free_port()
         self._processes: dict[int, Any] = {}
 
@@ -40,12 +42,12 @@ class Launch:
     def terminate(self, rank: int) -> None:
         """Terminate a process as launchers do, and wait for its end."""
         self._processes[rank].terminate()
-        self._processes[rank].join(self._timeout_s)
+        self._processes[rank].join(TIMEOUT_S)
 
     def end(self) -> tuple[list[int], dict[str, list[dict[str, str]]]]:
         """Return the exit codes by rank, and the rows of rank 0 by check."""
         for process in self._processes.values():
-            process.join(10 * self._timeout_s)
+            process.join(2 * TIMEOUT_S)
         codes = [self._processes[rank].exitcode for rank in sorted(self._processes)]
         found: dict[str, list[dict[str, str]]] = {}
         for row in json.loads((self._folder / "0").read_text()):
@@ -55,14 +57,15 @@ class Launch:
     def _run(self, rank: int, act: Act) -> None:
         """Examine in a process of its own; what it prints goes to a file."""
         act()
+        network.SLOWEST_BYTES_PER_S = 0.0  # a busy machine has no slow links
         config = MoeFtConfig(
             memory=MemoryConfig(memory_dir=str(self._memory_dir), job_id="a", node_id=f"n{rank}"),
             storage=StorageConfig(persist_dir=str(self._folder / "persist")),
         )
         request = Request(
             job=Job(config=config),
-            timeout_s=self._timeout_s,
-            transfer_bytes=32 << 20,  # a pause of a busy machine does not make it slow
+            timeout_s=TIMEOUT_S,
+            transfer_bytes=1 << 20,
             is_json=True,
         )
         place = Place(rank=rank, world_size=self._world_size, master=("127.0.0.1", self._port))
@@ -72,7 +75,7 @@ class Launch:
 
 
 def test_nodes_examine_each_other_and_leave_nothing(tmp_path: Path, memory_dir: Path) -> None:
-    launch = Launch(tmp_path, memory_dir, 3, 120.0)
+    launch = Launch(tmp_path, memory_dir, 3)
     for rank in range(3):
         launch.start(rank)
     codes, rows = launch.end()
@@ -91,7 +94,7 @@ def test_rank_of_another_version_fails_on_all(tmp_path: Path, memory_dir: Path) 
     def change() -> None:
         moe_ft.__version__ = "0.0.9"
 
-    launch = Launch(tmp_path, memory_dir, 2, 120.0)
+    launch = Launch(tmp_path, memory_dir, 2)
     launch.start(0)
     launch.start(1, change)
     codes, rows = launch.end()
@@ -101,9 +104,19 @@ def test_rank_of_another_version_fails_on_all(tmp_path: Path, memory_dir: Path) 
 
 
 def test_rank_that_never_answers_is_named(tmp_path: Path, memory_dir: Path) -> None:
-    launch = Launch(tmp_path, memory_dir, 3, 15.0)
-    for rank in (0, 2):
-        launch.start(rank)
+    def give_up_soon() -> None:
+        collect, examination._MET = StoreMeeting.collect, 1.0 / TIMEOUT_S
+
+        def collect_from_living(self: StoreMeeting, name: str, ranks: Any, end_s: float) -> Any:
+            if name == "facts":  # rank 2 may take longer than a rank is waited for
+                collect(self, name, [0, 2], time.monotonic() + TIMEOUT_S)
+            return collect(self, name, ranks, end_s)
+
+        StoreMeeting.collect = collect_from_living  # type: ignore[method-assign]
+
+    launch = Launch(tmp_path, memory_dir, 3)
+    launch.start(0, give_up_soon)
+    launch.start(2)
     codes, rows = launch.end()
     assert codes == [1, 1]
     (row,) = rows["silent ranks"]
@@ -116,8 +129,11 @@ def test_node_that_falls_silent_is_named(tmp_path: Path, memory_dir: Path) -> No
     def die_at_the_first_check() -> None:
         node_checks.check_memory = lambda *_: os._exit(9)
 
-    launch = Launch(tmp_path, memory_dir, 2, 15.0)
-    launch.start(0)
+    def give_up_soon() -> None:
+        examination._ROWS = node_checks._WRITTEN = node_checks._READ = 1.0 / TIMEOUT_S
+
+    launch = Launch(tmp_path, memory_dir, 2)
+    launch.start(0, give_up_soon)
     launch.start(1, die_at_the_first_check)
     codes, rows = launch.end()
     assert codes == [1, 9]
@@ -133,7 +149,7 @@ def test_process_that_hangs_ends_in_time() -> None:
 
     process = FORK.Process(target=hang)
     process.start()
-    process.join(60.0)
+    process.join(TIMEOUT_S)
     assert process.exitcode == 1
 
 
@@ -145,7 +161,7 @@ def test_process_that_is_terminated_cleans_up(tmp_path: Path, memory_dir: Path) 
     def hang_at_the_lock() -> None:
         node_checks.check_lock = hang
 
-    launch = Launch(tmp_path, memory_dir, 1, 120.0)
+    launch = Launch(tmp_path, memory_dir, 1)
     launch.start(0, hang_at_the_lock)
     wait_for((tmp_path / "hangs").exists, "the check that hangs")
     assert (tmp_path / "persist").exists()
@@ -154,10 +170,14 @@ def test_process_that_is_terminated_cleans_up(tmp_path: Path, memory_dir: Path) 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_store_that_nobody_opens_is_reported(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_store_that_nobody_opens_is_reported(
+    rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Rank 1: there is no rank 0. Rank 0: torchrun, which should listen there, does not.
     place = Place(rank=rank, world_size=2, master=("127.0.0.1", free_port()), has_agent_store=True)
-    request = Request(job=Job(), timeout_s=10.0, transfer_bytes=1)
+    monkeypatch.setattr(examination, "_MET", 0.0)
+    # An examination that takes longer ends this process.
+    request = Request(job=Job(), timeout_s=3600.0, transfer_bytes=1)
     assert examine(request, place, {}) == 1
     out = capsys.readouterr().out
     assert "the store at 127.0.0.1" in out

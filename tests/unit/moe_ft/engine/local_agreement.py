@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Meeting:

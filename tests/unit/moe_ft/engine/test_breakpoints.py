@@ -16,7 +16,7 @@ from moe_ft.format.index import Index
 from moe_ft.recovery.inventory import look_at_memory
 from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup, capture
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Trained:

@@ -26,7 +26,7 @@ def test_engine_that_is_only_built_has_no_thread_and_no_file(tmp_path: Path) -> 
     (rank,) = Job(tmp_path, Setup(), is_started=False).ranks
     before = set(threading.enumerate())
     rank.build()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # one of another test may have ended
     assert not rank.node_dir.exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 from moe_ft.engine.worker import ThreadWorker
 from tests.waiting import wait_for
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture

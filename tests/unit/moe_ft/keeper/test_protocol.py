@@ -50,7 +50,7 @@ def test_anything_else_is_refused_and_no_descriptor_is_left(content: bytes) -> N
         one.shutdown(socket.SHUT_WR)
         with pytest.raises(ConnectionError):
             receive_request(other)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # other tests may have left some
 
 
 def test_numbers_arrive_and_an_end_is_noticed() -> None:

@@ -74,7 +74,7 @@ def facts_of(*, iteration: int = 0, began_with: str = "") -> JobFacts:
         iteration=iteration,
         began_with=began_with,
         is_deterministic=True,
-        timeout_s=30.0,
+        timeout_s=120.0,
     )
 
 

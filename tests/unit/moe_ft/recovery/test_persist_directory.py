@@ -16,6 +16,7 @@ from moe_ft.recovery import persist_directory
 from moe_ft.recovery.persist_directory import open_storage, release_lock, take_lock
 from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
+from tests.unit.moe_ft.faulty_storage import give_up_soon
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_lock, "_LOOK_POLL_S", 0.01)
     monkeypatch.setattr(persist_directory, "_LOCK_POLL_S", 0.01)
     monkeypatch.setattr(storage_lock, "LOCK_RENEWAL_S", 0.02)
+    # Another start waits for the disk in the first, and a renewal in the other.
+    monkeypatch.setattr(storage_lock, "_GAP_S", 5.0)
+    monkeypatch.setattr(storage_lock, "_END_S", 60.0)
 
 
 class Opener:
@@ -242,7 +246,7 @@ def test_lock_that_always_changes_hands_is_given_up(
 def test_storage_that_does_not_answer_is_refused(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(persist_directory, "PATIENCE_S", 1.0)
+    give_up_soon(monkeypatch, f"read {LOCK_NAME}")
     path = Path(opener.url) / LOCK_NAME
     path.parent.mkdir()
     os.mkfifo(path)
@@ -257,8 +261,8 @@ def test_storage_that_does_not_answer_is_refused(
 def test_lock_on_storage_that_does_not_answer_at_the_end_is_said_to_stay(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(persist_directory, "PATIENCE_S", 1.0)
     lock, path = opener.open("job"), Path(opener.url) / LOCK_NAME
+    give_up_soon(monkeypatch, f"read {LOCK_NAME}")
     lock.close()
     path.unlink()
     os.mkfifo(path)

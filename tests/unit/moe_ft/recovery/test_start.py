@@ -34,7 +34,7 @@ from tests.unit.moe_ft.recovery.meetings import (
     met_alone,
 )
 
-SETTLING_S = 5.0  # threads may take a moment to end
+SETTLING_S = 60.0  # threads may take a moment to end
 
 
 class Rank:
@@ -196,7 +196,7 @@ def our_threads() -> set[threading.Thread]:
 
 
 def left_of(threads: set[threading.Thread]) -> list[str]:
-    """Return the names of the threads that do not end within some seconds."""
+    """Return the names of the threads that do not end within a while."""
     for thread in threads:
         thread.join(SETTLING_S)
     return [each.name for each in threads if each.is_alive()]

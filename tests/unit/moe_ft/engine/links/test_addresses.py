@@ -12,7 +12,7 @@ from moe_ft.engine.links.addresses import listen, own_host
 LOOPBACK = "127.0.0.1"
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"  # of this host too
 ELSEWHERE = "203.0.113.1"  # for documentation: of no host (RFC 5737)
-TIMEOUT_S = 5.0
+TIMEOUT_S = 120.0
 needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
 
 

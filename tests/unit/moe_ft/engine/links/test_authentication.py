@@ -11,7 +11,7 @@ from moe_ft.engine.links.authentication import answer_challenge, challenge_clien
 from moe_ft.engine.links.messages import Deadline, receive, send_all
 
 TOKEN, OTHER = "0123456789abcdef", "0123456789abcdee"
-DEADLINE_S = 10.0
+DEADLINE_S = 120.0
 CHALLENGE_BYTES, ANSWER_BYTES, PROOF_BYTES = 40, 64, 32
 
 

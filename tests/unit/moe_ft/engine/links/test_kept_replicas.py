@@ -24,7 +24,7 @@ from tests.unit.moe_ft.engine.links.window_sender import ENDS, LENGTH, NEW, OLD,
 from tests.unit.moe_ft.peer import SOURCE, no_fault, served_connections
 from tests.waiting import wait_for
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 EMBEDDING = "embedding"
 
 
@@ -195,14 +195,16 @@ def test_replica_that_trickles_is_given_up(sender: Sender, monkeypatch: pytest.M
     content = encode(replica.index)
     with sender.peer.connect_raw() as connection:
         request = Put(SOURCE, None, len(content), 0, replica.end_byte)
-        send(connection, request, Deadline(DEADLINE_S))
-        send_all(connection, content, Deadline(DEADLINE_S))
+        with suppress(ConnectionError):  # it has given up already, if this machine is busy
+            send(connection, request, Deadline(DEADLINE_S))
+            send_all(connection, content, Deadline(DEADLINE_S))
         connection.settimeout(0.05)  # this is how slow the sender is
         end_s = time.monotonic() + DEADLINE_S
         reply = b""
         while not reply:
             assert time.monotonic() < end_s, "the peer receives a byte every 0.05 s and is patient"
-            connection.send(b"x")
+            with suppress(ConnectionError):  # the answer is there
+                connection.send(b"x")
             with suppress(TimeoutError):
                 reply = connection.recv(1 << 10)
     assert b"not done within 0.2 s" in reply or b"timed out" in reply

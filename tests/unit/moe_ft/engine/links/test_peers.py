@@ -26,9 +26,11 @@ from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.topology import RankInfo
+from tests.ports import free_port
 from tests.unit.moe_ft.builders import (
     fill_region,
 )
+from tests.unit.moe_ft.engine.links.conftest import PATIENCE_S
 from tests.unit.moe_ft.peer import (
     DEADLINE_S,
     HOLDER,
@@ -36,6 +38,7 @@ from tests.unit.moe_ft.peer import (
     SOURCE,
     TOKEN,
     FakePeer,
+    LeapingClock,
     Peer,
     SlowReceiver,
     no_fault,
@@ -263,11 +266,11 @@ def test_replica_that_arrives_slowly_but_steadily_is_not_given_up(
 ) -> None:
     # More than the buffers of a connection hold, over a link that takes longer than the time without
     # progress that is allowed, but is never silent for as long, and faster than the slowest rate.
-    monkeypatch.setattr("moe_ft.engine.links.messages.PROGRESS_TIMEOUT_S", 0.6)
-    monkeypatch.setattr("moe_ft.engine.links.messages.SLOWEST_BYTES_PER_S", 1e6)
+    clock = LeapingClock(monkeypatch)
+    monkeypatch.setattr("moe_ft.engine.links.messages.SLOWEST_BYTES_PER_S", 1e5)
     region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=1_000_000)
     with (
-        SlowReceiver(index.file_bytes) as receiver,
+        SlowReceiver(index.file_bytes, lambda: clock.leap(PATIENCE_S / 10)) as receiver,
         closing(PeerConnection(receiver.address, TOKEN)) as connection,
     ):
         connection.put(replica_of(region, index, 4), (), no_fault)
@@ -309,9 +312,7 @@ def test_peer_that_is_gone_is_tried_less_and_less_often(
 def test_peer_that_comes_back_gets_the_next_replica(
     tmp_path: Path, peer: Peer, reports: Reports
 ) -> None:
-    unreachable = socket.create_server((HOST, 0))
-    address = unreachable.getsockname()
-    unreachable.close()
+    address = (HOST, free_port())
     gone = msgspec.convert({**info_fields(peer.info), "address": address}, RankInfo)
     replicator = PeerReplicator([gone], TOKEN, reports, no_fault, Clock())
     region, index = own_state(tmp_path, 5)

@@ -165,10 +165,10 @@ def test_what_was_recovered_is_tried_again_until_peers_have_it(
     sending.writer.send(replica)
     wait_for(lambda: len(recorder.replicas) > 2, "it to be tried again")
     recorder.answer = True
-    number = len(recorder.replicas)
-    wait_for(lambda: len(recorder.replicas) > number, "peers to have it")
+    wait_for(lambda: recorder.accepted, "peers to have it")
+    number = recorder.replicas.count(replica)
     assert sending.take(0) is COMPLETE
-    assert recorder.replicas.count(replica) <= number + 1  # never again after that
+    assert recorder.replicas.count(replica) == number  # never again after that
     assert recorder.replicas[-1].index.iteration == FIRST_ITERATION
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,15 @@ from moe_ft.engine.background import Report, Reports
 from moe_ft.engine.links.messages import Deadline, Get, send
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
-from tests.unit.moe_ft.peer import DEADLINE_S, HOST, TOKEN, Peer, served_connections
+from tests.unit.moe_ft.engine.links.conftest import PATIENCE_S
+from tests.unit.moe_ft.peer import (
+    DEADLINE_S,
+    HOST,
+    TOKEN,
+    LeapingClock,
+    Peer,
+    served_connections,
+)
 from tests.waiting import wait_for
 
 needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
@@ -111,8 +120,8 @@ def test_peer_that_reads_a_trickle_is_given_up(peer: Peer, monkeypatch: pytest.M
     num_read, is_over = 0, threading.Event()
     wait_for(lambda: not served_connections(), "those of other tests to end")
     with peer.connect_raw() as connection:
-        send(connection, Get("file", 0, -1), Deadline(DEADLINE_S))
         (server,) = served_connections()
+        send(connection, Get("file", 0, -1), Deadline(DEADLINE_S))
         while server.is_alive():
             num_read += len(connection.recv(1 << 12))
             is_over.wait(0.02)  # this is how slow the peer is
@@ -134,7 +143,10 @@ def test_peer_with_a_wrong_token_is_refused(peer: Peer, token: str) -> None:
 def test_server_that_has_no_token_yet_answers_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.peers.PROGRESS_TIMEOUT_S", 1.5)
+    # It is tried twice, and then the time is over.
+    clock, pauses = LeapingClock(monkeypatch), iter((0.0, 2 * PATIENCE_S))
+    pausing = SimpleNamespace(sleep=lambda seconds: clock.leap(next(pauses)))
+    monkeypatch.setattr("moe_ft.engine.links.peers.time", pausing)
     server = PeerServer(tmp_path, HOST)
     server.start()
     assert server.address is not None

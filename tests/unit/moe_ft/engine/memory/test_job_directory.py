@@ -18,7 +18,7 @@ from moe_ft.engine.memory.job_directory import (
 )
 from moe_ft.errors import UnsafePathError
 
-WAIT_S = 10.0
+WAIT_S = 120.0
 
 
 def enter(directory: Path, *nodes: str) -> None:

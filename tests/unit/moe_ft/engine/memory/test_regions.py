@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -139,11 +140,12 @@ def test_reader_during_commits_sees_a_whole_index_or_the_one_before(tmp_path: Pa
 
     reader = threading.Thread(target=read)
     reader.start()
-    for iteration in range(200):
+    for iteration in count():
         region.commit(contents[iteration % len(contents)], iteration)
+        if iteration >= 200 and num_reads > 20:
+            break
     is_done.set()
     reader.join()
-    assert num_reads > 0
     assert torn == []
 
 

@@ -10,6 +10,7 @@ import pytest
 from moe_ft.engine.persist.patience import call_within
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, StorageLock
+from tests.unit.moe_ft.faulty_storage import give_up_soon
 
 
 @pytest.fixture
@@ -57,9 +58,10 @@ def test_storage_that_does_not_answer_is_named_with_the_operation(
     tmp_path: Path, never: threading.Event, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "b").write_bytes(b"x")
-    storage = Storage(str(tmp_path), patience_s=0.25)
-    monkeypatch.setattr(storage._file_system, name, lambda *args, **more: never.wait())
     operation, act = OPERATIONS[name]
+    give_up_soon(monkeypatch, operation)
+    storage = Storage(str(tmp_path), patience_s=30)
+    monkeypatch.setattr(storage._file_system, name, lambda *args, **more: never.wait())
     with pytest.raises(TimeoutError, match=f"{tmp_path}: {operation}.* within 0 s"):
         act(storage)
 
@@ -93,9 +95,12 @@ def test_back_end_that_does_not_open_is_given_up(
         Storage("s3://u:secret@b", patience_s=0.01)
 
 
-def test_lock_that_cannot_be_read_in_time_is_given_up(tmp_path: Path) -> None:
+def test_lock_that_cannot_be_read_in_time_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_up_soon(monkeypatch, f"read {LOCK_NAME}")
     os.mkfifo(tmp_path / LOCK_NAME)
     with pytest.raises(TimeoutError, match=f"read {LOCK_NAME}"):
-        StorageLock(Storage(str(tmp_path), patience_s=0.25)).look()
+        StorageLock(Storage(str(tmp_path), patience_s=30)).look()
     with (tmp_path / LOCK_NAME).open("wb"):  # lets the reader go
         pass

@@ -264,7 +264,9 @@ def test_lock_on_storage_that_fails_is_not_lost(storage: Storage, injector: Inje
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_lock, "LOCK_RENEWAL_S", 0.005)
-    monkeypatch.setattr(storage_lock, "_GAP_S", 5.0)  # another start waits for the disk in it
+    # Another start waits for the disk in the first, and a renewal in the other.
+    monkeypatch.setattr(storage_lock, "_GAP_S", 5.0)
+    monkeypatch.setattr(storage_lock, "_END_S", 60.0)
 
 
 def test_lock_that_was_started_is_renewed_until_it_is_closed(
@@ -285,7 +287,7 @@ def test_lock_that_is_lost_during_renewals_is_reported_once(
     lock.start(lines.append)
     wait_for(lambda: StorageLock(directory).take("other", lock.look()), "the other to take it")
     assert lock._thread is not None
-    lock._thread.join(30)
+    lock._thread.join(120)
     (line,) = lines
     assert "belongs to job 'other'" in line
 

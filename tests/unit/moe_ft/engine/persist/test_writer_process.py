@@ -110,7 +110,7 @@ def test_writer_that_is_told_to_end_by_a_launcher_serves_on(
 def test_writer_whose_parent_is_dead_already_ends_at_once(tmp_path: Path, settings: bytes) -> None:
     (tmp_path / "persist").mkdir()
     command = writer_command(tmp_path / "persist")
-    done = subprocess.run(command, input=settings, timeout=30)
+    done = subprocess.run(command, input=settings, timeout=120)
     assert done.returncode == 0
     assert not (tmp_path / "persist" / HEARTBEAT_NAME).exists()
 

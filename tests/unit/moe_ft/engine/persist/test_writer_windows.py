@@ -29,7 +29,7 @@ from tests.unit.moe_ft.builders import (
 )
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 
-FAR_S = 60.0
+FAR_S = 120.0
 TWO_RANKS = make_identity(world_size=2)
 
 

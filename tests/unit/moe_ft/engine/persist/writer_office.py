@@ -23,7 +23,7 @@ from tests.unit.moe_ft.builders import (
 )
 from tests.waiting import wait_for
 
-FAR_S = 60.0
+FAR_S = 120.0
 TWO_RANKS = make_identity(world_size=2)
 
 

@@ -38,20 +38,22 @@ RUNNING, FAILED, COMPLETE = SnapshotState.RUNNING, SnapshotState.FAILED, Snapsho
 FIRST_ITERATION, LENGTH, NUM_ELEMENTS = 5, 3, 9
 EXPERTS, EMBEDDING = [str(unit) for unit in WINDOW_UNITS[:3]], str(WINDOW_UNITS[3])
 SLACK_BYTES = 16384
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Recorder:
     """Takes replicas in the place of peers.
 
     Attributes:
-        replicas: that were taken.
+        replicas: that were sent.
+        accepted: those that peers have, as this has said.
         answer: whether peers have them, or the exception to raise.
         may_go_on: not set while replicas are to stay under way.
     """
 
     def __init__(self) -> None:
         self.replicas: list[Replica] = []
+        self.accepted: list[Replica] = []
         self.answer: bool | Exception = True
         self.may_go_on = threading.Event()
         self.may_go_on.set()
@@ -63,7 +65,10 @@ class Recorder:
         assert self.may_go_on.wait(DEADLINE_S)
         if isinstance(self.answer, Exception):
             raise self.answer
-        return self.answer
+        if self.answer:
+            self.accepted.append(replica)
+            return True
+        return False
 
     def close(self) -> None:
         """Note that nothing more will be sent."""
