@@ -14,26 +14,25 @@ from tests.harness import digests, events, run_with_restarts
 from tests.references import Digests, References
 
 NUM_RANKS = 2
-NUM_ITERATIONS = 42
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
 DENSE = ("--moe-ft-strategy", "dense", "--moe-ft-interval", "5")
 PARTIAL = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "1", "--moe-ft-k-persist", "1")
 DROPOUT = ("--hidden-dropout", "0.1", "--lr-decay-style", "linear")
 FP16 = ("--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "1000")
 NOT_DISTRIBUTED = ("not distributed",)
-# All phases of an iteration; a new window replaces what was recovered before the next one.
 PHASES = ("forward", "backward", "before-step", "in-step", "after-step")
-PLAN = [(5 + 8 * number, phase) for number, phase in enumerate(PHASES)]
 
 
-def run_ended(
-    job: CheckpointJob, faults: Sequence[str], *flags: str, num_iterations: int = NUM_ITERATIONS
-) -> list[tuple[int, int]]:
-    """Run the job until it ends by itself; return where each start continued, and how many it replayed.
+def check_ended_in(job: CheckpointJob, phases: Sequence[str], *flags: str) -> None:
+    """Have the job end once in each phase, and check that it continues in the very iteration.
 
     All ranks agree on that, lose nothing, and read their own node's memory only.
     """
-    given = [*DROPOUT, "--train-iters", str(num_iterations), "--moe-ft-breakpoints"]
+    # A new window replaces what was recovered before the next end.
+    plan = [(5 + 8 * number, phase) for number, phase in enumerate(phases)]
+    faults = [f"terminate:{n % 2}@{iteration}:{phase}" for n, (iteration, phase) in enumerate(plan)]
+    training = (*DROPOUT, "--train-iters", str(2 + 8 * len(phases)))
+    given = [*training, "--moe-ft-breakpoints"]
     run_with_restarts(
         job.flags(*given, *flags, *fault_flags(faults)),
         NUM_RANKS,
@@ -45,31 +44,27 @@ def run_ended(
         lines = job.events("recovery", rank)
         assert all(line["lost_tokens"] == 0 for line in lines)
         assert all(set(line["sources"]) == {"memory"} for line in lines)
-        found.append([(line["target_iteration"], line["replayed_iterations"]) for line in lines])
+        assert all(line["replayed_iterations"] == 0 for line in lines)
+        found.append([line["target_iteration"] for line in lines])
     assert found[0] == found[1]
-    return found[0]
+    assert len(found[0]) == len(plan)
+    for (iteration, _), target in zip(plan, found[0], strict=True):
+        assert target in (iteration, iteration + 1)
+    assert job.digests() == job.reference(*training)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        SPARSE,
-        pytest.param(DENSE, marks=pytest.mark.rest),
-        pytest.param(PARTIAL, marks=pytest.mark.rest),
-    ],
-    ids=["sparse", "dense", "partial"],
-)
+def test_job_that_is_ended_before_and_in_its_step_continues_where_it_was(
+    job: CheckpointJob,
+) -> None:
+    check_ended_in(job, ("backward", "in-step"), *SPARSE)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", [SPARSE, DENSE, PARTIAL], ids=["sparse", "dense", "partial"])
 def test_job_that_is_ended_in_any_phase_continues_where_it_was(
     job: CheckpointJob, strategy: Sequence[str]
 ) -> None:
-    faults = [f"terminate:{n % 2}@{iteration}:{phase}" for n, (iteration, phase) in enumerate(PLAN)]
-    found = run_ended(job, faults, *strategy)
-    assert len(found) == len(PLAN)
-    for (iteration, _), (target, num_replayed) in zip(PLAN, found, strict=True):
-        assert target in (iteration, iteration + 1)
-        assert num_replayed == 0
-    expected = job.reference(*DROPOUT, "--train-iters", str(NUM_ITERATIONS))
-    assert job.digests() == expected
+    check_ended_in(job, PHASES, *strategy)
 
 
 @pytest.mark.rest
