@@ -15,10 +15,13 @@ MLA = {name: value for name, value in DEEPSEEK.items() if name not in OTHERS}
 
 CASES = {
     "sparse": Case(
-        layout=PP2, faults=("kill:1@5:backward", "kill:2@9:before-step"), stages=[[0], [1]]
+        layout={"pp": 2}, faults=("kill:0@5:backward", "kill:1@9:before-step"), stages=[[0], [1]]
     ),
 }
 REST = {
+    "ep2": Case(
+        layout=PP2, faults=("kill:1@5:backward", "kill:2@9:before-step"), stages=[[0], [1]]
+    ),
     "dense": Case(
         layout=PP2,
         faults=("kill:3@6:forward", "kill:0@11:backward"),
