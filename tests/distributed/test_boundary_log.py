@@ -43,11 +43,9 @@ class Case:
 
 
 PP2, PP4 = {"pp": 2, "ep": 2}, {"pp": 4, "ep": 2}
-CASES = {
-    "pp2": Case(layout=PP2, scopes=[[1], [0]]),
-    "pp2-interleaved": Case(layout=PP2, scopes=[[0], [1]], flags=INTERLEAVED),
-}
+CASES = {"pp2-interleaved": Case(layout=PP2, scopes=[[0], [1]], flags=INTERLEAVED)}
 REST = {
+    "pp2": Case(layout=PP2, scopes=[[1], [0]]),
     "pp4": Case(layout=PP4, scopes=[[0], [1], [3], [1, 2], [0, 2]]),
     "pp4-interleaved": Case(
         layout=PP4, scopes=[[0], [2], [3], [0, 3], [1, 2]], flags=INTERLEAVED, num_layers=8
