@@ -12,6 +12,7 @@ from tests.harness import events
 from tests.repaired_job import DENSE, NUM_ITERATIONS, PHASES, SPARSE, RepairedJob
 
 
+@pytest.mark.rest
 def test_killed_rank_is_replaced_and_the_others_keep_their_processes(repaired: RepairedJob) -> None:
     result = repaired.run("kill:0@4:backward")
     assert result.num_restarts == 0
@@ -21,7 +22,7 @@ def test_killed_rank_is_replaced_and_the_others_keep_their_processes(repaired: R
 def test_killed_and_stopped_ranks_in_a_run_with_windows_are_replaced_one_after_the_other(
     repaired: RepairedJob,
 ) -> None:
-    heartbeat = ("--moe-ft-repair-heartbeat-s", "3")
+    heartbeat = ("--moe-ft-repair-heartbeat-s", "8")
     repaired.run("kill:2@4:in-step", "stop:3@6:forward", strategy=(*SPARSE, *heartbeat))
     # The window that began with the repair at iteration 3 is complete at 6, if it was committed in time.
     repaired.check([2, 3], [4, 6], [{3}, {3, 6}])
