@@ -31,7 +31,7 @@ demo: .venv/installed
 test: .venv/installed
 	$(PYTEST) tests/unit --numprocesses 2 --quiet
 	$(PYTEST) tests/simulation
-	$(PYTEST) tests/distributed tests/gpu --numprocesses 2
+	$(PYTEST) tests/distributed tests/gpu --numprocesses 2 --dist worksteal
 	$(PYTEST) tests/slurm
 
 test-all: .venv/installed
