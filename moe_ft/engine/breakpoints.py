@@ -166,6 +166,12 @@ class Breakpoints:
             if not self._is_over:
                 self._moment, self._problem, self._is_over = None, problem, True
 
+    def refuse_later_than(self, iteration: int, problem: str) -> None:
+        """Write no breakpoint if the live state is of a later iteration, because of this problem."""
+        with self._state:
+            if self._moment is not None and self._moment.iteration > iteration:
+                self.refuse(problem)
+
     def break_off(self) -> None:
         """Note that the training thread has failed: an optimizer step that has begun will not end."""
         with self._state:

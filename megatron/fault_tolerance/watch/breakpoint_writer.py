@@ -27,6 +27,8 @@ from moe_ft.recovery.site import say
 
 # Torchrun and SLURM kill a process 30 s after SIGTERM; its report needs some of that.
 _LEAVING_S = 25.0
+# A device leaves a collective that is aborted, and its step, without an exception.
+_UNCERTAIN = "nobody knows whether the device had received all gradients when it made the step"
 
 
 class BreakpointWriter:
@@ -69,11 +71,20 @@ class BreakpointWriter:
         """Write because training has ended here, and its last state is nowhere else. Training thread."""
         self._write("the end of training", can_step=False, may_hang=False)
 
-    def on_repair(self) -> None:
-        """Write because another rank has died and is replaced: this one has left its iteration."""
-        if self._breakpoints is not None:
-            self._breakpoints.break_off()
-            self._write("repair", can_step=False)
+    def on_repair(self, iteration: int) -> None:
+        """Write because another rank has died and is replaced: this one has left its iteration.
+
+        Its groups have ended, and stay: nothing is aborted.
+
+        Args:
+            iteration: that was broken off.
+        """
+        if self._breakpoints is None:
+            return
+        if self._abort is not None:
+            self._breakpoints.refuse_later_than(iteration, _UNCERTAIN)
+        self._breakpoints.break_off()
+        self._write("repair", can_step=False, may_hang=False)
 
     def on_sigterm(self) -> None:
         """Write because the launcher ends the job. A thread of its own."""

@@ -288,7 +288,7 @@ class Checkpoints(LoopListener):
 
     def suspend(self, iteration: int) -> None:
         """Leave a breakpoint, and end checkpointing of this start. The next one recovers from memory."""
-        self._breakpoint_writer.on_repair()
+        self._breakpoint_writer.on_repair(iteration)
         if self._facts is None:  # a replacement, which has not trained
             self._facts = self._training.job_facts(self._began_with)
         self._facts = replace(self._facts, iteration=0)  # a loaded state does not compete

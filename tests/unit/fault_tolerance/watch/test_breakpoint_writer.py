@@ -73,12 +73,12 @@ def test_end_of_training_on_some_ranks_only_leaves_one(
 def test_repair_leaves_a_breakpoint_and_the_start_after_it_can_leave_another(
     writer: BreakpointWriter, breakpoints: Breakpoints, event_log: EventLog
 ) -> None:
-    writer.on_repair()
+    writer.on_repair(3)
     writer.on_sigterm()
     assert [line["reason"] for line in events_in(event_log)] == ["repair"]
     assert last_event(event_log)["problem"] == ""
     writer.use(breakpoints, {}, is_on_gpu=False)
-    writer.on_repair()
+    writer.on_repair(3)
     assert [line["reason"] for line in events_in(event_log)] == ["repair", "repair"]
 
 
@@ -86,8 +86,27 @@ def test_repair_of_a_rank_that_was_in_its_step_leaves_none_at_once(
     writer: BreakpointWriter, breakpoints: Breakpoints, event_log: EventLog
 ) -> None:
     breakpoints.begin_update()
-    writer.on_repair()
+    writer.on_repair(3)
     assert "mixture of two iterations" in last_event(event_log)["problem"]
+
+
+@pytest.mark.parametrize(("broken", "problem"), [(3, ""), (2, "the device had received all gra")])
+def test_repair_on_a_gpu_leaves_no_state_that_the_broken_iteration_has_made(
+    broken: int,
+    problem: str,
+    writer: BreakpointWriter,
+    breakpoints: Breakpoints,
+    event_log: EventLog,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    aborted: list[str] = []
+    monkeypatch.setattr(module, "_abort_collectives", lambda: aborted.append("groups"))
+    writer.use(breakpoints, {}, is_on_gpu=True)
+    writer.on_repair(broken)
+    found = last_event(event_log)
+    assert bool(found["bytes"]) == (not problem)
+    assert problem in found["problem"]
+    assert aborted == [], "the groups of a repair stay"
 
 
 @pytest.mark.parametrize("error", [ConfigError("no"), UnrecoverableError("nothing")])

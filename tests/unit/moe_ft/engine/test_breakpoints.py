@@ -77,6 +77,14 @@ def test_inventory_finds_it_as_a_state_of_its_rank(trained: Trained) -> None:
     assert version.path == "rank_00000/breakpoint.json"
 
 
+def test_state_of_a_later_iteration_is_refused_on_request(trained: Trained) -> None:
+    trained.step(3)
+    trained.breakpoints.refuse_later_than(3, "it may be wrong")
+    assert trained.breakpoints.write().iteration == 3
+    trained.breakpoints.refuse_later_than(2, "it may be wrong")
+    assert trained.breakpoints.write().problem == "it may be wrong"
+
+
 def test_nothing_is_written_before_an_iteration_has_ended(trained: Trained) -> None:
     assert trained.breakpoints.write() == Written(problem=NOTHING_YET)
 
