@@ -11,6 +11,8 @@ MoeFtError
 +-- LockLostError           another job has taken the persist directory over (also an OSError)
 +-- UnrecoverableError      nothing usable to recover from; the message lists what was examined
 +-- RepairError             a repair in place was given up: the launcher restarts the job
++-- LinksEndedError         the links of this rank's process groups have ended, and the result with them
+|                           (also a RuntimeError)
 +-- CallOrderError          a call of Checkpointer that is not allowed where the loop is (also a RuntimeError)
 +-- DegradedError           a background part failed under --moe-ft-on-error=raise
 +-- InjectedFaultError      raised by --moe-ft-inject-fault exception:..., never by a real failure
@@ -55,6 +57,10 @@ class UnrecoverableError(MoeFtError):
 
 class RepairError(MoeFtError):
     """A repair in place cannot be made; the process ends, and the launcher restarts the job."""
+
+
+class LinksEndedError(MoeFtError, RuntimeError):
+    """The links of this rank's process groups have ended: what it has computed since does not count."""
 
 
 class CallOrderError(MoeFtError, RuntimeError):

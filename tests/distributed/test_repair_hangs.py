@@ -51,10 +51,10 @@ def test_rank_that_others_time_out_waiting_for_ends_itself_and_is_replaced(
 # A survivor that dies when it has made some of the backends of round 1.
 DIES_IN_SWAP = f"""
 import os, runpy, signal, sys
-from megatron.fault_tolerance.repair import groups
+from megatron.fault_tolerance.repair import gloo
 from moe_ft.keeper.link import own_link
 
-make, made = groups.ProcessGroupGloo, []
+make, made = gloo.ProcessGroupGloo, []
 
 def die(*arguments):
     made.append(arguments)
@@ -64,7 +64,7 @@ def die(*arguments):
 
 for name in ("_Options", "create_device", "create_default_device"):
     setattr(die, name, getattr(make, name))
-groups.ProcessGroupGloo = die
+gloo.ProcessGroupGloo = die
 sys.argv[0] = "{ROOT / "pretrain_gpt_moe.py"}"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

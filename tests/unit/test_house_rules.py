@@ -22,6 +22,7 @@ TESTED_ELSEWHERE = {
     "pretrain_gpt_moe.py": "the program itself: run by every test in tests/distributed",
     "moe_ft/config/flag_table.py": "a table: program/test_flag_classes.py compares it with Megatron's parser",
     "moe_ft/convert/model.py": "a protocol: the tests of the three kinds of models fill it",
+    "megatron/fault_tolerance/repair/transport.py": "a protocol: test_gloo.py and test_nccl.py fill it",
     "moe_ft/recovery/facts.py": "a dataclass without behavior: every test of a job fills it",
 }
 

@@ -7,11 +7,12 @@ Python: ctypes calls it here. It has no arguments. A group has no backend then, 
 """
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, BackendConfig, _world
+from torch.distributed.distributed_c10d import Backend, _world
 
 from moe_ft.errors import ConfigError
 
@@ -39,20 +40,39 @@ def release(group: Any) -> None:
     function(group._id())
 
 
-def put(group: Any, backend: Any, name: str, description: str) -> None:
-    """Put a gloo backend under a group that has none.
+@dataclass(frozen=True, slots=True)
+class Under:
+    """A backend that comes under a group.
+
+    Attributes:
+        kind: its name in torch.
+        backend: it.
+        devices: whose tensors it exchanges.
+    """
+
+    kind: str
+    backend: Any
+    devices: Sequence[torch.device]
+
+
+def put(
+    group: Any, backends: Sequence[Under], configuration: str, name: str, description: str
+) -> None:
+    """Put backends under a group that has none.
 
     Args:
-        backend: of gloo.
+        backends: one of each kind.
+        configuration: of backends by device, as torch writes it.
         name, description: of the group.
     """
-    kind = dist.ProcessGroup.BackendType.GLOO
-    for device in group._device_types:
-        group._register_backend(device, kind, backend)
-    group._set_default_backend(kind)
+    kinds = {each.kind: Backend.backend_type_map[each.kind] for each in backends}
+    for each in backends:
+        for device in each.devices:
+            group._register_backend(device, kinds[each.kind], each.backend)
+    group._set_default_backend(kinds.get("nccl", kinds[backends[0].kind]))
     group._set_group_name(name)
     group._set_group_desc(description)
-    _world.pg_backend_config[group] = str(BackendConfig(Backend("gloo")))
+    _world.pg_backend_config[group] = configuration
 
 
 def _library() -> ctypes.CDLL:

@@ -5,6 +5,7 @@ from typing import Any
 from megatron.training import get_args, training
 
 from megatron.fault_tolerance.repair import leftovers
+from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.position import (
     Position,
     begin_iteration,
@@ -20,16 +21,22 @@ class CatchingUp:
     """Iterations of one rank in a repair, in place of Megatron's loop. Owned by the training thread."""
 
     def __init__(
-        self, listeners: Listeners, watcher: Watcher, evaluations: SkippedEvaluations
+        self,
+        listeners: Listeners,
+        watcher: Watcher,
+        links: Links,
+        evaluations: SkippedEvaluations,
     ) -> None:
         """Prepare.
 
         Args:
             listeners: of the loop.
             watcher: ends an iteration that hangs.
+            links: of the groups.
             evaluations: between the iterations.
         """
-        self._listeners, self._watcher, self._evaluations = listeners, watcher, evaluations
+        self._listeners, self._watcher = listeners, watcher
+        self._links, self._evaluations = links, evaluations
 
     def run(self, step: Step, first: int, last: int, survivors: Position) -> Any:
         """Return the result of the broken iteration. Called by all ranks.
@@ -45,6 +52,7 @@ class CatchingUp:
         """
         with self._watcher.inside():
             self._listeners.replay_if_due(step.parts.forward_backward)
+            self._links.check()
         if first > last:
             return self._answer(step, last, survivors)
         for iteration in range(first, last):

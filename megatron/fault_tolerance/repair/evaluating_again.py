@@ -15,6 +15,7 @@ from megatron.training import get_args, get_timers, training
 from megatron.fault_tolerance.repair import leftovers
 from megatron.fault_tolerance.repair.batches import validation_batches
 from megatron.fault_tolerance.repair.phases import Phases
+from megatron.fault_tolerance.repair.together import Together
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.patching import Patches
 
@@ -31,6 +32,7 @@ class EvaluatingAgain:
     def __init__(
         self,
         watcher: Watcher,
+        together: Together,
         notice: Callable[[BaseException], Phases],
         repair: Callable[[Phases], None],
     ) -> None:
@@ -38,10 +40,12 @@ class EvaluatingAgain:
 
         Args:
             watcher: ends an evaluation that hangs.
+            together: ends one that does not.
             notice: returns the phases of a repair that begins; raises the exception if no rank has died.
             repair: repairs, and runs the iteration again that is evaluated.
         """
-        self._watcher, self._notice, self._repair = watcher, notice, repair
+        self._watcher, self._together = watcher, together
+        self._notice, self._repair = notice, repair
         self._batches = validation_batches()
         self._is_training = False
 
@@ -67,7 +71,7 @@ class EvaluatingAgain:
             try:
                 with self._watcher.inside():
                     result = original(*args, **kwargs)
-                    dist.barrier()  # outside of it nothing is repaired
+                    self._together.finish()  # outside of it nothing is repaired
                 return result
             except BaseException as error:
                 phases = self._notice(error)

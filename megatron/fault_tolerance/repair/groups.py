@@ -1,15 +1,14 @@
-"""New gloo backends under the process groups that Megatron has made, which stay the same objects.
+"""New backends under the process groups that Megatron has made, which stay the same objects.
 
-backends.py has how one group gets one. Over NCCL, `ProcessGroupNCCL` and `abort` would take the places of
-`ProcessGroupGloo` and of the ends of connections; that has never run.
+backends.py has how one group gets them, the transports how they are made.
 """
 
-import os
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import (
     PrefixStore,
     _get_default_group,
@@ -17,7 +16,10 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from megatron.fault_tolerance.repair.backends import put, release
+from megatron.fault_tolerance.repair.backends import Under, put, release
+from megatron.fault_tolerance.repair.recipes import Recipe, Recipes
+from megatron.fault_tolerance.repair.transport import Maker, Place, Transport
+from moe_ft.errors import ConfigError
 
 _COUNT_OF_ROUND = 1_000_000
 
@@ -25,26 +27,53 @@ _COUNT_OF_ROUND = 1_000_000
 class Groups:
     """The groups that exist when the model is built, on one rank. Owned by the training thread."""
 
-    def __init__(self) -> None:
-        self._groups: list[tuple[int, Any]] = []
+    def __init__(self, transports: Sequence[Transport], recipes: Recipes) -> None:
+        """Prepare.
+
+        Args:
+            transports: that make backends.
+            recipes: of all groups.
+        """
+        self._transports, self._recipes = transports, recipes
+        self._groups: list[tuple[int, Any, Recipe]] = []
         self.num_made = 0  # in the whole job, the same on all ranks
 
     def note(self) -> None:
-        """Note the groups that exist, by their numbers."""
+        """Note the groups that exist, by their numbers.
+
+        Raises:
+            ConfigError: if one of them cannot be made again.
+        """
         names = _world.pg_names.items()
-        self._groups = sorted(
-            ((int(name), group) for group, name in names), key=lambda each: each[0]
-        )
+        found = ((int(name), group, self._recipes.of(group)) for group, name in names)
+        self._groups = sorted(found, key=lambda each: each[0])
         self.num_made = _world.group_count
+        for name, group, recipe in self._groups:
+            self._check(name, group, recipe)
+
+    def _check(self, name: int, group: Any, recipe: Recipe) -> None:
+        known = [each.name for each in self._transports]
+        other = next((each for each in recipe.by_device.values() if each not in known), "")
+        what = f"the process group {name} ({group.group_desc})"
+        if other:
+            raise ConfigError(
+                f"--moe-ft-repair=auto cannot renew {what}: its backend is {other}, and only those of "
+                f"{' and '.join(known)} can be. Choose one of them, or leave the flag out."
+            )
+        if group.bound_device_id is not None:
+            raise ConfigError(
+                f"--moe-ft-repair=auto cannot renew {what}: it is bound to {group.bound_device_id}, so its "
+                "communicator is split from another one. Make it without device_id, or leave the flag out."
+            )
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Have operations give up after some time."""
-        for _, group in self._groups:
+        for _, group, _ in self._groups:
             _set_pg_timeout(timeout, group)
 
     def drop_others(self) -> None:
         """Forget groups that were made later. Not collective: their connections have ended."""
-        noted = {group for _, group in self._groups}
+        noted = {group for _, group, _ in self._groups}
         for group in [each for each in _world.pg_map if each not in noted]:
             dist.destroy_process_group(group)
         _world.pg_coalesce_state.clear()
@@ -57,30 +86,37 @@ class Groups:
             number: of the round.
             timeout: of the new backends.
         """
-        for _, group in self._groups:
+        for _, group, _ in self._groups:
             release(group)
-        prefix, devices = PrefixStore(f"groups_{number}", store), _devices()
+        prefix = PrefixStore(f"groups_{number}", store)
+        makers = {each.name: each.maker() for each in self._transports}
         # In the same order on all ranks, or they wait for each other.
-        for name, group in self._groups:
+        for name, group, recipe in self._groups:
             own = PrefixStore(str(name), prefix)
-            options = _options(timeout, devices, _world.pg_names[group])
-            backend = ProcessGroupGloo(own, group.rank(), group.size(), options)
-            backend._set_sequence_number_for_group()
-            put(group, backend, _world.pg_names[group], group.group_desc)
-            _world.pg_map[group] = ("gloo", own)
-        _world.pg_map[_get_default_group()] = ("gloo", PrefixStore("later", prefix))
+            made = _make(group, recipe, own, makers, timeout)
+            put(group, made, recipe.configuration, _world.pg_names[group], group.group_desc)
+            _world.pg_map[group] = (recipe.backend, own)
+        default = _get_default_group()
+        backend = self._recipes.of_default().backend
+        _world.pg_map[default] = (backend, PrefixStore("later", prefix))
         _world.group_count = number * _COUNT_OF_ROUND
 
 
-def _devices() -> list[Any]:
-    """Return devices that all backends of a round share, with their threads and descriptors."""
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    return [
-        ProcessGroupGloo.create_device(interface=each) for each in interfaces.split(",") if each
-    ] or [ProcessGroupGloo.create_default_device()]
-
-
-def _options(timeout: timedelta, devices: list[Any], name: str) -> Any:
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout, options._devices, options.group_name = timeout, devices, name
-    return options
+def _make(
+    group: Any, recipe: Recipe, store: Any, makers: Mapping[str, Maker], timeout: timedelta
+) -> list[Under]:
+    """Return the backends of a group: one of each kind, as torch makes them."""
+    devices: dict[str, list[Any]] = {}
+    for device, backend in recipe.by_device.items():
+        devices.setdefault(backend, []).append(torch.device(device))
+    ranks = tuple(_world.pg_group_ranks[group])
+    made: list[Under] = []
+    for backend, own in devices.items():
+        place = Place(
+            store=PrefixStore(backend, store),
+            rank=group.rank(),
+            ranks=ranks,
+            name=_world.pg_names[group],
+        )
+        made.append(Under(backend, makers[backend](place, recipe.options, timeout), own))
+    return made

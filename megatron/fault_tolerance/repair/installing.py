@@ -7,10 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.repair.backends import check_torch
+from megatron.fault_tolerance.repair.environment import set_variables
+from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.nccl import Nccl
 from megatron.fault_tolerance.repair.seam import RepairSeam
 from megatron.fault_tolerance.repair.support import checked_link
+from megatron.fault_tolerance.repair.transport import Transport
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.listeners import Listeners
 from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
@@ -21,6 +26,7 @@ from moe_ft.keeper import job_store
 from moe_ft.keeper.heartbeat import Heart
 from moe_ft.keeper.link import own_link
 from moe_ft.keeper.rounds import Rounds
+from moe_ft.recovery.site import say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +60,32 @@ def repairing(config: MoeFtConfig, args: argparse.Namespace, listeners: Listener
         return Repairing()
     link = checked_link(args, own_link())
     check_torch()
+    links = Links(_transports(args))
     heart = Heart(link, checked_heartbeat_s(config, args))
     # Each thread has a connection of its own, made before those that end with a round.
     store, watched = (job_store.connect(os.environ) for _ in range(2))
-    links = Links()
     watcher = Watcher(Rounds(watched, args.world_size), links, link)
     rounds = Rounds(store, args.world_size)
     seam = RepairSeam(link, listeners, store, rounds, watcher, links, heart)
     return Repairing(seam=seam, arguments={"store": store})
+
+
+def _transports(args: argparse.Namespace) -> tuple[Transport, ...]:
+    """Return the transports of this job's groups; those of NCCL need variables before groups are made.
+
+    Raises:
+        ConfigError: if a variable has another value already.
+    """
+    if cpu_device.is_active():
+        return (Gloo(),)
+    added = set_variables(os.environ)
+    if args.rank == 0:
+        sets = "".join(f" {name}={value}" for name, value in added.items())
+        say(
+            "--moe-ft-repair=auto has never run on a GPU (docs/first_day_on_a_gpu.md); it sets"
+            f"{sets or ' no variables'}"
+        )
+    return (Gloo(), Nccl())
 
 
 def checked_heartbeat_s(config: MoeFtConfig, args: argparse.Namespace) -> float:

@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args, training
 
 from megatron.fault_tolerance.repair import leftovers
+from megatron.fault_tolerance.repair.recipes import Recipes
 from megatron.fault_tolerance.seams.patching import Patches
 
 Function = Callable[..., Any]
@@ -21,8 +22,13 @@ Function = Callable[..., Any]
 class Joining:
     """A replacement until its first iteration. Owned by the training thread."""
 
-    def __init__(self) -> None:
-        self._groups = Patches()
+    def __init__(self, recipes: Recipes) -> None:
+        """Prepare.
+
+        Args:
+            recipes: of the groups, which notes what the fake ones stand for.
+        """
+        self._recipes, self._groups = recipes, Patches()
         self._gather: Function | None = None
         self.is_alone = True
         self.gathers_weights = False  # as the others do, with --overlap-param-gather
@@ -34,8 +40,9 @@ class Joining:
         args = get_args()
         with self._groups, Patches() as patches:
             patches.set(args, "fake_process_group", True)
+            self._groups.wrap(dist, "init_process_group", self._make_fake_world)
             # Megatron also makes groups that name a backend.
-            self._groups.wrap(dist, "new_group", _make_fake)
+            self._groups.wrap(dist, "new_group", self._recipes.make_fake)
             patches.wrap(training, "setup_model_and_optimizer", _without_loading)
             patches.wrap(training, "training_log", self._continue_log)
             patches.wrap(training, "disable_forward_pre_hook", self._keep_hooks)
@@ -48,6 +55,11 @@ class Joining:
         """Communicate from here on."""
         self.is_alone = False
         self._groups.__exit__()
+
+    def _make_fake_world(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """Make the group of all ranks, for which Megatron asks for a fake backend."""
+        default = get_args().distributed_backend
+        return self._recipes.make_fake(original, *args, default=default, **kwargs)
 
     def _keep_hooks(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> None:
         """Have modules gather weights from the first iteration of this loop on, if others do."""
@@ -88,11 +100,6 @@ def change_timeout(original: Function, *args: Any, **kwargs: Any) -> None:
 def _enable_hooks(original: Function, model: Any) -> None:
     if not any(chunk.remove_forward_pre_hook_handles for chunk in model):
         original(model)
-
-
-def _make_fake(original: Function, *args: Any, **kwargs: Any) -> Any:
-    kwargs["backend"] = "fake"
-    return original(*args, **kwargs)
 
 
 def _without_loading(original: Function, *args: Any, **kwargs: Any) -> Any:

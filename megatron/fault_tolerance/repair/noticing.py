@@ -7,6 +7,7 @@ import time
 
 import torch.distributed as dist
 
+from megatron.fault_tolerance.repair import lost_device
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.membership import Membership
 from megatron.fault_tolerance.repair.phases import Phases
@@ -52,6 +53,8 @@ class Noticing:
             error: that has ended an iteration, an evaluation or a repair.
             may_mean_death: exceptions after which the news of a death may still be on its way.
         """
+        if self._link.is_armed and (reason := lost_device.why_lost(error)):
+            lost_device.end_process(reason)
         phases = self.notice(error, may_mean_death) if isinstance(error, Exception) else None
         if phases is None:
             self._link.disarm()

@@ -104,6 +104,7 @@ class RoundRunner:
 
     def _leave(self, parts: LoopParts, iteration: int) -> None:
         """Clean what the broken iteration has left; a replacement has no groups to drop."""
+        self._links.leave()
         self._listeners.suspend(iteration)
         leftovers.clean(parts.model, parts.optimizer, iteration)
         if self._membership.is_survivor:

@@ -24,10 +24,12 @@ from megatron.fault_tolerance.repair.membership import Membership
 from megatron.fault_tolerance.repair.noticing import MAY_MEAN_DEATH, Noticing
 from megatron.fault_tolerance.repair.phases import Phases
 from megatron.fault_tolerance.repair.position import position_of
+from megatron.fault_tolerance.repair.recipes import Recipes
 from megatron.fault_tolerance.repair.results import KeptResult
 from megatron.fault_tolerance.repair.round import RoundRunner
 from megatron.fault_tolerance.repair.skipped_evaluations import SkippedEvaluations
 from megatron.fault_tolerance.repair.step import Step
+from megatron.fault_tolerance.repair.together import Together
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.listeners import Built, Listeners
 from megatron.fault_tolerance.seams.patching import Patches
@@ -64,15 +66,17 @@ class RepairSeam:
             heart: begins to beat when this rank can be replaced.
         """
         self._link, self._listeners, self._heart = link, listeners, heart
-        self._watcher, self._links, self._groups = watcher, links, Groups()
+        self._watcher, self._links, self._recipes = watcher, links, Recipes()
+        self._groups = Groups(links.transports, self._recipes)
+        self._together = Together(links, self._recipes)
         self._batches, self._evaluations = training_batches(), SkippedEvaluations()
         self._kept = KeptResult(listeners.loop)
         self._gathered = Gathered(store, is_replacement=link.is_replacement)
-        self._joining = Joining() if link.is_replacement else None
+        self._joining = Joining(self._recipes) if link.is_replacement else None
         self._membership = Membership(link, rounds, self._joining)
         self._noticing = Noticing(link, rounds, self._membership, watcher, links)
         self._evaluating_again = EvaluatingAgain(
-            watcher, self._noticing.notice_or_raise, self._repair_evaluation
+            watcher, self._together, self._noticing.notice_or_raise, self._repair_evaluation
         )
         self._runner = RoundRunner(
             link=link,
@@ -82,7 +86,7 @@ class RepairSeam:
             links=links,
             store=store,
             batches=self._batches,
-            catching_up=CatchingUp(listeners, watcher, self._evaluations),
+            catching_up=CatchingUp(listeners, watcher, links, self._evaluations),
         )
         self._step: Step | None = None  # of the last iteration that has begun
 
@@ -92,6 +96,7 @@ class RepairSeam:
         with Patches() as patches:
             self._batches.install(patches)
             self._evaluations.install(patches)
+            self._together.install(patches)
             patches.wrap(dist, "init_process_group", self._record)
             patches.wrap(dist, "new_group", self._record)
             patches.wrap(training, "setup_model_and_optimizer", self._set_up)
@@ -142,18 +147,19 @@ class RepairSeam:
 
     def _record(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         with self._links.recording():
-            return original(*args, **kwargs)
+            return self._recipes.make(original, *args, **kwargs)
 
     def _set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         with self._gathered.installed():
             result = original(*args, **kwargs)
+        self._together.prepare()
         self._groups.note()
         return result
 
     def _finish_together(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Leave an iteration when all ranks have finished it: outside of it nothing is repaired."""
         result = original(*args, **kwargs)
-        dist.barrier()
+        self._together.finish()
         return result
 
     def _train(self, original: Function, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,16 @@
 """Jobs whose ranks can be replaced in place; others are refused at the start, with the reason."""
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from moe_ft.errors import ConfigError
 from moe_ft.keeper.link import Link
+
+TRY_ON_GPUS = "MOE_FT_TRY_REPAIR_ON_GPUS"
+_SHARED_MEMORY = "its buffers are shared with the process that has died, and are not made again"
 
 Rule = tuple[str, Callable[[Any], bool], str]
 
@@ -47,6 +51,38 @@ _RULES: tuple[Rule, ...] = (
         "nobody survives",
     ),
 )
+_RULES_ON_GPUS: tuple[Rule, ...] = (
+    (
+        "--cuda-graph-impl",
+        lambda args: args.cuda_graph_impl not in (None, "none"),
+        "captured graphs hold communicators that are not there any more",
+    ),
+    (
+        "--use-nccl-ub",
+        lambda args: args.nccl_ub,
+        "its memory is registered with communicators that are not there any more",
+    ),
+    (
+        "--use-sharp",
+        lambda args: args.use_sharp,
+        "its groups have to be the first ones that NCCL makes, which a repair does not know",
+    ),
+    (
+        "--tp-comm-overlap",
+        lambda args: args.tp_comm_overlap,
+        _SHARED_MEMORY,
+    ),
+    (
+        "--moe-token-dispatcher-type flex",
+        lambda args: args.moe_token_dispatcher_type == "flex",
+        _SHARED_MEMORY,
+    ),
+    (
+        "--pipeline-model-parallel-comm-backend ucc",
+        lambda args: args.pipeline_model_parallel_comm_backend == "ucc",
+        "only backends of NCCL and gloo are renewed",
+    ),
+)
 
 
 def checked_link(args: argparse.Namespace, link: Link | None) -> Link:
@@ -60,14 +96,22 @@ def checked_link(args: argparse.Namespace, link: Link | None) -> Link:
             "--moe-ft-repair=auto needs ranks that are forked by `python -m moe_ft keep`, and this one is "
             "not. Put it before the script (torchrun ... -m moe_ft keep -- SCRIPT), or leave the flag out."
         )
+    rules = _RULES
     if not cpu_device.is_active():
-        raise ConfigError(
-            "--moe-ft-repair=auto replaces ranks that train on CPUs: no process group of NCCL has been "
-            "renewed yet. Leave it out."
-        )
-    for what, is_used, reason in _RULES:
+        _check_tries_gpus()
+        rules += _RULES_ON_GPUS
+    for what, is_used, reason in rules:
         if is_used(args):
             raise ConfigError(
                 f"--moe-ft-repair=auto does not work with {what}: {reason}. Leave one of them out."
             )
     return link
+
+
+def _check_tries_gpus() -> None:
+    if os.environ.get(TRY_ON_GPUS) != "1":
+        raise ConfigError(
+            "--moe-ft-repair=auto replaces ranks that train on CPUs: what it does on GPUs is written, and "
+            f"has never run on one. Leave it out, or set {TRY_ON_GPUS}=1 to try it "
+            "(docs/first_day_on_a_gpu.md)."
+        )

@@ -72,18 +72,21 @@ class Watcher:
                     self._end_if_stuck()
                 elif self._is_broken(number + 1):
                     self._noticed_s[number + 1] = time.time()
-                    self._freed_s = time.monotonic()
                     self._links.end(number)
+                    self._freed_s = time.monotonic()
         except RuntimeError as error:  # the store is gone, and with it the job
             say(f"no rank can be replaced any more: {error}")
 
     def _is_broken(self, number: int) -> bool:
-        """Return whether a rank has died, or another has timed out waiting for it."""
+        """Return whether a rank has died, or one has timed out waiting for another."""
         if self._rounds.is_declared(number):
             return True
         if time.monotonic() < self._next_look_s:
             return False
         self._next_look_s = time.monotonic() + _TIMEOUT_POLL_S
+        if failure := self._links.failure():
+            say(f"{failure}: all ranks leave what they are doing")
+            self._rounds.time_out(number)
         return self._rounds.has_timed_out(number)
 
     def _end_if_stuck(self) -> None:

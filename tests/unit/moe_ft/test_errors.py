@@ -14,6 +14,7 @@ BUILTINS = {
     errors.FormatVersionError: OSError,
     errors.UnsafePathError: OSError,
     errors.LockLostError: OSError,
+    errors.LinksEndedError: RuntimeError,
     errors.CallOrderError: RuntimeError,
 }
 

@@ -16,11 +16,16 @@ from moe_ft.errors import ConfigError
 from tests.harness import run_ranks
 
 NUM_ROUNDS = 10
+GLOO = "cpu:gloo,cuda:gloo"
 
 
 def new_backend(folder: str, number: int, rank: int) -> Any:
     store = dist.FileStore(f"{folder}/{number}", 2)
     return ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+
+def under(backend: Any) -> list[backends.Under]:
+    return [backends.Under("gloo", backend, [torch.device("cpu"), torch.device("cuda")])]
 
 
 def counts() -> tuple[int, int]:
@@ -37,7 +42,7 @@ def renew_and_use(folder: str) -> None:
     found = []
     for number in range(NUM_ROUNDS):
         backends.release(group)
-        backends.put(group, new_backend(folder, number, rank), name, description)
+        backends.put(group, under(new_backend(folder, number, rank)), GLOO, name, description)
         assert (group.group_name, group.group_desc, group.name()) == (name, description, "gloo")
         value = torch.tensor([rank + 1.0])
         dist.all_reduce(value)
@@ -58,8 +63,8 @@ def fake_and_real(folder: str) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
     group = dist.new_group([0, 1])
     backends.release(group)
-    backends.put(group, new_backend(folder, 0, rank), group_name(group), "pair")
-    assert dist.get_backend_config(group) == "cpu:gloo,cuda:gloo"
+    backends.put(group, under(new_backend(folder, 0, rank)), GLOO, group_name(group), "pair")
+    assert dist.get_backend_config(group) == GLOO
     found: list[object] = [None, None]
     dist.all_gather_object(found, rank, group=group)
     assert found == [0, 1]

@@ -51,9 +51,9 @@ class Rank:
         args.iterations_to_skip, args.consumed_train_samples = [], 3 * args.global_batch_size
         self.args, self.events = args, list[Any]()
         listeners = Listeners(LoopState(), [_Replays(self.events)])
-        watcher = Watcher(Rounds(dist.HashStore(), 1), Links(), Link())
+        watcher = Watcher(Rounds(dist.HashStore(), 1), links := Links(), Link())
         self.evaluations = SkippedEvaluations()
-        self._catching_up = CatchingUp(listeners, watcher, self.evaluations)
+        self._catching_up = CatchingUp(listeners, watcher, links, self.evaluations)
         kept = KeptResult(LoopState())
         schedule = (lambda: self.args.curr_iteration,)
         args_of_step = (

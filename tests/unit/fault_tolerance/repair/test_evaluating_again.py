@@ -20,6 +20,8 @@ from megatron.training import global_vars, training
 from megatron.fault_tolerance.repair.evaluating_again import EvaluatingAgain, can_begin_again
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.phases import Phases
+from megatron.fault_tolerance.repair.recipes import Recipes
+from megatron.fault_tolerance.repair.together import Together
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.keeper.link import Link
@@ -110,9 +112,10 @@ def evaluate(
     monkeypatch.setattr(
         training, "build_train_valid_test_data_loaders", lambda _: (None, [_Loader()], None)
     )
-    watcher = Watcher(Rounds(dist.HashStore(), 1), Links(), Link())
+    watcher = Watcher(Rounds(dist.HashStore(), 1), links := Links(), Link())
+    together = Together(links, Recipes())
     with Patches() as patches:
-        EvaluatingAgain(watcher, notice, repair).install(patches)
+        EvaluatingAgain(watcher, together, notice, repair).install(patches)
         training.train()
     return result[0], megatrons.seen, repairs
 

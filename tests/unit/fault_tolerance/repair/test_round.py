@@ -23,6 +23,7 @@ from megatron.fault_tolerance.repair.groups import Groups
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.membership import Membership
 from megatron.fault_tolerance.repair.phases import Phases
+from megatron.fault_tolerance.repair.recipes import Recipes
 from megatron.fault_tolerance.repair.results import KeptResult
 from megatron.fault_tolerance.repair.round import RoundRunner
 from megatron.fault_tolerance.repair.skipped_evaluations import SkippedEvaluations
@@ -85,7 +86,8 @@ class Rank:
         store, link, self.links, loop = dist.HashStore(), Link(), Links(), LoopState()
         declare(store, rank=1, world_size=2, died_s=5.0)
         store.add("round_1/ready", 1)
-        rounds, groups = Rounds(store, 2), Groups()
+        rounds = Rounds(store, 2)
+        groups = Groups(self.links.transports, Recipes())
         groups.note()
         self.listener = _Listener(args, loop)
         listeners = Listeners(loop, [self.listener])
@@ -101,7 +103,7 @@ class Rank:
             links=self.links,
             store=store,
             batches=_without_data(),
-            catching_up=CatchingUp(listeners, watcher, SkippedEvaluations()),
+            catching_up=CatchingUp(listeners, watcher, self.links, SkippedEvaluations()),
         )
         self.runner.built = ("model", "optimizer", "scheduler")
         args_of_step = ("forward", None, [], Namespace(), "scheduler", "config", lambda: None)

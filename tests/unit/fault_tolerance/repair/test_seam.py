@@ -3,11 +3,15 @@
 Repairs of whole jobs are in tests/distributed/test_repair.py.
 """
 
+import os
+import signal
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.training import training
 
@@ -16,7 +20,7 @@ from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.seam import RepairSeam
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
-from moe_ft.errors import RepairError
+from moe_ft.errors import LinksEndedError, RepairError
 from moe_ft.keeper.heartbeat import Heart
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Member, Rounds
@@ -99,6 +103,46 @@ def test_exception_that_no_death_explains_ends_the_rank_as_ever(
         training.train_step(*ARGUMENTS, iteration=3)
     assert not link.is_armed
     assert ran == [3]
+
+
+def test_iteration_whose_links_have_ended_is_broken_though_nothing_was_raised(
+    repairing: RepairSeam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that has left a collective computes on, with what it had not received."""
+    monkeypatch.setattr(noticing, "_NOTICE_S", 0.05)
+
+    def train_step(*args: Any, iteration: int) -> str:
+        repairing._links.end(0)
+        return "garbage"
+
+    monkeypatch.setattr(training, "train_step", train_step)
+    with (
+        repairing.below_hooks(),
+        repairing.above_hooks(),
+        pytest.raises(LinksEndedError, match="what was computed since does not count"),
+    ):
+        training.train_step(*ARGUMENTS, iteration=3)
+
+
+def test_rank_that_has_lost_its_device_ends_while_it_can_be_replaced(
+    repairing: RepairSeam, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    step(monkeypatch, error)
+
+    def end() -> int:
+        pid = os.fork()
+        if pid == 0:
+            with suppress(Exception), repairing.below_hooks(), repairing.above_hooks():
+                training.train_step(*ARGUMENTS, iteration=3)
+            os._exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    monkeypatch.setattr(noticing, "_NOTICE_S", 0.05)
+    assert end() == 7, "an exception of a rank that cannot be replaced"
+    link.arm()
+    assert end() == -signal.SIGKILL
+    assert link.is_armed
 
 
 def test_death_that_the_loop_notices_between_iterations_is_named_as_the_reason(

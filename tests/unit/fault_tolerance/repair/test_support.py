@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.repair.support import checked_link
+from megatron.fault_tolerance.repair.support import TRY_ON_GPUS, checked_link
 from moe_ft.errors import ConfigError
 from moe_ft.keeper.link import Link
 
@@ -20,6 +20,12 @@ def args(**changes: Any) -> Namespace:
         "skip_train": False,
         "hybrid_context_parallel": False,
         "world_size": 4,
+        "cuda_graph_impl": "none",
+        "nccl_ub": False,
+        "use_sharp": False,
+        "tp_comm_overlap": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "pipeline_model_parallel_comm_backend": None,
     }
     return Namespace(**{**defaults, **changes})
 
@@ -41,10 +47,53 @@ def test_rank_that_nothing_would_replace_is_refused() -> None:
         checked_link(args(), None)
 
 
-def test_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_device, "is_active", lambda: False)
-    with pytest.raises(ConfigError, match="replaces ranks that train on CPUs"):
+    monkeypatch.setenv(TRY_ON_GPUS, "1")
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("value", [None, "0", "yes"])
+def test_gpu_is_refused_unless_somebody_wants_to_try(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is None:
+        monkeypatch.delenv(TRY_ON_GPUS)
+    else:
+        monkeypatch.setenv(TRY_ON_GPUS, value)
+    message = "has never run on one. Leave it out, or set MOE_FT_TRY_REPAIR_ON_GPUS=1 to try it .docs/first"
+    with pytest.raises(ConfigError, match=message):
         checked_link(args(), Link())
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_job_on_gpus_may_be_tried() -> None:
+    link = Link()
+    assert checked_link(args(), link) is link
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"async_save": True}, "--async-save: all ranks wait"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl: captured graphs hold"),
+        ({"nccl_ub": True}, "--use-nccl-ub: its memory is registered"),
+        ({"use_sharp": True}, "--use-sharp: its groups have to be the first"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap: its buffers are shared"),
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex: its buffers"),
+        (
+            {"pipeline_model_parallel_comm_backend": "ucc"},
+            "--pipeline-model-parallel-comm-backend ucc: only backends of NCCL and gloo",
+        ),
+    ],
+)
+def test_job_on_gpus_that_cannot_be_repaired_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--moe-ft-repair=auto does not work with {message}"):
+        checked_link(args(**changes), Link())
 
 
 @pytest.mark.usefixtures("on_cpu")

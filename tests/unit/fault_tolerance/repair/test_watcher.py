@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.fault_tolerance.repair import watcher as watchers
 from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.transport import Made, Maker
 from megatron.fault_tolerance.repair.watcher import Watcher
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds, declare
@@ -44,6 +45,43 @@ def test_rank_that_timed_out_has_all_leave_their_iteration() -> None:
     try:
         Rounds(store, 2).time_out(1)
         wait_for(lambda: not links.is_open, "the end of the connections")
+    finally:
+        watcher.close()
+
+
+class _Failing:
+    """A transport on whose links an operation fails that nobody waits for."""
+
+    name, fails_silently, text = "failing", True, ""
+
+    def mark(self) -> None: ...
+    def settle(self) -> None: ...
+    def leave(self) -> None: ...
+    def maker(self) -> Maker:
+        raise NotImplementedError
+
+    def made_since(self, mark: None) -> dict[str, str]:
+        return {}
+
+    def end(self, made: Made) -> int:
+        return 0
+
+    def failure(self, made: Made) -> str:
+        return self.text
+
+
+def test_failure_without_an_exception_has_all_leave_their_iteration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store, transport = dist.HashStore(), _Failing()
+    links = Links((transport,))
+    watcher = Watcher(Rounds(store, 2), links, Link())
+    watcher.start()
+    try:
+        transport.text = "NCCL reports TIMEOUT in group 3"
+        wait_for(lambda: not links.is_open, "the end of the links")
+        assert Rounds(store, 2).has_timed_out(1), "the other ranks learn of it"
+        assert "NCCL reports TIMEOUT in group 3: all ranks leave" in capsys.readouterr().err
     finally:
         watcher.close()
 
