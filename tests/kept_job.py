@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,7 @@ def run_kept(
     script: str = "pretrain_gpt_moe.py",
     max_restarts: int = 0,
     deadline_s: float = DEADLINE_S,
+    env: Mapping[str, str] | None = None,
 ) -> KeptResult:
     """Run a job under `moe_ft keep`; return when all workers have ended.
 
@@ -68,6 +69,7 @@ def run_kept(
         script: to run.
         max_restarts: of all workers, after one has failed.
         deadline_s: fails the test if a start takes longer.
+        env: further environment variables. GPUs are hidden unless they show them.
     """
     prepare_to_fork()
     path = socket_path(os.getpid())
@@ -77,7 +79,7 @@ def run_kept(
         _wait_until_it_listens(path)
         codes: list[tuple[int, ...]] = []
         while not codes or (any(codes[-1]) and len(codes) <= max_restarts):
-            workers = _start(flags, world_size, log, script, len(codes))
+            workers = _start(flags, world_size, log, script, len(codes), env or {})
             codes.append(_wait(workers, time.monotonic() + deadline_s, log))
     finally:
         zygote.kill()  # and with it its ranks
@@ -119,7 +121,12 @@ def _wait_until_it_listens(path: Path) -> None:
 
 
 def _start(
-    flags: Sequence[str], world_size: int, log: Path, script: str, start: int
+    flags: Sequence[str],
+    world_size: int,
+    log: Path,
+    script: str,
+    start: int,
+    env: Mapping[str, str],
 ) -> list[subprocess.Popen[bytes]]:
     common = {
         **os.environ,
@@ -130,6 +137,7 @@ def _start(
         "TORCHELASTIC_RUN_ID": "kept",
         "TORCHELASTIC_RESTART_COUNT": str(start),
         "CUDA_VISIBLE_DEVICES": "",
+        **env,
     }
     workers = []
     with log.open("a") as file:

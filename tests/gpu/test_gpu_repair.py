@@ -1,0 +1,193 @@
+"""Repair in place on GPUs. Nothing here has run yet: docs/first_day_on_a_gpu.md has the order to try it in.
+
+NCCL refuses two ranks on one GPU. With one GPU, backends are tried in one rank, and whole repairs over gloo.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.fault_tolerance.repair.environment import set_variables
+from megatron.fault_tolerance.repair.gloo import Gloo
+from megatron.fault_tolerance.repair.groups import Groups
+from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.nccl import Nccl
+from megatron.fault_tolerance.repair.recipes import Recipes
+from megatron.fault_tolerance.repair.support import TRY_ON_GPUS
+from moe_ft.errors import LinksEndedError
+from tests.demo_model import event_flags, layout_flags, model_flags
+from tests.gpu.determinism import deterministic_environment
+from tests.harness import digests, run_ranks, run_training
+from tests.kept_job import run_kept
+from tests.repaired_job import DENSE, NUM_ITERATIONS, PHASES, SPARSE, RepairedJob
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+NUM_ROUNDS = 20
+TIMEOUT = timedelta(seconds=60)
+MOST_GROWTH = 64 << 20
+DEADLINE_S = 600.0
+# The script of a rank that shares the first GPU with others.
+ON_ONE_GPU = """
+import os, runpy, sys
+os.environ["LOCAL_RANK"] = "0"
+runpy.run_path("pretrain_gpt_moe.py", run_name="__main__")
+"""
+
+
+def renew_one_rank(folder: str) -> None:
+    """Abort groups of NCCL of one rank, and put new backends under them, many times."""
+    set_variables(os.environ)
+    torch.cuda.set_device(0)
+    recipes, links = Recipes(), Links((Gloo(), Nccl()))
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 8
+    with links.recording():
+        store = dist.FileStore(f"{folder}/first", 1)
+        recipes.make(dist.init_process_group, "nccl", store=store, rank=0, world_size=1)
+        fast = recipes.make(dist.new_group, [0], pg_options=options)
+        on_cpu = recipes.make(dist.new_group, [0], backend="gloo")
+    groups = Groups(links.transports, recipes)
+    groups.note()
+    store, free, threads = dist.FileStore(f"{folder}/second", 1), [], []
+    for number in range(1, NUM_ROUNDS + 1):
+        value = torch.ones(1 << 20, device="cuda")
+        for group in (None, fast):
+            dist.all_reduce(value, group=group)
+        dist.barrier(on_cpu)
+        links.check()
+        assert links.failure() == ""
+        assert links.end(number - 1) >= 2
+        with pytest.raises(LinksEndedError):
+            links.check()
+        with pytest.raises(RuntimeError, match="abort"):
+            dist.all_reduce(value, group=fast)
+        links.leave()
+        groups.drop_others()
+        links.begin(number)
+        with links.recording():
+            groups.swap(store, number, TIMEOUT)
+        backend = fast._get_backend(torch.device("cuda"))
+        assert backend.options.is_high_priority_stream and backend.options.config.max_ctas == 8
+        del backend
+        free.append(torch.cuda.mem_get_info()[0])
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[-1] <= threads[1], threads
+    assert free[1] - free[-1] < MOST_GROWTH, free
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def test_groups_of_nccl_are_aborted_and_renewed_and_hold_no_more_each_time(tmp_path: Path) -> None:
+    env = deterministic_environment()
+    run_ranks(renew_one_rank, 1, str(tmp_path), log_dir=tmp_path, env=env).check()
+
+
+def use_fake_world() -> None:
+    """Use the groups of a replacement before it meets the others."""
+    torch.cuda.set_device(0)
+    recipes = Recipes()
+    world = {"store": FakeStore(), "rank": 1, "world_size": 2}
+    recipes.make_fake(dist.init_process_group, default="nccl", backend="fake", **world)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    group = recipes.make_fake(dist.new_group, [0, 1], pg_options=options)
+    value = torch.tensor([3.0], device="cuda")
+    dist.all_reduce(value, group=group)
+    assert value.item() == 3.0
+    found: list[object] = [None, None]
+    dist.all_gather_object(found, "rank 1", group=group)
+    assert found == ["rank 1"] * 2
+    dist.barrier()
+    dist.barrier(group, device_ids=[0])
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def test_fake_groups_of_nccl_exchange_nothing_on_a_gpu(tmp_path: Path) -> None:
+    run_ranks(use_fake_world, 1, log_dir=tmp_path, env=deterministic_environment()).check()
+
+
+class GpuJob:
+    """Job of two ranks that is repaired, and the same job without a failure."""
+
+    def __init__(self, dataset_flags: Sequence[str], folder: Path, memory: Path) -> None:
+        self._data, self._folder, self._memory = tuple(dataset_flags), folder, memory
+
+    def check(
+        self,
+        fault: str,
+        recovered: set[int],
+        *,
+        strategy: Sequence[str] = DENSE,
+        layout: dict[str, int],
+        devices: str,
+        script: str = "pretrain_gpt_moe.py",
+        **changes: Any,
+    ) -> None:
+        """Run both, and compare."""
+        env = {**deterministic_environment(), "CUDA_VISIBLE_DEVICES": devices, TRY_ON_GPUS: "1"}
+        common = {"train_iters": NUM_ITERATIONS, "hidden_dropout": 0.1, "deterministic_mode": True}
+        model = model_flags(**{**common, "attention_backend": "unfused", **changes})
+        base = [*model, *layout_flags(layout), *self._data]
+        alone = self._folder / "alone"
+        if devices != "0":
+            run_training([*base, *event_flags(alone)], 2, log_dir=alone, env=env).check()
+        else:
+            words = [*base, *event_flags(alone)]
+            log = self._folder / "alone.log"
+            run_kept(words, 2, log=log, script=script, env=env, deadline_s=DEADLINE_S).check()
+        job = RepairedJob(self._data, self._folder, self._memory, references=None)  # type: ignore[arg-type]
+        job.num_ranks = 2
+        changes = {**changes, "deterministic_mode": True, "attention_backend": "unfused"}
+        words = job.flags([fault], strategy, layout, changes=changes)
+        log = self._folder / "log"
+        run_kept(words, 2, log=log, script=script, env=env, deadline_s=DEADLINE_S).check()
+        rank = int(fault.split(":")[1].partition("@")[0])
+        job.check([rank], [4], [recovered], is_exact=False)
+        assert job.digests() == digests(alone, 2)
+
+
+@pytest.fixture
+def job(dataset_flags: list[str], tmp_path: Path, memory_dir: Path) -> GpuJob:
+    return GpuJob(dataset_flags, tmp_path, memory_dir)
+
+
+def test_killed_rank_on_a_gpu_is_replaced_over_gloo(job: GpuJob, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ON_ONE_GPU)
+    changes = {"distributed_backend": "gloo", "use_distributed_optimizer": False}
+    job.check("kill:1@4:backward", {3, 4}, layout={}, devices="0", script=str(script), **changes)
+
+
+@needs_two
+@pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"pp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=lambda strategy: str(strategy[0]))
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_rank_of_nccl_is_replaced_and_the_result_has_the_same_bits(
+    job: GpuJob, phase: str, strategy: Sequence[str], layout: dict[str, int]
+) -> None:
+    recovered = {3, 4} if strategy is DENSE else {3}
+    job.check(f"kill:1@4:{phase}", recovered, strategy=strategy, layout=layout, devices="0,1")
+
+
+@needs_two
+def test_stopped_rank_of_nccl_is_killed_and_replaced(job: GpuJob) -> None:
+    strategy = (*DENSE, "--moe-ft-repair-heartbeat-s", "20")
+    job.check("stop:1@4:forward", {3, 4}, strategy=strategy, layout={"ep": 2}, devices="0,1")
+
+
+@needs_two
+def test_rank_that_others_time_out_waiting_for_in_nccl_ends_itself(job: GpuJob) -> None:
+    job.check("hang:1@4:forward", {3, 4}, layout={"ep": 2}, devices="0,1")
