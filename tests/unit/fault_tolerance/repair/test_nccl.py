@@ -58,13 +58,14 @@ class _Communicator:
     def __init__(self, waits_for: Callable[[], object], error: str = "") -> None:
         self.has_begun, self._waits_for, self._error = threading.Event(), waits_for, error
         self.timeout: timedelta | None = None
+        self.answer: object = None
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
 
     def abort(self) -> None:
         self.has_begun.set()
-        self._waits_for()
+        self.answer = self._waits_for()
         if self._error:
             raise RuntimeError(self._error)
 
@@ -73,10 +74,11 @@ class _Communicator:
 
 
 def test_groups_are_aborted_at_the_same_time() -> None:
-    waits_s = 60
+    waits_s = 10.0
     one = _Communicator(lambda: other.has_begun.wait(waits_s))
     other = _Communicator(lambda: one.has_begun.wait(waits_s))
     assert Nccl().end({"1": one, "2": other}) == 2
+    assert one.answer and other.answer, "one has begun after the other had ended"
     assert one.timeout == other.timeout == timedelta(seconds=module._ABORT_S)
 
 
