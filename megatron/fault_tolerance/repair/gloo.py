@@ -4,13 +4,14 @@ A thread that waits for a healthy rank would wait on.
 """
 
 import os
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo
 
-from megatron.fault_tolerance.repair.sockets import open_sockets, shut
+from megatron.fault_tolerance.repair.sockets import close, open_sockets, shut
 from megatron.fault_tolerance.repair.transport import Maker, Place
 
 
@@ -19,6 +20,10 @@ class Gloo:
 
     name = "gloo"
     fails_silently = False
+
+    def __init__(self) -> None:
+        """Prepare."""
+        self._ended: list[socket.socket] = []  # copies, so that others may still send
 
     def maker(self) -> Maker:
         """Return what makes backends that share their devices, with their threads and descriptors."""
@@ -46,7 +51,14 @@ class Gloo:
 
     def end(self, made: Mapping[int, str]) -> int:
         """End connections, which frees the threads that wait for them."""
-        return shut(made)
+        copies = shut(made)
+        self._ended += copies
+        return len(copies)
+
+    def begin(self) -> None:
+        """Close the connections: nobody sends over them any more."""
+        close(self._ended)
+        self._ended = []
 
     def failure(self, made: Mapping[int, str]) -> str:
         """Return nothing: what fails has raised."""

@@ -12,22 +12,20 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.transport import Transport
 from moe_ft.errors import LinksEndedError
 
-_ON_CPUS: tuple[Transport, ...] = (Gloo(),)
-
 
 class Links:
     """The links of the present round. Any thread may end them, once, and only those of its round."""
 
-    def __init__(self, transports: Sequence[Transport] = _ON_CPUS) -> None:
+    def __init__(self, transports: Sequence[Transport] | None = None) -> None:
         """Prepare.
 
         Args:
-            transports: of the groups; those whose ends raise in all that waits come first.
+            transports: of the groups, by default gloo; those whose ends raise in all that waits come first.
         """
-        self.transports = transports
+        self.transports: Sequence[Transport] = (Gloo(),) if transports is None else transports
         self._lock = threading.Lock()
         self._round = 0
-        self._made: list[dict[Any, Any]] = [{} for _ in transports]
+        self._made: list[dict[Any, Any]] = [{} for _ in self.transports]
         self._is_open = True
 
     @property
@@ -61,8 +59,10 @@ class Links:
                 self._end(made)
 
     def begin(self, number: int) -> None:
-        """Begin a round, without links."""
+        """Begin a round, without links. All ranks have left the one before."""
         with self._lock:
+            for each in self.transports:
+                each.begin()
             self._round, self._is_open = number, True
             self._made = [{} for _ in self.transports]
 

@@ -59,6 +59,9 @@ class Nccl:
             end_process(f"its groups of NCCL have not been aborted within {_ABORT_S:.0f} s")
         return len(threads)
 
+    def begin(self) -> None:
+        """Let go of nothing: backends end with their groups' next ones."""
+
     def failure(self, made: Mapping[str, Any]) -> str:
         """Return the error that a thread of torch has found: a timeout, or a connection that is gone."""
         for name, backend in made.items():

@@ -1,11 +1,31 @@
-"""Sockets of this process by descriptor, and the end of connections that a blocked thread waits for."""
+"""Sockets of this process by descriptor, and the end of connections that a blocked thread waits for.
 
+gloo forgets a message when its connection ends in the middle of it, or when it is sent between that end and
+the moment when gloo's own thread looks: who waits for the message waits on, until its group times out. So a
+connection is ended for the readers of this process alone, and once nothing moves on it. What others still
+send arrives. They end their side themselves.
+"""
+
+import fcntl
 import os
 import socket
-from collections.abc import Mapping
+import struct
+import termios
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 _DESCRIPTORS = "/proc/self/fd"
+_LOOK_S = 0.01
+_QUIET_LOOKS = 5  # without a change, until nothing moves
+_STALLED_LOOKS = 100  # the same if bytes wait: the process that should read them may be stopped
+_LONGEST_S = 10.0  # for messages that are under way
+_COUNTS = struct.Struct(
+    "QQ"
+)  # of Linux's struct tcp_info: bytes acknowledged by the other end, and received
+_COUNTS_OFFSET = 120
+_NUMBER = struct.Struct("i")
 
 
 def open_sockets() -> dict[int, str]:
@@ -19,20 +39,76 @@ def open_sockets() -> dict[int, str]:
     return found
 
 
-def shut(sockets: Mapping[int, str]) -> int:
-    """End the TCP connections among some sockets, in both directions; return their number.
+def shut(sockets: Mapping[int, str]) -> list[socket.socket]:
+    """End the TCP connections among some sockets for those who read here; return copies of them.
 
-    Threads that wait for them are freed, here and at the other ends. A descriptor that has become another
-    socket since is left alone.
+    Threads that wait for them are freed. The other ends notice nothing before the copies are closed. A
+    descriptor that has become something else since is left alone.
     """
-    num_shut = 0
+    copies = []
     for descriptor, name in sockets.items():
         with suppress(OSError):  # closed, or never connected
-            copy = os.dup(descriptor)
-            with socket.socket(fileno=copy) as connection:
-                connection.getpeername()  # a socket that listens has none, and gloo aborts if it ends
-                is_same = os.readlink(f"{_DESCRIPTORS}/{copy}") == name
-                if is_same and connection.family in (socket.AF_INET, socket.AF_INET6):
-                    connection.shutdown(socket.SHUT_RDWR)
-                    num_shut += 1
-    return num_shut
+            if (copy := _copy(descriptor, name)) is not None:
+                copies.append(copy)
+    waiting = [_Connection(copy) for copy in copies]
+    end_s = time.monotonic() + _LONGEST_S
+    while waiting:
+        is_late = time.monotonic() > end_s
+        waiting = [each for each in waiting if not each.end_if_quiet(is_late=is_late)]
+        if waiting:
+            time.sleep(_LOOK_S)
+    return copies
+
+
+def close(copies: Sequence[socket.socket]) -> None:
+    """Close copies that `shut` has returned: nobody sends over these connections any more."""
+    for each in copies:
+        each.close()
+
+
+def _copy(descriptor: int, name: str) -> socket.socket | None:
+    """Return a copy of a connection, None if the descriptor is none, or another one."""
+    copy = os.dup(descriptor)
+    if os.readlink(f"{_DESCRIPTORS}/{copy}") != name:
+        os.close(copy)
+        return None
+    connection = socket.socket(fileno=copy)
+    try:
+        connection.getpeername()  # a socket that listens has none, and gloo aborts if it ends
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            return connection
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+@dataclass(slots=True)
+class _Connection:
+    """One that is to end here."""
+
+    copy: socket.socket
+    counts: tuple[int, ...] = ()
+    num_equal: int = 0  # looks since something has moved
+
+    def end_if_quiet(self, *, is_late: bool) -> bool:
+        """Look; end it if nothing has moved for a while, or if it is late. Return whether it has ended."""
+        try:
+            counts, is_empty = self._look()
+            self.num_equal = self.num_equal + 1 if counts == self.counts else 0
+            self.counts = counts
+            if self.num_equal < (_QUIET_LOOKS if is_empty else _STALLED_LOOKS) and not is_late:
+                return False
+            self.copy.shutdown(socket.SHUT_RD)
+        except OSError:  # the other end has closed it: nobody waits for it
+            pass
+        return True
+
+    def _look(self) -> tuple[tuple[int, ...], bool]:
+        """Return how many bytes have come and gone, and whether none is on its way here."""
+        info = self.copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        waits = [
+            _NUMBER.unpack(fcntl.ioctl(self.copy, request, bytes(_NUMBER.size)))[0]
+            for request in (termios.FIONREAD, termios.TIOCOUTQ)
+        ]
+        return _COUNTS.unpack_from(info, _COUNTS_OFFSET), not any(waits)

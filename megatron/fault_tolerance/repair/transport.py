@@ -31,7 +31,7 @@ Made = Mapping[Any, Any]
 
 
 class Transport(Protocol):
-    """Backends of one kind. Owned by the training thread, but for `end` and `failure`.
+    """Backends of one kind. Owned by the training thread, but for `end` and `failure`, which links.py calls one at a time.
 
     Attributes:
         name: of the kind in torch.
@@ -57,6 +57,9 @@ class Transport(Protocol):
         Returns:
             Their number.
         """
+
+    def begin(self) -> None:
+        """Let go of the round before, which all ranks have left."""
 
     def failure(self, made: Made) -> str:
         """Return why one of these has failed without an exception; empty if none has. Any thread."""
