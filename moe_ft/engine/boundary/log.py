@@ -140,7 +140,7 @@ class BoundaryLog:
                 return
             slot.invalidate()
             slot.iteration = iteration
-            content = torch.frombuffer(slot.mapping, dtype=torch.uint8)
+            content = torch.frombuffer(slot.view, dtype=torch.uint8)
             self._taking = _Taking(
                 slot=slot, bytes=content, end=self._header_bytes, numbers=numbers
             )
@@ -248,7 +248,7 @@ class BoundaryLog:
         with self._reports.catching(_PART, iteration):
             if copied is not None:
                 copied.synchronize()
-            content = memoryview(slot.mapping)
+            content = slot.view
             sent = tuple(_with_checksum(each, content) for each in taking.sent)
             header = make_header(sent, self._header_bytes, slot.num_bytes)
             index = BoundaryIndex(

@@ -204,7 +204,7 @@ def holds(index_path: Path, start: Start, iteration: int) -> bool:
 
 def _unpin(file: MappedFile) -> None:
     """Undo `_pin`, before the memory is unmapped."""
-    view = torch.frombuffer(file.mapping, dtype=torch.uint8)
+    view = torch.frombuffer(file.view, dtype=torch.uint8)
     torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
 
 
@@ -214,7 +214,7 @@ def _pin(file: MappedFile) -> None:
     Raises:
         SnapshotError: if the driver refuses, for example because too much memory is locked.
     """
-    view = torch.frombuffer(file.mapping, dtype=torch.uint8)
+    view = torch.frombuffer(file.view, dtype=torch.uint8)
     error = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)
     if int(error) != 0:
         raise SnapshotError(f"cudaHostRegister of {view.numel()} bytes failed with {error}")

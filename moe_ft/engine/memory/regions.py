@@ -101,6 +101,14 @@ class MappedFile:
             raise SnapshotError(f"{self.data_path} is not open")
         return self._mapping
 
+    @property
+    def view(self) -> memoryview:
+        """The mapped bytes, for tensors that show them: these keep the memory mapped after `close`.
+
+        A tensor that torch makes of the mapping itself does not: its next use would end the process.
+        """
+        return memoryview(self.mapping)
+
     def open(self) -> None:
         """Map the file and touch all of it, creating it first if it is not there in this size.
 

@@ -218,7 +218,7 @@ class _Copy:
             raise SnapshotError(f"{self.local.name}/{self.entry.key} can only be packed")
         if self._target is None:
             self._target = torch.frombuffer(
-                self.file.mapping,
+                self.file.view,
                 dtype=DTYPES[self.entry.dtype],
                 count=self.entry.end - self.entry.start,
                 offset=self.offset,

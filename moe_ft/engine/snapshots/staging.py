@@ -66,7 +66,7 @@ class _Stretch:
     @property
     def target(self) -> torch.Tensor:
         return torch.frombuffer(
-            self.file, dtype=torch.uint8, count=self.end - self.start, offset=self.start
+            memoryview(self.file), dtype=torch.uint8, count=self.end - self.start, offset=self.start
         )
 
 

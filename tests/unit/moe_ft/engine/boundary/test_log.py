@@ -56,6 +56,21 @@ def test_tensor_may_be_overwritten_or_freed_once_it_is_recorded(tmp_path: Path) 
         check_holds(log, 0, sends)
 
 
+def test_send_after_the_memory_was_closed_is_recorded_nowhere(tmp_path: Path) -> None:
+    with small_log(tmp_path) as log:
+        log.log.begin(0)
+        for slot in log.slots:
+            slot.close()
+        assert "boundary_0.safetensors" in Path("/proc/self/maps").read_text()
+        for each in sends_of(0):
+            log.log.record(*each)
+        log.log.end()
+        log.worker.work()
+        assert not log.held()
+        (reason,) = log.reasons()
+        assert "is not open" in reason
+
+
 def test_slots_take_turns_and_the_oldest_iteration_goes_first(tmp_path: Path) -> None:
     with small_log(tmp_path) as log:
         for iteration in range(5):

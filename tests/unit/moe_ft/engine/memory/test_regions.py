@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_ft.engine.memory.regions import (
     Region,
@@ -59,6 +60,10 @@ def opened(directory: Path, number: int = 0, num_bytes: int = NUM_BYTES) -> Regi
     region = Region(directory, number, num_bytes)
     region.open()
     return region
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
 
 
 def mode_of(path: Path) -> int:
@@ -218,6 +223,16 @@ def test_region_whose_memory_is_still_shown_somewhere_can_be_closed(tmp_path: Pa
     with memoryview(region.mapping) as view:
         region.close()
         assert len(view) == NUM_BYTES
+
+
+def test_memory_that_a_tensor_shows_stays_mapped_until_the_tensor_is_gone(tmp_path: Path) -> None:
+    region = opened(tmp_path)
+    tensor = torch.frombuffer(region.view, dtype=torch.uint8)
+    region.close()
+    assert is_mapped(region.data_path)  # or the next line would end this process
+    assert tensor.fill_(7).sum() == 7 * NUM_BYTES
+    del tensor
+    assert not is_mapped(region.data_path)
 
 
 def test_directory_and_files_of_a_region_are_private(tmp_path: Path) -> None:

@@ -88,6 +88,16 @@ def test_others_are_called_in_the_middle_and_at_the_end(
     assert all(whole)
 
 
+def test_copy_that_outlives_the_memory_of_its_start_writes_where_nobody_reads(
+    trainer: Trainer, copier: StateCopier
+) -> None:
+    request = trainer.request(0)
+    copier.copy(request, None, lambda: None, lambda: None)
+    request.region.close()
+    assert str(request.region.data_path) in Path("/proc/self/maps").read_text()
+    copier.copy(request, None, lambda: None, lambda: None)
+
+
 def test_tensors_that_do_not_exist_yet_are_named(trainer: Trainer, copier: StateCopier) -> None:
     request = trainer.request(0)
     local = trainer.state.parameters[0]

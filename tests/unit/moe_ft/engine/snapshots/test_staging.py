@@ -295,3 +295,12 @@ def test_weights_that_were_not_rounded_from_their_masters_are_refused(wrong: lis
     with pytest.raises(SnapshotError, match=f"^{re.escape(message)}$"):
         for chunk in chunks:
             chunk.check()
+
+
+def test_file_stays_mapped_as_long_as_a_chunk_is_to_be_copied_into_it() -> None:
+    state = place([(CUT, ("F32", Packing.EXACT), 0)], seed=0)
+    chunks = cut(state.parts, Staging(256 * KIB, CPU))
+    with pytest.raises(BufferError):
+        state.file.close()
+    del chunks
+    state.file.close()
