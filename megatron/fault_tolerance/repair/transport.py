@@ -31,7 +31,9 @@ Made = Mapping[Any, Any]
 
 
 class Transport(Protocol):
-    """Backends of one kind. Owned by the training thread, but for `end` and `failure`, which links.py calls one at a time.
+    """Backends of one kind. Owned by the training thread, but for `end` and `failure`.
+
+    Links calls `end`, `begin` and `failure` one at a time.
 
     Attributes:
         name: of the kind in torch.
