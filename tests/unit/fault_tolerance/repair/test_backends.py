@@ -37,6 +37,7 @@ def renew_and_use(folder: str) -> None:
     rank = int(os.environ["RANK"])
     store = dist.FileStore(f"{folder}/first", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.barrier()  # or one lets go of a connection that the other is still making
     group = dist.distributed_c10d._get_default_group()
     name, description = group.group_name, group.group_desc
     found = []

@@ -26,11 +26,14 @@ def swap_and_reduce(folder: str) -> None:
         "gloo", store=dist.FileStore(f"{folder}/first", 2), rank=rank, world_size=2
     )
     pair = dist.new_group([0, 1])
+    for group in (None, pair):  # or one lets go of a connection that the other is still making
+        dist.barrier(group=group)
     groups = Groups((Gloo(),), Recipes())
     groups.note()
     store = dist.FileStore(f"{folder}/second", 2)
     for number in (1, 2):
         later = dist.new_group([0, 1])
+        dist.barrier(group=later)
         groups.drop_others()
         assert later not in dist.distributed_c10d._world.pg_map
         groups.swap(store, number, _TIMEOUT)
