@@ -305,18 +305,27 @@ def cost(values: Values) -> float:
 
 
 SPACE = Space(factors=FACTORS, is_possible=is_possible, views=views, cost=cost)
-# Too slow on two cores for `make test`.
-_NOT_IN_SHARE = {"tp2-pp2-ep2", "tp4"}  # take very long on two cores
+_SLOWEST = {"tp2-pp2-ep2", "tp4"}  # take very long on two cores
+_NOT_IN_SHARE = {*_SLOWEST, "pp2-ep2-dp2"}  # too slow on two cores for `make test`
 
 
 def is_important(pair: Pair) -> bool:
-    """Return whether `make test` shows the pair: each value, and each mode with each fault and precision."""
+    """Return whether `make test` shows the pair: each value, and each mode with each fault and precision.
+
+    Not with each phase of an iteration: what a mode has in memory then is the same in all of them.
+    """
     values = dict(pair)
     if not _NOT_IN_SHARE.isdisjoint(values.values()):
         return False
+    if len(values) == 1:
+        return True
     mode = values.get("mode")
     factors = {"kind", "phase", "tier", "precision", "packing", "optimizer"}
-    return len(values) == 1 or (mode not in (None, "single") and not factors.isdisjoint(values))
+    return (
+        mode not in (None, "single")
+        and not factors.isdisjoint(values)
+        and values.get("phase") not in ITERATION_PHASES
+    )
 
 
 # One run per line: its target of make, then its values in the order of FACTORS.
@@ -348,7 +357,7 @@ def repaired_cases() -> list[Case]:
     Both faults become kills in an iteration: what else the table has ends a start. So do kills before each
     expert was saved, and after evaluations that draw random numbers.
     """
-    left_out = {*_NOT_IN_SHARE, "partial-1", "evaluation"}
+    left_out = {*_SLOWEST, "partial-1", "evaluation"}
     candidates = [run for run in runs() if left_out.isdisjoint(run.values())]
     missing = {(name, run[name]) for run in candidates for name in RUN_FACTORS}
     found = []
