@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
+from megatron.fault_tolerance.repair import sockets
 from megatron.fault_tolerance.repair.links import Links
 
 
@@ -97,10 +98,14 @@ def send_and_end(num_elements: int) -> tuple[str, str]:
     return sent, received
 
 
-@pytest.mark.parametrize(("num_messages", "num_elements"), [(2, 10_000_000), (30, 100)])
+# No pause of the machine is as long as 200 looks, between two parts of a large message.
+@pytest.mark.parametrize(
+    ("num_messages", "num_elements", "quiet_looks"), [(2, 10_000_000, 200), (30, 100, 5)]
+)
 def test_nobody_waits_in_vain_for_a_message_whose_connection_ends_when_it_is_sent(
-    num_messages: int, num_elements: int
+    num_messages: int, num_elements: int, quiet_looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Gloo forgets a message that is cut, and one that it sends before it sees the end: both ranks wait on.
+    monkeypatch.setattr(sockets, "_QUIET_LOOKS", quiet_looks)
     for _ in range(num_messages):
         assert not any("Timed out" in each for each in send_and_end(num_elements))
