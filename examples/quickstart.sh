@@ -64,7 +64,7 @@ torchrun --nproc-per-node "$NUM_RANKS" --max-restarts "$MAX_RESTARTS" --rdzv-id 
     --rdzv-backend c10d --rdzv-endpoint "localhost:$MASTER_PORT" \
     -m moe_ft keep -- "$ROOT/pretrain_gpt_moe.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${LAYOUT[@]}" --moe-ft-event-log "$RUN_DIR/events" "$@" \
-    2>&1 | tee "$RUN_DIR/output.log" || status=$?
+    2>&1 | tee -i "$RUN_DIR/output.log" || status=$?
 
 echo
 if [ -d "$RUN_DIR/events" ]; then
