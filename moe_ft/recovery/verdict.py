@@ -32,7 +32,11 @@ class Verdict:
     def say_rejected(self, plan: Plan, inventory: Inventory, rejected: Sequence[Rejection]) -> None:
         """Print the states that may be newer than the recovered one, and why they are not used."""
         reasons = [each.reason for each in newer_than(plan, rejected)]
-        reasons += [each.text for each in inventory.problems if each.is_state]
+        reasons += [
+            each.text
+            for each in inventory.problems
+            if each.is_state and (each.iteration is None or each.iteration > plan.iteration)
+        ]
         if reasons and self._site.rank == 0:
             say(f"continuing from iteration {plan.iteration}; what may be newer is not used:")
             _say_all(reasons)

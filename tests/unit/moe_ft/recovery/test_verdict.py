@@ -157,6 +157,15 @@ def test_state_that_is_damaged_is_said(capsys: pytest.CaptureFixture[str]) -> No
     assert said(capsys, [], found)[1:] == ["moe_ft:   region_0.json is cut off"]
 
 
+def test_unfinished_window_is_said_only_if_it_goes_further(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = inventory()
+    for iteration in (9, 10):
+        found.add_problem(f"window up to {iteration}", is_state=True, iteration=iteration)
+    assert said(capsys, [], found)[1:] == ["moe_ft:   window up to 10"]
+
+
 def test_very_many_states_are_said_up_to_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, [rejection(each, of=1) for each in range(10, 60)])
     assert len(lines) == 14
