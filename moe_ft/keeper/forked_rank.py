@@ -15,6 +15,7 @@ from moe_ft.keeper.protocol import RankRequest
 from moe_ft.keeper.target import Target
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 
 
 def become(request: RankRequest, streams: Sequence[int]) -> None:
@@ -29,6 +30,7 @@ def become(request: RankRequest, streams: Sequence[int]) -> None:
     os.chdir(request.folder)
     os.umask(request.mask)
     os.sched_setaffinity(0, request.cpus)
+    _call_itself(f"rank_{request.environment.get('RANK', '')}")
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
@@ -39,6 +41,11 @@ def follow_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def _call_itself(name: str) -> None:
+    """Set the name that ps and top show: the command line is that of the process with the imports."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def run(target: Target) -> None:

@@ -251,6 +251,10 @@ class Zygote:
             rank.link.retire()
         if not message:
             self._selector.unregister(rank.connection)
+            name = rank.request.environment.get("RANK")
+            _say(
+                f"the small process of rank {name}, which torchrun started, has ended: the rank is killed"
+            )
         _send(rank, number)
 
     def _reap(self, rank: _Rank) -> None:

@@ -14,7 +14,7 @@ from moe_ft.keeper.target import Target
 def test_process_takes_over_streams_environment_folder_mask_and_session(tmp_path: Path) -> None:
     request = RankRequest(
         words=("script",),
-        environment={"ONLY": "this"},
+        environment={"RANK": "12"},
         folder=str(tmp_path),
         mask=0o27,
         cpus=(min(os.sched_getaffinity(0)),),
@@ -33,6 +33,7 @@ def test_process_takes_over_streams_environment_folder_mask_and_session(tmp_path
             "cpus": sorted(os.sched_getaffinity(0)),
             "leads": os.getsid(0) == os.getpid(),
             "draw": random.random(),
+            "name": Path("/proc/self/comm").read_text(),
         }
         os.write(1, json.dumps(facts).encode())
         os.write(2, b"error")
@@ -43,7 +44,8 @@ def test_process_takes_over_streams_environment_folder_mask_and_session(tmp_path
     facts = json.loads((tmp_path / "out").read_text())
     assert facts.pop("draw") != expected
     assert facts == {
-        "environment": {"ONLY": "this"},
+        "environment": {"RANK": "12"},
+        "name": "rank_12\n",
         "folder": str(tmp_path),
         "mask": 0o27,
         "cpus": list(request.cpus),
