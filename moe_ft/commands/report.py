@@ -26,11 +26,12 @@ def run(options: argparse.Namespace) -> int:
 def render(summary: RunSummary, directory: Path) -> str:
     """Return the summary as text.
 
-    It lists recoveries if there were any, ranks if one did not finish, and the unread parts of the log.
+    It lists recoveries and repairs if there were any, ranks if one did not finish, and
+    the unread parts of the log.
     """
     rows = [
         ("iterations", str(summary.num_iterations)),
-        ("starts", str(summary.num_incarnations)),
+        ("starts", _starts(summary)),
         ("loss at start", show(summary.first_loss)),
         ("loss at end", show(summary.last_loss)),
         ("seconds per iteration (median)", show(summary.iteration_s)),
@@ -40,6 +41,8 @@ def render(summary: RunSummary, directory: Path) -> str:
     text = tabulate(rows, tablefmt="simple", disable_numparse=True)
     if summary.recoveries:
         text += "\n\n" + tabulate(summary.recoveries, headers="keys", disable_numparse=True)
+    if summary.repairs:
+        text += "\n\n" + tabulate(summary.repairs, headers="keys", disable_numparse=True)
     if any(rank.ending != "finished" for rank in summary.ranks):
         ranks = map(astuple, summary.ranks)
         headers = ("rank", "start", "iterations done", "last phase", "how it ended")
@@ -47,3 +50,9 @@ def render(summary: RunSummary, directory: Path) -> str:
     if summary.left_out:
         text += "\n\n" + "\n".join(f"left out: {line}" for line in summary.left_out)
     return text
+
+
+def _starts(summary: RunSummary) -> str:
+    if not summary.repairs:
+        return str(summary.num_incarnations)
+    return f"{summary.num_incarnations}, {len(summary.repairs)} of them repairs in place"

@@ -53,6 +53,13 @@ class _Recovery(_Line, frozen=True, kw_only=True):
     lossy: dict[str, str] = {}
 
 
+class _Repair(_Line, frozen=True, kw_only=True):
+    dead_ranks: tuple[int, ...]
+    hung_s: dict[str, float]
+    broken_iteration: int
+    seconds: float
+
+
 class _Fault(_Line, frozen=True, kw_only=True):
     kind: str
 
@@ -70,6 +77,7 @@ _KINDS: dict[str, type[_Line]] = {
     "start": _Start,
     "iteration": _Iteration,
     "recovery": _Recovery,
+    "repair": _Repair,
     "fault_injected": _Fault,
     "stopped": _Stopped,
     "end": _End,
@@ -135,6 +143,7 @@ class RunSummary:
 
     Attributes:
         recoveries: rows of a table for people.
+        repairs: rows of another one; each has a recovery of the same start.
         left_out: a line for people on each part of the log that could not be read.
     """
 
@@ -146,6 +155,7 @@ class RunSummary:
     tokens_per_s: float | None
     ranks: tuple[RankSummary, ...]
     recoveries: tuple[dict[str, object], ...]
+    repairs: tuple[dict[str, object], ...]
     left_out: tuple[str, ...]
 
 
@@ -169,7 +179,7 @@ def summarize(directory: Path) -> RunSummary:
         )
     # Every rank has the times; the loss is on the last stage, where the last rank always is.
     events = _read_course(directory, summaries[-1].rank, left_out)
-    courses = [event for event in events if not isinstance(event, _Recovery)]
+    courses = [event for event in events if not isinstance(event, _Recovery | _Repair)]
     # The first iteration of a start pays for warming up.
     steady = [
         event
@@ -188,6 +198,7 @@ def summarize(directory: Path) -> RunSummary:
         tokens_per_s=num_tokens / iteration_s if iteration_s and num_tokens else None,
         ranks=summaries,
         recoveries=tuple(_summarize_recoveries(events)),
+        repairs=tuple(_summarize_repair(event) for event in events if isinstance(event, _Repair)),
         left_out=left_out.describe(),
     )
 
@@ -210,12 +221,12 @@ def _ranks(directory: Path) -> Sequence[int]:
 
 
 def _read_course(directory: Path, rank: int, left_out: _LeftOut) -> list[_Line]:
-    """Return a rank's starts, iterations and recoveries."""
+    """Return a rank's starts, iterations, recoveries and repairs."""
     path = event_path(directory, rank)
     course: list[_Line] = []
     try:
         for event in left_out.typed(rank, read_lines(path)):
-            if isinstance(event, _Start | _Iteration | _Recovery):
+            if isinstance(event, _Start | _Iteration | _Recovery | _Repair):
                 course.append(event)
     except OSError as error:
         left_out.add_file(path, error)
@@ -263,6 +274,17 @@ def _summarize_recoveries(events: Sequence[_Line]) -> Iterator[dict[str, object]
             "after": show(median(after) if after else None),
             "highest": show(max(after, default=None)),
         }
+
+
+def _summarize_repair(repair: _Repair) -> dict[str, object]:
+    """Return the row of a repair. Iterations are counted from 1, as log lines do."""
+    return {
+        "start": repair.incarnation,
+        "replaced ranks": ", ".join(map(str, repair.dead_ranks)),
+        "that hung": ", ".join(repair.hung_s) or "-",
+        "in iteration": repair.broken_iteration + 1,
+        "seconds": f"{repair.seconds:.1f}",
+    }
 
 
 def _summarize_rank(directory: Path, rank: int, left_out: _LeftOut) -> RankSummary | None:

@@ -48,6 +48,32 @@ def test_last_incarnation_decides_how_a_rank_ended(tmp_path: Path) -> None:
     assert summary.ranks[0].ending == "finished"
 
 
+def test_repairs_are_told_from_restarts(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, [5.0])
+    assert "\nstarts                          1\n" in render(summarize(tmp_path), tmp_path)
+    write_run(tmp_path, 0, [4.5], incarnation=1)
+    write_run(tmp_path, 0, [4.0], incarnation=2).write(
+        *("repair", 7),
+        dead_ranks=[1, 3],
+        hung_s={"3": 5.02},
+        broken_iteration=6,
+        seconds=30.46,
+    )
+    summary = summarize(tmp_path)
+    assert summary.repairs == (
+        {
+            "start": 2,
+            "replaced ranks": "1, 3",
+            "that hung": "3",
+            "in iteration": 7,
+            "seconds": "30.5",
+        },
+    )
+    lines = render(summary, tmp_path).splitlines()
+    assert "starts                          3, 1 of them repairs in place" in lines
+    assert "start    replaced ranks    that hung    in iteration    seconds" in lines
+
+
 def test_rank_without_events_is_left_out(tmp_path: Path) -> None:
     write_run(tmp_path, 0, [5.0]).write("end", 1, reason="finished")
     (tmp_path / "rank_00001.jsonl").touch()
