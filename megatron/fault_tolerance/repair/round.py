@@ -31,6 +31,7 @@ from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
 from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
 from moe_ft.keeper.link import Link
+from moe_ft.recovery.site import say
 
 _CONNECT_S = 30.0  # for all ranks to make the connections of a group
 _REPAIR_S = 600.0  # until training runs again; groups have shorter timeouts of their own
@@ -145,3 +146,14 @@ class RoundRunner:
             phases_s=phases.seconds,
         )
         self._listeners.after_repair(repair)
+        if dist.get_rank() == 0:
+            say(_end_of(repair))
+
+
+def _end_of(repair: Repair) -> str:
+    """Return a line for people. They count iterations from 1, as log lines do."""
+    names = ("rank " if len(repair.dead) == 1 else "ranks ") + ", ".join(map(str, repair.dead))
+    return (
+        f"{names} replaced in {sum(repair.phases_s.values()):.1f} s, and iteration "
+        f"{repair.iteration + 1} finished: no other rank was restarted"
+    )

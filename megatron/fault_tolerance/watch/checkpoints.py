@@ -5,6 +5,7 @@ state_seam.py decides when the engine acts on a state.
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -208,6 +209,8 @@ class Checkpoints(LoopListener):
         iteration, loss = outcome.iteration, outcome.loss
         self._loop.stages_alone, self._loop.num_replayed = outcome.stages, num_replayed
         self._log.write("recovery", iteration, **_recovery_fields(outcome, num_replayed))
+        if self._log.rank == 0:
+            print(f"moe_ft: {_continuation(outcome)}", file=sys.stderr, flush=True)
         if loss is not None:
             numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
             self._scalars.write(numbers, iteration=iteration)
@@ -356,6 +359,16 @@ def _node_of(site: Site) -> Node:
     node = next(info.node for info in site.topology.ranks if info.pid == os.getpid())
     pids = tuple(info.pid for info in site.topology.on_node(node))
     return Node(pids=pids, directory=site.node_dir)
+
+
+def _continuation(outcome: Outcome) -> str:
+    """Return a line for people about a recovery; they have read before that ranks have died."""
+    line = f"training continues after iteration {outcome.iteration}"
+    if tiers := " and ".join(sorted(tier.value for tier in outcome.sources)):
+        line += f", whose state comes from {tiers}"
+    if outcome.stages:
+        line += f"; stages that have run iterations again: {', '.join(map(str, outcome.stages))}"
+    return line
 
 
 def _recovery_fields(outcome: Outcome, num_replayed: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The others are in the store only; tests/distributed/test_repair.py has whole job
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megatron.core.rerun_state_machine import (
 from megatron.core.timers import Timers
 from megatron.training import global_vars, training
 
+from megatron.fault_tolerance.repair import round as rounds_of_repair
 from megatron.fault_tolerance.repair.batches import Batches, training_batches
 from megatron.fault_tolerance.repair.catching_up import CatchingUp
 from megatron.fault_tolerance.repair.groups import Groups
@@ -162,3 +164,18 @@ def test_round_without_a_state_is_no_refusal_of_the_job(rank: Rank) -> None:
         rank.run(Phases(6.0))
     assert rank.rounds.last_finished() == 0
     assert rank.ran == []
+
+
+def test_line_about_a_repair_names_the_ranks_and_counts_iterations_as_log_lines_do() -> None:
+    repair = Repair(
+        number=1,
+        iteration=6,
+        recovered=6,
+        dead=(2,),
+        hung_s={},
+        is_replacement=False,
+        phases_s={"meet": 1.0, "swap": 0.25},
+    )
+    end = "replaced in 1.2 s, and iteration 7 finished: no other rank was restarted"
+    assert rounds_of_repair._end_of(repair) == f"rank 2 {end}"
+    assert rounds_of_repair._end_of(replace(repair, dead=(1, 3))) == f"ranks 1, 3 {end}"

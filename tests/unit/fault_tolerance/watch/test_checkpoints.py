@@ -106,6 +106,21 @@ def test_recovery_has_every_field(
     assert wandb.lines == []
 
 
+def test_line_of_the_first_rank_says_where_training_continues(
+    checkpoints: Checkpoints, event_log: EventLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    event_log.rank = 0
+    checkpoints._write_recovery(RECOVERY, 0)
+    line = "moe_ft: training continues after iteration 12, whose state comes from memory and peer"
+    assert capsys.readouterr().err == f"{line}\n"
+    checkpoints._write_recovery(replace(RECOVERY, stages=(1, 2)), 2)
+    ran = "stages that have run iterations again: 1, 2"
+    assert capsys.readouterr().err == f"{line}; {ran}\n"
+    event_log.rank = 1
+    checkpoints._write_recovery(RECOVERY, 0)
+    assert capsys.readouterr().err == ""
+
+
 def test_recovery_that_lost_tokens_says_how_many_and_where(
     checkpoints: Checkpoints, event_log: EventLog, wandb: Wandb
 ) -> None:
