@@ -48,6 +48,50 @@ def test_rank_that_others_time_out_waiting_for_ends_itself_and_is_replaced(
     assert "ends: its training thread has been in one iteration for" in text
 
 
+@pytest.mark.rest
+@pytest.mark.timeout(900)
+def test_timeout_of_the_flag_counts_before_and_after_a_repair(repaired: RepairedJob) -> None:
+    """The second hang is that of the replacement, which has set the timeout of its groups alone."""
+    flags = repaired.flags(
+        ["hang:2@4:backward", "hang:2@6:forward"],
+        (*DENSE, *HEARTBEAT),
+        PP_EP,
+        ("--distributed-timeout-seconds-after-init", "40"),
+    )
+    run_kept(flags, 4, log=repaired.folder / "log", deadline_s=DEADLINE_S).check()
+    repaired.check([2, 2], [4, 6], [{3, 4}, {5, 6}])
+    assert hung_ranks(repaired) == [["2"]] * 4
+    text = (repaired.folder / "log").read_text()
+    found = re.findall(r"has left its iteration: a rank has died \(.*[Tt]imed out.* (\d+)ms", text)
+    assert found, text[-3000:]
+    assert set(found) == {"40000"}, "not the minute of --distributed-timeout-minutes"
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["hang", "hang in the replacement"])
+def test_rank_that_hangs_in_a_recovery_has_the_launcher_restart_the_job(
+    repaired: RepairedJob, kind: str
+) -> None:
+    second = "hang:3@3:recovery" if "replacement" in kind else "hang:1@3:recovery"
+    flags = repaired.flags(["kill:3@4:forward", second], DENSE, PP_EP)
+    log = repaired.folder / "log"
+    result = run_kept(flags, 4, log=log, max_restarts=1, deadline_s=DEADLINE_S).check()
+    assert result.num_restarts == 1
+    assert f"inflicts {second} on itself" in log.read_text()
+    for rank in range(repaired.num_ranks):
+        assert events(repaired.folder / "events", rank, "repair") == []
+        # The restart, and for some ranks the repair before, whose recovery ends on each rank by itself.
+        targets = [
+            each["target_iteration"]
+            for each in events(repaired.folder / "events", rank, "recovery")
+        ]
+        assert targets, "nothing was recovered"
+        assert set(targets) <= {3, 4}
+        assert events(repaired.folder / "events", rank, "end")[-1]["reason"] == "finished"
+    assert repaired.digests() == repaired.expected()
+
+
 # A survivor that dies when it has made some of the backends of round 1.
 DIES_IN_SWAP = f"""
 import os, runpy, signal, sys

@@ -1,27 +1,35 @@
-"""pretrain_gpt_moe.py whose rank DYING_RANK is killed once, in an evaluation or in a log line (DYING_IN)."""
+"""pretrain_gpt_moe.py whose ranks die once each, in an evaluation or in a log line (DYING_IN).
+
+DYING holds faults such as kill:3@4: rank 3 is killed where the fourth step of its evaluations begins, or its
+fourth log line. A replacement counts from 1 again.
+"""
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from megatron.training import ft_integration, one_logger_utils
 
 import pretrain_gpt_moe
 
-AT = 4  # of all iterations of evaluations, which have two; and of all log lines
-
 _num_begun = 0
 
 
 def die_once(*_: object) -> None:
-    """Die where the fourth of these begins, unless a process before this one has."""
+    """Die where a fault is due, unless a process before this one has."""
     global _num_begun
     _num_begun += 1
-    marker = Path(os.environ["DYING_MARKER"])
-    is_due = _num_begun == AT and not marker.exists()
-    if is_due and os.environ["RANK"] == os.environ["DYING_RANK"]:
+    for fault in os.environ["DYING"].split():
+        kind, place = fault.split(":")
+        marker = Path(f"{os.environ['DYING_MARKER']}_{place}")
+        if place != f"{os.environ['RANK']}@{_num_begun}" or marker.exists():
+            continue
         marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:  # hang
+            time.sleep(3600)
 
 
 if __name__ == "__main__":
