@@ -6,6 +6,7 @@ import torch.distributed as dist
 from megatron.fault_tolerance.repair import membership as memberships
 from megatron.fault_tolerance.repair.joining import Joining
 from megatron.fault_tolerance.repair.membership import Membership
+from megatron.fault_tolerance.repair.recipes import Recipes
 from moe_ft.errors import RepairError
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds, declare
@@ -46,7 +47,7 @@ def replacement(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Membershi
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     link = Link(died_s=5.0, predecessor_hung_s=2.0)
     link.round = 1
-    return Membership(link, Rounds(store, 3), Joining())
+    return Membership(link, Rounds(store, 3), Joining(Recipes()))
 
 
 def test_replacement_takes_its_place_once_it_meets_the_others(
