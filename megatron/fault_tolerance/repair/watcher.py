@@ -5,8 +5,10 @@ A training thread that does not leave its iteration then waits for nobody: it ha
 
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,6 +42,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name="moe_ft-repair", daemon=True)
         self._noticed_s: dict[int, float] = {}
         self._inside_since_s: float | None = None
+        self._training_thread = 0
         self._freed_s = self._next_look_s = 0.0
 
     def start(self) -> None:
@@ -49,6 +52,7 @@ class Watcher:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Note that the training thread is in an iteration: it must leave it when its connections end."""
+        self._training_thread = threading.get_ident()
         self._inside_since_s = time.monotonic()
         try:
             yield
@@ -97,6 +101,8 @@ class Watcher:
         self._link.note_hang(now_s - since_s)
         say(
             f"process {os.getpid()} ends: its training thread has been in one iteration for "
-            f"{now_s - since_s:.1f} s, and does not leave it though nobody can be waited for any more"
+            f"{now_s - since_s:.1f} s, and does not leave it though nobody can be waited for any more. "
+            "It is in:\n"
+            + "".join(traceback.format_stack(sys._current_frames()[self._training_thread]))
         )
         os.kill(os.getpid(), signal.SIGKILL)

@@ -98,8 +98,8 @@ def end_of(training: Callable[[Watcher, Links], None], link: Link) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_training_thread_that_does_not_leave_its_iteration_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch,
+def test_training_thread_that_does_not_leave_its_iteration_ends_the_process_and_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watchers, "STUCK_S", 0.1)
     link = Link()
@@ -111,6 +111,7 @@ def test_training_thread_that_does_not_leave_its_iteration_ends_the_process(
 
     assert end_of(hang, link) == -signal.SIGKILL
     assert link.hung_s > 0.1
+    assert "time.sleep(1000)" in capfd.readouterr().err
 
 
 def test_training_thread_that_has_left_its_iteration_may_take_its_time(
