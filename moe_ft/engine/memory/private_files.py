@@ -4,6 +4,8 @@ Memory directories lie in places that every user of a node may write to. What is
 if it is ours: a check of what a path names is worth nothing once it is opened again by its path, so files are
 opened relative to the descriptor of a directory that was checked, and no link is followed. Which directories
 there are is engine/memory/regions.py.
+
+What a user names may be anybody's, but it must be a file: opening a named pipe may never return.
 """
 
 import errno
@@ -14,12 +16,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from moe_ft.errors import UnsafePathError
+from moe_ft.errors import CorruptStateError, UnsafePathError
 
 PRIVATE_MODE = 0o700
 _FILE_MODE = 0o600
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOT_UID = 0
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def make_root(directory: Path) -> None:
@@ -108,6 +116,28 @@ def read_private(path: Path) -> bytes:
     """Return what is in a small file of ours; see `open_private`."""
     with open_private(path) as file:
         return file.read()
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading, whoever owns it.
+
+    Raises:
+        CorruptStateError: if it is a named pipe, a device or a socket.
+        OSError: if it cannot be opened, or is a directory.
+    """
+    check_is_regular(path)
+    # Without waiting, for the case that another file has taken its place.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    return os.fdopen(descriptor, "rb")
+
+
+def check_is_regular(path: Path | str) -> None:
+    """Raise CorruptStateError if a file is a named pipe, a device or a socket, without opening it."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a directory, opening it says so
+        raise CorruptStateError(
+            f"{path} is not a regular file, but {_KINDS.get(stat.S_IFMT(mode))}"
+        )
 
 
 def create_private(path: Path) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 
 import fsspec
 
+from moe_ft.engine.memory.private_files import check_is_regular
 from moe_ft.engine.persist.own_random import give_own_random
 from moe_ft.engine.persist.patience import call_within
 from moe_ft.errors import MoeFtError
@@ -215,6 +216,8 @@ class Storage:
         return content.getvalue()
 
     def _read(self, full: str, start: int, end: int | None) -> bytes:
+        if self._is_local:
+            check_is_regular(full)
         if start == 0 and end is None:  # of an empty object S3 has no range
             return bytes(self._file_system.cat_file(full))
         return bytes(self._file_system.cat_file(full, start=start, end=end))

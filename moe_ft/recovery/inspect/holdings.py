@@ -11,11 +11,12 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from moe_ft.engine.memory.private_files import read_private
 from moe_ft.engine.memory.regions import INDEX_NAME, is_breakpoint
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest
 from moe_ft.engine.persist.patience import PATIENCE_S
 from moe_ft.engine.persist.storage import Storage, iteration_directory
-from moe_ft.errors import ConfigError
+from moe_ft.errors import ConfigError, UnsafePathError
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import lossy_packings
 from moe_ft.format.identity import Identity, Start
@@ -145,7 +146,10 @@ def _in_memory(directory: str) -> Iterator[Holding]:
         tier = "replica" if path.parent.name.startswith("replica_") else "memory"
         tier = "breakpoint" if is_breakpoint(path) else tier
         try:
-            index = decode(path.read_bytes(), Index, str(path))
+            index = decode(read_private(path), Index, str(path))
+        except UnsafePathError as error:
+            yield _broken(tier, str(path), 0, f"not trusted, as in a recovery: {error}")
+            continue
         except OSError as error:
             yield _broken(tier, str(path), 0, f"corrupt: {error}")
             continue

@@ -8,10 +8,12 @@ import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
 from moe_ft.engine.finite import check_is_finite
+from moe_ft.engine.memory.private_files import open_private, open_regular, read_private
 from moe_ft.engine.persist.soundness import check_references, check_region, read_file
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import CorruptStateError
@@ -21,6 +23,8 @@ from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
 from moe_ft.recovery.inspect.boundary_logs import verify_logs
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings
+
+Open = Callable[[Path], BinaryIO]
 
 
 def verify(directory: str) -> tuple[list[str], list[str]]:
@@ -72,18 +76,18 @@ def _damage(check: Callable[[], None]) -> Iterator[str]:
 
 
 def _check_region(path: Path) -> None:
-    index = decode(path.read_bytes(), Index, str(path))
+    index = decode(read_private(path), Index, str(path))
     check_region(index, path)
-    _check_file(path.parent / index.file, index)
+    _check_file(path.parent / index.file, index, open_private)
     for pool in {unit.file for unit in index.units.values() if unit.file}:
         _check_pool(path.parent / pool, index)
 
 
-def _check_file(data: Path, index: Index) -> None:
+def _check_file(data: Path, index: Index, open_: Open = open_regular) -> None:
     """Check a local data file against its index, and that it is a valid safetensors file."""
     if data.stat().st_size != index.file_bytes:
         raise CorruptStateError(f"{data} has {data.stat().st_size} bytes, not {index.file_bytes}")
-    content = _mapped(data)
+    content = _mapped(data, open_)
     check_units(index, {"": content}, str(data))
     _check_numbers(index, "", content)
     _check_is_valid(data)
@@ -91,16 +95,16 @@ def _check_file(data: Path, index: Index) -> None:
 
 def _check_pool(path: Path, index: Index) -> None:
     """Check the units that an index has in a pool."""
-    content = _mapped(path)
+    content = _mapped(path, open_private)
     pooled = [(name, unit) for name, unit in index.units.items() if unit.file == path.name]
     check_places({path.name: content}, str(path), pooled)
     _check_numbers(index, path.name, content)
     _check_is_valid(path)
 
 
-def _mapped(path: Path) -> memoryview:
+def _mapped(path: Path, open_: Open) -> memoryview:
     """Return the bytes of a file; the garbage collector unmaps it, since a traceback may hold parts."""
-    with path.open("rb") as file:
+    with open_(path) as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 

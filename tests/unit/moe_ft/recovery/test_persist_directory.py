@@ -2,11 +2,12 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.engine.persist import storage_lock
@@ -243,32 +244,40 @@ def test_lock_that_always_changes_hands_is_given_up(
         opener.open("new")
 
 
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Return what makes storage answer no read of the lock any more, until the test is over."""
+    ended = threading.Event()
+
+    def read(*args: object, **more: object) -> bytes:
+        ended.wait()
+        raise OSError("too late")
+
+    def act() -> None:
+        give_up_soon(monkeypatch, f"read {LOCK_NAME}")
+        monkeypatch.setattr(LocalFileSystem, "cat_file", read)
+
+    yield act
+    ended.set()
+
+
 def test_storage_that_does_not_answer_is_refused(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch
+    opener: Opener, silent: Callable[[], None]
 ) -> None:
-    give_up_soon(monkeypatch, f"read {LOCK_NAME}")
-    path = Path(opener.url) / LOCK_NAME
-    path.parent.mkdir()
-    os.mkfifo(path)
+    silent()
     with pytest.raises(
         ConfigError, match=f"--moe-ft-persist-dir={opener.url} cannot be used .*: read {LOCK_NAME}"
     ):
         opener.open("new")
-    with path.open("wb"):  # lets the reader go
-        pass
 
 
 def test_lock_on_storage_that_does_not_answer_at_the_end_is_said_to_stay(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    opener: Opener, silent: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lock, path = opener.open("job"), Path(opener.url) / LOCK_NAME
-    give_up_soon(monkeypatch, f"read {LOCK_NAME}")
+    lock = opener.open("job")
     lock.close()
-    path.unlink()
-    os.mkfifo(path)
+    silent()
     release_lock(lock)
-    with path.open("wb"):  # lets the reader go
-        pass
     said = capsys.readouterr().err
     assert f"{LOCK_NAME} stays in the persist directory" in said
     assert f"TimeoutError: {opener.url}: read {LOCK_NAME}" in said

@@ -1,6 +1,7 @@
 """Directories and files of ours are made private; what others own or could replace is refused."""
 
 import os
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,11 @@ from moe_ft.engine.memory.private_files import (
     make_private,
     make_root,
     open_private,
+    open_regular,
     read_private,
     write_atomically,
 )
-from moe_ft.errors import UnsafePathError
+from moe_ft.errors import CorruptStateError, UnsafePathError
 
 STRANGER = 65534
 
@@ -134,6 +136,23 @@ def test_named_pipe_is_refused_without_waiting_for_its_other_end(
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UnsafePathError, match="pipe is not a regular file"):
         open_(tmp_path / "pipe")
+
+
+def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        for path, kind in (
+            (tmp_path / "pipe", "named pipe"),
+            (tmp_path / "socket", "socket"),
+            (Path("/dev/null"), "device"),
+        ):
+            with pytest.raises(
+                CorruptStateError, match=f"{path} is not a regular file, but a {kind}"
+            ):
+                open_regular(path)
+    with pytest.raises(IsADirectoryError):
+        open_regular(tmp_path)
 
 
 @as_root

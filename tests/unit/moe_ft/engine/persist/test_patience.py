@@ -1,6 +1,5 @@
 """Calls that do not return end in time, and so do all small operations on storage."""
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 
 from moe_ft.engine.persist.patience import call_within
 from moe_ft.engine.persist.storage import Storage
-from moe_ft.engine.persist.storage_lock import LOCK_NAME, StorageLock
 from tests.unit.moe_ft.faulty_storage import give_up_soon
 
 
@@ -93,14 +91,3 @@ def test_back_end_that_does_not_open_is_given_up(
     )
     with pytest.raises(TimeoutError, match="s3://u:[*]+@b: open"):
         Storage("s3://u:secret@b", patience_s=0.01)
-
-
-def test_lock_that_cannot_be_read_in_time_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    give_up_soon(monkeypatch, f"read {LOCK_NAME}")
-    os.mkfifo(tmp_path / LOCK_NAME)
-    with pytest.raises(TimeoutError, match=f"read {LOCK_NAME}"):
-        StorageLock(Storage(str(tmp_path), patience_s=30)).look()
-    with (tmp_path / LOCK_NAME).open("wb"):  # lets the reader go
-        pass

@@ -1,5 +1,6 @@
 """Contents of directories as `inspect` shows them."""
 
+import os
 import re
 from pathlib import Path
 
@@ -97,6 +98,27 @@ def test_units_of_a_window_are_listed_with_their_own_iterations(tmp_path: Path) 
 def test_directory_without_state_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no state of moe_ft.*Give a persist directory"):
         find_holdings(str(tmp_path))
+
+
+def test_named_pipes_in_the_places_of_files_are_named_without_waiting_for_a_writer(
+    tmp_path: Path,
+) -> None:
+    region, _ = in_memory(tmp_path / "memory")
+    manifest = on_storage(tmp_path / "storage").with_name("manifest.json")
+    for path in (region.index_path, manifest):
+        path.unlink()
+        os.mkfifo(path)
+    for tier in ("memory", "storage"):
+        (found,) = find_holdings(str(tmp_path / tier))
+        assert "is not a regular file" in found.problem
+
+
+def test_memory_that_others_can_write_is_shown_as_what_no_recovery_trusts(tmp_path: Path) -> None:
+    region, _ = in_memory(tmp_path)
+    region.index_path.chmod(0o666)
+    (found,) = find_holdings(str(tmp_path))
+    assert "not trusted, as in a recovery" in found.problem
+    assert "can be written by other users" in found.problem
 
 
 def test_breakpoint_is_shown_as_one(tmp_path: Path) -> None:
