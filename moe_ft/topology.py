@@ -18,6 +18,7 @@ class RankInfo:
         slot_bytes, num_slots: of its pool; 0 if every snapshot holds every unit.
         breakpoint_bytes: of the region of its breakpoint; 0 without one.
         boundary_slot_bytes, num_boundary_slots: of its boundary log; 0 without one.
+        agent: name of torchrun's agent that has started it; empty without one.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class RankInfo:
     breakpoint_bytes: int = 0
     boundary_slot_bytes: int = 0
     num_boundary_slots: int = 0
+    agent: str = ""
 
     def memory_bytes(self, num_regions: int) -> int:
         """Return the bytes that this many regions and the pool take."""

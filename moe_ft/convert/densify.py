@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe_ft.convert.source import check_is_quiet
 from moe_ft.engine.persist.storage import hide_password
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings, newest_holding
@@ -28,7 +29,7 @@ def densify(directory: str, iteration: int | None, command: Sequence[str]) -> in
         command: starts the job, as always.
 
     Raises:
-        ConfigError: if the command cannot do that.
+        ConfigError: if the command cannot do that, or the job runs already.
     """
     if iteration is not None:
         raise ConfigError(
@@ -40,6 +41,8 @@ def densify(directory: str, iteration: int | None, command: Sequence[str]) -> in
         print(f"{newest.place} is of one iteration: no job is started", file=sys.stderr)
         return 0
     _check_command(command, directory)
+    assert newest.storage is not None
+    check_is_quiet(hide_password(directory), newest.storage)
     print(f"{newest.place} is a window of {newest.window}: starting the job", file=sys.stderr)
     try:
         code = subprocess.run([*command, *_END], check=False).returncode

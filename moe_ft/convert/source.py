@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import xxhash
 
+from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.soundness import check_references, check_region, read_file
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock, watch_lock
@@ -121,7 +122,7 @@ def open_source(directory: str, iteration: int | None = None) -> Source:
     holdings = _sound(directory, find_holdings(directory), iteration)
     chosen = newest_holding(holdings)
     if chosen.manifest is not None and chosen.storage is not None:
-        _check_is_quiet(directory, chosen.storage)
+        check_is_quiet(directory, chosen.storage)
         try:
             source = _stored(chosen.place, chosen.storage, chosen.manifest)
         except CorruptStateError as error:
@@ -165,11 +166,13 @@ def _sound(directory: str, holdings: list[Holding], iteration: int | None) -> li
     return sound
 
 
-def _check_is_quiet(directory: str, storage: Storage) -> None:
-    """Refuse a persist directory that a job writes to: it may delete what is read."""
+def check_is_quiet(directory: str, storage: Storage) -> None:
+    """Raise ConfigError if a job writes to a persist directory: it may delete what is read."""
     lock = StorageLock(storage)
     before = lock.look()
-    now = before and watch_lock(lock, before, _WATCH_S)
+    if before is None or before.is_over(own_origin(os.environ)):
+        return
+    now = watch_lock(lock, before, _WATCH_S)
     if now is not None and now != before:
         raise ConfigError(
             f"{directory} must not be written to while it is converted, and {now.holder} writes there: "

@@ -26,7 +26,7 @@ from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.placement import plan_node_memory, sources_of
 from moe_ft.recovery.job_memory import alive_lock, measure, other_jobs
 from moe_ft.recovery.meet import Met
-from moe_ft.recovery.persist_directory import open_storage, release_lock, take_lock
+from moe_ft.recovery.persist_directory import open_storage, origin_of, release_lock, take_lock
 from moe_ft.recovery.site import Site, say
 from moe_ft.strategies.registry import chosen
 
@@ -41,8 +41,8 @@ class Claimed:
     Attributes:
         memory: this rank's share of the node's memory, not opened yet.
         storage: the persist directory, None without one.
-        lock: lock of the persist directory; None on all ranks but rank 0, and while an earlier start of this
-            job may hold it.
+        lock: lock of the persist directory; None on all ranks but rank 0, and as long as it is that of an
+            earlier start which is over.
     """
 
     memory: RankMemory
@@ -82,7 +82,7 @@ def claim(met: Met, opened: ExitStack) -> Claimed:
 
 
 def take_over_lock(met: Met, claimed: Claimed, opened: ExitStack) -> StorageLock | None:
-    """Take the persist directory's lock from an earlier start of this job; return it on rank 0.
+    """Take the persist directory's lock from an earlier start that is over; return it on rank 0.
 
     Called by all ranks, once nothing that was found can refuse this start.
     """
@@ -93,7 +93,7 @@ def take_over_lock(met: Met, claimed: Claimed, opened: ExitStack) -> StorageLock
         if met.site.rank != 0 or not met.site.writes_to_storage:
             return None
         try:
-            lock = take_lock(met.site.job_id, claimed.storage)
+            lock = take_lock(met.site.job_id, claimed.storage, origin_of(met.site))
         except OSError as error:
             raise ConfigError(
                 f"--moe-ft-persist-dir={claimed.storage.url}: its lock cannot be taken: {error}. Start "

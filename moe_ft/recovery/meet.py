@@ -19,6 +19,7 @@ from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.regions import node_directory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
+from moe_ft.engine.persist.origin import agent_name
 from moe_ft.errors import ConfigError, PlanError
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces
@@ -245,6 +246,7 @@ def _exchange_places(
         node=node,
         stage=facts.stage,
         pid=os.getpid(),
+        agent=agent_name(os.environ),
         address=server.address,
         region_bytes=sizes.region_bytes,
         slot_bytes=sizes.slot_bytes,

@@ -3,9 +3,11 @@
 engine/persist/storage_lock.py has the lock itself, recovery/claim.py the other directories and memory.
 """
 
+import os
 import secrets
 import time
 
+from moe_ft.engine.persist.origin import Origin, own_origin
 from moe_ft.engine.persist.patience import PATIENCE_S
 from moe_ft.engine.persist.storage import Storage, hide_password
 from moe_ft.engine.persist.storage_lock import (
@@ -25,8 +27,7 @@ _LOCK_ATTEMPTS = 5
 def open_storage(site: Site) -> tuple[Storage | None, StorageLock | None]:
     """Return the persist directory after a trial write, and its lock on rank 0; None without one.
 
-    A lock of the same job is left until `take_lock`: an earlier start may be alive, and this start may still
-    be refused.
+    The lock of an earlier start that is over is left until `take_lock`: this start may still be refused.
 
     Raises:
         ConfigError: if it cannot be used, does not answer, or another running job uses it.
@@ -43,8 +44,11 @@ def open_storage(site: Site) -> tuple[Storage | None, StorageLock | None]:
             probe = f".probe_{site.rank:05d}_{secrets.token_hex(4)}"
             storage.write_atomically(probe, b"moe_ft")
             storage.remove(probe)
-        is_free = site.rank == 0 and not _is_own_jobs(site.job_id, StorageLock(storage).look())
-        return storage, take_lock(site.job_id, storage) if is_free else None
+        if site.rank != 0:
+            return storage, None
+        origin, seen = origin_of(site), StorageLock(storage).look()
+        is_ours = seen is not None and seen.is_over(origin)
+        return storage, None if is_ours else take_lock(site.job_id, storage, origin)
     except ConfigError:
         raise
     except Exception as error:  # fsspec raises whatever its back ends raise
@@ -66,25 +70,30 @@ def release_lock(lock: StorageLock) -> None:
         )
 
 
-def _is_own_jobs(job_id: str, seen: SeenLock | None) -> bool:
-    return seen is not None and seen.lock is not None and seen.lock.job_id == job_id
+def origin_of(site: Site) -> Origin:
+    """Return the origin of this start. Rank 0 only."""
+    return own_origin(os.environ, (info.agent for info in site.topology.ranks))
 
 
-def take_lock(job_id: str, storage: Storage) -> StorageLock:
+def take_lock(job_id: str, storage: Storage, origin: Origin | None = None) -> StorageLock:
     """Return the lock of the persist directory, taken and being renewed. Of a job, rank 0 only.
 
-    A lock of the same job is taken over at once: an earlier start that still runs notices and stops writing.
+    The lock of a start that is known to be over is taken at once, any other when nobody renews it. A start
+    that still runs notices and stops writing.
+
+    Args:
+        origin: of this start; by default that of this process.
 
     Raises:
-        ConfigError: if another job has it and is alive.
+        ConfigError: if another start has it and is alive, also one of the same job.
         OSError: if storage fails.
     """
-    lock = StorageLock(storage)
+    lock, origin = StorageLock(storage), origin or own_origin(os.environ)
     for _ in range(_LOCK_ATTEMPTS):
         seen = lock.look()
         if seen is not None:
-            seen = _wait_for_stale(job_id, storage, lock, seen)
-        if lock.take(job_id, seen):
+            seen = _wait_for_stale(storage, lock, seen, origin)
+        if lock.take(job_id, seen, origin):
             lock.start(say)
             return lock
         time.sleep(_LOCK_POLL_S)
@@ -96,10 +105,10 @@ def take_lock(job_id: str, storage: Storage) -> StorageLock:
 
 
 def _wait_for_stale(
-    job_id: str, storage: Storage, lock: StorageLock, seen: SeenLock
+    storage: Storage, lock: StorageLock, seen: SeenLock, origin: Origin
 ) -> SeenLock | None:
-    """Return the lock that may be taken over; watch another job's first. None if it has gone."""
-    if _is_own_jobs(job_id, seen):
+    """Return the lock that may be taken over, None if it has gone; watch one whose start may be alive."""
+    if seen.is_over(origin):
         return seen
     say(
         f"{LOCK_NAME} in {storage.url} is that of {seen.holder}: watching for {LOCK_STALE_S:.0f} s whether "
@@ -111,8 +120,8 @@ def _wait_for_stale(
     if now != seen:
         raise ConfigError(
             f"--moe-ft-persist-dir={storage.url} is used by {now.holder}, which has just renewed "
-            f"{LOCK_NAME}: two jobs cannot write to one directory. Name another one, or wait until that "
-            "job has ended."
+            f"{LOCK_NAME}: two jobs cannot write to one directory, nor can two starts of one job at the same "
+            "time. Name another one, or wait until that job has ended."
         )
     say(f"taking over {storage.url} from {seen.holder}, which is no longer running")
     return seen

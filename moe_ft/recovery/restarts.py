@@ -5,7 +5,6 @@ failures, but not those after nodes have come or gone; so each node remembers wh
 and which starts there were before that.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,16 +12,16 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.engine.memory.private_files import read_private, write_atomically
+from moe_ft.engine.persist.origin import agent_name
 
 _NAME = "launcher"
-_START_TICKS = 19  # in /proc/PID/stat after the name
 
 
 class Launcher(msgspec.Struct, frozen=True):
     """Note of a node on what started its ranks.
 
     Attributes:
-        process: torchrun's agent; empty for anything else.
+        process: name of torchrun's agent; empty for anything else.
         known: names of the starts that had left something when it first started the job.
     """
 
@@ -44,7 +43,7 @@ def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher 
     """
     with suppress(OSError, ValueError):
         known = msgspec.json.decode(read_private(node_dir / _NAME), type=Launcher)
-        process = _process(environment)
+        process = agent_name(environment)
         is_requeued = environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
         is_same = known.process == process if process else is_counted_restart(environment)
         return known if is_same or is_requeued else None
@@ -58,15 +57,6 @@ def note_launcher(node_dir: Path, environment: Mapping[str, str], known: Iterabl
         node_dir: the memory directory of the job on this node.
         known: names of all starts that have left something.
     """
-    launcher = Launcher(process=_process(environment), known=tuple(known))
+    launcher = Launcher(process=agent_name(environment), known=tuple(known))
     with suppress(OSError):  # at worst a flag that names where to begin holds for one more start
         write_atomically(node_dir / _NAME, msgspec.json.encode(launcher))
-
-
-def _process(environment: Mapping[str, str]) -> str:
-    if "TORCHELASTIC_RUN_ID" not in environment:
-        return ""
-    # Ticks since boot: the time since 1970 changes when the clock is set.
-    fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{os.getppid()} {fields[_START_TICKS]} {boot}"

@@ -8,7 +8,8 @@ On a file system exactly one of several starts gets the lock. On an object store
 fsspec back end has a conditional put, for a lock that is not there; else the last one to write has it, which
 all find out by reading it back after a moment, and again before every manifest and every deletion.
 
-Deciding whether another job's lock may be taken is recovery/persist_directory.py.
+Deciding whether the lock of another start may be taken is recovery/persist_directory.py; origin.py knows
+which starts are over for certain.
 """
 
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 
+from moe_ft.engine.persist.origin import Origin
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import LockLostError
 
@@ -45,6 +47,7 @@ class Lock(msgspec.Struct, frozen=True):
     Attributes:
         owner: random, of one start; empty in locks of earlier versions.
         started: when that was, for people.
+        origin: of that start.
         heartbeat: number of renewals. It is the last field, so that a renewal changes its digits only.
     """
 
@@ -52,6 +55,7 @@ class Lock(msgspec.Struct, frozen=True):
     host: str
     owner: str = ""
     started: str = ""
+    origin: Origin = Origin()
     heartbeat: int = 0
 
 
@@ -69,10 +73,15 @@ class SeenLock:
 
     @property
     def holder(self) -> str:
-        """Name of the job that has it, for people."""
+        """The start that has it, for people."""
         if self.lock is None:
             return "an unknown job (its content is not that of a lock)"
-        return f"job '{self.lock.job_id}' on {self.lock.host}"
+        since = f", since {self.lock.started}" if self.lock.started else ""
+        return f"job '{self.lock.job_id}' on {self.lock.host}{since}"
+
+    def is_over(self, own: Origin) -> bool:
+        """Return whether the start that has it is known to be over; see `Origin`."""
+        return self.lock is not None and self.lock.origin.is_over(own)
 
 
 class StorageLock:
@@ -103,10 +112,11 @@ class StorageLock:
             return None
         return SeenLock(content=content, lock=_decode(content))
 
-    def take(self, job_id: str, seen: SeenLock | None) -> bool:
+    def take(self, job_id: str, seen: SeenLock | None, origin: Origin | None = None) -> bool:
         """Take the lock; return whether this start has it now, False if another one was quicker.
 
         Args:
+            origin: of this start, for those that find its lock.
             seen: what is to be replaced, None if nothing was there.
 
         Raises:
@@ -117,6 +127,7 @@ class StorageLock:
             host=socket.gethostname(),
             owner=self.owner,
             started=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+            origin=origin or Origin(),
         )
         content = msgspec.json.encode(lock) + b" " * _ROOM_BYTES
         # Another one was quicker, or the answer to a first try was lost: the content decides.

@@ -7,7 +7,9 @@ import msgspec
 import pytest
 
 from moe_ft.cli import main
+from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.format.index import Index
 from tests.unit.moe_ft.convert.models import persist_model
 
@@ -125,3 +127,16 @@ def test_command_line_without_the_flag_is_refused(
     assert (
         "-- torchrun: convert takes a command line only with --densify" in capsys.readouterr().err
     )
+
+
+def test_job_that_runs_already_is_refused_before_another_is_started(
+    storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = StorageLock(Storage(str(storage)))
+    assert lock.take("job", None)
+    monkeypatch.setattr(storage_lock.time, "sleep", lambda _: lock.renew())
+    command = (sys.executable, "-c", JOB, "--moe-ft-persist-dir", str(storage))
+    assert densify(storage, *command) == REFUSED
+    said = capsys.readouterr()
+    assert "and job 'job' on " in said.err
+    assert "starting the job" not in said.err

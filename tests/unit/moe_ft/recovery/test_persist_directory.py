@@ -14,7 +14,7 @@ from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, SeenLock, StorageLock
 from moe_ft.errors import ConfigError, LockLostError
 from moe_ft.recovery import persist_directory
-from moe_ft.recovery.persist_directory import open_storage, release_lock, take_lock
+from moe_ft.recovery.persist_directory import open_storage, origin_of, release_lock, take_lock
 from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.faulty_storage import give_up_soon
@@ -36,10 +36,10 @@ class Opener:
     def __init__(self, root: Path) -> None:
         self.url, self._locks = str(root / "persist"), list[StorageLock]()
 
-    def site(self, job_id: str, persist_interval: int = 1) -> Site:
+    def site(self, job_id: str, persist_interval: int = 1, agent: str = "") -> Site:
         """Return the site of the only rank of a job."""
         storage = StorageConfig(persist_dir=self.url, persist_interval=persist_interval)
-        info = RankInfo(rank=0, node="n", stage=0, pid=1, address=None, region_bytes=1)
+        info = RankInfo(rank=0, node="n", stage=0, pid=1, address=None, region_bytes=1, agent=agent)
         return Site(
             config=MoeFtConfig(memory=MemoryConfig(job_id=job_id), storage=storage),
             job_id=job_id,
@@ -49,11 +49,12 @@ class Opener:
             topology=Topology(ranks=(info,)),
         )
 
-    def open(self, job_id: str) -> StorageLock:
+    def open(self, job_id: str, agent: str = "") -> StorageLock:
         """Open the directory for a job, and return the lock."""
-        storage, lock = open_storage(self.site(job_id))
+        site = self.site(job_id, agent=agent)
+        storage, lock = open_storage(site)
         assert storage is not None
-        lock = lock or take_lock(job_id, storage)
+        lock = lock or take_lock(job_id, storage, origin_of(site))
         self._locks.append(lock)
         return lock
 
@@ -118,18 +119,36 @@ def test_time_in_which_storage_hung_is_no_time_of_watching(
         opener.open("new")
 
 
-def test_lock_of_the_same_job_is_left_until_the_start_is_not_refused_any_more(
+def test_lock_of_an_earlier_start_is_left_until_the_start_is_not_refused_any_more(
     opener: Opener,
 ) -> None:
-    alive = opener.open("job")
-    storage, lock = open_storage(opener.site("job"))
+    earlier = opener.open("job", agent="agent")
+    site = opener.site("job", agent="agent")
+    storage, lock = open_storage(site)
     assert storage is not None
     assert lock is None
-    alive.check()
-    lock = take_lock("job", storage)
+    earlier.check()
+    lock = take_lock("job", storage, origin_of(site))
     lock.close()
     with pytest.raises(LockLostError):
-        alive.check()
+        earlier.check()
+
+
+def test_lock_of_another_start_of_the_same_name_that_changes_is_refused_with_who_has_it(
+    opener: Opener,
+) -> None:
+    alive = opener.open("job", agent="one agent")
+    with pytest.raises(ConfigError, match="job 'job' on .*, since 2.*two starts of one job.*wait"):
+        opener.open("job", agent="another agent")
+    alive.check()
+
+
+def test_lock_of_another_start_of_the_same_name_that_does_not_change_is_taken_over(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persist_directory, "LOCK_STALE_S", 0.2)
+    opener.leave_lock("job")
+    opener.open("job").check()
 
 
 def test_lock_that_two_jobs_want_at_the_same_moment_goes_to_one(opener: Opener) -> None:
@@ -181,12 +200,12 @@ def test_lock_of_a_job_whose_clock_is_wrong_is_refused_when_it_changes(
         thread.join()
 
 
-def test_lock_of_an_earlier_start_of_the_job_is_taken_over_at_once_and_lost_to_that(
+def test_lock_of_an_earlier_start_by_the_same_agent_is_taken_over_at_once_and_lost_to_that(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(persist_directory, "LOCK_STALE_S", 1e6)
-    zombie = opener.open("job")
-    present = opener.open("job")
+    zombie = opener.open("job", agent="agent")
+    present = opener.open("job", agent="agent")
     with pytest.raises(LockLostError):
         zombie.check()
     present.check()
@@ -239,7 +258,7 @@ def test_lock_that_goes_away_while_it_is_watched_is_free(
 def test_lock_that_always_changes_hands_is_given_up(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StorageLock, "take", lambda lock, job_id, seen: False)
+    monkeypatch.setattr(StorageLock, "take", lambda lock, *given: False)
     with pytest.raises(ConfigError, match="several jobs start in this directory"):
         opener.open("new")
 

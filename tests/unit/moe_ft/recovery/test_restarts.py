@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.recovery import restarts
+from moe_ft.engine.persist import origin
 from moe_ft.recovery.restarts import is_counted_restart, note_launcher, recall_launcher
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
@@ -51,8 +51,8 @@ def test_launcher_that_got_the_number_of_an_earlier_process_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     note_launcher(tmp_path, TORCHRUN, [])
-    process = restarts._process(TORCHRUN)
-    monkeypatch.setattr(restarts, "_process", lambda environment: f"{process}0")
+    started = origin._started
+    monkeypatch.setattr(origin, "_started", lambda pid: started(pid) + 1)
     assert recall_launcher(tmp_path, TORCHRUN) is None
 
 

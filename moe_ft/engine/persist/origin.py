@@ -1,0 +1,117 @@
+"""Origin of a start: its processes and its launcher, which may tell that the start is over.
+
+A start that is over has left its lock, if it was killed. Where nothing here says so, only a lock that nobody
+renews tells it: storage_lock.py.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from moe_ft.format.encoding import checksum
+
+_MAX_AGENTS = 64  # that a lock names: a restart without any of these watches the lock
+_START_TICKS = 19  # in /proc/PID/stat after the name
+_STATE = 0
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """What a start belongs to.
+
+    Attributes:
+        system: boot and process numbers that its processes belong to; empty if that cannot be known.
+        processes: numbers and start times of rank 0 and, under torchrun, of the process that started it: as
+            long as that lives, another rank 0 may come.
+        agents: names of torchrun's agents, of the first nodes. An agent serves one job, and ends what it has
+            started before it starts anything again.
+        scheduled: job of SLURM; empty without it.
+        counts: how often SLURM has started that job before, and without torchrun, how often its script has
+            started the ranks before.
+    """
+
+    system: str = ""
+    processes: tuple[tuple[int, int], ...] = ()
+    agents: tuple[str, ...] = ()
+    scheduled: str = ""
+    counts: tuple[int, int] = (0, 0)
+
+    def is_over(self, own: "Origin") -> bool:
+        """Return whether it is known that nothing of this start runs any more.
+
+        Args:
+            own: of the start that asks.
+        """
+        if set(self.agents) & set(own.agents):
+            return True
+        if self.scheduled and self.scheduled == own.scheduled and self.counts < own.counts:
+            return True
+        is_here = self.system and self.system == own.system
+        return bool(is_here and self.processes) and all(
+            _has_ended(*each) for each in self.processes
+        )
+
+
+def own_origin(environment: Mapping[str, str], agents: Iterable[str] = ()) -> Origin:
+    """Return the origin of this process.
+
+    Args:
+        environment: of this process.
+        agents: `agent_name` of the ranks of this start.
+    """
+    is_torchruns = _is_torchruns(environment)
+    pids = [os.getpid(), os.getppid()] if is_torchruns else [os.getpid()]
+    count = 0 if is_torchruns else _count(environment, "TORCHELASTIC_RESTART_COUNT")
+    job = environment.get("SLURM_JOB_ID", "")
+    return Origin(
+        system=_system(),
+        processes=tuple((pid, _started(pid)) for pid in pids),
+        agents=tuple(dict.fromkeys(filter(None, agents)))[:_MAX_AGENTS],
+        scheduled=f"{environment.get('SLURM_CLUSTER_NAME', '')} {job}" if job else "",
+        counts=(_count(environment, "SLURM_RESTART_COUNT"), count),
+    )
+
+
+def agent_name(environment: Mapping[str, str]) -> str:
+    """Return a name of torchrun's agent, or of its zygote, that nothing else has; empty without torchrun."""
+    if not _is_torchruns(environment):
+        return ""
+    return checksum(f"{os.getppid()} {_started(os.getppid())} {_system()}".encode())
+
+
+def _is_torchruns(environment: Mapping[str, str]) -> bool:
+    return "TORCHELASTIC_RUN_ID" in environment
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    return int(value) if value.isdecimal() else 0
+
+
+def _system() -> str:
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    return ""
+
+
+def _started(pid: int) -> int:
+    # Ticks since boot: the time since 1970 changes when the clock is set.
+    return int(_status(pid)[_START_TICKS])
+
+
+def _has_ended(pid: int, started: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        status = _status(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's, which may be hidden
+        return False
+    return int(status[_START_TICKS]) != started or status[_STATE] in ("Z", "X")
+
+
+def _status(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
