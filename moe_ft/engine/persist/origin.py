@@ -19,7 +19,7 @@ _STATE = 0
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What a start belongs to.
+    """Processes of a start, and its launcher.
 
     Attributes:
         system: boot and process numbers that its processes belong to; empty if that cannot be known.
