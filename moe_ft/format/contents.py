@@ -26,7 +26,7 @@ def check_units(
     check_places(contents, where, entries)
 
 
-def check_header(index: Index, header: memoryview, where: str) -> None:
+def check_header(index: Index, header: memoryview | bytes, where: str) -> None:
     """Raise CorruptStateError if a safetensors header does not have the checksum of the index."""
     if checksum(header) != index.header_checksum:
         raise CorruptStateError(f"{where}: the safetensors header does not match its checksum")
@@ -38,5 +38,10 @@ def check_places(
     """Raise CorruptStateError if a unit does not have the checksum of the index; see `check_units`."""
     for name, unit in entries:
         content = contents[unit.file]
-        if checksum(content[unit.offset : unit.offset + unit.num_bytes]) != unit.checksum:
-            raise CorruptStateError(f"{where}: unit {name} does not match its checksum")
+        check_unit(name, unit, content[unit.offset : unit.offset + unit.num_bytes], where)
+
+
+def check_unit(name: str, unit: UnitEntry, content: memoryview | bytes, where: str) -> None:
+    """Raise CorruptStateError if the bytes of a unit do not have the checksum of the index."""
+    if checksum(content) != unit.checksum:
+        raise CorruptStateError(f"{where}: unit {name} does not match its checksum")

@@ -266,6 +266,13 @@ def is_below(path: str, where: str) -> bool:
     return path.startswith(where) and path[len(where) : len(where) + 1] in ("", "/")
 
 
+def garbled(content: memoryview, chance: random.Random) -> memoryview:
+    """Return content of which a bit has flipped."""
+    changed = bytearray(content)
+    changed[_offset_to_flip(bytes(content), chance)] ^= 1 << chance.randrange(8)
+    return memoryview(changed)
+
+
 def _offset_to_flip(content: bytes, chance: random.Random) -> int:
     """Return a byte of a file, usually one with content: most of a small state is padding and header."""
     (header_bytes,) = struct.unpack_from("<Q", content.ljust(8, b"\0"))

@@ -26,7 +26,7 @@ from greenlet import GreenletExit
 from tests.simulation import file_calls, file_objects
 from tests.simulation.active import Patches
 from tests.simulation.durability import STORAGE, Durability
-from tests.simulation.file_faults import FileFaults, is_below
+from tests.simulation.file_faults import FileFaults, garbled, is_below
 from tests.simulation.kernel import Kernel, Process, Waiting
 
 _CHANGES_CONTENT = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -68,13 +68,14 @@ class Files(FileFaults):
 
     Attributes:
         tearing: probability with which a write is done in two parts.
+        is_garbling: whether a bit flips in the next data that are written to storage.
         deadly: place where the next write ends its process after a part; empty for none.
     """
 
     def __init__(self, kernel: Kernel, root: Path | str) -> None:
         """Begin with empty directories below the root, which must be on tmpfs."""
         super().__init__(kernel, Path(root))
-        self.tearing, self.deadly = _TEARING, ""
+        self.tearing, self.deadly, self.is_garbling = _TEARING, "", False
         self._prefix = f"{root}/"
         self._open: dict[int, OpenFile] = {}
         self._of_process: dict[Process, dict[int, OpenFile]] = {}
@@ -230,6 +231,8 @@ class Files(FileFaults):
         total, chance = len(view), self._kernel.random
         cut = 0
         is_deadly = self.deadly and is_below(path, self.deadly)
+        if self.is_garbling and is_below(path, STORAGE) and path.endswith(".safetensors"):
+            self.is_garbling, view = False, garbled(view, chance)
         if total > 1 and (is_deadly or chance.random() < self.tearing):
             cut = 1 + int(chance.random() * (total - 1))
         try:

@@ -1,20 +1,30 @@
 """Inflicts the faults of a schedule on a simulated job, and tells the oracle what they excuse."""
 
 import errno
+import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
+from moe_ft.engine.persist.origin import agent_name, own_origin
+from moe_ft.engine.persist.patience import PATIENCE_S
+from moe_ft.engine.persist.storage import Storage
+from moe_ft.errors import ConfigError
+from moe_ft.recovery.inspect.pruning import Rules, prune
+from moe_ft.recovery.persist_directory import take_lock
 from tests.simulation.file_faults import Fault as FileFault
-from tests.simulation.job import NOTICE_S, Job, Start
+from tests.simulation.job import NOTICE_S, START_DEADLINE_S, Job, Start
 from tests.simulation.kernel import Process, Thread
-from tests.simulation.left import has_any
+from tests.simulation.left import Family, has_any, look
 from tests.simulation.oracle import Oracle
+from tests.simulation.processes import PARENT
 from tests.simulation.schedule import Fault
 
 _MEMORY = "memory"
 _STORAGE = "storage"
 _SLOW_NOTICE_S = 100.0
+HARMLESS = ("second-job",)
 _AFTERMATH_S = 2.0  # in which connections may still break
 
 
@@ -73,7 +83,9 @@ class Injection:
         """
         self.inflicted[fault.kind] += 1
         self.log.append(f"{self._kernel.now:.3f} s: {fault} at {what or 'rest'}")
-        if start is not None:
+        if fault.kind in HARMLESS:
+            pass  # what was promised holds
+        elif start is not None:
             self._foresee(fault, start)
         else:
             self._oracle.note_fault()
@@ -248,7 +260,52 @@ class Injection:
         if any(life.outcome is not None for life in started.lives):
             self._oracle.violations.append(f"a run with other settings was not refused: {kinds}")
 
+    def second_job(self, fault: Fault, start: Start | None) -> None:
+        """Have another launcher start a job of the same name elsewhere, as far as it needs storage."""
+
+        def act() -> None:
+            with suppress(ConfigError, OSError):
+                storage = Storage(str(self._job.root / _STORAGE), PATIENCE_S)
+                take_lock(
+                    "job", storage, own_origin(os.environ, [agent_name(os.environ)])
+                ).release()
+
+        process = self._run_elsewhere(act)
+        process.local[PARENT] = self._kernel.make_process("agent", process.node).pid
+
+    def prune(self, fault: Fault, start: Start | None) -> None:
+        """Have somebody prune storage; the best state there that is intact must stay."""
+
+        def act() -> None:
+            with suppress(ConfigError, OSError):
+                prune(str(self._job.root / _STORAGE), Rules(keep=1), removes=True)
+
+        before = self._best_on_storage()
+        process = self._run_elsewhere(act)
+        self._kernel.run(lambda: not process.is_alive, self._kernel.now + START_DEADLINE_S)
+        if before != self._best_on_storage():
+            self._oracle.violations.append(f"pruning has removed the best intact state, {before}")
+
+    def _best_on_storage(self) -> tuple[Family, ...]:
+        with self._files.outside():
+            return look(self._job.root, self._job.setup.shape, ()).intact[:1]
+
+    def _run_elsewhere(self, act: Callable[[], None]) -> Process:
+        """Run something in a process of its own, on a machine without ranks."""
+        process = self._kernel.make_process("stranger", "elsewhere", {"TORCHELASTIC_RUN_ID": "job"})
+
+        def run() -> None:
+            act()
+            self._kernel.end(process, 0)
+
+        self._kernel.spawn(process, run)
+        return process
+
     # Files
+
+    def garble_storage(self, fault: Fault, start: Start | None) -> None:
+        """Have storage keep something else than the next data that are written there."""
+        self._files.is_garbling = True
 
     def torn_kill(self, fault: Fault, start: Start | None) -> None:
         """Kill whoever writes next, in the middle of it."""
@@ -311,6 +368,7 @@ class Injection:
         while self._vanished:
             self._network.restore(self._vanished.pop())
         self._files.deadly = ""
+        self._files.is_garbling = False
         self._job.notice_s = NOTICE_S
         self._job.world.collectives.hang_probability = 0.0
 

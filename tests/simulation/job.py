@@ -19,6 +19,7 @@ from tests.simulation.kernel import Kernel, Process
 from tests.simulation.leaving import terminate
 from tests.simulation.model import NUM_MICROBATCHES, SAMPLES_PER_ITERATION, Model
 from tests.simulation.network import Network
+from tests.simulation.processes import PARENT
 from tests.simulation.rank import Life, Rank, Training
 from tests.simulation.shape import Shape
 
@@ -177,6 +178,7 @@ class Job:
         self.training = setup.training(root)
         self.starts: list[Start] = []
         self.placement = list(range(setup.nodes))
+        self._agents: dict[str, Process] = {}
         self.notice_s = NOTICE_S
 
     def node_of(self, rank: int) -> str:
@@ -202,8 +204,10 @@ class Job:
                 "MASTER_ADDR": nodes[0],
                 "MOE_FT_NODE_ID": node,
                 "TORCHELASTIC_RESTART_COUNT": str(number),
+                "TORCHELASTIC_RUN_ID": "job",
             }
             process = self.world.kernel.make_process(f"rank-{rank}", node, environ)
+            process.local[PARENT] = self.agent_on(node).pid
             self.world.collectives.join(process, rank=rank, start=number, world_size=count)
             process.at_death.append(lambda: self._note_death(started))
             started.processes.append(process)
@@ -211,6 +215,12 @@ class Job:
         for rank, process in enumerate(started.processes):
             self.world.kernel.spawn(process, Rank(self.world, self.training, lives[rank]).run)
         return started
+
+    def agent_on(self, node: str) -> Process:
+        """Return the process that starts the ranks of a node, which lives as long as the job."""
+        if node not in self._agents:
+            self._agents[node] = self.world.kernel.make_process("agent", node)
+        return self._agents[node]
 
     def _note_death(self, started: Start) -> None:
         """Have the launcher end the others soon, if a rank has failed."""

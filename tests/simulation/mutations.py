@@ -22,6 +22,7 @@ from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.engine.persist import retention, storage
 from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.storage_lock import SeenLock
 from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.planning import boundary_log
@@ -29,6 +30,7 @@ from moe_ft.planning import recovery as planning
 from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.recovery import fetch as fetching
 from moe_ft.recovery import readers
+from moe_ft.recovery.inspect import pruning
 from moe_ft.recovery.replay import Conversion
 from tests.simulation.active import Patches
 
@@ -97,6 +99,25 @@ def one_checkpoint_too_few(patches: Patches) -> None:
             self._keep += 1
 
     patches.set(Retention, "retain", retain)
+
+
+@mutation
+def same_name_taken_at_once(patches: Patches) -> None:
+    """A lock of a job of the same name is taken, whether or not that job runs."""
+    name = "job"
+    patches.set(SeenLock, "is_over", lambda self, own: self.lock and self.lock.job_id == name)
+
+
+@mutation
+def writes_not_read_back(patches: Patches) -> None:
+    """What storage has is taken for what was written."""
+    patches.set(PersistWorker, "_read_back", lambda self, index, path: None)
+
+
+@mutation
+def pruned_without_reading(patches: Patches) -> None:
+    """Pruning takes checkpoints whose data it has not read for right."""
+    patches.set(pruning, "check_data", lambda *given, **more: None)
 
 
 @mutation

@@ -54,7 +54,8 @@ class Retention:
         is unmade by removing its manifest first.
 
         Args:
-            newest: the checkpoint that was just written: its indexes were read for that.
+            newest: the checkpoint that was just written: its indexes were read for that, and each rank's
+                writer has read its data back before it wrote the index.
 
         Raises:
             OSError: if storage fails.

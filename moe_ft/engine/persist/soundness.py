@@ -1,6 +1,6 @@
 """Checks of what is stored: recovery, retention and `verify` all ask here whether it is sound.
 
-Bytes of units against their checksums are format/contents.py.
+Bytes of units against their checksums are format/contents.py; here they are read for that.
 """
 
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from moe_ft.engine.memory.regions import rank_and_holder
 from moe_ft.engine.persist.storage import Listings, Storage, iteration_directory
 from moe_ft.errors import CorruptStateError
+from moe_ft.format.contents import check_header, check_unit
 from moe_ft.format.encoding import checksum, decode
 from moe_ft.format.entries import FileEntry
 from moe_ft.format.identity import History
@@ -104,6 +105,28 @@ def check_checkpoint(storage: Storage, manifest: Manifest, listings: Listings) -
         _check_references(own, index, there)
     for data in sorted(unread):
         read_file(storage, manifest, older[data], listings)
+
+
+def check_data(storage: Storage, index: Index, path: str, *, with_older: bool) -> None:
+    """Read a rank's data and raise CorruptStateError unless it is what was to be written.
+
+    Holds one unit at a time. What this machine has cached of the rank's own file is read again.
+
+    Args:
+        path: of the rank's own data file.
+        with_older: whether to read what is in the files of older checkpoints too.
+
+    Raises:
+        CorruptStateError: if the header or a unit does not have the checksum of the index.
+        OSError: if something cannot be read.
+    """
+    storage.forget_cached(path)
+    check_header(index, storage.read(path, 0, index.header_bytes), f"{storage.url}/{path}")
+    for name, unit in index.entries():
+        if with_older or not unit.file:
+            file = unit.file or path
+            content = storage.read(file, unit.offset, unit.num_bytes)
+            check_unit(name, unit, content, f"{storage.url}/{file}")
 
 
 def check_sizes(listings: Listings, manifest: Manifest) -> None:

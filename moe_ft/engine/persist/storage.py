@@ -21,7 +21,7 @@ from typing import Any
 
 import fsspec
 
-from moe_ft.engine.memory.private_files import check_is_regular
+from moe_ft.engine.memory.private_files import check_is_regular, open_regular
 from moe_ft.engine.persist.own_random import give_own_random
 from moe_ft.engine.persist.patience import call_within
 from moe_ft.errors import MoeFtError
@@ -221,6 +221,12 @@ class Storage:
         if start == 0 and end is None:  # of an empty object S3 has no range
             return bytes(self._file_system.cat_file(full))
         return bytes(self._file_system.cat_file(full, start=start, end=end))
+
+    def forget_cached(self, path: str) -> None:
+        """Have what is read of a file next come from the disk, or the server, and not from this machine."""
+        if self._is_local:
+            with open_regular(Path(self._full(path))) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def local_path(self, path: str) -> Path | None:
         """Return where a file is on this machine, None if it is elsewhere."""

@@ -254,14 +254,14 @@ class _LocalLock:
 
         def act() -> None:
             temporary = self._temporary()
-            with temporary.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())  # or a loss of power leaves a lock of nobody
             try:
+                with temporary.open("xb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())  # or a loss of power leaves a lock of nobody
                 self._give_name(temporary)
             finally:
-                temporary.unlink()
+                temporary.unlink(missing_ok=True)
 
         self._storage.within_patience(f"create {LOCK_NAME}", act)
 

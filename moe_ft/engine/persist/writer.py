@@ -24,6 +24,7 @@ from moe_ft.engine.finite import check_is_finite
 from moe_ft.engine.memory.private_files import write_atomically
 from moe_ft.engine.persist.manifests import write_manifest
 from moe_ft.engine.persist.retention import Retention
+from moe_ft.engine.persist.soundness import check_data
 from moe_ft.engine.persist.storage import Storage, rank_path
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.stored_file import PreviousCheckpoint, StoredFile, assemble
@@ -200,7 +201,7 @@ class PersistWorker:
     def persist(
         self, request: PersistRequest, is_wanted: Callable[[], bool] = lambda: True
     ) -> tuple[Index, str]:
-        """Copy a region to storage, data first, then the index; rank 0 then writes the manifest.
+        """Copy a region to storage: data, which is read back, then the index; rank 0 writes the manifest.
 
         Args:
             is_wanted: returns False when the wait for other ranks is in vain.
@@ -209,8 +210,8 @@ class PersistWorker:
             The index on storage, and what went wrong afterwards.
 
         Raises:
-            CorruptStateError: if the region does not match its index, another one is in its place, or its
-                numbers are not finite.
+            CorruptStateError: if the region does not match its index, another one is in its place, its
+                numbers are not finite, or storage has something else than was written.
             LockLostError: if the persist directory is another job's by now.
             OSError: if storage fails, or the other ranks do not get there before the deadline.
         """
@@ -232,6 +233,7 @@ class PersistWorker:
             written = stored.index
             try:
                 self._write(index, stored, Path(request.data), data_path)
+                self._read_back(written, data_path)
                 self._storage.write_atomically(index_path, encode(written))
             except Exception:
                 with suppress(Exception):  # a full disk must not stay full of what failed
@@ -304,6 +306,19 @@ class PersistWorker:
                 f"iteration {index.iteration} is not written to storage: {error}"
             ) from error
         self._storage.write(data_path, stored.pieces(index, contents))
+
+    def _read_back(self, index: Index, data_path: str) -> None:
+        """Read what was written: older checkpoints are deleted for it, and an index says that it is right.
+
+        Units in the files of older checkpoints were read when those were written.
+        """
+        try:
+            check_data(self._storage, index, data_path, with_older=False)
+        except CorruptStateError as error:
+            raise CorruptStateError(
+                f"iteration {index.iteration} is not on storage as it was written, and older checkpoints "
+                f"stay: {error}"
+            ) from error
 
     def _mapped(self, path: Path) -> memoryview:
         """Return a region's bytes. Regions are reused, and mapping one again costs more than reading it."""

@@ -4,6 +4,7 @@ A checkpoint that stays has all of its files, those of older checkpoints include
 while it trains is engine/persist/retention.py.
 """
 
+import errno
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +12,18 @@ from dataclasses import dataclass
 from moe_ft.engine.persist.manifests import Found, manifests
 from moe_ft.engine.persist.patience import PATIENCE_S
 from moe_ft.engine.persist.retention import remove_unneeded
-from moe_ft.engine.persist.soundness import check_checkpoint
+from moe_ft.engine.persist.soundness import check_checkpoint, check_data, read_file
 from moe_ft.engine.persist.storage import Listings, Storage
+from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.manifest import Manifest
 from moe_ft.planning.branches import is_alive
 from moe_ft.recovery.persist_directory import take_lock
 
 _JOB = "moe_ft prune"  # in the lock; no job has such a name
 _DAY_S = 86_400.0
+_DAMAGED = "damaged, and left for you to look at"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +65,10 @@ class Checkpoint:
 def prune(url: str, rules: Rules, *, removes: bool) -> list[Checkpoint]:
     """Decide which checkpoints of a persist directory go, and remove them if that is wanted.
 
-    Manifests go first, newest last, and then the files that no manifest names any more; so whatever stops
-    this leaves only whole checkpoints, and once more does the rest. While it removes it has the lock of the
-    directory, as a job would.
+    What stays as one of the newest is read and verified if others go for it. Manifests go first, newest last,
+    and then the files that no manifest names any more; so whatever stops this leaves only whole
+    checkpoints, and once more does the rest. While it removes it has the lock of the directory, as a job
+    would.
 
     Args:
         url: of the persist directory.
@@ -76,14 +81,15 @@ def prune(url: str, rules: Rules, *, removes: bool) -> list[Checkpoint]:
         ConfigError: if there is none, or a running job writes there.
         OSError: if storage fails.
     """
-    storage = Storage(url, PATIENCE_S)
+    storage, data = Storage(url, PATIENCE_S), _Data()
+    # Before it has the lock, since reading may take long.
+    before = _checkpoints(storage, _find(storage), rules, data)
     if not removes:
-        return _checkpoints(storage, list(manifests(storage)), rules)
-    _refuse_nothing(storage)
-    lock = take_lock(_JOB, storage)
+        return before
+    lock = _take_lock(storage, [each.path for each in reversed(before) if not each.reason])
     try:
-        found = list(manifests(storage))
-        decided = _checkpoints(storage, found, rules)
+        found = _find(storage)
+        decided = _checkpoints(storage, found, rules, data)
         gone = {each.path for each in decided if not each.reason}
         for path in sorted(gone):
             lock.check()
@@ -92,26 +98,91 @@ def prune(url: str, rules: Rules, *, removes: bool) -> list[Checkpoint]:
         remove_unneeded(storage, left, decided[0].iteration, lock.check)
     finally:
         lock.release()
-    return decided
+    there = {each.path for each in decided}
+    made_room = [each for each in before if not each.reason and each.path not in there]
+    return sorted(decided + made_room, key=lambda each: -each.iteration)
 
 
-def _refuse_nothing(storage: Storage) -> None:
-    if next(manifests(storage), None) is None:
-        raise ConfigError(
-            f"{storage.url} holds no checkpoint: no iter_*/manifest*.json. Give a persist directory, which "
-            "--moe-ft-persist-dir named."
-        )
+def _take_lock(storage: Storage, gone: list[str]) -> StorageLock:
+    """Take the lock of a persist directory; make room for it where a disk is full.
+
+    Args:
+        gone: paths of manifests that go anyway, oldest first. One that goes before the lock is taken harms
+            nobody: no job has the lock, and none can take it on a full disk.
+    """
+    while True:
+        try:
+            return take_lock(_JOB, storage)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not gone:
+                raise
+            storage.remove(gone.pop(0))
 
 
-def _checkpoints(storage: Storage, found: Sequence[Found], rules: Rules) -> list[Checkpoint]:
-    if not found:
-        _refuse_nothing(storage)
+def _find(storage: Storage) -> list[Found]:
+    if found := list(manifests(storage)):
+        return found
+    raise ConfigError(
+        f"{storage.url} holds no checkpoint: no iter_*/manifest*.json. Give a persist directory, which "
+        "--moe-ft-persist-dir named."
+    )
+
+
+def _checkpoints(
+    storage: Storage, found: Sequence[Found], rules: Rules, data: "_Data"
+) -> list[Checkpoint]:
     usable, damage = _sound(storage, found)
     kept = _kept(usable, rules)
+    while bad := _first_damaged(storage, usable, kept, rules, data):
+        path, damage[path] = bad
+        del usable[path]
+        kept = _kept(usable, rules)
     return [
         _checkpoint(iteration, path, manifest, damage.get(path) or kept.get(path, ""))
         for iteration, path, manifest in found
     ]
+
+
+class _Data:
+    """Checkpoints whose data were read: what is wrong with each, empty if nothing is."""
+
+    def __init__(self) -> None:
+        self._problems: dict[str, str] = {}
+
+    def problem(self, storage: Storage, manifest: Manifest) -> str:
+        """Return what is wrong with the data of a checkpoint; it is read once."""
+        name = checksum(encode(manifest))
+        if name not in self._problems:
+            self._problems[name] = ""
+            try:
+                for own in manifest.files:
+                    index = read_file(storage, manifest, own)
+                    check_data(storage, index, own.data, with_older=True)
+            except (CorruptStateError, FileNotFoundError) as error:
+                self._problems[name] = f"{_DAMAGED}: {error}"
+        return self._problems[name]
+
+
+def _first_damaged(
+    storage: Storage,
+    usable: Mapping[str, Manifest],
+    kept: dict[str, str],
+    rules: Rules,
+    data: _Data,
+) -> tuple[str, str] | None:
+    """Read the newest checkpoints of each branch of which others go; return one that is damaged, and how.
+
+    Args:
+        kept: the reasons; those of checkpoints that were read say so.
+    """
+    for branch in _branches(usable):
+        if all(path in kept for path in branch):
+            continue
+        for path in branch[: rules.keep]:
+            if problem := data.problem(storage, usable[path]):
+                return path, problem
+            kept[path] += ", read and verified"
+    return None
 
 
 def _checkpoint(
@@ -135,13 +206,13 @@ def _sound(storage: Storage, found: Sequence[Found]) -> tuple[dict[str, Manifest
     listings = Listings(storage)
     for _, path, manifest in found:
         if isinstance(manifest, CorruptStateError):
-            damage[path] = f"damaged, and left for you to look at: {manifest}"
+            damage[path] = f"{_DAMAGED}: {manifest}"
             continue
         try:
             check_checkpoint(storage, manifest, listings)
             usable[path] = manifest
         except (CorruptStateError, FileNotFoundError) as error:
-            damage[path] = f"damaged, and left for you to look at: {error}"
+            damage[path] = f"{_DAMAGED}: {error}"
     return usable, damage
 
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.memory.private_files import write_atomically
 from moe_ft.engine.memory.regions import node_directory
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.faults import Phase
+from moe_ft.format.encoding import checksum, encode
 from moe_ft.planning.recovery import Tier
 from moe_ft.recovery import start as phases
 from moe_ft.recovery.attempts import read_attempts
@@ -164,6 +166,23 @@ def test_state_that_is_damaged_is_named_among_the_problems_of_a_refusal(rank: Ra
         file.write(bytes(index.file_bytes - index.header_bytes))
     with pytest.raises(UnrecoverableError, match="iteration 5: rank 0 has no intact"):
         rank.start(config_of(rank.folder))
+
+
+def test_state_that_is_intact_and_not_finite_is_refused_with_the_value_named(rank: Rank) -> None:
+    index = leave_window(config_of(rank.folder))
+    (data,) = rank.node_dir.rglob("region_*.safetensors")
+    name, unit = next((name, unit) for name, unit in index.units.items() if unit.num_bytes)
+    content = bytearray(data.read_bytes())
+    at = unit.offset + unit.tensors[0].offset
+    content[at : at + 4] = b"\x00\x00\xc0\x7f"  # NaN, as training may have left it
+    data.write_bytes(content)
+    there = checksum(content[unit.offset : unit.offset + unit.num_bytes])
+    units = {**index.units, name: msgspec.structs.replace(unit, checksum=there)}
+    index = msgspec.structs.replace(index, units=units)
+    write_atomically(data.with_suffix(".json"), encode(index))
+    with pytest.raises(UnrecoverableError, match=f"in unit {name} holds NaN or infinity"):
+        rank.start(config_of(rank.folder))
+    assert not any(master.count_nonzero() for master in rank.masters())
 
 
 # Failures

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from tests.unit.moe_ft.builders import fill_region, make_identity
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 from tests.unit.moe_ft.engine.persist.writer_office import Office, opened, request_for
-from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls
+from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
 from tests.waiting import wait_for
 
 
@@ -86,6 +86,37 @@ def test_region_that_is_damaged_becomes_an_error_and_no_checkpoint(
     office.ask(region)
     assert office.result().error != ""
     assert complete_iterations(office.storage) == []
+
+
+@pytest.mark.parametrize("kind", ["local", "objects"])
+def test_data_that_storage_garbles_become_an_error_and_the_older_checkpoint_stays(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, garbled = Storage.write, [False]
+
+    def write_otherwise(storage: Storage, path: str, pieces: Iterable[memoryview]) -> None:
+        content = bytearray(b"".join(pieces))
+        content[max(place for place, byte in enumerate(content) if byte)] ^= 1  # of a unit
+        garbled[0] = True
+        write(storage, path, [memoryview(content)])
+
+    with install(), opened(tmp_path, faulty_urls(tmp_path)[kind], keep=1) as office:
+        office.ask(fill_region(tmp_path / "rank", iteration=3)[0])
+        assert office.result().error == ""
+        monkeypatch.setattr(Storage, "write", write_otherwise)
+        office.ask(fill_region(tmp_path / "rank", iteration=4)[0])
+        error = office.result().error
+        assert garbled[0]
+        assert (
+            "iteration 4 is not on storage as it was written, and older checkpoints stay" in error
+        )
+        assert "does not match its checksum" in error
+        assert complete_iterations(office.storage) == [3]
+        assert [name for name in office.storage.names_in("iter_0000004") if "rank" in name] == []
+        monkeypatch.undo()
+        office.ask(fill_region(tmp_path / "rank", iteration=5)[0])
+        assert office.result().error == ""
+        assert complete_iterations(office.storage) == [5]
 
 
 def test_state_that_is_not_finite_becomes_an_error_and_the_last_finite_ones_stay(

@@ -50,6 +50,7 @@ class Parent:
         command = [sys.executable, "-c", code, settings, *writer_command(directory)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.writer = psutil.Process(self.process.pid)
+        self.niceness = self.writer.nice()
 
     def start(self) -> "Parent":
         """Wait until the writer serves."""
@@ -85,6 +86,12 @@ def parent(tmp_path: Path) -> Iterator[Parent]:
 def test_writer_ends_when_its_parent_is_killed(parent: Parent) -> None:
     parent.process.kill()
     wait_for(lambda: is_gone(parent.writer), "the writer's end")
+
+
+def test_writer_leaves_cores_and_disks_to_training(parent: Parent) -> None:
+    # A machine may give its processes a lower priority already.
+    assert parent.writer.nice() == min(parent.niceness + 10, 19)
+    assert parent.writer.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
 
 
 def test_writer_that_is_stopped_ends_when_its_parent_is_killed(parent: Parent) -> None:

@@ -54,11 +54,11 @@ def request_for(region: Region) -> PersistRequest:
 class Office:
     """A worker in a thread, and what its ranks see of it."""
 
-    def __init__(self, directory: Path, url: str) -> None:
+    def __init__(self, directory: Path, url: str, keep: int = 2) -> None:
         self.directory, self.storage = directory / "persist", Storage(url)
         self.directory.mkdir()
         self._should_end = threading.Event()
-        self.worker = PersistWorker(self.directory, self.storage, keep=2)
+        self.worker = PersistWorker(self.directory, self.storage, keep=keep)
         self._thread = threading.Thread(
             target=self.worker.run, args=(self._should_end,), daemon=True
         )
@@ -100,8 +100,8 @@ class Office:
 
 
 @contextmanager
-def opened(directory: Path, url: str, *, starts: bool = True) -> Iterator[Office]:
-    office = Office(directory, url)
+def opened(directory: Path, url: str, *, starts: bool = True, keep: int = 2) -> Iterator[Office]:
+    office = Office(directory, url, keep)
     try:
         if starts:
             office.start()

@@ -9,15 +9,21 @@ import msgspec
 import pytest
 
 from moe_ft.engine.persist import storage_lock
-from moe_ft.engine.persist.manifests import find_manifests
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.persist.manifests import find_manifests, write_manifest
+from moe_ft.engine.persist.storage import Storage, file_tag, rank_path
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import encode
+from moe_ft.format.entries import FileEntry
 from moe_ft.format.identity import Identity
 from moe_ft.recovery.inspect.pruning import Checkpoint, Rules, prune
 from moe_ft.recovery.persist_directory import take_lock
-from tests.unit.moe_ft.builders import make_identity, manifest_of, persist_checkpoint
+from tests.unit.moe_ft.builders import (
+    make_identity,
+    manifest_of,
+    persist_checkpoint,
+    persist_rank,
+)
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations, manifest_path, names
 from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
 
@@ -61,7 +67,7 @@ def test_newest_stay_and_the_others_go_with_their_files(storage: Storage) -> Non
 def test_nothing_goes_without_being_asked_to(storage: Storage) -> None:
     fill(storage, 2, 4)
     found = prune(storage.url, Rules(keep=1), removes=False)
-    assert reasons(found) == {4: "the newest", 2: ""}
+    assert reasons(found) == {4: "the newest, read and verified", 2: ""}
     assert complete_iterations(storage) == [4, 2]
     assert not storage.exists(LOCK_NAME)
 
@@ -105,8 +111,69 @@ def test_damaged_checkpoint_is_left_and_does_not_count(storage: Storage) -> None
     storage.remove(f"iter_0000006/{data}")
     found = prune(storage.url, Rules(keep=1), removes=True)
     assert "damaged" in reasons(found)[6]
-    assert reasons(found)[4] == "the newest"
+    assert reasons(found)[4] == "the newest, read and verified"
     assert storage.iterations() == [6, 4]
+
+
+def test_checkpoint_with_a_flipped_bit_is_left_and_does_not_count(storage: Storage) -> None:
+    fill(storage, 2, 4, 6, 8)
+    for iteration in (8, 4):
+        flip(storage, iteration)
+    for removes in (False, True):
+        found = reasons(prune(storage.url, Rules(keep=1), removes=removes))
+        assert "damaged, and left for you to look at" in found[8]
+        assert found | {8: ""} == {8: "", 6: "the newest, read and verified", 4: "", 2: ""}
+    assert storage.iterations() == [8, 6]
+
+
+def test_checkpoint_that_needs_a_damaged_file_of_an_older_one_does_not_count(
+    storage: Storage,
+) -> None:
+    fill(storage, 2, 4)
+    persist_with_parts_of(storage, 6, 4)
+    assert complete_iterations(storage) == [6, 4, 2]
+    flip(storage, 4)
+    found = reasons(prune(storage.url, Rules(keep=1), removes=True))
+    assert "damaged" in found[6]
+    assert "damaged" in found[4]
+    assert found[2] == "the newest"  # for which nothing goes
+    assert storage.iterations() == [6, 4, 2]
+
+
+def test_data_are_not_read_where_nothing_goes(storage: Storage) -> None:
+    fill(storage, 2, 4)
+    flip(storage, 4)
+    assert reasons(prune(storage.url, Rules(keep=2), removes=True)) == {
+        4: "among the newest 2",
+        2: "among the newest 2",
+    }
+
+
+def persist_with_parts_of(storage: Storage, iteration: int, older: int) -> None:
+    """Write a checkpoint that has the last unit of each rank in the files of an older one."""
+    for there in manifest_of(storage, older).files:
+        persist_rank(storage, there.rank, iteration, RUN)
+        path = rank_path(iteration, there.rank, file_tag(RUN), "json")
+        index, last = storage.index(path), last_unit(storage, there)
+        unit = msgspec.structs.replace(storage.index(there.index).units[last], file=there.data)
+        units = {**index.units, last: unit}
+        index = msgspec.structs.replace(index, units=units, older=(there,))
+        storage.write_atomically(path, encode(index))
+    write_manifest(storage, iteration, file_tag(RUN), RUN.world_size)
+
+
+def last_unit(storage: Storage, file: FileEntry) -> str:
+    units = storage.index(file.index).units
+    return max(units, key=lambda name: units[name].offset)
+
+
+def flip(storage: Storage, iteration: int) -> None:
+    """Flip a bit in the last unit of a rank's data."""
+    own = manifest_of(storage, iteration).files[-1]
+    unit = storage.index(own.index).units[last_unit(storage, own)]
+    content = bytearray(storage.read(own.data))
+    content[unit.offset] ^= 1
+    storage.write_atomically(own.data, bytes(content))
 
 
 def _names(storage: Storage, iteration: int) -> list[str]:
