@@ -18,12 +18,12 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def reading(directory: str, name: str = "DIR", act: str = "read") -> Iterator[None]:
-    """Turn an error while a directory or fsspec URL is read into a ConfigError.
+def reading(directory: str, name: str = "DIR", *, changes: bool = False) -> Iterator[None]:
+    """Turn an error while a directory or fsspec URL is read, or changed, into a ConfigError.
 
     Args:
         name: of the argument, for messages.
-        act: participle of what is done with it, for messages.
+        changes: whether something in it is removed.
     """
     if not directory.strip():
         raise ConfigError(
@@ -38,6 +38,6 @@ def reading(directory: str, name: str = "DIR", act: str = "read") -> Iterator[No
         raise
     except kinds as error:
         raise ConfigError(
-            f"{name}={hide_password(directory)} cannot be {act}: {type(error).__name__}: {error}. Name a "
-            "directory that you may use so, or an fsspec URL whose package is installed."
+            f"{name}={hide_password(directory)} cannot be {'pruned' if changes else 'read'}: {type(error).__name__}: {error}. Name a "
+            f"directory that you may {'change' if changes else 'read'}, or an fsspec URL whose package is installed."
         ) from error

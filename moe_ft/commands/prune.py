@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     """Print what goes and what stays."""
     rules = Rules(keep=options.keep, every=options.every, days=options.days)
     _check(rules)
-    with reading(options.directory, act="pruned" if options.remove else "read"):
+    with reading(options.directory, changes=options.remove):
         found = prune(options.directory, rules, removes=options.remove)
     for each in found:
         goes = "removed" if options.remove else "would remove"

@@ -193,7 +193,7 @@ def _add_storage_faults(
     setup: Setup, faults: list[Fault], rng: random.Random, num_events: int
 ) -> list[Fault]:
     """Return faults with some that matter where there is storage."""
-    kind = rng.choices(("", "second-job", "prune", "garble-storage"), (16, 2, 1, 1))[0]
+    kind = rng.choices(("", "second-job", "prune", "garble-storage"), (15, 3, 1, 1))[0]
     last = max(each.start for each in faults)
     if not setup.persists or not kind:
         return faults
@@ -201,7 +201,7 @@ def _add_storage_faults(
         number = rng.randint(0, last)
         if any(each.start == number and each.is_after_recovery for each in faults):
             return faults
-        event = int(_SOON * num_events * rng.random())
+        event = int(_SOON / 4 * num_events * rng.random())
         return [*faults, Fault(kind=kind, start=number, event=event, is_after_recovery=True)]
     at = int(num_events * rng.uniform(0.4, 1.0))  # when something is on storage
     kill = Fault(kind="kill-all", start=0, event=at)

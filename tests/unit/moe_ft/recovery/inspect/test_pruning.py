@@ -1,8 +1,12 @@
 """Pruning by hand: what stays, and that what stays is whole, also after a failure in between."""
 
-import contextlib
+import ctypes
+import multiprocessing
+import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -29,6 +33,7 @@ from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
 
 RUN = make_identity(world_size=2)
 OTHER_RUN = make_identity("run-b", world_size=2)
+_MS_PRIVATE, _MS_REC = 1 << 18, 1 << 14  # of mount(2)
 BRANCH = make_identity(world_size=2, history=((0, 0), (1, 4)))  # continues iteration 4
 
 
@@ -198,7 +203,7 @@ def test_pruning_that_is_interrupted_anywhere_leaves_whole_checkpoints_and_can_b
 def _prune_and_fail(url: str, injector: Injector, number: int) -> None:
     injector.forget()
     injector.fails_at = frozenset([number])
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         prune(url, Rules(keep=1), removes=True)
     injector.forget()
     Storage(url).remove(LOCK_NAME)  # may stay if removing it failed
@@ -218,6 +223,36 @@ def test_directory_that_a_job_writes_to_is_left_alone(
     assert names(storage, 2)
     assert left(storage, keep=1) == [4]
     assert not storage.exists(LOCK_NAME)
+
+
+def prune_full_disk(folder: str) -> tuple[dict[int, str], list[int], list[str]]:
+    """Fill a file system of this process's own with checkpoints and more, and prune it."""
+    os.unshare(os.CLONE_NEWNS)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for source, place, kind, flags, options in (
+        (b"none", b"/", None, _MS_REC | _MS_PRIVATE, None),
+        (b"tmpfs", folder.encode(), b"tmpfs", 0, b"size=128k"),
+    ):
+        if libc.mount(source, place, kind, flags, options):
+            raise OSError(ctypes.get_errno(), "mount")
+    storage = Storage(folder)
+    fill(storage, 2, 4, 6)
+    with suppress(OSError), Path(folder, "other").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+    found = prune(folder, Rules(keep=1), removes=True)
+    return reasons(found), complete_iterations(storage), os.listdir(folder)
+
+
+def test_disk_that_is_full_is_pruned(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as other:
+        try:
+            found, iterations, names = other.submit(prune_full_disk, str(tmp_path)).result()
+        except PermissionError:
+            pytest.skip("only root can mount a file system")
+    assert found == {6: "the newest, read and verified", 4: "", 2: ""}
+    assert iterations == [6]
+    assert sorted(names) == ["iter_0000006", "other"]
 
 
 def test_directory_without_checkpoints_is_refused(tmp_path: Path) -> None:
