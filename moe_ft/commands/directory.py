@@ -38,6 +38,7 @@ def reading(directory: str, name: str = "DIR", *, changes: bool = False) -> Iter
         raise
     except kinds as error:
         raise ConfigError(
-            f"{name}={hide_password(directory)} cannot be {'pruned' if changes else 'read'}: {type(error).__name__}: {error}. Name a "
-            f"directory that you may {'change' if changes else 'read'}, or an fsspec URL whose package is installed."
+            f"{name}={hide_password(directory)} cannot be {'changed' if changes else 'read'}: "
+            f"{type(error).__name__}: {error}. Name a directory that you may "
+            f"{'change' if changes else 'read'}, or an fsspec URL whose package is installed."
         ) from error
