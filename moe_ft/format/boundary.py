@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.encoding import Body, Checksum, check_path
+from moe_ft.format.encoding import Body, Checksum, check_path, decodable
 from moe_ft.format.packings import DTYPE_BYTES
 from moe_ft.format.records import Count, JobNumbers
 
@@ -54,6 +54,7 @@ class SentTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.direction}/to_{self.neighbour:05d}/{self.ordinal}"
 
 
+@decodable
 class BoundaryIndex(Body, frozen=True, forbid_unknown_fields=True):
     """Description of one data file of a boundary log.
 

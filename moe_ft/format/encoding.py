@@ -6,7 +6,7 @@ pickle. The bodies are defined in format/index.py and format/manifest.py.
 
 import re
 from pathlib import PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
@@ -31,6 +31,19 @@ class Body(msgspec.Struct, frozen=True):
             raise CorruptStateError(f"{where} belongs to no incarnation")
 
 
+_DECODERS: dict[type[Body], msgspec.json.Decoder[Any]] = {}
+
+
+def decodable[B: Body](kind: type[B]) -> type[B]:
+    """Build the decoder of a class of bodies, while its module is imported; a decorator.
+
+    Decoders are never built later: where several threads need the same types at once, msgspec shows one
+    thread what another has built only in part, and the process dies of SIGSEGV.
+    """
+    _DECODERS[kind] = msgspec.json.Decoder(kind)
+    return kind
+
+
 def checksum(data: bytes | memoryview) -> str:
     """Return the XXH3-64 checksum of some bytes, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
@@ -46,7 +59,7 @@ def decode[B: Body](content: bytes, kind: type[B], where: str) -> B:
     """Check the content of a file that `encode` made, and return its body.
 
     Args:
-        kind: Index, IndexHead or Manifest.
+        kind: a class that is `decodable`.
         where: path of the file, for messages.
 
     Raises:
@@ -60,7 +73,7 @@ def decode[B: Body](content: bytes, kind: type[B], where: str) -> B:
         raise CorruptStateError(f"{where} is corrupt: its checksum does not match its content")
     _check_format(body, where)
     try:
-        decoded = msgspec.json.decode(body, type=kind)
+        decoded: B = _DECODERS[kind].decode(body)
     except (ValueError, RecursionError) as error:  # of deeply nested lists
         raise CorruptStateError(
             f"{where} does not have the form of {kind.__name__}: {error}"
@@ -73,10 +86,13 @@ class _AnyFormat(msgspec.Struct):
     format: str = ""
 
 
+_ANY_FORMAT = msgspec.json.Decoder(_AnyFormat)
+
+
 def _check_format(body: memoryview, where: str) -> None:
     """Raise FormatVersionError for a file of another format, whose schema is not known here."""
     try:
-        found = msgspec.json.decode(body, type=_AnyFormat).format
+        found = _ANY_FORMAT.decode(body).format
     except (ValueError, RecursionError):
         return  # decoding with the schema says what is wrong
     if found and found != FORMAT:

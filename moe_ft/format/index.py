@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.encoding import Body, Checksum, check_path
+from moe_ft.format.encoding import Body, Checksum, check_path, decodable
 from moe_ft.format.entries import (
     FileEntry,
     ModelPlaces,
@@ -21,6 +21,7 @@ from moe_ft.format.entries import (
 from moe_ft.format.records import Count, ExpertProgress, IterationRecord
 
 
+@decodable
 class Index(Body, frozen=True, forbid_unknown_fields=True):
     """Description of one data file: a region, a replica or a persisted file.
 
@@ -122,6 +123,7 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
                     raise CorruptStateError(f"{where}: unit {name} has an impossible tensor")
 
 
+@decodable
 class IndexHead(Body, frozen=True):
     """The part of an index that identifies it; decoding skips the rest. See `Index`."""
 

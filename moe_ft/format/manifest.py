@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.encoding import Body
+from moe_ft.format.encoding import Body, decodable
 from moe_ft.format.entries import FileEntry, LevelName
 from moe_ft.format.records import Count
 
@@ -25,6 +25,7 @@ class UnitSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: tuple[Count, ...]
 
 
+@decodable
 class Manifest(Body, frozen=True, forbid_unknown_fields=True):
     """The files of a checkpoint; written last.
 

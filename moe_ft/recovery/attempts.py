@@ -38,6 +38,9 @@ class Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_local: bool = False
 
 
+_ATTEMPTS = msgspec.json.Decoder(list[Attempt])
+
+
 def note_attempt(node_dir: Path, rank: int, attempt: Attempt) -> None:
     """Add a failure to the notes of a rank; raises OSError if the directory cannot be written."""
     attempts = [*_read(_path(node_dir, rank)), attempt]
@@ -80,5 +83,5 @@ def _path(node_dir: Path, rank: int) -> Path:
 
 def _read(path: Path) -> list[Attempt]:
     with suppress(OSError, ValueError):  # a hint that is lost costs one more try
-        return msgspec.json.decode(path.read_bytes(), type=list[Attempt])
+        return _ATTEMPTS.decode(path.read_bytes())
     return []

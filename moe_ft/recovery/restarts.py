@@ -29,6 +29,9 @@ class Launcher(msgspec.Struct, frozen=True):
     known: tuple[str, ...]
 
 
+_LAUNCHER = msgspec.json.Decoder(Launcher)
+
+
 def is_counted_restart(environment: Mapping[str, str]) -> bool:
     """Return whether torchrun or SLURM says that it has started this job before."""
     counts = (environment.get(f"{name}_RESTART_COUNT", "0") for name in ("TORCHELASTIC", "SLURM"))
@@ -42,7 +45,7 @@ def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher 
         node_dir: the memory directory of the job on this node.
     """
     with suppress(OSError, ValueError):
-        known = msgspec.json.decode(read_private(node_dir / _NAME), type=Launcher)
+        known = _LAUNCHER.decode(read_private(node_dir / _NAME))
         process = agent_name(environment)
         is_requeued = environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
         is_same = known.process == process if process else is_counted_restart(environment)

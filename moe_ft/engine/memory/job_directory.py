@@ -47,6 +47,9 @@ class JobMarker(msgspec.Struct, frozen=True):
     clock_s: float
 
 
+_MARKER = msgspec.json.Decoder(JobMarker)
+
+
 def clock_offset_s() -> float:
     """Return what the wall clock is ahead of the time since boot; it changes when the clock is set."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -60,7 +63,7 @@ def read_marker(directory: Path) -> JobMarker | None:
     """
     try:
         content = read_private(directory / MARKER_NAME)
-        marker = msgspec.json.decode(content, type=JobMarker)
+        marker = _MARKER.decode(content)
     except (FileNotFoundError, ValueError):  # of msgspec, or bytes that are no text
         return None
     is_its_own = (marker.format, marker.job_id) == (_FORMAT, directory.name)

@@ -21,6 +21,7 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.patience import SLOWEST_BYTES_PER_S
 from moe_ft.engine.persist.writer import (
     HEARTBEAT_NAME,
+    RESULT,
     PersistRequest,
     PersistResult,
     WriterSettings,
@@ -191,7 +192,7 @@ class PersistClient:
         try:
             content = path.read_bytes()
             path.unlink()
-            return msgspec.json.decode(content, type=PersistResult)
+            return RESULT.decode(content)
         except (OSError, ValueError):
             return None
 

@@ -59,6 +59,9 @@ class Lock(msgspec.Struct, frozen=True):
     heartbeat: int = 0
 
 
+_LOCK = msgspec.json.Decoder(Lock)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenLock:
     """Content of the lock's place, as somebody found it.
@@ -343,6 +346,6 @@ class _StoredLock:
 
 def _decode(content: bytes) -> Lock | None:
     try:
-        return msgspec.json.decode(content, type=Lock)
+        return _LOCK.decode(content)
     except (ValueError, RecursionError):
         return None

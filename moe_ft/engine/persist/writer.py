@@ -112,6 +112,11 @@ class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     number: int = 1
 
 
+REQUEST = msgspec.json.Decoder(PersistRequest)
+RESULT = msgspec.json.Decoder(PersistResult)
+_SETTINGS = msgspec.json.Decoder(WriterSettings)
+
+
 class PreviousCheckpointError(OSError):
     """The older checkpoint that a request builds on cannot be read."""
 
@@ -168,7 +173,7 @@ class PersistWorker:
 
     def _serve(self, path: Path, content: bytes) -> None:
         try:
-            request = msgspec.json.decode(content, type=PersistRequest)
+            request = REQUEST.decode(content)
         except ValueError:
             return
         start = time.perf_counter()
@@ -371,7 +376,7 @@ def _read_settings() -> WriterSettings:
     """Return what the parent says; end with the parent, also if this process is stopped then."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     line = sys.stdin.buffer.readline()
-    settings = msgspec.json.decode(line, type=WriterSettings) if line else None
+    settings = _SETTINGS.decode(line) if line else None
     if settings is None or os.getppid() != settings.parent:
         os._exit(0)
 

@@ -1,6 +1,8 @@
 """Encoding: written bodies are read; anything else is refused."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,31 @@ def test_encoded_index_is_json_with_the_checksum_of_its_body(index: Index) -> No
     assert list(json.loads(content)) == ["xxh3_64", "body"]
     body = content.split(b'"body":', 1)[1].removesuffix(b"}\n")
     assert json.loads(content)["xxh3_64"] == checksum(body)
+
+
+def test_first_index_is_read_by_several_threads_at_once(tmp_path: Path) -> None:
+    # A process of its own: msgspec ended it with SIGSEGV when a thread met types that another was building.
+    (tmp_path / "index.json").write_bytes(encode(small_index()))
+    code = """
+import importlib, sys, threading
+sys.setswitchinterval(1e-6)
+content = open(sys.argv[1], "rb").read()
+for _ in range(40):
+    for name in [name for name in sys.modules if name.startswith("moe_ft.format")]:
+        del sys.modules[name]
+    encoding = importlib.import_module("moe_ft.format.encoding")
+    kind = importlib.import_module("moe_ft.format.index").Index
+    barrier = threading.Barrier(4)
+    def read():
+        barrier.wait()
+        encoding.decode(content, kind, "a file")
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "index.json")], check=True)
 
 
 @EACH
