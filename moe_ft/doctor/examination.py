@@ -21,17 +21,30 @@ from moe_ft.doctor.job import Job, peers_of_nodes
 from moe_ft.doctor.meeting import Meeting, OwnMeeting, StoreMeeting
 from moe_ft.doctor.names import check_job, check_names, check_ranks
 from moe_ft.doctor.node_checks import NodeChecks, Roster, Times
-from moe_ft.doctor.place import Place
+from moe_ft.doctor.place import TOKEN_NAME, Place
 from moe_ft.doctor.probe import serve
 from moe_ft.doctor.rows import Row, exit_code, failed, fold, join_nodes, render
 from moe_ft.doctor.versions import check_gpus, check_versions
 from moe_ft.engine.links.addresses import own_host
 from moe_ft.engine.links.listener import PeerListener
+from moe_ft.errors import CorruptStateError
 
 # When phases end, as parts of the time; those of a node are in node_checks.py.
 _MET, _ROSTER, _ROWS, _LAST = 0.4, 0.45, 0.9, 0.97
-_PROBE = ".moe_ft_doctor_"
+_NO_SECRET = (
+    "moe_ft_doctor"  # admits anybody: to the time of this host, and to bytes that are dropped
+)
 _TERMINATED = 143  # as shells have it
+_UNREACHABLE = "Look whether rank 0 runs, and whether this port of its node is open and free."
+_FOREIGN = (
+    f"Set {TOKEN_NAME} to the same random value on all nodes. If it is, somebody else writes to "
+    "this store."
+)
+_FACTS = msgspec.json.Decoder(RankFacts)
+_ROSTERS = msgspec.json.Decoder(Roster)
+_ROWS_OF_A_NODE = msgspec.json.Decoder(list[Row])
+_CODE = msgspec.json.Decoder(int)
+_LEFT = msgspec.json.Decoder(bool)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,17 +79,20 @@ def examine(request: Request, place: Place, environment: Mapping[str, str]) -> i
                     OwnMeeting() if place.is_alone else StoreMeeting(place, times.end_of(_MET))
                 )
                 return _Examination(request, place, environment, meeting, times).run(opened)
-        except RuntimeError as error:  # of the store
+        except CorruptStateError as error:  # of what somebody has shown
+            return _end_without_table(place, request, str(error), _FOREIGN)
+        except (RuntimeError, OSError) as error:  # of the store
             if place.is_alone:
                 raise
-            host, port = place.master
-            line = f"rank {place.rank}: the store at {host}:{port} failed: {error}"
-            first = line.splitlines()[0]
-            remedy = "Look whether rank 0 runs, and whether this port of its node is open and free."
-            _print(
-                [failed("meeting", f"rank {place.rank}", first, remedy)], is_json=request.is_json
-            )
-            return 1
+            return _end_without_table(place, request, f"it failed: {error}", _UNREACHABLE)
+
+
+def _end_without_table(place: Place, request: Request, problem: str, remedy: str) -> int:
+    """Print what is wrong with the store, and return the exit code."""
+    host, port = place.master
+    line = f"the store at {host}:{port}: {problem}".splitlines()[0]
+    _print([failed("meeting", f"rank {place.rank}", line, remedy)], is_json=request.is_json)
+    return 1
 
 
 @contextmanager
@@ -120,6 +136,7 @@ class _Examination:
         self._request, self._place, self._environment = request, place, environment
         self._meeting, self._times = meeting, times
         self._job = request.job
+        self._token = place.token or (secrets.token_hex(16) if place.is_alone else _NO_SECRET)
 
     def run(self, opened: ExitStack) -> int:
         """Return the exit code."""
@@ -135,7 +152,7 @@ class _Examination:
             remedy = "Look at its output and its node."
             _print([failed("meeting", f"rank {self._place.rank}", line, remedy)], is_json=False)
             return 1
-        listener.admit(roster.token)
+        listener.admit(self._token)
         if roster.speakers.get(facts.node) == self._place.rank:
             self._meeting.show("rows", self._check_node(facts, roster, opened))
         return self._conclude(rows, roster) if self._place.rank == 0 else self._wait()
@@ -153,6 +170,8 @@ class _Examination:
             job=self._job,
             node=facts.node,
             num_local=facts.local_world_size,
+            token=self._token,
+            is_token_secret=self._token != _NO_SECRET,
             roster=roster,
             meeting=self._meeting,
             times=self._times,
@@ -163,12 +182,10 @@ class _Examination:
     def _lead(self) -> list[Row]:
         """Show the roster, and return the rows that follow from what ranks say of themselves. Rank 0 only."""
         ranks = range(self._place.world_size)
-        found = self._meeting.collect("facts", ranks, self._times.end_of(_MET))
-        everyone = [msgspec.convert(found[rank], RankFacts) for rank in sorted(found)]
+        found = self._meeting.collect("facts", ranks, self._times.end_of(_MET), _FACTS)
+        everyone = [found[rank] for rank in sorted(found)]
         speakers = {each.node: each for each in reversed(everyone)}
         roster = Roster(
-            token=secrets.token_hex(16),
-            probe=f"{_PROBE}{secrets.token_hex(8)}",
             speakers={node: each.rank for node, each in reversed(speakers.items())},
             addresses={node: each.address for node, each in speakers.items() if each.address},
             problems={node: each.address_problem for node, each in speakers.items()},
@@ -203,16 +220,16 @@ class _Examination:
         ]
 
     def _read_roster(self) -> Roster | None:
-        found = self._meeting.collect("roster", [0], self._times.end_of(_ROSTER))
-        return msgspec.convert(found[0], Roster) if found else None
+        return self._meeting.collect("roster", [0], self._times.end_of(_ROSTER), _ROSTERS).get(0)
 
     def _conclude(self, rows: list[Row], roster: Roster) -> int:
         """Print the table and tell the others the exit code. Rank 0 only."""
         speakers = roster.speakers
-        found = self._meeting.collect("rows", speakers.values(), self._times.end_of(_ROWS))
+        end_s = self._times.end_of(_ROWS)
+        found = self._meeting.collect("rows", speakers.values(), end_s, _ROWS_OF_A_NODE)
         for node, rank in speakers.items():
             if rank in found:
-                rows += msgspec.convert(found[rank], list[Row])
+                rows += found[rank]
             else:
                 line = f"rank {rank} answered, then fell silent for {self._times.total_s * _ROWS:.0f} s"
                 rows.append(failed("silent ranks", node, line, "Look at this node."))
@@ -223,11 +240,11 @@ class _Examination:
             # They read the code from this process.
             others = range(1, self._place.world_size)
             end_s = min(time.monotonic() + 2.0, self._times.end_of(_LAST))
-            self._meeting.collect("left", others, end_s)
+            self._meeting.collect("left", others, end_s, _LEFT)
         return code
 
     def _wait(self) -> int:
         """Return the exit code that rank 0 tells."""
-        found = self._meeting.collect("end", [0], self._times.end_of(_LAST))
+        found = self._meeting.collect("end", [0], self._times.end_of(_LAST), _CODE)
         self._meeting.show("left", value=True)
-        return int(found[0]) if found else 1
+        return found.get(0, 1)

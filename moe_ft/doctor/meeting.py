@@ -1,8 +1,12 @@
 """Exchange of values between the processes of a doctor, with a deadline for those that stay silent.
 
 torchrun's store, or one that rank 0 opens at MASTER_ADDR and MASTER_PORT. Training meets at the same address.
+
+Whoever reaches the store can write to it. Values therefore carry a proof of the token that the launch was
+given. Without one anybody can make the proof: then a lie may cost a wrong row, and nothing else.
 """
 
+import hmac
 import socket
 import time
 from collections.abc import Iterable
@@ -11,11 +15,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from moe_ft.doctor.place import Place
-from moe_ft.errors import ConfigError
+from moe_ft.doctor.place import TOKEN_NAME, Place
+from moe_ft.engine.links.addresses import listen
+from moe_ft.errors import ConfigError, CorruptStateError
 
 _POLL_S = 0.05
 _OPERATION_S = 10.0  # of one request to the store
+_PREFIX = "moe_ft_doctor"
+_HASH, _PROOF_BYTES = "sha256", 64  # in hexadecimal
+_MOST_BYTES = 16 << 20  # of a value: the roster of 10,000 nodes has 2 MiB
 
 
 class Meeting(Protocol):
@@ -25,8 +33,14 @@ class Meeting(Protocol):
         """Show a value to all others, under a name that is used once."""
         ...
 
-    def collect(self, name: str, ranks: Iterable[int], deadline_s: float) -> dict[int, Any]:
-        """Return what these ranks have shown by a time of the monotonic clock, by rank."""
+    def collect[T](
+        self, name: str, ranks: Iterable[int], deadline_s: float, decoder: msgspec.json.Decoder[T]
+    ) -> dict[int, T]:
+        """Return what these ranks have shown by a time of the monotonic clock, by rank.
+
+        Raises:
+            CorruptStateError: if a value is not of this launch.
+        """
         ...
 
 
@@ -34,15 +48,17 @@ class OwnMeeting:
     """A process that is alone."""
 
     def __init__(self) -> None:
-        self._shown: dict[str, Any] = {}
+        self._shown: dict[str, bytes] = {}
 
     def show(self, name: str, value: Any) -> None:
         """Keep a value."""
-        self._shown[name] = msgspec.json.decode(msgspec.json.encode(value))
+        self._shown[name] = msgspec.json.encode(value)
 
-    def collect(self, name: str, ranks: Iterable[int], deadline_s: float) -> dict[int, Any]:
+    def collect[T](
+        self, name: str, ranks: Iterable[int], deadline_s: float, decoder: msgspec.json.Decoder[T]
+    ) -> dict[int, T]:
         """Return the own value."""
-        return {0: self._shown[name]} if name in self._shown else {}
+        return {0: decoder.decode(self._shown[name])} if name in self._shown else {}
 
 
 class StoreMeeting:
@@ -53,6 +69,7 @@ class StoreMeeting:
 
         Raises:
             ConfigError: if the place has a name that leads nowhere.
+            OSError: if rank 0 cannot listen at the place.
             RuntimeError: if nobody listens at the place by a time of the monotonic clock.
         """
         _check_host(place.master[0])
@@ -61,11 +78,13 @@ class StoreMeeting:
             _wait_for_listener(place.master, deadline_s)
         import torch.distributed as dist  # only here: commands start without torch
 
-        self._rank = place.rank
-        self._prefix = f"moe_ft_doctor/{place.attempt}"
+        self._rank, self._token = place.rank, place.token.encode()
+        # torch would listen on all interfaces.
+        listener = _listen(place.master) if is_master else None
         self._store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but in no __all__
             *place.master,
             is_master=is_master,
+            master_listen_fd=listener,
             timeout=timedelta(seconds=max(1.0, deadline_s - time.monotonic())),
             wait_for_workers=False,
         )
@@ -73,23 +92,49 @@ class StoreMeeting:
 
     def show(self, name: str, value: Any) -> None:
         """Write a value to the store; raises RuntimeError if it does not answer."""
-        self._store.set(self._key(name, self._rank), msgspec.json.encode(value).decode())
+        key, content = _key(name, self._rank), msgspec.json.encode(value)
+        self._store.set(key, (self._proof(key, content) + content).decode())
 
-    def collect(self, name: str, ranks: Iterable[int], deadline_s: float) -> dict[int, Any]:
+    def collect[T](
+        self, name: str, ranks: Iterable[int], deadline_s: float, decoder: msgspec.json.Decoder[T]
+    ) -> dict[int, T]:
         """Read values from the store; raises RuntimeError if it does not answer."""
-        found: dict[int, Any] = {}
+        found: dict[int, T] = {}
         missing = list(ranks)
         while True:
-            there = [rank for rank in missing if self._store.check([self._key(name, rank)])]
+            there = [rank for rank in missing if self._store.check([_key(name, rank)])]
             for rank in there:
-                found[rank] = msgspec.json.decode(self._store.get(self._key(name, rank)))
+                found[rank] = self._read(_key(name, rank), decoder)
             missing = [rank for rank in missing if rank not in found]
             if not missing or time.monotonic() > deadline_s:
                 return found
             time.sleep(_POLL_S)
 
-    def _key(self, name: str, rank: int) -> str:
-        return f"{self._prefix}/{name}/{rank}"
+    def _read[T](self, key: str, decoder: msgspec.json.Decoder[T]) -> T:
+        """Return a value; raise CorruptStateError if it is not one of this launch."""
+        value = self._store.get(key)
+        proof, content = value[:_PROOF_BYTES], value[_PROOF_BYTES:]
+        if len(value) > _MOST_BYTES or not hmac.compare_digest(proof, self._proof(key, content)):
+            raise CorruptStateError(f"'{key}' has no proof of this process's {TOKEN_NAME}")
+        try:
+            return decoder.decode(content)
+        except (ValueError, RecursionError) as error:
+            raise CorruptStateError(f"'{key}' is no value of doctor: {error}") from error
+
+    def _proof(self, key: str, content: bytes) -> bytes:
+        return hmac.digest(self._token, key.encode() + b" " + content, _HASH).hex().encode()
+
+
+def _key(name: str, rank: int) -> str:
+    return f"{_PREFIX}/{name}/{rank}"
+
+
+def _listen(address: tuple[str, int]) -> int:
+    """Return the descriptor of a socket that listens there; clients try all addresses of a name."""
+    first, *others = listen(*address)
+    for each in others:
+        each.close()
+    return first.detach()
 
 
 def _wait_for_listener(address: tuple[str, int], deadline_s: float) -> None:

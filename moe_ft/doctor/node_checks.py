@@ -24,7 +24,8 @@ from moe_ft.doctor.network import (
     check_reach,
     reach_all,
 )
-from moe_ft.doctor.rows import Row, failed, guarded
+from moe_ft.doctor.place import TOKEN_NAME
+from moe_ft.doctor.rows import Row, failed, guarded, warned
 from moe_ft.doctor.storage import ProbeDirectory, check_lock, check_semantics, check_space
 from moe_ft.doctor.storage_speed import Written, check_read, check_write, write_file
 from moe_ft.engine.memory.regions import node_directory
@@ -39,20 +40,20 @@ class Roster(msgspec.Struct, frozen=True):
     """List of the processes that have answered, as rank 0 made it.
 
     Attributes:
-        token: secret of the connections of this examination.
-        probe: name of its directory on storage.
         speakers: one rank of each node, which makes the checks.
         addresses: where they listen.
         problems: why a node cannot.
         peers: nodes to which a node would send replicas.
     """
 
-    token: str
-    probe: str
     speakers: dict[str, int]
     addresses: dict[str, tuple[str, int]]
     problems: dict[str, str]
     peers: dict[str, list[str]]
+
+
+_WRITTEN_FILE = msgspec.json.Decoder(Written)
+_FLAG = msgspec.json.Decoder(bool)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +74,8 @@ class NodeChecks:
 
     Attributes:
         num_local: processes of the examination on this node.
+        token: of the connections between nodes.
+        is_token_secret: whether nobody else can know it.
         transfer_bytes: to send to each peer, and to write to storage.
         opened: removes what is written to storage.
     """
@@ -80,6 +83,8 @@ class NodeChecks:
     job: Job
     node: str
     num_local: int
+    token: str
+    is_token_secret: bool
     roster: Roster
     meeting: Meeting
     times: Times
@@ -125,8 +130,8 @@ class NodeChecks:
     def _network(self) -> list[Row]:
         peers = {name: self._peer(name) for name in self.roster.speakers if name != self.node}
         if not peers:
-            return check_reach(self.node, reach_all([self._peer(self.node)], self.roster.token))
-        found = reach_all(list(peers.values()), self.roster.token)
+            return check_reach(self.node, reach_all([self._peer(self.node)], self.token))
+        found = reach_all(list(peers.values()), self.token)
         rows = check_reach(self.node, found)
         own = self._peer(self.node).address
         if own is not None:
@@ -136,8 +141,11 @@ class NodeChecks:
         reached = [
             peers[name] for name in self.roster.peers[self.node] if not isinstance(found[name], str)
         ]
-        token, num_bytes = self.roster.token, self.transfer_bytes
-        return rows + check_rates(self.node, reached, token, num_bytes, self.job.sent_bytes)
+        if reached and not self.is_token_secret:  # their addresses may be anybody's
+            remedy = f"Set {TOKEN_NAME} to the same random value on all nodes."
+            return [*rows, warned("bandwidth", self.node, "not measured: no token is set", remedy)]
+        num_bytes, sent_bytes = self.transfer_bytes, self.job.sent_bytes
+        return rows + check_rates(self.node, reached, self.token, num_bytes, sent_bytes)
 
     def _peer(self, node: str) -> Peer:
         return Peer(
@@ -149,7 +157,7 @@ class NodeChecks:
     def _storage(self) -> list[Row]:
         url = self._config.storage.persist_dir
         assert url is not None
-        probe = ProbeDirectory(url, self.roster.probe)
+        probe = ProbeDirectory(url)
         self.opened.callback(probe.close)
         rows: list[Row] = []
         try:
@@ -176,28 +184,36 @@ class NodeChecks:
         return rows + check_space(probe.root, self.job.stored_bytes, self.job.num_stored)
 
     def _write(self, probe: ProbeDirectory) -> list[Row]:
-        own = self.roster.speakers[self.node]
-        written = write_file(probe.storage, f"rank_{own:05d}", self.transfer_bytes)
+        written = write_file(probe.root, probe.speed_path, self.transfer_bytes)
         self.meeting.show("written", written)
         return check_write(self.node, written, self.job.checkpoint_bytes)
 
     def _read(self, probe: ProbeDirectory) -> list[Row]:
         """Return the row of a read. No node removes anything before all have read."""
-        found = self._collect("written", self.times.end_of(_WRITTEN))
-        written = {name: msgspec.convert(value, Written) for name, value in found.items()}
+        written = self._collect("written", self.times.end_of(_WRITTEN), _WRITTEN_FILE)
         try:
             if self.node not in written:
                 return []
-            return check_read(self.node, probe.storage, written, self.job.checkpoint_bytes)
+            return check_read(self.node, probe.root, written, self.job.checkpoint_bytes)
         except OSError as error:
             remedy = "Look at the permissions and the connection of this node."
             return [failed("storage read", self.node, f"{type(error).__name__}: {error}", remedy)]
         finally:
-            self.meeting.show("read", value=True)
-            self._collect("read", self.times.end_of(_READ))
+            self._meet("read")
+            probe.close()
+            self._meet(
+                "closed"
+            )  # whoever has created the persist directory finds it empty at the end
 
-    def _collect(self, name: str, deadline_s: float) -> dict[str, object]:
+    def _meet(self, name: str) -> None:
+        """Wait for all nodes, but not for long."""
+        self.meeting.show(name, value=True)
+        self._collect(name, self.times.end_of(_READ), _FLAG)
+
+    def _collect[T](
+        self, name: str, deadline_s: float, decoder: msgspec.json.Decoder[T]
+    ) -> dict[str, T]:
         """Return what the nodes have shown, by node, in the order of the roster."""
         speakers = self.roster.speakers
-        found = self.meeting.collect(name, speakers.values(), deadline_s)
+        found = self.meeting.collect(name, speakers.values(), deadline_s, decoder)
         return {node: found[rank] for node, rank in speakers.items() if rank in found}

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_ft.errors import ConfigError
 
+TOKEN_NAME = "MOE_FT_DOCTOR_TOKEN"
+_LEAST_TOKEN = 16  # characters: the proofs in the store let strangers try tokens at leisure
 _LEAST_PORT, _NUM_PORTS = 20_000, 10_000  # below those that Linux gives to outgoing connections
 
 
@@ -17,7 +19,7 @@ class Place:
         local_world_size: processes of the launch on this host.
         master: host and port where they meet.
         has_agent_store: whether the launcher listens there already.
-        attempt: number of times that the launcher has restarted the processes.
+        token: secret that all processes were given; empty if there is none.
     """
 
     rank: int = 0
@@ -25,7 +27,7 @@ class Place:
     local_world_size: int = 1
     master: tuple[str, int] = ("127.0.0.1", 0)
     has_agent_store: bool = False
-    attempt: str = "0"
+    token: str = field(default="", repr=False)
 
     @property
     def is_alone(self) -> bool:
@@ -37,7 +39,8 @@ def find_place(environment: Mapping[str, str]) -> Place:
     """Return the place that the launcher's variables give.
 
     Raises:
-        ConfigError: if they say that there are several processes, and not where they meet.
+        ConfigError: if they say that there are several processes, and not where they meet; if the token is
+            short; if torchrun has started doctor again.
     """
     names = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_world_size": "LOCAL_WORLD_SIZE"}
     if "RANK" not in environment and "SLURM_STEP_ID" in environment:
@@ -52,6 +55,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
             f"{names['rank']}={environment.get(names['rank'], '')} must be a number below "
             f"{names['world_size']}={world_size}. Start doctor with torchrun or srun, which set both."
         )
+    _check_is_first_start(environment)
     local = numbers.get("local_world_size") or _tasks_on_node(environment)
     return Place(
         rank=rank,
@@ -59,8 +63,28 @@ def find_place(environment: Mapping[str, str]) -> Place:
         local_world_size=local,
         master=_master(environment),
         has_agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        token=_token(environment),
     )
+
+
+def _check_is_first_start(environment: Mapping[str, str]) -> None:
+    """Refuse a restart: torchrun's store still has what the processes before have shown."""
+    count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if count != "0":
+        raise ConfigError(
+            f"TORCHELASTIC_RESTART_COUNT={count} must be 0: doctor has already run. Its table is above. "
+            "Start it with torchrun --max-restarts 0, then it runs once."
+        )
+
+
+def _token(environment: Mapping[str, str]) -> str:
+    token = environment.get(TOKEN_NAME, "")
+    if 0 < len(token) < _LEAST_TOKEN:
+        raise ConfigError(
+            f"{TOKEN_NAME} has {len(token)} characters and must have at least {_LEAST_TOKEN}, or be unset. "
+            "Set it to the same random value on all nodes, such as what `openssl rand -hex 16` prints."
+        )
+    return token
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

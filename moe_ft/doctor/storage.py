@@ -4,6 +4,8 @@ Several nodes at once, and bandwidth, are storage_speed.py.
 """
 
 import os
+import re
+import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -23,47 +25,55 @@ from moe_ft.engine.persist.storage_lock import (
 _SEMANTICS, _LOCK, _SPACE = "storage", "storage lock", "storage room"
 _PLACE = "persist dir"
 _WATCH_S = LOCK_RENEWAL_S + 3.0
+_PROBE = ".moe_ft_doctor_"
+_SPEED_FILE = "data"
+_SPEED_PATH = re.compile(rf"{re.escape(_PROBE)}[0-9a-f]{{16}}/{_SPEED_FILE}")
 _REMEDY = "Name a directory or object store that does this, or ask its administrator."
 
 
+def is_path_of_a_probe(path: str) -> bool:
+    """Return whether a path below the persist directory is that of the file that a node writes for others."""
+    return _SPEED_PATH.fullmatch(path) is not None
+
+
 class ProbeDirectory:
-    """A directory below the persist directory that is gone after `close`. Each node has it open."""
+    """A directory of this process below the persist directory that is gone after `close`."""
 
-    def __init__(self, url: str, name: str) -> None:
-        """Prepare; raises OSError if the persist directory cannot be opened.
-
-        Args:
-            name: of the probe directory, the same on all nodes.
-        """
+    def __init__(self, url: str) -> None:
+        """Choose a name; raises OSError if the persist directory cannot be opened."""
+        self._name = f"{_PROBE}{secrets.token_hex(8)}"
         self.root = Storage(url, PATIENCE_S)
-        self.storage = Storage(f"{url.rstrip('/')}/{name}", PATIENCE_S)
-        self._name = name
+        self.storage = Storage(f"{url.rstrip('/')}/{self._name}", PATIENCE_S)
+        self.speed_path = f"{self._name}/{_SPEED_FILE}"  # in `root`, as other nodes read it
         self._created: list[Path] = []
+        self._is_open = False
 
     def open(self) -> None:
-        """Create both directories; raises OSError if that fails."""
+        """Create both directories; raises OSError if that fails, or if the probe's is there already."""
         top = self.root.local_path(LOCK_NAME)
         if top is not None:
             self._created = [each for each in top.parents if not each.exists()]
         self.root.make_root()
-        self.storage.make_root()
+        own = self.root.local_path(self._name)
+        if own is not None:  # object stores have no directories
+            self.root.within_patience("create a directory", own.mkdir)
+        self._is_open = True
 
     def close(self) -> None:
-        """Remove everything in it, and the directories that `open` has created if they are empty."""
-        with suppress(OSError):  # another node is removing the same
-            files = self.root.sizes_in(self._name)
-            for name in set(self.root.names_in(self._name)) - set(files):
-                self._empty(f"{self._name}/{name}")
-            self._empty(self._name)
+        """Remove the files that the checks write, and directories that `open` has created if they are empty.
+
+        Whatever else is there stays. It may be called again.
+        """
+        if self._is_open:
+            for path in (_SPEED_FILE, *_FILES):
+                with suppress(OSError):
+                    self.storage.remove(path)
+            self.storage.remove_directory(_SUBDIRECTORY)
+            self.root.remove_directory(self._name)
+            self._is_open = False
         for directory in self._created:
             with suppress(OSError):
                 directory.rmdir()
-
-    def _empty(self, directory: str) -> None:
-        """Remove a directory with the files in it."""
-        for name in self.root.sizes_in(directory):
-            self.root.remove(f"{directory}/{name}")
-        self.root.remove_directory(directory)
 
 
 def check_semantics(storage: Storage) -> list[Row]:
@@ -82,19 +92,24 @@ def check_semantics(storage: Storage) -> list[Row]:
     return [passed(_SEMANTICS, _PLACE, ", ".join(_OPERATIONS))]
 
 
+_SUBDIRECTORY, _SMALL = "iter_0000001", "small"
+_LARGE = f"{_SUBDIRECTORY}/data"
+_FILES = (_LARGE, _SMALL, f"{_SMALL}.part", LOCK_NAME)  # of the operations below
+
+
 def _creates(storage: Storage) -> bool:
-    storage.write("iter_0000001/data", [memoryview(b"some data")])
-    return storage.read("iter_0000001/data", 5, 4) == b"data"
+    storage.write(_LARGE, [memoryview(b"some data")])
+    return storage.read(_LARGE, 5, 4) == b"data"
 
 
 def _replaces(storage: Storage) -> bool:
-    storage.write_atomically("small", b"first")
-    storage.write_atomically("small", b"second one")
-    return storage.read("small") == b"second one" and storage.size("small") == len(b"second one")
+    storage.write_atomically(_SMALL, b"first")
+    storage.write_atomically(_SMALL, b"second one")
+    return storage.read(_SMALL) == b"second one" and storage.size(_SMALL) == len(b"second one")
 
 
 def _lists(storage: Storage) -> bool:
-    sizes = storage.sizes_in("iter_0000001")
+    sizes = storage.sizes_in(_SUBDIRECTORY)
     return storage.iterations() == [1] and sizes == {"data": len(b"some data")}
 
 
@@ -107,10 +122,10 @@ def _locks(storage: Storage) -> bool:
 
 
 def _deletes(storage: Storage) -> bool:
-    storage.remove("small")
-    storage.remove("iter_0000001/data")
-    storage.remove_directory("iter_0000001")
-    return not storage.exists("small") and storage.iterations() == []
+    storage.remove(_SMALL)
+    storage.remove(_LARGE)
+    storage.remove_directory(_SUBDIRECTORY)
+    return not storage.exists(_SMALL) and storage.iterations() == []
 
 
 _OPERATIONS = {

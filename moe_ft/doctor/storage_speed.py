@@ -12,6 +12,7 @@ from contextlib import suppress
 import msgspec
 
 from moe_ft.doctor.rows import Row, failed, passed, rate_text, warned
+from moe_ft.doctor.storage import is_path_of_a_probe
 from moe_ft.engine.persist.patience import SLOWEST_BYTES_PER_S
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.format.encoding import checksum
@@ -25,6 +26,7 @@ class Written(msgspec.Struct, frozen=True):
     """File that a node has written.
 
     Attributes:
+        path: in the persist directory.
         checksum: of its content.
     """
 
@@ -89,10 +91,14 @@ def check_read(
     """Return a row on reading the file of the next node.
 
     Args:
+        storage: the persist directory.
         written: by node, in the same order on all nodes.
     """
     nodes = list(written)
     other = nodes[(nodes.index(node) + 1) % len(nodes)] if node in nodes else nodes[0]
+    if not is_path_of_a_probe(written[other].path):
+        found = f"{other} names '{written[other].path}', which is no file of doctor"
+        return [failed(_READ, node, found, "Look at that node, and who else writes to the store.")]
     start_s = time.perf_counter()
     try:
         content = storage.read(written[other].path)

@@ -27,6 +27,14 @@ TESTED_ELSEWHERE = {
 }
 
 
+# Functions that build decoders, each with the reason. Where threads do so for the same types, msgspec may
+# end the process (SIGSEGV).
+BUILDS_DECODERS = {
+    "moe_ft/format/encoding.py::decodable": "a decorator of classes: modules call it while they are imported",
+    "moe_ft/commands/run_summary.py::_LeftOut.typed": "a command that reads events has one thread",
+}
+
+
 def lines_of(function: Function) -> int:
     """Return the number of lines from `def` to the end; decorators do not count."""
     return (function.end_lineno or 0) - function.lineno + 1
@@ -73,6 +81,25 @@ def test_file_that_is_listed_as_tested_elsewhere_exists_and_has_no_test(path: st
     assert (ROOT / path).exists(), "remove it from TESTED_ELSEWHERE"
     assert not has_unit_test(path), f"{unit_test_of(path)} exists: remove the entry"
     assert TESTED_ELSEWHERE[path]
+
+
+def builds_a_decoder(call: ast.AST) -> bool:
+    """Return whether a call makes msgspec build what it knows of a type, unless that is there already."""
+    if not isinstance(call, ast.Call) or not ast.unparse(call.func).startswith("msgspec."):
+        return False
+    name = ast.unparse(call.func).rpartition(".")[2]
+    return name in ("convert", "Decoder") or "type" in {each.arg for each in call.keywords}
+
+
+def test_decoders_are_built_while_modules_are_imported() -> None:
+    found = {
+        name
+        for path in product_files()
+        for name, node in definitions(path)
+        if isinstance(node, Function) and any(map(builds_a_decoder, ast.walk(node)))
+    }
+    check_rule(found - {*BUILDS_DECODERS}, "build the decoder once, at the level of the module")
+    assert found >= {*BUILDS_DECODERS}, "remove it from BUILDS_DECODERS"
 
 
 def test_no_docstring_opens_with_a_question_word() -> None:

@@ -25,18 +25,18 @@ def own_host(master_addr: str) -> str:
     return socket.gethostname()
 
 
-def listen(host: str) -> list[socket.socket]:
-    """Listen on one free port of this host's interfaces that a name or an address leads to.
+def listen(host: str, port: int = 0) -> list[socket.socket]:
+    """Listen on one port of this host's interfaces that a name or an address leads to; 0 is any free one.
 
     A name of this host that leads to no interface but the loopback is known to the others by an address that
     cannot be found out here: for such a name alone, on all interfaces.
 
     Raises:
-        OSError: if the address is not one of this host, or no port is free.
+        OSError: if the address is not one of this host, or the port is not free.
     """
     if _is_address(host):
         family = socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6
-        return [socket.create_server((host, 0), family=family, backlog=_BACKLOG)]
+        return [socket.create_server((host, port), family=family, backlog=_BACKLOG)]
     addresses = _resolve(host)
     if not _is_localhost(host):
         addresses = [each for each in addresses if not _is_loopback(each[1])]
@@ -44,18 +44,18 @@ def listen(host: str) -> list[socket.socket]:
     while True:
         num_tries += 1
         try:
-            return _listen_on(addresses) or [_listen_everywhere()]
+            return _listen_on(addresses, port) or [_listen_everywhere(port)]
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or num_tries == _MAX_TRIES:
+            if port or error.errno != errno.EADDRINUSE or num_tries == _MAX_TRIES:
                 raise
 
 
-def _listen_on(addresses: list[tuple[socket.AddressFamily, str]]) -> list[socket.socket]:
+def _listen_on(addresses: list[tuple[socket.AddressFamily, str]], port: int) -> list[socket.socket]:
     """Listen on the same port of all addresses that are of this host."""
     listeners: list[socket.socket] = []
     try:
         for family, address in addresses:
-            port = listeners[0].getsockname()[1] if listeners else 0
+            port = listeners[0].getsockname()[1] if listeners else port
             try:
                 listener = socket.create_server((address, port), family=family, backlog=_BACKLOG)
             except OSError as error:
@@ -70,11 +70,11 @@ def _listen_on(addresses: list[tuple[socket.AddressFamily, str]]) -> list[socket
     return listeners
 
 
-def _listen_everywhere() -> socket.socket:
+def _listen_everywhere(port: int) -> socket.socket:
     if not socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), backlog=_BACKLOG)
+        return socket.create_server(("", port), backlog=_BACKLOG)
     return socket.create_server(
-        ("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
     )
 
 

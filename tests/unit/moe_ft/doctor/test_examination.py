@@ -29,8 +29,10 @@ Act = Callable[[], None]
 class Launch:
     """Processes that are one node each, and have more time than a busy machine takes."""
 
-    def __init__(self, folder: Path, memory_dir: Path, world_size: int) -> None:
-        self._folder, self._memory_dir = folder, memory_dir
+    def __init__(
+        self, folder: Path, memory_dir: Path, world_size: int, token: str = "0123456789abcdef"
+    ) -> None:
+        self._folder, self._memory_dir, self._token = folder, memory_dir, token
         self._world_size, self._port = world_size, free_port()
         self._processes: dict[int, Any] = {}
 
@@ -68,7 +70,8 @@ class Launch:
             transfer_bytes=1 << 20,
             is_json=True,
         )
-        place = Place(rank=rank, world_size=self._world_size, master=("127.0.0.1", self._port))
+        master = ("127.0.0.1", self._port)
+        place = Place(rank=rank, world_size=self._world_size, master=master, token=self._token)
         with (self._folder / str(rank)).open("w") as out, redirect_stdout(out):
             code = examine(request, place, {})
         os._exit(code)
@@ -107,10 +110,12 @@ def test_rank_that_never_answers_is_named(tmp_path: Path, memory_dir: Path) -> N
     def give_up_soon() -> None:
         collect, examination._MET = StoreMeeting.collect, 1.0 / TIMEOUT_S
 
-        def collect_from_living(self: StoreMeeting, name: str, ranks: Any, end_s: float) -> Any:
+        def collect_from_living(
+            self: StoreMeeting, name: str, ranks: Any, end_s: float, decoder: Any
+        ) -> Any:
             if name == "facts":  # rank 2 may take longer than a rank is waited for
-                collect(self, name, [0, 2], time.monotonic() + TIMEOUT_S)
-            return collect(self, name, ranks, end_s)
+                collect(self, name, [0, 2], time.monotonic() + TIMEOUT_S, decoder)
+            return collect(self, name, ranks, end_s, decoder)
 
         StoreMeeting.collect = collect_from_living  # type: ignore[method-assign]
 
@@ -122,6 +127,16 @@ def test_rank_that_never_answers_is_named(tmp_path: Path, memory_dir: Path) -> N
     (row,) = rows["silent ranks"]
     assert (row["where"], row["result"]) == ("rank 1", "fail")
     assert len(rows["reach"]) == 2  # the others are checked
+
+
+def test_launch_without_a_token_sends_nothing_to_peers(tmp_path: Path, memory_dir: Path) -> None:
+    launch = Launch(tmp_path, memory_dir, 2, token="")
+    for rank in range(2):
+        launch.start(rank)
+    codes, rows = launch.end()
+    assert codes == [0, 0]
+    assert [row["found"] for row in rows["bandwidth"]] == ["not measured: no token is set"] * 2
+    assert "MOE_FT_DOCTOR_TOKEN" in rows["bandwidth"][0]["remedy"]
 
 
 @pytest.mark.rest

@@ -1,20 +1,27 @@
 """Values are collected from the processes that answer, and waiting for others ends."""
 
+import socket
 import time
+from datetime import timedelta
+from typing import Any
 
+import msgspec
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moe_ft.doctor.meeting import OwnMeeting, StoreMeeting
 from moe_ft.doctor.place import Place
-from moe_ft.errors import ConfigError
+from moe_ft.errors import ConfigError, CorruptStateError
 from tests.ports import free_port
+
+WORD = msgspec.json.Decoder(str)
 
 
 def test_lone_process_collects_what_it_has_shown() -> None:
     meeting = OwnMeeting()
-    meeting.show("word", ("a", 1))
-    assert meeting.collect("word", [0], 0.0) == {0: ["a", 1]}
-    assert meeting.collect("other", [0], 0.0) == {}
+    meeting.show("word", "a")
+    assert meeting.collect("word", [0], 0.0, WORD) == {0: "a"}
+    assert meeting.collect("other", [0], 0.0, WORD) == {}
 
 
 def test_values_are_collected_from_those_that_have_shown_some() -> None:
@@ -24,17 +31,66 @@ def test_values_are_collected_from_those_that_have_shown_some() -> None:
     second = StoreMeeting(Place(rank=1, world_size=3, master=place.master), deadline_s)
     first.show("word", "a")
     second.show("word", "b")
-    assert first.collect("word", [0, 1], deadline_s) == {0: "a", 1: "b"}
-    assert second.collect("word", range(3), time.monotonic()) == {0: "a", 1: "b"}
+    assert first.collect("word", [0, 1], deadline_s, WORD) == {0: "a", 1: "b"}
+    assert second.collect("word", range(3), time.monotonic(), WORD) == {0: "a", 1: "b"}
 
 
-def test_restarted_processes_do_not_see_what_dead_ones_have_shown() -> None:
-    place = Place(world_size=2, master=("127.0.0.1", free_port()))
-    deadline_s = time.monotonic() + 120
-    dead = StoreMeeting(place, deadline_s)
-    dead.show("word", "a")
-    later = Place(world_size=2, master=place.master, has_agent_store=True, attempt="1")
-    assert StoreMeeting(later, deadline_s).collect("word", [0], 0.0) == {}
+class Open:
+    """A meeting with a token, and a stranger at its store."""
+
+    def __init__(self, token: str) -> None:
+        master = ("127.0.0.1", free_port())
+        self.meeting = StoreMeeting(
+            Place(world_size=2, master=master, token=token), time.monotonic() + 120
+        )
+        self.stranger: Any = TCPStore(
+            *master, is_master=False, timeout=timedelta(seconds=120), wait_for_workers=False
+        )
+
+    def read(self, name: str = "word") -> dict[int, str]:
+        """Return what rank 1 has shown."""
+        return self.meeting.collect(name, [1], 0.0, WORD)
+
+
+@pytest.mark.parametrize("proof", ["", "0" * 64], ids=["none", "wrong"])
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_value_without_a_proof_of_the_token_is_refused(token: str, proof: str) -> None:
+    opened = Open(token)
+    opened.stranger.set("moe_ft_doctor/word/1", f'{proof}"a"')
+    with pytest.raises(CorruptStateError, match="'moe_ft_doctor/word/1' has no proof"):
+        opened.read()
+
+
+def test_value_that_is_moved_to_another_name_is_refused() -> None:
+    opened = Open("secret")
+    opened.meeting.show("word", "a")
+    opened.stranger.set("moe_ft_doctor/word/1", opened.stranger.get("moe_ft_doctor/word/0"))
+    with pytest.raises(CorruptStateError, match="has no proof of this process's MOE_FT_DOCTOR"):
+        opened.read()
+
+
+def test_value_of_another_kind_is_refused() -> None:
+    opened = Open("secret")
+    opened.meeting.show("word", 1)
+    with pytest.raises(CorruptStateError, match="is no value of doctor: Expected `str`, got `int`"):
+        opened.meeting.collect("word", [0], 0.0, WORD)
+
+
+def test_value_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Open("secret")
+    opened.meeting.show("word", "a" * 100)
+    assert opened.meeting.collect("word", [0], 0.0, WORD) == {0: "a" * 100}
+    monkeypatch.setattr("moe_ft.doctor.meeting._MOST_BYTES", 100)
+    with pytest.raises(CorruptStateError):
+        opened.meeting.collect("word", [0], 0.0, WORD)
+
+
+def test_store_listens_at_its_master_alone() -> None:
+    place = Place(world_size=2, master=("127.0.0.2", free_port()))
+    _meeting = StoreMeeting(place, time.monotonic() + 120)
+    socket.create_connection(place.master, timeout=120).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", place.master[1]), timeout=120)
 
 
 def test_place_where_nobody_listens_is_given_up() -> None:

@@ -21,8 +21,6 @@ def check(address: tuple[str, int], memory_dir: Path, persist_dir: str | None) -
         storage=StorageConfig(persist_dir=persist_dir),
     )
     roster = Roster(
-        token=TOKEN,
-        probe=".probe",
         speakers={"n0": 0},
         addresses={"n0": address},
         problems={},
@@ -33,6 +31,8 @@ def check(address: tuple[str, int], memory_dir: Path, persist_dir: str | None) -
             job=Job(config=config),
             node="n0",
             num_local=1,
+            token=TOKEN,
+            is_token_secret=True,
             roster=roster,
             meeting=OwnMeeting(),
             times=Times(begin_s=time.monotonic(), total_s=100.0),

@@ -12,7 +12,8 @@ TORCHRUN = {
     "MASTER_ADDR": "head",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "MOE_FT_DOCTOR_TOKEN": "0123456789abcdef",
 }
 SLURM = {
     "SLURM_STEP_ID": "0",
@@ -29,7 +30,7 @@ def test_place_under_torchrun() -> None:
     place = find_place(TORCHRUN)
     assert (place.rank, place.world_size, place.local_world_size) == (3, 8, 4)
     assert place.master == ("head", 29500)
-    assert (place.has_agent_store, place.attempt) == (True, "2")
+    assert (place.has_agent_store, place.token) == (True, "0123456789abcdef")
 
 
 def test_place_in_a_step_of_slurm() -> None:
@@ -63,6 +64,14 @@ def test_process_without_others_is_alone(environment: dict[str, str]) -> None:
     [
         ({"RANK": "8"}, "RANK=8 must be a number below WORLD_SIZE=8. Start doctor with"),
         ({"MASTER_PORT": ""}, "MASTER_ADDR=head and MASTER_PORT= must say where"),
+        (
+            {"TORCHELASTIC_RESTART_COUNT": "1"},
+            "TORCHELASTIC_RESTART_COUNT=1 must be 0: .* --max-restarts 0",
+        ),
+        (
+            {"MOE_FT_DOCTOR_TOKEN": "short"},
+            "MOE_FT_DOCTOR_TOKEN has 5 characters and must have at least 16.*openssl",
+        ),
     ],
 )
 def test_launch_that_cannot_meet_is_refused(changed: dict[str, str], message: str) -> None:

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from moe_ft.doctor.rows import Result
-from moe_ft.doctor.storage import ProbeDirectory, check_lock, check_semantics, check_space
+from moe_ft.doctor.storage import (
+    ProbeDirectory,
+    check_lock,
+    check_semantics,
+    check_space,
+    is_path_of_a_probe,
+)
 from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import StorageLock
@@ -22,21 +28,66 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_local_directory_passes_and_nothing_stays(tmp_path: Path) -> None:
-    probe = ProbeDirectory(str(tmp_path / "a" / "b"), ".probe")
+    probe = ProbeDirectory(str(tmp_path / "a" / "b"))
     probe.open()
     (row,) = check_semantics(probe.storage)
     assert (row.result, row.found) == (Result.PASS, "create, replace, list, lock, delete")
-    probe.storage.write("rank_00000", [memoryview(b"left")])
-    probe.storage.write("iter_0000001/data", [memoryview(b"left")])
+    probe.root.write(probe.speed_path, [memoryview(b"left")])
+    for path in ("iter_0000001/data", "small", "small.part"):
+        probe.storage.write(path, [memoryview(b"left")])
+    StorageLock(probe.storage).take("left", None)
     probe.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_file_of_somebody_else_in_the_probe_directory_stays(tmp_path: Path) -> None:
+    probe = ProbeDirectory(str(tmp_path))
+    probe.open()
+    check_semantics(probe.storage)
+    (own,) = tmp_path.iterdir()
+    (own / "iter_0000001").mkdir()
+    for path in (own / "manifest.json", own / "iter_0000001" / "manifest.json"):
+        path.touch()
+    probe.close()
+    assert {path.name for path in own.rglob("*.json")} == {"manifest.json"}
+    assert len(list(own.rglob("*.json"))) == 2
+
+
+def test_probe_directory_that_is_there_is_neither_used_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0" * 16)
+    found = tmp_path / f".moe_ft_doctor_{'0' * 16}" / "small"
+    found.parent.mkdir()
+    found.touch()
+    probe = ProbeDirectory(str(tmp_path))
+    with pytest.raises(FileExistsError):
+        probe.open()
+    probe.close()
+    assert found.exists()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "iter_0000001/manifest.json",
+        ".moe_ft_doctor_0123456789abcdef/../iter_0000001/data",
+        ".moe_ft_doctor_0123456789abcde/data",
+        ".moe_ft_doctor_0123456789abcdef/small",
+        "/.moe_ft_doctor_0123456789abcdef/data",
+        ".moe_ft_doctor_0123456789abcdef/data\n",
+    ],
+)
+def test_path_of_anything_else_is_none_of_a_probe(path: str) -> None:
+    assert is_path_of_a_probe(".moe_ft_doctor_0123456789abcdef/data")
+    assert not is_path_of_a_probe(path)
 
 
 def test_persist_directory_with_checkpoints_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "iter_0000001").mkdir()
     (tmp_path / "iter_0000001" / "manifest.json").touch()
     before = sorted(tmp_path.rglob("*"))
-    probe = ProbeDirectory(str(tmp_path), ".probe")
+    probe = ProbeDirectory(str(tmp_path))
     probe.open()
     check_semantics(probe.storage)
     probe.close()
@@ -45,17 +96,17 @@ def test_persist_directory_with_checkpoints_stays_as_it_is(tmp_path: Path) -> No
 
 def test_object_store_passes_and_nothing_stays(s3: ObjectStore) -> None:
     url = f"{s3.bucket()}/persist"
-    probe = ProbeDirectory(url, ".probe")
+    probe = ProbeDirectory(url)
     probe.open()
     (row,) = check_semantics(probe.storage)
     assert row.result is Result.PASS
-    probe.storage.write("rank_00000", [memoryview(b"left")])
+    probe.root.write(probe.speed_path, [memoryview(b"left")])
     probe.close()
-    assert Storage(url).names_in(".probe") == []
+    assert Storage(url).names() == []
 
 
 def test_operation_that_is_refused_is_named(s3: ObjectStore) -> None:
-    probe = ProbeDirectory(f"{s3.bucket()}/persist", ".probe")
+    probe = ProbeDirectory(f"{s3.bucket()}/persist")
     with s3.failing("AccessDenied", "DELETE", "POST"):
         (row,) = check_semantics(probe.storage)
     assert row.result is Result.FAIL
