@@ -74,13 +74,13 @@ class EventLog:
         # Without O_NONBLOCK, opening a pipe of that name would block.
         flags = os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         path = event_path(self.directory, self.rank)
-        self._events_fd = os.open(path, flags | os.O_APPEND | os.O_RDWR, 0o644)
+        self._events_fd = os.open(path, flags | os.O_APPEND | os.O_RDWR, 0o600)
         _check_is_file(os.fstat(self._events_fd), path)
         size = os.fstat(self._events_fd).st_size
         if size and os.pread(self._events_fd, 1, size - 1) != b"\n":
             os.write(self._events_fd, b"\n")  # the last incarnation died while it wrote
         self._progress_fd = os.open(
-            progress_path(self.directory, self.rank), flags | os.O_WRONLY, 0o644
+            progress_path(self.directory, self.rank), flags | os.O_WRONLY, 0o600
         )
 
     def close(self) -> None:

@@ -143,6 +143,14 @@ def may_be_evaluated(args: argparse.Namespace, iteration: int) -> bool:
     return args.start_eval_at_iter is None or iteration >= args.start_eval_at_iter
 
 
+def is_saved_or_last(args: argparse.Namespace, iteration: int) -> bool:
+    """Return whether an interval says that the loop saves the state of an iteration, or ends with it."""
+    saves = (args.save_interval, args.non_persistent_save_interval) if args.save else ()
+    intervals = (*saves, args.exit_interval)
+    is_last = iteration in (args.phase_transition_iterations or ())
+    return is_last or any(each and iteration % each == 0 for each in intervals)
+
+
 def resume(args: argparse.Namespace, record: Counted) -> None:
     """Set the counters of the training loop, before the data iterators are built from them."""
     args.iteration = record.iteration

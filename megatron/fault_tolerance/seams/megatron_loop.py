@@ -75,9 +75,15 @@ class MegatronLoop(TrainingLoop):
             "consumed_valid_samples": args.consumed_valid_samples,
         }
 
-    def is_evaluated(self, iteration: int) -> bool:
-        """Return whether --eval-interval names the iteration."""
-        return loop_facts.is_evaluated(get_args(), iteration)
+    def is_used(self, iteration: int) -> bool:
+        """Return whether an interval of evaluations, saves or exits names the iteration."""
+        args = get_args()
+        is_saved_or_last = loop_facts.is_saved_or_last(args, iteration)
+        return is_saved_or_last or loop_facts.is_evaluated(args, iteration)
+
+    def is_logged(self, iteration: int) -> bool:
+        """Return whether --log-interval names the iteration."""
+        return bool(iteration % get_args().log_interval == 0)
 
     def samples_ahead(self) -> int:
         """Return the samples that the whole job reads in the current iteration."""

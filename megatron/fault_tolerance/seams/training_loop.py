@@ -88,8 +88,12 @@ class TrainingLoop(ABC):
             num_uncounted: of an iteration that has ended and that the loop has not counted yet.
         """
 
-    def is_evaluated(self, iteration: int) -> bool:
-        """Return whether the loop evaluates the state of an iteration before it continues to train."""
+    def is_used(self, iteration: int) -> bool:
+        """Return whether the loop evaluates, saves or ends with a state before it continues to train."""
+        return False
+
+    def is_logged(self, iteration: int) -> bool:
+        """Return whether the loop prints the results of an iteration."""
         return False
 
     def samples_ahead(self) -> int | None:

@@ -138,9 +138,7 @@ class Checkpoints(LoopListener):
                 state.iteration, iteration_s, lambda: running.capture(state)
             )
 
-        self._seam = StateSeam(
-            training, self._loop, act, self._routers.counts, self._wait_for_evaluation
-        )
+        self._seam = StateSeam(training, self._loop, act, self._routers.counts, self._wait_for_loop)
 
     def _replay_of(self, running: Checkpointing) -> Replay | None:
         window, parameters = running.take_replay(), running.met.live.parameters
@@ -221,7 +219,7 @@ class Checkpoints(LoopListener):
         self._faults.enter_phase(iteration, Phase.REPLAY)
 
     def before_batch(self) -> None:
-        """Let the engine act on the state that was evaluated, if that was postponed."""
+        """Let the engine act on the state that the loop has used, if that was postponed."""
         if self._seam is not None:
             self._seam.pass_postponed()
 
@@ -261,9 +259,11 @@ class Checkpoints(LoopListener):
         if self._breakpoints is not None:
             self._breakpoints.note(*_attempt(take))
 
-    def _wait_for_evaluation(self) -> None:
+    def _wait_for_loop(self) -> None:
         if self._breakpoints is not None:
-            self._breakpoints.note(None, "the state is evaluated, which is not over")
+            self._breakpoints.note(
+                None, "the loop evaluates or saves the state, or ends with it, which is not over"
+            )
 
     def end_iteration(self, ended: EndedIteration) -> None:
         """Take the record of the new state, and start the snapshots that are due.

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from megatron.fault_tolerance.seams.listeners import (
 )
 from megatron.fault_tolerance.seams.training_loop import TrainingLoop
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.events import EventLog, last_incarnation
+from moe_ft.events import EventLog, last_incarnation, read_progress
 from moe_ft.faults import Phase
 
 
@@ -32,6 +33,13 @@ class Progress(LoopListener):
         self._config, self._training = config, training
         self._loop, self._log = loop, event_log
         self._has_log = config.observability.event_log is not None
+        self._unlogged: int | None = None  # iteration after whose `train_step` the rank has ended
+
+    def before_setup(self) -> None:
+        """Read how far this rank has come in the start before."""
+        before = read_progress(self._log.directory, self._log.rank)
+        if before is not None and before.phase is Phase.BETWEEN:
+            self._unlogged = before.iteration + 1
 
     def after_setup(self, built: Built) -> None:
         """Open the log under the same incarnation on all ranks. Called by all ranks."""
@@ -46,18 +54,26 @@ class Progress(LoopListener):
         log.incarnation = int(incarnation)
 
     def after_recovery(self) -> None:
-        """Write the event "start"."""
+        """Write the event "start", and what the loop will not do any more."""
         if not self._has_log:
             return
+        iteration, fields = self._loop.iteration, self._training.start_fields()
         self._log.write(
             "start",
-            self._loop.iteration,
+            iteration,
             pid=os.getpid(),
             host=socket.gethostname(),
-            **self._training.start_fields(),
+            **fields,
             state_dtype=dict(self._config.precision.packings),
             lossy=dict(self._config.precision.lossy_parts),
         )
+        # Megatron's last rank prints the lines. Nothing else is left out: see state_seam.py.
+        is_printer = self._log.rank == fields["world_size"] - 1
+        if is_printer and iteration == self._unlogged and self._training.is_logged(iteration):
+            self._log.write("left_out", iteration, what="log line")
+            line = f"the log line of iteration {iteration} may be missing: this rank ended where it was due"
+            print(f"moe_ft: {line}", file=sys.stderr, flush=True)
+        self._unlogged = None  # a repair recovers what this process has trained
 
     def enter_phase(self, iteration: int, phase: Phase) -> None:
         """Overwrite the progress record, which survives the process."""
@@ -95,6 +111,10 @@ class Progress(LoopListener):
             seconds=sum(repair.phases_s.values()),
             phases_s=dict(repair.phases_s),
         )
+
+    def end_training(self) -> None:
+        """Note that the loop has done all that was due with the last iteration."""
+        self._log.progress(self._loop.iteration, Phase.BETWEEN)
 
     def end(self, reason: str, exit_code: int) -> None:
         """Write the event "end"."""

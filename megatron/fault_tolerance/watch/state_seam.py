@@ -1,7 +1,8 @@
 """Moment at which the engine acts on the state of an iteration.
 
-That is the end of the iteration, except where the loop evaluates the state: evaluation moves random numbers
-and the position in the validation data, so the engine then acts when the loop continues.
+That is the end of the iteration, except where the loop evaluates the state, saves it, or ends with it: then
+the engine acts when the loop continues. An evaluation moves random numbers and the position in the validation
+data. And a start that recovers a state continues with the next iteration: what was due with it must be done.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ class StateSeam:
         loop: LoopState,
         act: Callable[[IterationFacts, float], float],
         count_tokens: Callable[[], dict[str, torch.Tensor]],
-        wait_for_evaluation: Callable[[], None] = lambda: None,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare for an iteration; the loop's counters are set.
 
@@ -33,26 +34,26 @@ class StateSeam:
             act: takes the facts of the state as it is now and the seconds that its iteration took; returns
                 the seconds for which training stood still.
             count_tokens: returns ``[expert]`` the tokens on this rank by MoE layer.
-            wait_for_evaluation: called when a state is evaluated before `act` gets it.
+            wait: called when the loop uses a state before `act` gets it.
         """
         self._training, self._loop = training, loop
         self._act, self._count_tokens = act, count_tokens
-        self._wait_for_evaluation = wait_for_evaluation
+        self._wait = wait
         self._num_operations = training.num_operations_so_far()
         self._postponed: EndedIteration | None = None  # the engine has not acted on its state yet
         self._last_facts: IterationFacts | None = None
 
     def end_iteration(self, ended: EndedIteration) -> None:
-        """Pass the new state to the engine, unless it is evaluated first."""
+        """Pass the new state to the engine, unless the loop uses it first."""
         self._num_operations += self._training.num_operations_of(ended.num_samples)
-        if self._training.is_evaluated(ended.iteration):
+        if self._training.is_used(ended.iteration):
             self._postponed = ended
-            self._wait_for_evaluation()
+            self._wait()
         else:
             self._pass(ended, ended.num_samples)
 
     def pass_postponed(self) -> None:
-        """Pass the state that was evaluated first, if there is one."""
+        """Pass the state that the loop has used first, if there is one."""
         ended, self._postponed = self._postponed, None
         if ended is not None:
             self._pass(ended, 0)
@@ -60,13 +61,13 @@ class StateSeam:
     def facts_ahead(self, num_samples: int) -> IterationFacts | None:
         """Return the facts of the iteration that runs as they will be at its end, but for the scheduler's.
 
-        The optimizer has stepped. None if the state is evaluated first.
+        The optimizer has stepped. None if the loop uses the state first.
 
         Args:
             num_samples: of its global batch.
         """
         iteration = self._loop.iteration + 1
-        if self._training.is_evaluated(iteration):
+        if self._training.is_used(iteration):
             return None
         num_operations = self._num_operations + self._training.num_operations_of(num_samples)
         return replace(

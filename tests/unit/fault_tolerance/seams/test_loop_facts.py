@@ -45,6 +45,24 @@ def test_evaluated_iterations_are_those_that_the_loop_evaluates(
     assert [i for i in range(1, 7) if loop_facts.is_evaluated(loop_args, i)] == iterations
 
 
+@pytest.mark.parametrize(
+    ("flags", "iterations"),
+    [
+        ({}, []),
+        ({"save_interval": 2}, []),  # without --save there are none
+        ({"save": "folder", "save_interval": 2}, [2, 4, 6]),
+        ({"save": "folder", "save_interval": 4, "non_persistent_save_interval": 3}, [3, 4, 6]),
+        ({"exit_interval": 4}, [4]),
+        ({"phase_transition_iterations": [2, 5]}, [2, 5]),
+    ],
+)
+def test_saved_and_last_iterations_are_those_of_the_intervals(
+    flags: dict[str, object], iterations: list[int], loop_args: Namespace
+) -> None:
+    vars(loop_args).update(flags)
+    assert [i for i in range(1, 7) if loop_facts.is_saved_or_last(loop_args, i)] == iterations
+
+
 def test_collectives_time_out_as_the_flags_say() -> None:
     args = Namespace(distributed_timeout_minutes=10, distributed_timeout_seconds_after_init=None)
     assert loop_facts.timeout_of_groups_s(args) == 600

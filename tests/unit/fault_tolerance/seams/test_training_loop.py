@@ -17,7 +17,7 @@ def loop() -> CustomLoop:
 
 
 def test_loop_that_says_nothing_has_no_evaluation_operations_or_other_run(loop: CustomLoop) -> None:
-    assert not any(loop.is_evaluated(iteration) for iteration in range(10))
+    assert not any(loop.is_used(iteration) or loop.is_logged(iteration) for iteration in range(10))
     assert loop.num_operations_so_far() == loop.num_operations_of(8) == 0.0
     assert loop.began_with() == ""
 

@@ -49,6 +49,67 @@ def test_start_names_the_layout_and_where_training_begins(
     }
 
 
+class Rank:
+    """The rank that prints the log lines, and what the start before has left of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def leave(self, iteration: int, phase: Phase, *, has_ended: bool = False) -> None:
+        """Enter a phase, and perhaps end training."""
+        log = EventLog(self._folder, 0)
+        log.start()
+        progress = Progress(CONFIG, MegatronLoop(), LoopState(iteration=iteration), log)
+        progress.enter_phase(iteration, phase)
+        if has_ended:
+            progress._loop.iteration += 1
+            progress.end_training()
+        log.close()
+
+    def left_out(self, iteration: int) -> list[int]:
+        """Start again at an iteration; return the ones whose log lines are named."""
+        log = EventLog(self._folder, 0)
+        progress = Progress(CONFIG, MegatronLoop(), LoopState(iteration=iteration), log)
+        progress.before_setup()
+        log.start()
+        progress.after_recovery()
+        return [line["iteration"] for line in events_in(log) if line["event"] == "left_out"]
+
+
+def test_log_line_of_the_recovered_iteration_is_named_if_the_rank_ended_before_it(
+    tmp_path: Path,
+    loop_args: Namespace,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rank = Rank(tmp_path)
+    rank.leave(3, Phase.BETWEEN)
+    assert rank.left_out(4) == [4]
+    assert "the log line of iteration 4 may be missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("phase", "recovered", "has_ended"),
+    [(Phase.FORWARD, 4, False), (Phase.BETWEEN, 2, False), (Phase.BETWEEN, 4, True)],
+    ids=["next iteration", "older state", "end of training"],
+)
+def test_log_line_that_was_printed_or_will_be_is_not_named(
+    tmp_path: Path,
+    loop_args: Namespace,
+    phase: Phase,
+    recovered: int,
+    has_ended: bool,
+) -> None:
+    rank = Rank(tmp_path)
+    rank.leave(3, phase, has_ended=has_ended)
+    assert rank.left_out(recovered) == []
+
+
+def test_iteration_that_has_no_log_line_is_not_named(tmp_path: Path, loop_args: Namespace) -> None:
+    rank = Rank(tmp_path)
+    rank.leave(4, Phase.BETWEEN)
+    assert rank.left_out(5) == []
+
+
 def test_iteration_has_its_loss_tokens_and_times(progress: Progress, event_log: EventLog) -> None:
     progress.after_iteration(ended(6, losses={"lm loss": torch.tensor(1.5)}))
     assert last_event(event_log) == {

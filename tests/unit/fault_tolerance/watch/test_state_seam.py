@@ -104,6 +104,21 @@ def test_state_that_is_evaluated_is_passed_when_the_loop_continues(run: Run) -> 
     assert run.loop.stall_s == 0.25
 
 
+@pytest.mark.parametrize("flags", [{"save": "folder", "save_interval": 3}, {"exit_interval": 6}])
+def test_state_that_is_saved_or_the_last_is_passed_when_that_is_over(
+    run: Run, flags: dict[str, object]
+) -> None:
+    vars(run.args).update(flags)
+    assert run.seam.facts_ahead(8) is not None
+    run.loop.iteration = 5
+    assert run.seam.facts_ahead(8) is None
+    run.loop.iteration = 6
+    run.seam.end_iteration(ended(6))
+    assert run.engine.acted == []
+    run.seam.pass_postponed()
+    assert [facts.iteration for facts in run.engine.acted] == [6]
+
+
 def test_state_is_passed_once(run: Run) -> None:
     run.seam.pass_postponed()
     run.seam.end_iteration(ended(6))
