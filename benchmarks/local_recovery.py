@@ -44,7 +44,6 @@ from benchmarks.slow_stages import notes_path
 from benchmarks.sparse_jobs import job_folder, write_data
 from benchmarks.torchrun import KEEP, run_under_torchrun
 from moe_ft.planning.boundary_log import PipelineTraffic, num_slots
-from moe_ft.planning.replay_cost import Schedule
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events
 
@@ -57,6 +56,27 @@ PARTS = (SLEEPING, COMPUTING, PLAIN)
 SCOPES = ("local", "global")
 
 Row = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """1F1B schedule of a pipeline, whose stages are equally fast.
+
+    Its unit is a slot: the time of one micro-batch on one stage, forward and backward. Reading logs and the
+    optimizer step are left out. Source: MoEvement, section 3.4.
+    """
+
+    num_stages: int
+    num_microbatches: int
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of an iteration in which a stage waits for others."""
+        return (self.num_stages - 1) / self.slots(self.num_stages)
+
+    def slots(self, num_live: int) -> int:
+        """Return the length of an iteration of neighbouring stages that are linked live."""
+        return self.num_microbatches + num_live - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--timeout={options.timeout:g} must be at least {_LEAST_S:g} seconds. Give a larger one."
         )
-    transfer_bytes = parse_size("transfer", options.transfer)
+    transfer_bytes = parse_size("--transfer", options.transfer)
     if transfer_bytes < 1:
         raise ConfigError(
             f"--transfer={options.transfer} must be at least 1 byte. Give a larger one."

@@ -68,7 +68,7 @@ class MemoryConfig(Part):
         return (
             None
             if self.host_memory_limit is None
-            else parse_size("host_memory_limit", self.host_memory_limit)
+            else parse_size(flag_of("host_memory_limit"), self.host_memory_limit)
         )
 
     @property

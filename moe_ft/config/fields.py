@@ -18,17 +18,18 @@ def flag_of(field_name: str) -> str:
     return FLAG_PREFIX + field_name.replace("_", "-")
 
 
-def parse_size(field_name: str, text: str) -> int:
+def parse_size(flag: str, text: str) -> int:
     """Return the bytes that a size such as 1.5GiB, 200GB or 4096 means.
+
+    Args:
+        flag: for the message.
 
     Raises:
         ConfigError: if it is no size.
     """
     match = re.fullmatch(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKMGT]i?B|B)?", text.strip())
     if match is None:
-        raise ConfigError(
-            f"{flag_of(field_name)}={text} must be a size in bytes. Write it like 512GiB."
-        )
+        raise ConfigError(f"{flag}={text} must be a size in bytes. Write it like 512GiB.")
     unit = match["unit"] or "B"
     power = "BKMGT".index(unit[0].upper())
     return int(float(match["number"]) * (1024 if "i" in unit else 1000) ** power)

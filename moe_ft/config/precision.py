@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moe_ft.config.fields import Part, parse_size, setting
+from moe_ft.config.fields import Part, flag_of, parse_size, setting
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 
@@ -70,9 +70,9 @@ class PrecisionConfig(Part):
     def staging(self) -> int:
         """Bytes in which snapshots are packed; 0 if nothing is; raises ConfigError if it is no size."""
         if self.staging_bytes is not None:
-            return parse_size("staging_bytes", self.staging_bytes)
+            return parse_size(flag_of("staging_bytes"), self.staging_bytes)
         is_packed = any(each is not Packing.EXACT for each in self.packings.values())
-        return parse_size("staging_bytes", _DEFAULT_STAGING) if is_packed else 0
+        return parse_size(flag_of("staging_bytes"), _DEFAULT_STAGING) if is_packed else 0
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError if a format or a size cannot be used."""

@@ -29,6 +29,7 @@ _AT_LEAST_1 = (
     *("max_position_embeddings", "train_iters", "train_samples", "global_batch_size"),
     *("micro_batch_size", "seq_length"),
 )
+_MOST = 1_000_000  # ranks, and experts of all layers: plans list each
 _BYTE_VOCABULARY = 256  # of --text-dir without a tokenizer
 _LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000  # Megatron's defaults
 _FORMAT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -51,12 +52,7 @@ def describe_job(
     Raises:
         ConfigError: if a flag cannot be, two do not fit together, or sizes are not known for one.
     """
-    for name in _AT_LEAST_1:
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ConfigError(
-                f"{flag_of(name)}={getattr(args, name)} must be a whole number, at least 1. Give a larger "
-                "one."
-            )
+    _check_sizes(args, world_size)
     shape = shape_of(args)
     layers = layers_of_stages(args)
     layout = layout_of(args, world_size, config.strategy.sharding)
@@ -87,6 +83,24 @@ def describe_job(
         ).optimizer,
         traffic=traffic_of(args, layout) if config.memory.upstream_log else None,
     )
+
+
+def _check_sizes(args: argparse.Namespace, world_size: int) -> None:
+    for name in _AT_LEAST_1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ConfigError(
+                f"{flag_of(name)}={getattr(args, name)} must be a whole number, at least 1. Give a larger "
+                "one."
+            )
+    num_experts = args.num_layers * (args.num_experts or 1) if args.num_layers else 0
+    for number, what in (
+        (world_size, "ranks (--world-size, or what the launcher starts)"),
+        (num_experts, "experts of all layers (--num-layers times --num-experts)"),
+    ):
+        if number > _MOST:
+            raise ConfigError(
+                f"{number} {what} must be at most {_MOST}: a plan lists each. Give the numbers of the job."
+            )
 
 
 def shape_of(args: argparse.Namespace) -> ModelShape:

@@ -17,8 +17,7 @@ completely. One is passed over if a stage has no state that is old enough, or if
 iterations again. That is a global recovery, which planning/recovery.py plans and which needs no log. A target
 before the newest global recovery's is never better.
 
-Pure: the same remains in any order give the same plan on all ranks. planning/remains.py has the input,
-planning/replay_cost.py the cost.
+Pure: the same remains in any order give the same plan on all ranks. planning/remains.py has the input.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -54,8 +54,8 @@ def _read(words: Sequence[str]) -> tuple[Target, list[str]]:
 def _check_script(name: str) -> None:
     """Refuse a script that cannot run, before Megatron is imported."""
     path = Path(name)
-    if path.is_dir():
-        refuse(f"{name} is a directory. Name the script in it: {USAGE}", PROGRAM)
+    if not name or (path.exists() and not path.is_file()):  # a pipe would be waited for
+        refuse(f"'{name}' is no file. Give the path of the pretraining script: {USAGE}", PROGRAM)
     try:
         compile(path.read_bytes(), name, "exec")
     except OSError as error:

@@ -13,6 +13,7 @@ from benchmarks.local_recovery import (
     REPLAY_HEADERS,
     Case,
     Result,
+    Schedule,
     cases_of,
     check_digests,
     expected_ratio,
@@ -24,7 +25,6 @@ from benchmarks.local_recovery import (
     tables,
 )
 from benchmarks.recovery_phases import PHASES, Recovery
-from moe_ft.planning.replay_cost import Schedule
 
 SLEEPING = Case(num_stages=3, num_microbatches=6, num_recoveries=2, stage_s=(0.03, 0.06))
 COMPUTING = replace(SLEEPING, stage_s=(0.0, 0.0))

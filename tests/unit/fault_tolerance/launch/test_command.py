@@ -27,7 +27,9 @@ command.main(sys.argv[1:])
         (["--lr", "1"], "--lr is no script. Write moe_ft run"),
         (["-m"], "there is no script. Write moe_ft run"),
         (["nowhere.py"], "nowhere.py cannot be read: No such file or directory. Give the path"),
-        (["."], ". is a directory. Name the script in it"),
+        (["."], "'.' is no file. Give the path of the pretraining script"),
+        ([""], "'' is no file. Give the path of the pretraining script"),
+        (["pipe.py"], "'pipe.py' is no file. Give the path of the pretraining script"),
     ],
 )
 def test_command_line_without_a_script_is_refused(
@@ -38,6 +40,7 @@ def test_command_line_without_a_script_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.py")
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit) as end:
         command.main(words)

@@ -105,7 +105,7 @@ def test_warnings_are_failures_if_strict(memory_dir: Path) -> None:
     [
         ("--timeout 1", "--timeout=1 must be at least 5 seconds"),
         ("--transfer 0", "--transfer"),
-        ("--transfer fast", "transfer"),
+        ("--transfer fast", "error: --transfer=fast must be a size in bytes. Write it like 512GiB"),
         ("--world-size 0", "--world-size=0 must be at least 1"),
         ("-- --moe-ft-strateg dense", "--moe-ft-strateg"),
         ("-- launch.sh --moe-ft-job-id a", "launch.sh starts no .py program"),

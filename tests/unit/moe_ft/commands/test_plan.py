@@ -134,6 +134,14 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
             "--world-size 0 -- SMALL",
             "--world-size=0 must be a whole number, at least 1. Give a larger",
         ),
+        (
+            "--world-size 99999999 -- SMALL",
+            r"99999999 ranks \(--world-size, or .* must be at most 1000000.* Give the numbers",
+        ),
+        (
+            "WORLD --num-layers 99999999",
+            r"799999992 experts of all layers \(--num-layers times .* must be at most 1000000",
+        ),
         ("--ranks-per-node 0 -- SMALL", "--ranks-per-node=0 must be a whole number, at least 1"),
         (
             "--iteration-s 1 --bandwidth fast WORLD DENSE",

@@ -54,13 +54,13 @@ def test_range_contains_its_own_numbers_only_and_says_so_in_words(
     ],
 )
 def test_size_is_read_in_powers_of_ten_or_two(text: str, num_bytes: int) -> None:
-    assert parse_size("staging_bytes", text) == num_bytes
+    assert parse_size("--size", text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1.GiB", "1e9", "1 2", "0x10", "1PiB", "1iB"])
 def test_text_that_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--moe-ft-staging-bytes=.* must be a size in bytes"):
-        parse_size("staging_bytes", text)
+    with pytest.raises(ConfigError, match="--size=.* must be a size in bytes"):
+        parse_size("--size", text)
 
 
 @pytest.mark.parametrize(
