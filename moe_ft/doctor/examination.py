@@ -31,9 +31,8 @@ from moe_ft.errors import CorruptStateError
 
 # When phases end, as parts of the time; those of a node are in node_checks.py.
 _MET, _ROSTER, _ROWS, _LAST = 0.4, 0.45, 0.9, 0.97
-_NO_SECRET = (
-    "moe_ft_doctor"  # admits anybody: to the time of this host, and to bytes that are dropped
-)
+# Anybody can prove it. He learns the time of this host, and may send bytes, which are dropped.
+_NO_SECRET = "moe_ft_doctor"
 _TERMINATED = 143  # as shells have it
 _UNREACHABLE = "Look whether rank 0 runs, and whether this port of its node is open and free."
 _FOREIGN = (

@@ -201,9 +201,8 @@ class NodeChecks:
         finally:
             self._meet("read")
             probe.close()
-            self._meet(
-                "closed"
-            )  # whoever has created the persist directory finds it empty at the end
+            # Then whoever has created the persist directory finds it empty.
+            self._meet("closed")
 
     def _meet(self, name: str) -> None:
         """Wait for all nodes, but not for long."""

@@ -67,8 +67,8 @@ class Progress(LoopListener):
             state_dtype=dict(self._config.precision.packings),
             lossy=dict(self._config.precision.lossy_parts),
         )
-        # Megatron's last rank prints the lines. Nothing else is left out: see state_seam.py.
-        is_printer = self._log.rank == fields["world_size"] - 1
+        # Nothing else is left out: see state_seam.py.
+        is_printer = self._log.rank == fields["world_size"] - 1  # of Megatron's log lines
         if is_printer and iteration == self._unlogged and self._training.is_logged(iteration):
             self._log.write("left_out", iteration, what="log line")
             line = f"the log line of iteration {iteration} may be missing: this rank ended where it was due"

@@ -58,6 +58,11 @@ def test_lines_of_several_threads_are_whole_and_closing_drops_the_rest(tmp_path:
     assert len(lines) >= num_events
 
 
+def test_files_can_be_read_by_their_user_only(tmp_path: Path) -> None:
+    started(tmp_path).close()
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
 def test_events_are_appended_over_incarnations(tmp_path: Path) -> None:
     for incarnation in (0, 1):
         log = started(tmp_path / "events", incarnation=incarnation)
