@@ -26,6 +26,7 @@ from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.regions import node_directory, own_directory, replica_directory
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.writer import WriterSettings
+from moe_ft.format.entries import ModelPlaces
 from moe_ft.planning.placement import place_replicas, sources_of
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.recovery.fetch import read_window
@@ -124,6 +125,7 @@ class MoeFtMemory(Candidate):
             topology=self._topology,
             identity=identity,
             parameters=self._parameters,
+            model_places=ModelPlaces(),
             memory=RankMemory(
                 node_dir,
                 rank,

@@ -35,6 +35,7 @@ from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.regions import own_directory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.format.encoding import decode, encode
+from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Start
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Source, Tier, Version, plan_recovery
@@ -127,6 +128,7 @@ class EngineRank:
             topology=topology,
             identity=stand_ins.identity(1),
             parameters=self.parameters,
+            model_places=ModelPlaces(),
             memory=RankMemory(self.node_dir, 0, topology, [], persists=False),
             origins={},
             stage_load=None,
