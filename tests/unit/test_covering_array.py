@@ -24,12 +24,18 @@ SMALL = Space(
     views=lambda run: [run],
     cost=lambda run: 1.0,
 )
-CASE = case_of(
-    dict(zip(FACTORS, ["kill", "backward", "memory"] * 2, strict=False))
-    | {"strategy": "dense-1", "order": "fixed", "layout": "ep2", "packing": "unpacked"}
+VALUES = (
+    {"strategy": "dense-1", "order": "fixed", "layout": "ep2", "packing": "unpacked"}
     | {"precision": "bf16", "optimizer": "distributed", "model": "moe", "feature": "dropout"}
     | {"left": "windows"}
 )
+CASE = case_of(dict(zip(FACTORS, ["kill", "backward", "memory"] * 2, strict=False)) | VALUES)
+# The second fault strikes the recovery from the first, and then the node of rank 0 is lost.
+LOST = case_of(
+    dict(zip(FACTORS, ["kill", "replicate", "memory", "kill", "recovery", "peer"], strict=False))
+    | VALUES
+)
+SENT = {(rank, iteration) for rank in range(CASE.world_size) for iteration in range(1, 9)}
 
 
 def test_small_array_shows_every_pair_but_those_that_exclude_each_other() -> None:
@@ -67,11 +73,11 @@ def fired(fault: Fault, incarnation: int, **changes: Any) -> dict[str, Any]:
     return {**line, "incarnation": incarnation, "iteration": fault.iteration, **changes}
 
 
-def recovered(iteration: int, tier: str = "memory", *, length: int = 1) -> Expected:
+def recovered(iteration: int, *tiers: str, length: int = 1) -> Expected:
     return Expected(
         restored_iteration=iteration - length + 1,
         target_iteration=iteration,
-        tiers=(tier,) * CASE.world_size,
+        tiers=tiers or ("memory",) * CASE.world_size,
     )
 
 
@@ -80,7 +86,41 @@ def both_fired(case: Case = CASE) -> list[dict[str, Any]]:
 
 
 def test_recoveries_of_what_the_faults_have_left_pass() -> None:
-    check_case(CASE, both_fired(), [recovered(5), recovered(7)])
+    check_case(CASE, both_fired(), [recovered(5), recovered(7)], SENT)
+
+
+@pytest.mark.parametrize(
+    ("sent", "second"),
+    [
+        (SENT, recovered(5, "peer", "memory")),
+        (set(), recovered(5, "peer", "memory")),
+        (SENT - {(0, 5)}, recovered(5, "storage", "memory")),
+        (SENT - {(0, 5)}, recovered(4, "peer", "memory")),
+        (SENT - {(0, 5)}, recovered(4, "peer", "storage")),
+    ],
+)
+def test_lost_node_costs_what_its_rank_had_not_sent(
+    sent: set[tuple[int, int]], second: Expected
+) -> None:
+    check_case(LOST, both_fired(LOST), [recovered(5), second], sent)
+
+
+@pytest.mark.parametrize(
+    ("sent", "second"),
+    [
+        (SENT, recovered(5, "storage", "memory")),
+        (SENT, recovered(4, "peer", "memory")),
+        (SENT, recovered(5)),
+        (set(), recovered(5)),
+        (set(), recovered(5, "peer", "storage")),
+        (SENT - {(0, 5)}, recovered(4, "storage", "storage")),
+    ],
+)
+def test_lost_node_costs_nothing_that_its_rank_had_sent(
+    sent: set[tuple[int, int]], second: Expected
+) -> None:
+    with pytest.raises(AssertionError, match="start 2 recovered"):
+        check_case(LOST, both_fired(LOST), [recovered(5), second], sent)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +130,11 @@ def test_recoveries_of_what_the_faults_have_left_pass() -> None:
         (both_fired(), [recovered(5)], "a restart without a fault"),
         (both_fired(), [recovered(6), recovered(7)], "start 1 recovered 6"),
         (both_fired(), [recovered(5), recovered(4)], "start 2 recovered 4"),
-        (both_fired(), [recovered(5), recovered(7, "storage")], "start 2 recovered 7 from storage"),
+        (
+            both_fired(),
+            [recovered(5), recovered(7, "storage", "storage")],
+            "start 2 recovered 7 from storage",
+        ),
         (both_fired(), [recovered(5), recovered(7, length=2)], "start 2 recovered 6"),
         (both_fired(), [recovered(5), None], "start 2 recovered nothing"),
     ],
@@ -99,4 +143,4 @@ def test_recoveries_that_the_case_does_not_allow_fail(
     lines: list[dict[str, Any]], recoveries: list[Expected | None], message: str
 ) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_case(CASE, lines, recoveries)
+        check_case(CASE, lines, recoveries, SENT)
