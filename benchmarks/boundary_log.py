@@ -1,6 +1,6 @@
 """Bytes of the boundary log against the formula, and the cost of logging to training.
 
-    python -m benchmarks.boundary_log [--pairs N] [--iterations N] [--output FILE.md]
+    python -m benchmarks.boundary_log [--pairs N] [--iterations N] [--quick] [--output FILE.md]
 
 Each case trains in pairs of runs, with and without --moe-ft-upstream-log, in turns, on the CPU over gloo.
 Overhead is the median over pairs of the quotient of their median iterations. The time on the training thread
@@ -23,7 +23,7 @@ from megatron.training import get_args
 
 import pretrain_gpt_moe
 from benchmarks.conditions import ranks_on_cpu, versions
-from benchmarks.output import markdown_table, show, spread
+from benchmarks.output import markdown_table, parse_options, show, spread
 from benchmarks.sparse_jobs import Changes, JobFolder, job_folder, write_data
 from megatron.fault_tolerance.seams.loop_facts import pipeline_traffic
 from moe_ft.engine.boundary.log import BoundaryLog
@@ -195,8 +195,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--cases", nargs="*", default=[*CASES], choices=[*CASES])
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = parse_options(parser, cases=["pp 2"], pairs=1, iterations=5)
     size_rows: list[list[str]] = []
     time_rows: list[list[str]] = []
     started = f"{ranks_on_cpu()}. {versions()}."

@@ -1,21 +1,24 @@
 """Seconds per GiB of a breakpoint, into memory that was touched before, and into memory that was not.
 
-    python -m benchmarks.breakpoint [--gib 1] [--repeats 5] [--memory-dir /dev/shm]
+    python -m benchmarks.breakpoint [--gib 1] [--repeats 5] [--memory-dir /dev/shm] [--quick]
+        [--output FILE.md]
 
 One rank's state: BF16 weights, fp32 masters and moments of a few large parameters. What is timed is what
 a rank does on its way out: header, copy, checksums, index. On a shared machine CPU seconds say more than the
-clock. Prints one line of JSON for each attempt.
+clock. Median (range) of the attempts.
 """
 
 import argparse
-import json
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from benchmarks.conditions import conditions
+from benchmarks.output import markdown_table, parse_options, show, spread
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.memory.regions import breakpoint_region, own_directory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
@@ -29,6 +32,7 @@ from tests.unit.moe_ft.engine.engine_job import capture
 from tests.unit.moe_ft.small_rank import SmallRank
 
 _BYTES_PER_ELEMENT = 12  # master and moments
+HEADERS = ("memory", "s per GiB", "CPU s per GiB")
 
 
 def main() -> None:
@@ -37,21 +41,32 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--memory-dir", type=Path, default=Path("/dev/shm"))
-    options = parser.parse_args()
+    options = parse_options(parser, gib=0.01, repeats=1)
     num_elements = int(options.gib * 2**30 / _BYTES_PER_ELEMENT / len(WINDOW_UNITS))
     rank = SmallRank(num_elements=num_elements)
     rank.step(1)
+    described = f"{options.gib:g} GiB of masters and moments; median (range) of {options.repeats}."
+    table = markdown_table(_rows(rank, options.memory_dir, options.repeats), HEADERS)
+    show([conditions(described), table], options.output)
+
+
+def _rows(rank: SmallRank, memory_dir: Path, repeats: int) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each kind of memory."""
     for kind in ("fresh", "touched"):
-        for _ in range(options.repeats):
-            folder = Path(tempfile.mkdtemp(prefix="moe_ft_benchmark_", dir=options.memory_dir))
+        wall_s, cpu_s = [], []
+        for _ in range(repeats):
+            folder = Path(tempfile.mkdtemp(prefix="moe_ft_benchmark_", dir=memory_dir))
             try:
-                _measure(rank, folder, kind)
+                wall, cpu = _measure(rank, folder, kind)
             finally:
                 shutil.rmtree(folder)
+            wall_s.append(wall)
+            cpu_s.append(cpu)
+        yield kind, spread(wall_s, ".2f"), spread(cpu_s, ".2f")
 
 
-def _measure(rank: SmallRank, folder: Path, kind: str) -> None:
-    """Write one breakpoint of the rank's state."""
+def _measure(rank: SmallRank, folder: Path, kind: str) -> tuple[float, float]:
+    """Write one breakpoint of the rank's state; return seconds and CPU seconds per GiB."""
     strategy = DenseStrategy(WINDOW_UNITS)
     layout = lay_out_breakpoint(strategy, UnitLayouts(rank.catalog(), 0))
     region = breakpoint_region(own_directory(folder, 0), layout.num_bytes)
@@ -77,13 +92,7 @@ def _measure(rank: SmallRank, folder: Path, kind: str) -> None:
     assert not written.problem, written.problem
     region.close()
     gib = written.num_bytes / 2**30
-    line = {
-        "memory": kind,
-        "gib": gib,
-        "wall_s_per_gib": wall_s / gib,
-        "cpu_s_per_gib": cpu_s / gib,
-    }
-    print(json.dumps(line), flush=True)
+    return wall_s / gib, cpu_s / gib
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Speed and memory of conversions, next to reading and writing as many bytes.
 
     python -m benchmarks.convert [--gb N] [--shard-gib N] [--repetitions N] [--directory DIR]
-        [--output FILE.md]
+        [--quick] [--output FILE.md]
 
 The source is a checkpoint of random numbers (benchmarks/large_checkpoint.py). In each repetition a conversion
 and a plain copy take turns: one thread reads the files of the source in pieces of 16 MiB and writes new ones,
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks.large_checkpoint import write_checkpoint
-from benchmarks.output import markdown_table, show
+from benchmarks.output import markdown_table, parse_options, show
 
 _PIECE_BYTES = 16 << 20
 _GIB = 1 << 30
@@ -225,9 +225,8 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, default=5, help="after one unmeasured one")
     parser.add_argument("--directory", type=Path, help="on the disk to write to (default: TMPDIR)")
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
     parser.add_argument("--request", help=argparse.SUPPRESS)  # of the process that converts
-    options = parser.parse_args()
+    options = parse_options(parser, gb=0.02, repetitions=1)
     if options.request:
         print(json.dumps(convert_here(json.loads(options.request))))
         return

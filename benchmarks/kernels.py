@@ -1,6 +1,6 @@
 """Packing state: bytes per second against a plain copy, and whole snapshots against one copy per tensor.
 
-    python -m benchmarks.kernels [--mib N] [--share N] [--repeats N] [--output FILE.md]
+    python -m benchmarks.kernels [--mib N] [--share N] [--repeats N] [--quick] [--output FILE.md]
 
 On a GPU: kernels against a copy from device to device, and snapshots through staging into pinned host memory
 against one cudaMemcpyAsync per tensor. Without one: the torch reference against memcpy and torch.cat, and
@@ -13,12 +13,11 @@ import mmap
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.output import markdown_table, show
+from benchmarks.output import markdown_table, parse_options, show
 from kernels.block_scaling import ScaleKind
 from kernels.number_formats import BF16, E4M3
 from kernels.pack_table import PackTable
@@ -222,8 +221,7 @@ def main() -> None:
         "--share", type=int, default=1 if on_gpu else 16, help="ranks that divide an expert"
     )
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
+    options = parse_options(parser, mib=1, share=1024, repeats=1)
     torch.manual_seed(0)
     device = torch.cuda.get_device_name() if on_gpu else "CPU, the torch reference"
     parts = [

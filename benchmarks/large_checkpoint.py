@@ -194,7 +194,7 @@ def _pieces(
             num_bytes=place.num_bytes,
             iteration=ITERATION,
             level=place.level.value,
-            checksum=checksum(content),
+            checksum=checksum(memoryview(content)),
             tensors=place.tensors,
         )
         yield memoryview(content)

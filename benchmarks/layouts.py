@@ -1,6 +1,7 @@
 """Seconds per iteration and memory per rank of each layout, and what the seams cost.
 
-    python -m benchmarks.layouts [--iterations N] [--repetitions N]
+    python -m benchmarks.layouts [--iterations N] [--repetitions N] [--most-ranks N] [--quick]
+        [--output FILE.md]
 
 Both figures come from Megatron's own timer ("elapsed time per iteration"), the first two iterations left
 out. The seams are compared with the same job of the tests' stock program, which has none, in turns.
@@ -13,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from tabulate import tabulate
-
+from benchmarks.conditions import conditions
+from benchmarks.output import markdown_table, parse_options, show
 from benchmarks.quickstart import SIZES
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import event_flags, layout_flags, model_flags
@@ -40,6 +41,10 @@ LAYOUTS: tuple[tuple[int, dict[str, int], dict[str, bool]], ...] = (
 )
 
 
+LAYOUT_HEADERS = ("layout", "ranks", "s per iteration", "peak memory per rank, MiB")
+SEAM_HEADERS = ("pp2 x ep2, median of each job", "s per iteration", "ratio, pair by pair")
+
+
 def iteration_seconds(result: JobResult) -> list[float]:
     """Return what the last rank printed, warm iterations only."""
     milliseconds = _ITERATION.findall(result.output(len(result.log_paths) - 1))
@@ -51,9 +56,13 @@ def spread(values: Sequence[float], form: str = ".3f") -> str:
     return f"{median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
 
 
-def layout_rows(data: Sequence[str], iterations: int, folder: Path) -> Iterator[tuple[str, ...]]:
+def layout_rows(
+    data: Sequence[str], iterations: int, most_ranks: int, folder: Path
+) -> Iterator[tuple[str, ...]]:
     """Train every layout and yield its row."""
     for number, (ranks, layout, changes) in enumerate(LAYOUTS):
+        if ranks > most_ranks:
+            continue
         log_dir = folder / f"layout_{number}"
         flags = model_flags(**SIZES, **changes, train_iters=iterations)
         flags += [*layout_flags(layout), *data, *event_flags(log_dir)]
@@ -94,18 +103,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--repetitions", type=int, default=5)
-    options = parser.parse_args()
+    parser.add_argument("--most-ranks", type=int, default=8, help="of the first table")
+    options = parse_options(parser, iterations=4, repetitions=1, most_ranks=1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_dataset(TextSource(paths=standard_library()), folder / "text")
         data = ["--data-path", str(folder / "text"), "--split", "100,0,0"]
-        rows = list(layout_rows(data, options.iterations, folder))
-        headers = ("layout", "ranks", "s per iteration", "peak memory per rank, MiB")
-        print(tabulate(rows, headers=headers, disable_numparse=True))
-        print()
-        rows = list(seam_rows(data, options.iterations, options.repetitions, folder))
-        headers = ("pp2 x ep2, median of each job", "s per iteration", "ratio, pair by pair")
-        print(tabulate(rows, headers=headers, disable_numparse=True))
+        layouts = layout_rows(data, options.iterations, options.most_ranks, folder)
+        seams = seam_rows(data, options.iterations, options.repetitions, folder)
+        parts = [
+            conditions(f"Iterations {_WARM_UP + 1} to {options.iterations}; median (range)."),
+            markdown_table(layouts, LAYOUT_HEADERS),
+            markdown_table(seams, SEAM_HEADERS),
+        ]
+    show(parts, options.output)
 
 
 if __name__ == "__main__":

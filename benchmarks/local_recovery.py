@@ -1,7 +1,7 @@
 """Local against global recoveries: time of the replay, bytes of the boundary logs, and seconds by phase.
 
-    python -m benchmarks.local_recovery [--quick] [--stages N ...] [--micro-batches N ...] [--repeats N]
-        [--parts NAME ...] [--forward-s S] [--backward-s S] [--output FILE.md]
+    python -m benchmarks.local_recovery [--stages N ...] [--micro-batches N ...] [--repeats N]
+        [--parts NAME ...] [--forward-s S] [--backward-s S] [--quick] [--output FILE.md]
 
 Each job trains the demo model in pretrain_gpt_moe.py under torchrun and `moe_ft keep`, with one rank in each
 pipeline stage and sparse windows of 3. The middle rank is killed in the backward of the iteration that ends a
@@ -32,7 +32,7 @@ from statistics import median
 
 from benchmarks.conditions import conditions
 from benchmarks.event_logs import Event, digests_of
-from benchmarks.output import distinct, markdown_table, show, spread
+from benchmarks.output import distinct, markdown_table, parse_options, show, spread
 from benchmarks.recovery_phases import (
     PHASES,
     Expected,
@@ -400,12 +400,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--forward-s", type=float, default=0.025, help="of a sleeping stage")
     parser.add_argument("--backward-s", type=float, default=0.05, help="of a sleeping stage")
-    parser.add_argument("--quick", action="store_true", help="few small jobs, with keep")
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
-    if options.quick:
-        options.stages, options.micro_batches, options.repeats = [2, 4], [4, 8], 1
-        options.parts = [part for part in options.parts if part != PLAIN]
+    options = parse_options(parser, stages=[2], micro_batches=[4], repeats=1, parts=[SLEEPING])
     parts = [conditions(measured(options))]
     found: dict[Case, Results] = {}
     with tempfile.TemporaryDirectory(prefix="local_recovery_") as name:

@@ -1,6 +1,7 @@
 """Cost of recoveries from state in fewer bits: validation loss against runs without faults.
 
     python -m benchmarks.lossy_state [DIR_OR_FILES ...] --folder DIR [--output FILE.md]
+    python -m benchmarks.lossy_state --quick
 
 The runs are benchmarks/quality_runs.py's: three recoveries each from dense snapshots of every iteration, in
 which moments or masters are kept as --moe-ft-state-dtype says, and everything else as it is.
@@ -25,7 +26,7 @@ from benchmarks.quality_runs import (
     conditions,
     final_losses,
     jumps,
-    quality_parser,
+    quality_options,
     run_cases,
     spread,
 )
@@ -125,7 +126,7 @@ def rows(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[tu
 
 def main() -> None:
     """Train what is missing, and print the table."""
-    options = quality_parser(__doc__.splitlines()[0]).parse_args()
+    options = quality_options(__doc__.splitlines()[0], CONTROL, "exp_avg=bf16,")
     job, names, runs = run_cases(options, CASES)
     table = markdown_table(rows(runs, names), HEADERS)
     show([conditions(job, runs), table], options.output)

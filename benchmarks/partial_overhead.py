@@ -1,6 +1,6 @@
 """Cost of a checkpoint to training, O_save of MoC-System's Fig. 12: blocking, asynchronous, and partial.
 
-    python -m benchmarks.partial_overhead [--rounds N] [--windows N] [--output FILE.md]
+    python -m benchmarks.partial_overhead [--rounds N] [--windows N] [--quick] [--output FILE.md]
 
 Trains an MoE GPT whose expert state is large against its compute with two ranks (expert parallelism 2)
 through the real training loop. Every candidate is a job of its own; the jobs take turns, in rounds. A window
@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.conditions import versions
-from benchmarks.output import markdown_table, show, spread
+from benchmarks.output import markdown_table, parse_options, show, spread
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import JobResult, events, run_training
@@ -274,8 +274,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--windows", type=int, default=6)
     parser.add_argument("--candidates", nargs="+", metavar="TEXT", default=[""])
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
+    options = parse_options(
+        parser, rounds=1, windows=1, candidates=["K=1, distributed", "blocking"]
+    )
     os.environ["OMP_NUM_THREADS"] = "1"
     names = [
         name
@@ -302,6 +303,7 @@ def main() -> None:
     parts += [markdown_table(rows(found), HEADERS)]
     parts += [f"- {name}: not measured: a rank failed" for name in names if name not in found]
     show(parts, options.output)
+    sys.exit(int(len(found) < len(names)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Cost of lossy recoveries to a model: validation loss with partial snapshots and faults, against none.
 
     python -m benchmarks.partial_quality [DIR_OR_FILES ...] --folder DIR [--output FILE.md]
+    python -m benchmarks.partial_quality --quick
 
 The runs are benchmarks/quality_runs.py's.
 
@@ -20,7 +21,7 @@ from benchmarks.quality_runs import (
     Case,
     conditions,
     jumps,
-    quality_parser,
+    quality_options,
     run_cases,
     spread,
 )
@@ -119,7 +120,7 @@ GROUP_HEADERS = ("PLT %", "runs", "validation loss minus no faults", "worse than
 
 def main() -> None:
     """Train what is missing, and print the tables."""
-    options = quality_parser(__doc__.splitlines()[0]).parse_args()
+    options = quality_options(__doc__.splitlines()[0], "K=1, interval 1")
     job, names, runs = run_cases(options, CASES)
     show(
         [

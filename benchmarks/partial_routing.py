@@ -1,6 +1,7 @@
 """Cost of faults to a run with partial snapshots whose routing is as skewed as in a real training run.
 
     python -m benchmarks.partial_routing TRACE.npz [--seeds N] [--output FILE.md]
+    python -m benchmarks.partial_routing --quick
 
 The trace is the routing trace of SmartMoE (github thu-pacman/SmartMoE-AE, moe_trace) as a NumPy archive, read
 by benchmarks/routing_trace.py. The routing is played back: effects of lossy recoveries on training are not
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.output import markdown_table, show
+from benchmarks.output import markdown_table, parse_options, show
 from benchmarks.partial_runs import (
     EP_SIZE,
     MEANS,
@@ -32,6 +33,7 @@ from benchmarks.partial_runs import (
 from benchmarks.routing_trace import (
     Faults,
     draw_faults,
+    draw_routing,
     find_hot,
     load_routing,
     skew_table,
@@ -177,11 +179,12 @@ def compare(faults: Faults, routed: Counts) -> Sequence[str]:
 def main() -> None:
     """Simulate and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path, metavar="TRACE.npz")
+    parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE.npz")
     parser.add_argument("--seeds", type=int, default=24, help="runs for each mean between faults")
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
-    routed = load_routing(options.trace)
+    options = parse_options(parser, seeds=1)
+    if not (options.trace or options.quick):
+        parser.error("TRACE.npz is missing: only --quick makes up its own routing")
+    routed = load_routing(options.trace) if options.trace else draw_routing()
     num_layers, num_experts = routed.shape[1:]
     check_against_planning(
         ExpertLayout(num_layers=num_layers, num_experts=num_experts, ep_size=EP_SIZE)

@@ -1,6 +1,6 @@
 """Checkpoint sizes and the bottleneck rank with partial experts, beside MoC-System's figures.
 
-    python -m benchmarks.partial_sizes [--output FILE.md]
+    python -m benchmarks.partial_sizes [--quick] [--output FILE.md]
 
 Calculated, not measured. First Table 1, Fig. 2, Fig. 10 and the "Ckpt" column of Table 3 by the paper's own
 arithmetic (benchmarks/paper_sizes.py): 14 bytes of a parameter, equal slices of every expert. Two ways of
@@ -14,11 +14,10 @@ import argparse
 import itertools
 import platform
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.output import markdown_table, show
+from benchmarks.output import markdown_table, parse_options, show
 from benchmarks.paper_models import PRESETS
 from benchmarks.paper_sizes import (
     NonExpertUnit,
@@ -212,15 +211,14 @@ def _training_layouts(dp: int, ep: int) -> Iterator[SavingLayout]:
         yield SavingLayout(dp=dp, ep=ep, sharding=sharding, is_optimizer_distributed=False)
 
 
-def _claim(row: Row) -> int:
+def _claim(row: Sequence[object]) -> int:
     return ("full, equal", "partial, equal", "adaptive").index(str(row[0]))
 
 
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
+    options = parse_options(parser)
     bottleneck_headers = ["bytes", "case", "k", *(f"{sharding}, MB" for sharding in Sharding)]
     bottleneck_headers += ["equal saves, %", "adaptive saves more, %"]
     parts = [

@@ -1,6 +1,6 @@
 """Cost of checkpointing in Python: on the training thread, in parallel with it, and in a recovery.
 
-    python -m benchmarks.planning [--units N] [--ranks N] [--iterations N] [--output FILE.md]
+    python -m benchmarks.planning [--units N] [--ranks N] [--iterations N] [--quick] [--output FILE.md]
 
 One rank with many units of a few bytes each, so that bookkeeping is all there is. The engine is the one that
 training runs; what it is given is made up (benchmarks/stand_ins.py). With a single rank the agreement is
@@ -23,7 +23,7 @@ from statistics import median
 import torch
 
 from benchmarks import stand_ins
-from benchmarks.output import markdown_table, show
+from benchmarks.output import markdown_table, parse_options, show
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import Report
 from moe_ft.engine.build import build_engine
@@ -339,8 +339,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024, help="of the recovery that is planned")
     parser.add_argument("--iterations", type=int, default=4, help="that are found for each rank")
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
+    options = parse_options(parser, units=200, ranks=8, iterations=2, repetitions=1)
     torch.set_num_threads(1)
     count = options.repetitions
     with running_rank(options.units) as rank:

@@ -21,6 +21,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.conditions import versions
+from benchmarks.output import parse_options
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import events, run_with_restarts
@@ -232,22 +233,32 @@ def conditions(job: Job, runs: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def quality_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser of the options that all of these benchmarks have."""
+def quality_options(description: str, *cases: str) -> argparse.Namespace:
+    """Return the options, which all of these benchmarks have; --quick runs `cases` only."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "text",
         nargs="*",
         help="text files, or directories of them (default: the source of Python's standard library)",
     )
-    parser.add_argument("--folder", type=Path, required=True, help="keeps the runs, to go on later")
+    parser.add_argument("--folder", type=Path, help="keeps the runs, to continue later")
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--faults", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--validations", type=int, default=100, help="batches of the validation")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", default=[""], help="parts of names")
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    return parser
+    options = parse_options(
+        parser,
+        text=[Path(__file__).parent],
+        iterations=24,
+        faults=1,
+        seeds=1,
+        validations=1,
+        cases=cases,
+    )
+    if not (options.folder or options.quick):
+        parser.error("--folder is missing: only --quick keeps no runs")
+    return options
 
 
 def run_cases(
@@ -259,6 +270,10 @@ def run_cases(
         The job, the names of the chosen cases, and all their runs.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    if not options.folder:
+        with tempfile.TemporaryDirectory(prefix="quality_") as name:
+            options.folder = Path(name)
+            return run_cases(options, cases)
     options.folder.mkdir(parents=True, exist_ok=True)
     prefix = options.folder.resolve() / "text"
     if not prefix.with_suffix(".idx").exists():

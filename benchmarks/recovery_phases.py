@@ -19,6 +19,7 @@ the last of which counts:
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.event_logs import Event, Log, check_not_degraded, events_of
 
@@ -87,7 +88,7 @@ def check_recoveries(logs: Sequence[Log], expected: Expected) -> None:
         found = list(events_of(log, "recovery"))
         assert len(found) == len(expected.kills), f"rank {rank} has recovered {len(found)} times"
         for each, kill in zip(found, expected.kills, strict=True):
-            claimed = {
+            claimed: dict[str, Any] = {
                 "scope": "local" if expected.is_local else "global",
                 "stages": [expected.killed] if expected.is_local else [],
                 "target_iteration": kill,

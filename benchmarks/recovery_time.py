@@ -1,14 +1,14 @@
 """Seconds from a kill until training runs again: restarts, restarts with `keep`, repairs, and a peer.
 
-    python -m benchmarks.recovery_time [--quick] [--ranks N ...] [--kinds NAME ...] [--parts NAME ...]
-        [--repeats N] [--failures N] [--nvrx DIR] [--output FILE.md]
+    python -m benchmarks.recovery_time [--ranks N ...] [--kinds NAME ...] [--parts NAME ...] [--repeats N]
+        [--failures N] [--failure-every N] [--barrier-iterations N] [--nvrx DIR] [--quick] [--output FILE.md]
 
 recovery  Each job trains the demo model of the tests in pretrain_gpt_moe.py. Its highest rank is killed in
           the backward of an iteration, --repeats times in a job. benchmarks/recovery_moments.py has what is
           measured, and checks that each kill was answered as it should be.
-ettr      The job of examples/quickstart.sh on 4 ranks, killed in iterations 100, 200 and so on, --failures
-          times. ETTR is the time of all iterations, each once and as long as the median one, over the time
-          from the beginning of the first to the end of the last.
+ettr      The job of examples/quickstart.sh on 4 ranks, killed every 100 iterations, --failures times.
+          ETTR is the time of all iterations, each once and as long as the median one, over the time from
+          the beginning of the first to the end of the last.
 barrier   Seconds of an iteration with and without `--moe-ft-repair auto`, and no failure, in jobs that take
           turns.
 
@@ -37,7 +37,7 @@ from statistics import median
 
 from benchmarks.conditions import conditions
 from benchmarks.event_logs import digests_of
-from benchmarks.output import distinct, markdown_table, show, spread
+from benchmarks.output import distinct, markdown_table, parse_options, show, spread
 from benchmarks.quickstart import MODEL
 from benchmarks.recovery_jobs import (
     KINDS,
@@ -64,7 +64,7 @@ from benchmarks.sparse_jobs import write_data
 RECOVERY, ETTR, BARRIER = "recovery", "ettr", "barrier"
 PARTS = (RECOVERY, ETTR, BARRIER)
 TARGET_SHARE, TARGETS_S = 0.1, {4: 1.2, 8: 2.0}
-FAILURE_EVERY, ETTR_RANKS = 100, 4
+ETTR_RANKS = 4
 WARM_ITERATIONS = 5  # the first iterations of a process are slower
 
 Row = tuple[str, ...]
@@ -311,20 +311,24 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--repeats", type=int, default=5, help="kills in a job, pairs of jobs")
     parser.add_argument("--failures", type=int, default=2, help="of the demo job")
-    parser.add_argument("--quick", action="store_true", help="fewer ranks, kills and iterations")
+    parser.add_argument("--failure-every", type=int, default=100, help="iterations of the demo job")
+    parser.add_argument("--barrier-iterations", type=int, default=40, help="of each job")
     parser.add_argument("--nvrx", type=Path, default=Path("runs/nvrx"), metavar="DIR")
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args(words)
+    options = parse_options(
+        parser,
+        words,
+        ranks=[2],
+        kinds=["repair"],
+        repeats=1,
+        failures=1,
+        failure_every=10,
+        barrier_iterations=WARM_ITERATIONS + 5,
+    )
     if min(options.ranks) < 2 or any(ranks % 2 for ranks in options.ranks):
         parser.error(f"--ranks must be even numbers from 2, not {options.ranks}: half are stages")
     if options.repeats < 1 or options.failures < 1:
         parser.error("--repeats and --failures must be 1 or more")
-    options.failure_every, options.barrier_iterations = FAILURE_EVERY, 40
     options.nvrx = options.nvrx.resolve()
-    if options.quick:
-        options.ranks = [ranks for ranks in options.ranks if ranks <= 4] or options.ranks
-        options.repeats, options.failures = min(options.repeats, 2), 1
-        options.failure_every, options.barrier_iterations = 20, 20
     return options
 
 

@@ -27,6 +27,7 @@ from megatron.fault_tolerance.watch import checkpoints
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.format.records import IterationRecord
 from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.start import start
 from moe_ft.state.record import CapturedRecord, IterationFacts, encode
 from moe_ft.units import UnitId
 
@@ -86,7 +87,7 @@ class ReplayTurns:
     def install(self) -> None:
         """Enter the stock loop, for as long as the process runs."""
         patches = Patches()
-        start, capture = checkpoints.start, Checkpointing.capture
+        capture = Checkpointing.capture
         is_due = CheckpointEngine._is_due
         begin, end = Listeners.begin_iteration, Listeners.end_iteration
         begin_training = Listeners.begin_training

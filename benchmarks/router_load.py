@@ -1,6 +1,6 @@
 """Cost to the training thread of counting tokens per expert and of choosing experts.
 
-    python -m benchmarks.router_load [--layers N] [--experts N] [--tokens N] [--output FILE.md]
+    python -m benchmarks.router_load [--layers N] [--experts N] [--tokens N] [--quick] [--output FILE.md]
 
 A stage of a large model, by default 58 MoE layers of 256 experts (top-8) and 4096 tokens of a micro-batch on
 each rank, on the CPU. The sum over the stage is measured on two ranks over gloo on one host, apart from the
@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.output import show
+from benchmarks.output import parse_options, show
 from benchmarks.planning import Rows, milliseconds, table
 from moe_ft.engine.agreement import StageSum
 from moe_ft.planning.experts import ExpertLayout
@@ -95,13 +96,13 @@ def measure_selection(num_layers: int, num_experts: int, count: int) -> Rows:
         rest = rows.setdefault(f"tokens of an iteration, plan and completion, {kind}", [])
         persists = rows.setdefault(f"plan of what goes to storage, {kind}", [])
 
-        def advance(strategy: PartialStrategy = strategy, iteration: int = 0) -> None:
+        def advance(strategy: PartialStrategy, iteration: int) -> None:
             strategy.add_tokens(counts)
             strategy.note_complete(strategy.plan_window(iteration), iteration)
 
         for iteration in range(count):
-            plans.append(milliseconds(lambda at=iteration, of=strategy: of.plan_window(at)))
-            rest.append(milliseconds(lambda at=iteration, of=strategy: advance(of, at)))
+            plans.append(milliseconds(partial(strategy.plan_window, iteration)))
+            rest.append(milliseconds(partial(advance, strategy, iteration)))
             persists.append(milliseconds(strategy.plan_persist))
     return rows
 
@@ -145,8 +146,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repetitions", type=int, default=21)
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
+    options = parse_options(parser, layers=2, experts=128, tokens=64, repetitions=1)
     torch.set_num_threads(1)
     count = options.repetitions
     sums = measure_sum(options.layers, options.experts)

@@ -36,6 +36,12 @@ def load_routing(path: Path) -> Counts:
     return np.rint(np.concatenate([np.zeros_like(routed[:1]), routed])).astype(np.int64)
 
 
+def draw_routing() -> Counts:
+    """Return the routing of a short run that never was, like `load_routing`."""
+    tokens = np.random.default_rng(0).integers(1, 1000, (64, 2, 32))
+    return np.cumsum(np.concatenate([np.zeros_like(tokens[:1]), tokens]), axis=0)
+
+
 def uniform_routing(routed: Counts) -> Counts:
     """Return the same tokens routed equally to all experts."""
     mean = np.rint(routed.mean(axis=2, keepdims=True)).astype(np.int64)

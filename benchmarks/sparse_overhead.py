@@ -1,6 +1,7 @@
 """Cost of sparse windows to training, against dense snapshots in every iteration and none at all.
 
-    python -m benchmarks.sparse_overhead [--quick] [--rounds N] [--parts TEXT ...] [--output FILE.md]
+    python -m benchmarks.sparse_overhead [--rounds N] [--parts TEXT ...] [--memory-windows N ...]
+        [--quick] [--output FILE.md]
 
 Trains a model of a few MB of state per rank (demo) and one with 64 experts per MoE layer and 310 MB per rank
 through the stock loop. How snapshots are taken changes while a job runs (benchmarks/window_turns.py): no
@@ -34,7 +35,7 @@ from statistics import fmean, median
 from typing import Any
 
 import pretrain_gpt_moe
-from benchmarks.output import markdown_table, show, spread
+from benchmarks.output import markdown_table, parse_options, show, spread
 from benchmarks.sparse_jobs import (
     DEADLINE_S,
     LONGEST_WINDOW,
@@ -49,6 +50,7 @@ from megatron.fault_tolerance.watch import checkpoints
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.recovery import claim
 from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.start import start
 from tests.harness import events, run_ranks
 
 NUM_MEASURED = 6  # iterations of a turn
@@ -179,7 +181,6 @@ def _by_iteration(event_log: Path, rank: int, event: str) -> dict[int, Any]:
 def report_memory(flags: list[str], folder: str) -> None:
     """Train on this rank; write what it has reserved, for itself and for peers, and its parameters."""
     memories: list[RankMemory] = []
-    start = checkpoints.start
 
     def make(*args: Any, **options: Any) -> RankMemory:
         memories.append(RankMemory(*args, **options))
@@ -202,11 +203,11 @@ def report_memory(flags: list[str], folder: str) -> None:
     pretrain_gpt_moe.main(flags)
 
 
-def measure_memory(data: Sequence[str], folder: Path) -> Iterator[Row]:
+def measure_memory(data: Sequence[str], windows: Sequence[int], folder: Path) -> Iterator[Row]:
     """Yield what strategies reserve, in bytes per parameter."""
-    for window in (None, *MEMORY_WINDOWS):
+    for window in (None, *windows):
         with job_folder(folder) as job:
-            flags = job.flags(MEMORY_MODEL, data, max(MEMORY_WINDOWS))
+            flags = job.flags(MEMORY_MODEL, data, max(windows))
             flags += job.strategy_flags("sparse" if window else "dense", window)
             flags += ["--moe-ft-replication-factor", "1"]
             nodes = [f"node{rank}" for rank in range(NUM_RANKS)]
@@ -316,14 +317,14 @@ def main() -> None:
     """Run all parts and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--quick", action="store_true", help="one round, to see that it works")
+    parser.add_argument("--memory-windows", type=int, nargs="+", default=MEMORY_WINDOWS)
     parser.add_argument("--parts", nargs="+", metavar="TEXT", default=[""])
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
+    options = parse_options(
+        parser, rounds=1, parts=["demo, computing", "memory"], memory_windows=[2]
+    )
     os.environ["OMP_NUM_THREADS"] = "1"
-    num_rounds = 1 if options.quick else options.rounds
     parts = [
-        f"{conditions()} {num_rounds} rounds, turns of {NUM_MEASURED} iterations; median (range) over "
+        f"{conditions()} {options.rounds} rounds, turns of {NUM_MEASURED} iterations; median (range) over "
         "rounds."
     ]
     with tempfile.TemporaryDirectory(prefix="sparse_overhead_") as folder_name:
@@ -332,10 +333,10 @@ def main() -> None:
         for name in PARTS:
             if any(text in name for text in options.parts):
                 print(name, file=sys.stderr, flush=True)
-                parts += part_text(name, run_part(name, data, num_rounds, folder))
+                parts += part_text(name, run_part(name, data, options.rounds, folder))
         if any(text in "memory" for text in options.parts):
             print("memory", file=sys.stderr, flush=True)
-            rows = measure_memory(data, folder)
+            rows = measure_memory(data, options.memory_windows, folder)
             parts += [
                 f"{MEMORY_MODEL}: host memory that is reserved, bytes per parameter",
                 markdown_table(rows, MEMORY_HEADERS),

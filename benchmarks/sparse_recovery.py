@@ -1,6 +1,7 @@
 """Time to recover from sparse windows, and the share that frozen units save in replayed iterations.
 
-    python -m benchmarks.sparse_recovery [--quick] [--rounds N] [--parts TEXT ...] [--output FILE.md]
+    python -m benchmarks.sparse_recovery [--rounds N] [--windows N ...] [--parts TEXT ...] [--quick]
+        [--output FILE.md]
 
 Recoveries: rank 1 of two is killed where an iteration's backward begins, at every place of a window once,
 and all ranks start again, with W = 1 (dense), 2, 3 and 6 snapshots in a window. "redone" are iterations that
@@ -26,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from benchmarks.output import markdown_table, show, spread
+from benchmarks.output import markdown_table, parse_options, show, spread
 from benchmarks.replay_turns import NUM_WARM_UP, ReplayVariant, train_and_replay
 from benchmarks.sparse_jobs import (
     DEADLINE_S,
@@ -204,12 +205,12 @@ def main() -> None:
     """Run all parts and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8, help="of replays")
-    parser.add_argument("--quick", action="store_true", help="little, to see that it works")
+    parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS)
     parser.add_argument("--parts", nargs="+", metavar="TEXT", default=[""])
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
+    options = parse_options(
+        parser, rounds=1, windows=[2], parts=["recovery demo", "replay 64 experts"]
+    )
     os.environ["OMP_NUM_THREADS"] = "1"
-    num_rounds = 2 if options.quick else options.rounds
     parts = [conditions()]
     with tempfile.TemporaryDirectory(prefix="sparse_recovery_") as folder_name:
         folder = Path(folder_name)
@@ -218,7 +219,7 @@ def main() -> None:
         for model in RECOVERY_MODELS:
             if not any(text in f"recovery {model}" for text in options.parts):
                 continue
-            for window in WINDOWS[:2] if options.quick else WINDOWS:
+            for window in options.windows:
                 print(f"recovery: {model}, window {window}", file=sys.stderr, flush=True)
                 rows.append(recover(model, window, plan_kills(window), data, folder))
         if rows:
@@ -226,8 +227,8 @@ def main() -> None:
         for model in REPLAY_MODELS:
             if any(text in f"replay {model}" for text in options.parts):
                 print(f"replay: {model}", file=sys.stderr, flush=True)
-                found = list(replay_rows(replay_times(model, num_rounds, data, folder)))
-                parts += [f"Frozen units, {model}, {num_rounds} rounds"]
+                found = list(replay_rows(replay_times(model, options.rounds, data, folder)))
+                parts += [f"Frozen units, {model}, {options.rounds} rounds"]
                 parts += [markdown_table(found, REPLAY_HEADERS)]
     show(parts, options.output)
 

@@ -1,6 +1,6 @@
 """Sparse windows: MoEvement's figures by calculation, what ordering by popularity saves, planning time.
 
-    python -m benchmarks.sparse_schedule [TRACE.npz] [--seeds N] [--output FILE.md]
+    python -m benchmarks.sparse_schedule [TRACE.npz] [--seeds N] [--quick] [--output FILE.md]
 
 Calculated: the figures of benchmarks/sparse_figures.py, the savings by the order of experts of
 benchmarks/sparse_orders.py, and the sizes of snapshots with slices. Measured: only the time of planning.
@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.output import markdown_table, show
+from benchmarks.output import markdown_table, parse_options, show
 from benchmarks.paper_models import PRESETS
 from benchmarks.routing_trace import load_routing, spread
 from benchmarks.sparse_figures import paper_parts
@@ -179,8 +179,7 @@ def main() -> None:
     parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE.npz")
     parser.add_argument("--seeds", type=int, default=100, help="of the drawn loads")
     parser.add_argument("--repetitions", type=int, default=21, help="of what is timed")
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
+    options = parse_options(parser, seeds=1, repetitions=1)
     parts = [
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; median (range) of {options.seeds} "
         f"seeds and of {options.repetitions} repetitions. Python {platform.python_version()}, numpy "

@@ -1,6 +1,6 @@
 """Cost of a checkpoint to training: seconds blocked, until complete and lost, and host memory.
 
-    python -m benchmarks.stall [--candidates TEXT ...] [--work busy|sleep|both] [--output FILE.md]
+    python -m benchmarks.stall [--candidates TEXT ...] [--work busy|sleep|both] [--quick] [--output FILE.md]
 
 Two ranks on gloo train a state of which every byte changes in every iteration, and save it every fifth
 iteration. A row is the median and range over the checkpoints, of the slower rank:
@@ -16,7 +16,8 @@ Between checkpoints the ranks compute matrix products ("busy", a core each) or s
 host does while a GPU works). The last checkpoint is loaded and compared, bit by bit, with its iteration.
 Files go to the folder for temporary files (TMPDIR), which has to be a disk for fsync to mean anything,
 and stay until the candidate ends. The adapters are in benchmarks/ours.py and, of other
-libraries, in benchmarks/peers.py.
+libraries, in benchmarks/peers.py. The exit code is 1 if a candidate that is installed
+fails, or loads something else.
 """
 
 import argparse
@@ -46,7 +47,7 @@ import torch.multiprocessing as mp
 from benchmarks.candidate import Candidate, Site, State
 from benchmarks.host_memory import host_memory_bytes
 from benchmarks.ours import OURS
-from benchmarks.output import markdown_table, show
+from benchmarks.output import markdown_table, parse_options, show
 from benchmarks.peers import PEERS
 
 # A new candidate: subclass `Candidate` and add it here under the name that the table shows.
@@ -56,6 +57,7 @@ NUM_RANKS = 2
 NUM_PARAMETERS = 40
 BYTES_PER_ELEMENT = 2 + 4 + 4 + 4  # weight, master weight, two moments
 CHECKPOINT_INTERVAL = 5
+TORN = "TORN"  # content of a checkpoint that is not as it was saved
 _SAMPLE_S = 0.02
 _COMPLETION_DEADLINE_S = 120.0
 
@@ -246,7 +248,9 @@ def run_rank(rank: int, job: Job, disk: Path, tmpfs: Path, phase: Any) -> None:
     torch.set_num_threads(1)
     report: dict[str, Any]
     try:
-        store = dist.FileStore(str(disk / "store"), NUM_RANKS)
+        store = dist.FileStore(  # type: ignore[attr-defined]  # public, but in no __all__
+            str(disk / "store"), NUM_RANKS
+        )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
         loop = Loop(rank, job.mib)
         loop.set_work(job.work, job.iteration_s)
@@ -341,7 +345,7 @@ def row(job: Job) -> tuple[str, ...] | str:
         *(spread(values) for values in (blocked, complete, cost)),
         f"{memory / 2**20:.0f}",
         candidate.complete_means,
-        "as saved" if report["intact"] else "TORN",
+        "as saved" if report["intact"] else TORN,
         spread(report["plain"]),
     )
 
@@ -374,8 +378,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=int, default=5, help="measured ones, after one more")
     parser.add_argument("--candidates", nargs="+", metavar="TEXT", default=[""])
     parser.add_argument("--work", choices=("busy", "sleep", "both"), default="both")
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
+    options = parse_options(
+        parser,
+        mib=8,
+        iteration_s=0.05,
+        checkpoints=1,
+        work="sleep",
+        candidates=["moe_ft", "torch.save"],
+    )
     texts = [text.lower() for text in options.candidates]
     options.candidates = [
         name for name in CANDIDATES if any(text in name.lower() for text in texts)
@@ -388,6 +398,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measure every candidate and print a table for each kind of work."""
     options = parse()
+    has_failed = False
     os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost"}  # for helper processes too
     parts = [conditions(options)]
     for work in ("busy", "sleep") if options.work == "both" else (options.work,):
@@ -404,11 +415,14 @@ def main() -> None:
             result = row(job)
             if isinstance(result, str):
                 not_run.append(f"- {name}: not run: {result}")
+                has_failed |= not result.endswith("is not installed")
             else:
                 rows.append(result)
+                has_failed |= TORN in result
         parts += [f"Work: {work}", markdown_table(rows, HEADERS)]
         parts += ["\n".join(not_run)] if not_run else []
     show(parts, options.output)
+    sys.exit(int(has_failed))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,8 @@ def state_of(units: Mapping[str, FetchedUnit]) -> dict[str, torch.Tensor]:
 def record_taker(optimizer: Any, parameters: Sequence[LocalParameter]) -> records.RecordTaker:
     """Return what takes the records of a job without buffers, as the engine's session makes it."""
     if not torch.cuda.is_available():
-        torch.cuda.get_rng_state = torch.get_rng_state
+        cuda: Any = torch.cuda
+        cuda.get_rng_state = torch.get_rng_state
     scheduler = SimpleNamespace(state_dict=lambda: {"num_steps": 1})
     return records.RecordTaker([], optimizer, scheduler, parameters)
 

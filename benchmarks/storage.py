@@ -1,6 +1,6 @@
 """Speed of the storage tier and of restores, against the plainest way to move the same bytes.
 
-    python -m benchmarks.storage [--mib N] [--repetitions N] [--directory DIR] [--output FILE.md]
+    python -m benchmarks.storage [--mib N] [--repetitions N] [--directory DIR] [--quick] [--output FILE.md]
 
 One rank's state, taken into a region on tmpfs by the engine's own thread:
 
@@ -26,7 +26,7 @@ from statistics import median
 import torch
 
 from benchmarks import stand_ins
-from benchmarks.output import markdown_table, show
+from benchmarks.output import markdown_table, parse_options, show
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.storage import Storage, file_tag
 from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
@@ -233,8 +233,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512, help="of a snapshot")
     parser.add_argument("--repetitions", type=int, default=5, help="after one unmeasured one")
     parser.add_argument("--directory", type=Path, help="on the disk to write to (default: TMPDIR)")
-    parser.add_argument("--output", type=Path, metavar="FILE.md")
-    options = parser.parse_args()
+    options = parse_options(parser, mib=8, repetitions=1)
     torch.set_num_threads(1)
     state = new_state(options.mib)
     parameters = stand_ins.parameters_of(state, stand_ins.adam())

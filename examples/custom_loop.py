@@ -25,7 +25,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
@@ -84,7 +84,7 @@ def build_model() -> DistributedDataParallel:
 
 def build_optimizer(
     model: DistributedDataParallel, num_iterations: int
-) -> tuple[object, OptimizerParamScheduler]:
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Return Adam and its learning rates."""
     config = OptimizerConfig(lr=1e-3, min_lr=1e-5, bf16=True, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(config, [model])

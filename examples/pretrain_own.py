@@ -107,7 +107,7 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[A
 
 def parse() -> argparse.Namespace:
     """Parse the arguments and change what this script wants differently."""
-    args = parse_and_validate_args(
+    args: argparse.Namespace = parse_and_validate_args(
         extra_args_provider=add_own_arguments, args_defaults={"tokenizer_type": "NullTokenizer"}
     )
     args.min_lr = LOWEST_LR

@@ -104,6 +104,7 @@ def run_ranks(
         _wait(ranks, start + deadline_s, paths)
     finally:
         for process in ranks:
+            assert process.pid is not None, "all ranks were started"
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with what the rank has started
             process.kill()

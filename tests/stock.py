@@ -64,9 +64,10 @@ def train_and_digest(flags: list[str], is_stock: bool, folder: str) -> None:
         writer.flush()  # the rank ends without closing it
     args = get_args()
     counters = {"train": args.consumed_train_samples, "valid": args.consumed_valid_samples}
-    digest = digest_state(*built["state"], counters)
+    model, optimizer, scheduler = built["state"]
+    digest = digest_state(model, optimizer, scheduler, counters)
     is_tied = not args.untie_embeddings_and_output_weights
-    copies = _embeddings(built["state"][0], is_tied)
+    copies = _embeddings(model, is_tied)
     path = Path(folder) / f"digests_{args.rank}.json"
     path.write_text(json.dumps([[digest.sha256, digest.sha256_all], copies]))
 

@@ -145,12 +145,13 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 def reads_batches(vp_stage: int | None = None) -> bool:
     """Return whether this stage needs the batch: for the embedding, MTP or the loss."""
     config = core_transformer_config_from_args(get_args())
-    return is_first_or_last_pipeline_stage(vp_stage) or mtp_on_this_rank(
+    is_read: bool = is_first_or_last_pipeline_stage(vp_stage) or mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
         mtp_num_layers=config.mtp_num_layers,
         ignore_virtual=False,
         vp_stage=vp_stage,
     )
+    return is_read
 
 
 def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -180,7 +181,8 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
 
 
 # Makes Megatron call it on every rank, not only on the first of each tensor-parallel group.
-provide_datasets.is_distributed = True
+_attributes: Any = provide_datasets
+_attributes.is_distributed = True
 
 
 def read_batch(data: Iterator[dict[str, Any]] | None, vp_stage: int | None) -> Batch:
@@ -212,14 +214,15 @@ def forward_step(data: Iterator[dict[str, Any]] | None, model: Any) -> tuple[tor
 
 
 def sum_losses(
-    mask: torch.Tensor, losses: torch.Tensor
+    mask: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of a micro-batch's losses, their number, and both for the log.
 
     Args:
-        mask: [batch, sequence], 1 where a token counts.
+        mask: [batch, sequence], 1 where a token counts; None only on stages without a loss.
         losses: [batch, sequence], the cross-entropy of each token.
     """
+    assert mask is not None
     total = (losses.float() * mask.float()).sum()
     count = mask.sum().to(torch.int)
     return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}

@@ -166,9 +166,10 @@ def test_job_that_ends_in_another_state_makes_the_benchmark_fail(
     assert bench.has_failed
 
 
-def test_quick_run_has_no_eight_ranks_and_few_kills() -> None:
+def test_quick_run_is_of_one_kind_and_killed_once_where_nothing_else_is_said() -> None:
     options = parse(["--quick"])
-    assert (options.ranks, options.repeats, options.failures) == ([2, 4], 2, 1)
+    assert (options.ranks, options.repeats, options.failures) == ([2], 1, 1)
+    assert parse(["--quick", "--ranks", "4"]).ranks == [4]
     assert options.failure_every < parse([]).failure_every
 
 

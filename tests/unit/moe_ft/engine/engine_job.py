@@ -7,6 +7,7 @@ of all votes is found in memory, and the writer serves when somebody sleeps.
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +319,7 @@ class Job:
         for rank in self.ranks:
             rank.state.step(iteration)
         return [
-            rank.engine.end_iteration(iteration, 1.0, lambda rank=rank: rank.capture(iteration))
+            rank.engine.end_iteration(iteration, 1.0, partial(rank.capture, iteration))
             for rank in self.ranks
         ]
 
