@@ -5,6 +5,7 @@ arguments.py adds the flags; seams/hooks.py has the seams.
 
 import argparse
 import inspect
+import os
 import signal
 import sys
 import time
@@ -47,23 +48,42 @@ def pretrain(*args: Any, **kwargs: Any) -> Any:
     Without any it calls Megatron's function and does nothing else. The process ends with EXIT_REFUSED if the
     flags cannot work, and with EXIT_NOT_SAVED if the last state should be on storage and is not.
     """
+    call = partial(stock_pretrain, *args, **kwargs)
+    with refusing():
+        is_on = is_asked_for()
+    if not is_on:
+        _say_once("off: --moe-ft-strategy is none, and no other --moe-ft-* flag is set")
+        return call()
     with refusing():
         check_call(args, kwargs)
         megatron_args = get_args()
         check_all_read(megatron_args)
-        if is_on := not is_off(megatron_args):
-            check_restarts()
-            config = checked_config(megatron_args)
-            check_model(megatron_args, config)
-            warn(megatron_args, void_settings(megatron_args, config, sys.argv))
-    call = partial(stock_pretrain, *args, **kwargs)
-    if not is_on:
-        _say_once(
-            megatron_args, "off: --moe-ft-strategy is none, and no other --moe-ft-* flag is set"
-        )
-        return call()
-    _say_once(megatron_args, f"on: --moe-ft-strategy is {config.strategy.strategy}")
+        check_restarts()
+        config = checked_config(megatron_args)
+        check_model(megatron_args, config)
+        warn(megatron_args, void_settings(megatron_args, config, sys.argv))
+    _say_once(f"on: --moe-ft-strategy is {config.strategy.strategy}")
     return train(config, megatron_args, call)
+
+
+def is_asked_for() -> bool:
+    """Return whether the command line or Megatron's arguments, if they are set, hold any --moe-ft-* value."""
+    settings = argparse.Namespace() if (args := _set_arguments()) is None else args
+    return not is_off(settings) or bool(unread_flags(_command_line(), settings))
+
+
+def _set_arguments() -> argparse.Namespace | None:
+    """Return Megatron's arguments; None before they are set."""
+    try:
+        args: argparse.Namespace = get_args()
+    except AssertionError:
+        return None
+    return args
+
+
+def _command_line() -> list[str]:
+    """Return all words: the script may have changed sys.argv; the original begins with the interpreter."""
+    return [*sys.orig_argv, *sys.argv]
 
 
 def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any]) -> Any:
@@ -106,8 +126,8 @@ def _waits_for_sigterm(args: argparse.Namespace) -> bool:
     return bool(args.exit_signal_handler) and args.exit_signal == signal.SIGTERM
 
 
-def _say_once(args: argparse.Namespace, line: str) -> None:
-    if args.rank == 0:
+def _say_once(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
         say(line)
 
 
@@ -117,7 +137,7 @@ def check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(stock_pretrain).bind(*args, **kwargs).arguments
         problem = (
             "is called with a provider first, as before megatron-core 0.19"
-            if callable(given["cfg_container"])
+            if callable(given.get("cfg_container", args[0] if args else None))
             else ""
         )
     except TypeError as error:
@@ -127,18 +147,15 @@ def check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             f"pretrain {problem}. The script needs this change: {_PARSE}, then {_NEW_CALL}; "
             "a script with a model provider passes it as model_provider=..., and no model_config."
         )
-    try:
-        get_args()
-    except AssertionError:
+    if _set_arguments() is None:
         raise ConfigError(
             f"pretrain is called before Megatron's arguments are set. Add {_PARSE} before the call."
-        ) from None
+        )
 
 
 def check_all_read(args: argparse.Namespace) -> None:
     """Raise ConfigError if the command line has --moe-ft-* flags that Megatron's arguments do not hold."""
-    # The script may have changed sys.argv; the original command line begins with the interpreter.
-    if unread := unread_flags([*sys.orig_argv, *sys.argv], args):
+    if unread := unread_flags(_command_line(), args):
         raise ConfigError(
             f"{', '.join(unread)} would be ignored: the script has made its arguments without Megatron's "
             "parser, or without the command line. Call megatron.fault_tolerance.add_arguments(parser) on the "

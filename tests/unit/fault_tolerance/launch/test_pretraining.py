@@ -39,6 +39,27 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
 
 
 @pytest.fixture
+def older_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Return the calls of an older Megatron's function, before which no arguments are parsed."""
+    found: list[tuple[Any, ...]] = []
+
+    def stock(datasets: Any, provider: Any, model_type: Any, forward_step_func: Any) -> str:
+        found.append((datasets, provider, model_type, forward_step_func))
+        return "result"
+
+    monkeypatch.setattr(pretraining, "stock_pretrain", stock)
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", None)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    return found
+
+
+@pytest.fixture
+def asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a flag on the command line."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--moe-ft-strategy", "dense"])
+
+
+@pytest.fixture
 def loop_args(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     args = parse("--mock-data")
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
@@ -59,6 +80,24 @@ def test_call_without_flags_passes_and_says_that_moe_ft_is_off(
     assert "moe_ft: off" in capsys.readouterr().err
 
 
+def test_call_without_flags_of_a_megatron_that_parses_inside_pretrain_passes(
+    older_calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretraining.pretrain(print, print, "type", forward_step_func=print) == "result"
+    assert older_calls == [(print, print, "type", print)]
+    assert "moe_ft: off" in capsys.readouterr().err
+
+
+def test_call_with_flags_of_a_megatron_that_parses_inside_pretrain_is_refused(
+    older_calls: list[Any], asks: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        pretraining.pretrain(print, print, "type", print)
+    assert end.value.code == EXIT_REFUSED
+    assert not older_calls
+    assert "is called with a provider first" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "words"),
     [
@@ -72,6 +111,7 @@ def test_older_call_is_refused_with_the_lines_to_change(
     kwargs: dict[str, Any],
     words: str,
     calls: list[Any],
+    asks: None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -84,7 +124,10 @@ def test_older_call_is_refused_with_the_lines_to_change(
 
 
 def test_call_before_flags_are_parsed_is_refused(
-    calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    calls: list[Any],
+    asks: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", None)
     with pytest.raises(SystemExit):
