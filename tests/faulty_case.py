@@ -309,12 +309,7 @@ def check_case(
         ]
         where = f"{case}: start {start + 1} recovered {each or 'nothing'} after {lines}"
         is_from_storage = any(fault.tier == "storage" for fault in faults)
-        # The writer, or the sender of a rank whose node is lost, may have been a window behind.
-        may_be_older = is_from_storage or any(
-            last is not None and (rank, last.target_iteration) not in replicated
-            for rank in range(case.world_size)
-            if _is_lost(faults, rank)
-        )
+        may_be_older = is_from_storage or not _was_sent(last, faults, replicated)
         if each is None:  # a slow writer had not written a window yet
             assert is_from_storage, where
             continue
@@ -334,10 +329,9 @@ def check_case(
         is_older = last is not None and each.target_iteration < last.target_iteration
         assert may_be_older or not is_older, where
         was_in_storage = last is not None and "storage" in last.tiers
-        if not each.has_parts and not was_in_storage:
-            for rank, tier in enumerate(each.tiers):
-                was_sent = (rank, each.target_iteration) in replicated
-                assert tier in _tiers(faults, rank, was_sent=was_sent, is_older=is_older), where
+        for rank, tier in enumerate(() if each.has_parts or was_in_storage else each.tiers):
+            was_sent = (rank, each.target_iteration) in replicated
+            assert tier in _tiers(faults, rank, was_sent=was_sent, is_older=is_older), where
         last = each
 
 
@@ -348,6 +342,16 @@ def _lengths(case: Case) -> Sequence[int]:
 def _is_lost(faults: Sequence[Fault], rank: int) -> bool:
     """Return whether the node of a rank is lost; ranks take turns on two nodes."""
     return rank % 2 in {fault.victim for fault in faults if fault.tier == "peer"}
+
+
+def _was_sent(
+    last: Expected | None, faults: Sequence[Fault], replicated: Set[tuple[int, int]]
+) -> bool:
+    """Return whether all ranks whose node is lost had sent the state that was recovered last."""
+    if last is None:
+        return True
+    lost = (rank for rank in range(len(last.tiers)) if _is_lost(faults, rank))
+    return all((rank, last.target_iteration) in replicated for rank in lost)
 
 
 def _tiers(faults: Sequence[Fault], rank: int, *, was_sent: bool, is_older: bool) -> set[str]:
