@@ -31,7 +31,7 @@ class PrecisionConfig(Part):
         None,
         "device memory in which snapshots are packed, half of it at a time; default: "
         f"{_DEFAULT_STAGING} if --moe-ft-state-dtype names a format, else none. Given, exact state is "
-        "packed too: copied in few large pieces, and checked on its way to the host",
+        "packed too, and copied in few large pieces",
         metavar="SIZE",
     )
 

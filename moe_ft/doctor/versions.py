@@ -7,7 +7,7 @@ from moe_ft.doctor.rows import Row, failed, join_nodes, passed, warned
 
 # Copies of what constraints.txt pins; a unit test compares them with it.
 TESTED = {"torch": "2.13.0", "megatron-core": "0.19.2"}
-TESTED_PYTHON = ("3.12", "3.13")
+TESTED_PYTHON = ("3.12",)
 _CHECK = "versions"
 
 

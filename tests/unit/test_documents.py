@@ -1,0 +1,150 @@
+"""Documents say what is so: commands and flags exist, tables are complete, figures come from their page."""
+
+import argparse
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import PurePosixPath
+
+import pytest
+from megatron.training.arguments import add_megatron_arguments
+from torch.distributed.run import get_args_parser
+
+from benchmarks.output import STAMP
+from moe_ft import cli
+from tests.unit.source import check_rule, product_files, text_files, text_of
+
+DOCUMENTS = [path for path in text_files() if path.endswith(".md")]
+PAGES = [
+    path
+    for path in DOCUMENTS
+    if path.startswith("docs/benchmarks/") and not path.endswith("/README.md")
+]
+CODE = re.compile(r"`([^`\n]+)`|^(    .*)$", re.MULTILINE)
+COMMAND = re.compile(r"(?:^ *|-m |\$ |/)moe_ft ([a-z]+)(?![\w:.])(.*)")
+FLAG = re.compile(r"(?<![\w-])--[a-z](?:[\w-]*\w)?(?![\w*-])")
+NUMBER = r"\d+(?:[.,]\d+)*"
+FIGURE = re.compile(
+    rf"{NUMBER}(?:(?: to |-){NUMBER})* ?(?:s|ms|minutes|%|x|[KMGT]i?B(?:/s)?|bytes)(?![\w/])"
+)
+LINK = re.compile(r"\]\(([\w/.]+\.md)[^)]*\)")
+# Programs of others that documents show.
+_OF_OTHERS = {"--native"}
+
+
+def code_of(path: str) -> Iterator[str]:
+    """Yield what a document shows as code: inline, and lines of blocks, each with those that continue it."""
+    for inline, line in CODE.findall(text_of(path).replace("\\\n", " ")):
+        yield inline or line
+
+
+@cache
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of `python -m moe_ft`, by command."""
+    (found,) = (
+        action.choices
+        for action in cli._parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return dict(found)
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """Return the flags of Megatron and torchrun, and those that code and scripts of the repository name."""
+    megatron = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(megatron)
+    found = {*megatron._option_string_actions, *get_args_parser()._option_string_actions}
+    for parser in commands().values():
+        found.update(parser._option_string_actions)
+    for path in text_files():
+        if not path.endswith(".md"):
+            found.update(FLAG.findall(text_of(path)))
+    return frozenset(found)
+
+
+def wrong_commands(path: str) -> Iterator[str]:
+    for code in code_of(path):
+        for name, rest in COMMAND.findall(code):
+            if name not in commands():
+                yield f"{path}: moe_ft {name}"
+            elif name != "run":  # whose flags are the script's
+                flags = FLAG.findall(re.split(r" -- |#", rest)[0])
+                known = commands()[name]._option_string_actions
+                yield from (f"{path}: moe_ft {name} {flag}" for flag in flags if flag not in known)
+
+
+def test_commands_that_documents_show_exist_with_the_options_shown() -> None:
+    check_rule((each for path in DOCUMENTS for each in wrong_commands(path)), "no such command")
+
+
+def test_flags_that_documents_show_exist() -> None:
+    wrong = (
+        f"{path}: {flag}"
+        for path in DOCUMENTS
+        for code in code_of(path)
+        for flag in FLAG.findall(code)
+        if flag not in known_flags() | _OF_OTHERS
+    )
+    check_rule(wrong, "no program here has these flags")
+
+
+def test_list_of_commands_is_that_of_the_command_line() -> None:
+    (listed,) = re.findall(r"moe_ft \{([a-z,]+)\}", text_of("docs/architecture.md"))
+    assert sorted(listed.split(",")) == sorted(commands())
+
+
+def test_every_product_file_is_in_a_table_of_the_architecture() -> None:
+    text = text_of("docs/architecture.md").partition("\n## Files\n")[2]
+    rows = "\n".join(line.partition(" | ")[0] for line in text.splitlines() if line[:1] == "|")
+    named = {PurePosixPath(name) for name in re.findall(r"`([\w/]+\.py)`", rows)}
+    # `kind.py`, `report.py` and `config.py` of strategies are in a sentence.
+    wrong = (
+        path
+        for path in product_files()
+        if "/" in path and not path.endswith(("/__init__.py", "/__main__.py", "moe_ft/cli.py"))
+        if not re.fullmatch(r"moe_ft/strategies/\w+/(?:kind|report|config)\.py", path)
+        if not any(PurePosixPath(path).parts[-len(name.parts) :] == name.parts for name in named)
+    )
+    check_rule(wrong, "add these to the table of their folder in docs/architecture.md")
+
+
+def figures_without_a_source(path: str, text: str) -> Iterator[str]:
+    """Yield the figures of sentences that link to a page of docs/ where they do not occur."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        for sentence in re.split(r"(?<=[.:])\s+(?=[A-Z*])", " ".join(paragraph.split())):
+            pages = [page for page in LINK.findall(sentence) if page.startswith("docs/")]
+            known = "\n".join(text_of(page) for page in pages)
+            numbers = {
+                number for each in FIGURE.findall(sentence) for number in re.findall(NUMBER, each)
+            }
+            for number in numbers if pages else ():
+                if not re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d]|[.,]\d)", known):
+                    yield f"{path}: {number} is not on {', '.join(pages)}"
+
+
+def test_figures_of_the_readme_are_on_the_page_that_they_link_to() -> None:
+    check_rule(figures_without_a_source("README.md", text_of("README.md")), "figures need a source")
+
+
+@pytest.mark.parametrize(
+    ("sentence", "is_wrong"),
+    [
+        ("It takes 19.3 to 135.7 bytes ([table](docs/checkpoints.md#host-memory)).", False),
+        ("It takes 19.4 to 135.7 bytes ([table](docs/checkpoints.md#host-memory)).", True),
+        ("It takes 19.4 bytes.", False),
+    ],
+)
+def test_figure_that_is_not_on_its_page_is_found(sentence: str, is_wrong: bool) -> None:
+    assert bool(list(figures_without_a_source("README.md", sentence))) == is_wrong
+
+
+def test_every_page_of_benchmarks_says_at_its_head_of_which_commit_its_figures_are() -> None:
+    wrong = (
+        path
+        for path in PAGES
+        if not (found := STAMP.search(text_of(path)))
+        or " with changes" in found[0]
+        or re.search(r"^(?:\||#{2,} )", text_of(path)[: found.start()], re.MULTILINE)
+    )
+    check_rule(wrong, "benchmarks/output.py stamps a page; it goes above the first table")
