@@ -10,22 +10,24 @@ from pathlib import Path
 
 import megatron.training
 from megatron.training import arguments, training
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing import errors
 
 from megatron.fault_tolerance.launch.arguments import parse_args, words_of_moe_ft
 from megatron.fault_tolerance.launch.command import Target
 from megatron.fault_tolerance.launch.environment import prepare_environment
+from megatron.fault_tolerance.launch.error_file import WholeErrorFile
 from megatron.fault_tolerance.launch.pretraining import pretrain
 from megatron.fault_tolerance.launch.refusing import refuse
 from moe_ft.keeper.forked_rank import run_script
 from moe_ft.recovery.site import say
 
 
-@record
+@partial(errors.record, error_handler=WholeErrorFile())
 def run(target: Target) -> None:
     """Run a script, which finds its name, arguments and folder as if Python had started it."""
     prepare_environment()
     wrap_megatron()
+    errors.get_error_handler = WholeErrorFile  # for the script's own `record`
     words = list(sys.argv)  # the script may change them
     try:
         if target.is_module:
