@@ -1,4 +1,7 @@
-"""A forked process that becomes a rank, as if the launcher had started Python with a script."""
+"""A forked process that becomes a rank, as if the launcher had started Python with a script.
+
+Also reasons for which a process must not be forked.
+"""
 
 import ctypes
 import os
@@ -6,7 +9,10 @@ import random
 import runpy
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +22,42 @@ from moe_ft.keeper.target import Target
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_TASKS = "/proc/self/task"
+_ENDING_THREADS_S = 0.2  # from the end of a thread until the kernel has removed it
+
+
+def why_not_to_fork() -> str:
+    """Return what this process has done that breaks one that is forked now; empty if nothing is known."""
+    if (num_threads := _num_threads()) > 1:
+        names = [each.name for each in threading.enumerate()[1:]]
+        if num_native := num_threads - threading.active_count():
+            names.append(f"{num_native} native")
+        return f"has started threads ({', '.join(names)})"
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{name}")
+            if path.startswith("/dev/nvidia"):
+                return f"has used CUDA ({path} is open)"
+    return ""
+
+
+def _num_threads() -> int:
+    """Return how many threads there are when a process is forked.
+
+    OpenBLAS, which numpy brings, ends its own before each fork and starts others when it computes. OpenMP
+    does not: its threads are missing in the forked process, which would wait for them.
+    """
+    if len(os.listdir(_TASKS)) == 1:
+        return 1
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.kill(pid, signal.SIGKILL)  # it may hang
+    os.waitpid(pid, 0)
+    end_s = time.monotonic() + _ENDING_THREADS_S
+    while (num_threads := len(os.listdir(_TASKS))) > 1 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return num_threads
 
 
 def become(request: RankRequest, streams: Sequence[int]) -> None:
@@ -30,7 +72,7 @@ def become(request: RankRequest, streams: Sequence[int]) -> None:
     os.chdir(request.folder)
     os.umask(request.mask)
     os.sched_setaffinity(0, request.cpus)
-    _call_itself(f"rank_{request.environment.get('RANK', '')}")
+    call_itself(f"rank_{request.environment.get('RANK', '')}")
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
@@ -43,7 +85,7 @@ def follow_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _call_itself(name: str) -> None:
+def call_itself(name: str) -> None:
     """Set the name that ps and top show: the command line is that of the process with the imports."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 

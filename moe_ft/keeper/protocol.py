@@ -1,19 +1,25 @@
 """Messages between a worker and the zygote of its node, on a Unix socket that only their user can open.
 
-The worker sends one request, with the descriptors of its standard streams, and then a byte for each signal
-that the rank is to get. The zygote answers with the number of the rank's process, and at its end with its
-status as `wait` gives it. Either may close the connection: it has ended.
+The worker sends one request: a byte, with the descriptors of a file that says what to run and of its standard
+streams. The zygote can read that without waiting, so it waits for nobody. The worker then sends a byte for
+each signal that the rank is to get. The zygote answers with the process of the rank, with that of each
+replacement, and with the status of the last one as `wait` gives it. Either may close the connection: it has
+ended.
 """
 
 import json
 import os
 import socket
+import stat
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 
-NO_RANK = 0  # instead of the number of a process
-_NUMBER = struct.Struct("!q")
+IMPORTING = "moe_ft_imports"  # the name of the zygote's process until it answers
+
+_ANSWER = struct.Struct("!Bq")
+_PEER = struct.Struct("3i")  # Linux's struct ucred
 _MOST_BYTES = 64 << 20
 _NUM_STREAMS = 3
 
@@ -34,49 +40,80 @@ class RankRequest:
     cpus: tuple[int, ...]
 
 
+class Answer(IntEnum):
+    """Answers of the zygote, each with a number."""
+
+    UNUSABLE = 0  # no rank can be forked from it
+    FAILED = 1  # this rank could not be forked; another one might
+    RUNS = 2  # the number is that of the rank's process
+    ENDED = 3  # the number is its status
+
+
 def send_request(connection: socket.socket, request: RankRequest, streams: Sequence[int]) -> None:
     """Send a request with the descriptors of standard input, output and error."""
-    body = json.dumps(asdict(request)).encode()
-    socket.send_fds(connection, [_NUMBER.pack(len(body))], list(streams))
-    connection.sendall(body)
+    with open(os.memfd_create("moe_ft_request"), "wb") as file:
+        file.write(json.dumps(asdict(request)).encode())
+        file.flush()
+        socket.send_fds(connection, [b"\0"], [file.fileno(), *streams])
 
 
 def receive_request(connection: socket.socket) -> tuple[RankRequest, list[int]]:
-    """Return a request and descriptors, which the caller closes.
+    """Return a request that has come, and the descriptors of streams, which the caller closes.
 
     Raises:
         ConnectionError: if the other end closed the connection, or sent something else.
     """
-    head, streams, _, _ = socket.recv_fds(connection, _NUMBER.size, _NUM_STREAMS)
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1 + _NUM_STREAMS)
     try:
-        head += _receive(connection, _NUMBER.size - len(head))
-        (num_bytes,) = _NUMBER.unpack(head)
-        if len(streams) != _NUM_STREAMS or not 0 < num_bytes <= _MOST_BYTES:
+        if len(descriptors) != 1 + _NUM_STREAMS:
             raise ConnectionError("this is no request for a rank")
-        values = json.loads(_receive(connection, num_bytes))
+        values = json.loads(_content_of(descriptors[0]))
         values["words"], values["cpus"] = tuple(values["words"]), tuple(values["cpus"])
-        return RankRequest(**values), streams
+        request = RankRequest(**values)
     except BaseException:
-        for each in streams:
+        for each in descriptors:
             os.close(each)
         raise
+    os.close(descriptors[0])
+    return request, descriptors[1:]
 
 
-def send_number(connection: socket.socket, number: int) -> None:
-    """Send the number of a process, or its status."""
-    connection.sendall(_NUMBER.pack(number))
+def _content_of(descriptor: int) -> bytes:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        raise ConnectionError("the request is not in a file, or too large")
+    return os.pread(descriptor, found.st_size, 0)
 
 
-def receive_number(connection: socket.socket) -> int:
-    """Return a number; raise ConnectionError if the other end has closed the connection."""
-    return int(_NUMBER.unpack(_receive(connection, _NUMBER.size))[0])
+def send_answer(connection: socket.socket, answer: Answer, number: int = 0) -> None:
+    """Answer a worker."""
+    connection.sendall(_ANSWER.pack(answer, number))
 
 
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    found = bytearray()
-    while len(found) < num_bytes:
-        part = connection.recv(num_bytes - len(found))
-        if not part:
-            raise ConnectionError("the other end has closed the connection")
-        found += part
-    return bytes(found)
+def receive_answer(connection: socket.socket) -> tuple[Answer, int]:
+    """Return an answer and its number; raise ConnectionError if the connection was closed."""
+    found = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
+    if len(found) < _ANSWER.size:
+        raise ConnectionError("the other end has closed the connection")
+    answer, number = _ANSWER.unpack(found)
+    return Answer(answer), number
+
+
+def send_signal(connection: socket.socket, number: int) -> None:
+    """Have the rank get a signal."""
+    connection.sendall(bytes([number]))
+
+
+def receive_signal(connection: socket.socket) -> int | None:
+    """Return a signal for the rank; None if its worker has closed the connection."""
+    try:
+        found = connection.recv(1)
+    except OSError:
+        return None
+    return found[0] if found else None
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """Return the process that listened when this connection was made."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return int(_PEER.unpack(found)[0])

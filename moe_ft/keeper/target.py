@@ -1,9 +1,11 @@
 """Scripts and modules that ranks run, with their arguments, as Python's own command line has them."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
@@ -73,7 +75,35 @@ def read_target(words: Sequence[str]) -> Target:
         _refuse(f"{given}. Write {USAGE}")
     if rest[0] != "-m" and not Path(rest[0]).is_file():
         _refuse(f"{rest[0]} is no file. Give the path of the pretraining script: {USAGE}")
-    return Target(words=tuple(rest), preload=(*PRELOADED, *preload))
+    target = Target(words=tuple(rest), preload=(*PRELOADED, *preload))
+    for name in preload:
+        _check_is_there(name, target.first_path_of_imports)
+    return target
+
+
+def _check_is_there(name: str, folder: str) -> None:
+    """Refuse a module that cannot be found; whether it can be imported is seen in the zygote."""
+    sys.path.insert(0, folder)
+    try:
+        is_there = all(map(str.isidentifier, name.split("."))) and _is_found(name)
+    finally:
+        sys.path.remove(folder)
+    if not is_there:
+        _refuse(
+            f"--preload={name} must name a module that Python finds from {folder} or PYTHONPATH. Correct the "
+            "name, or leave the flag out: ranks import what they need themselves"
+        )
+
+
+def _is_found(name: str) -> bool:
+    """Return whether a module is there, without importing its packages."""
+    package, _, rest = name.partition(".")
+    spec = importlib.util.find_spec(package)
+    while spec is not None and rest:
+        part, _, rest = rest.partition(".")
+        package, folders = f"{package}.{part}", spec.submodule_search_locations
+        spec = None if folders is None else PathFinder.find_spec(package, folders)
+    return spec is not None
 
 
 def _refuse(problem: str) -> NoReturn:

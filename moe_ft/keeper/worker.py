@@ -2,29 +2,36 @@
 
 It uses the standard library alone and is there in a moment. It passes signals on, ends as the rank ends, and
 takes the rank with it if it is killed. The first worker of a node starts the zygote (zygote.py), which lives
-as long as the launcher's agent and so serves all restarts.
+as long as the launcher's agent and so serves all restarts. A zygote that should answer and does not, such as
+one that is stopped, is killed with its ranks.
 """
 
+import hashlib
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from moe_ft.engine.memory.private_files import make_private, make_root
 from moe_ft.errors import UnsafePathError
 from moe_ft.keeper.protocol import (
-    NO_RANK,
+    IMPORTING,
+    Answer,
     RankRequest,
-    receive_number,
-    send_number,
+    peer_pid,
+    receive_answer,
     send_request,
+    send_signal,
 )
 from moe_ft.keeper.target import Target, read_target
 
@@ -32,9 +39,16 @@ _FORWARDED = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
-_START_DEADLINE_S = 60.0
+_START_DEADLINE_S = 60.0  # until a zygote listens
 _POLL_S = 0.02
-_BACKLOG = 1024
+_LOOK_S = 1.0
+# Looks at a zygote without an answer. A look counts only if this worker ran, so a node that stood still is
+# not held against the zygote.
+_MOST_LOOKS = 30
+_MOST_LOOKS_AT_IMPORTS = 900
+_LOOKS_PER_LINE = 60
+_KILLED_S = 10.0
+_MOST_ZYGOTES = 2  # that end, or are killed, before they answer
 
 
 def main(words: Sequence[str]) -> NoReturn:
@@ -46,16 +60,27 @@ def main(words: Sequence[str]) -> NoReturn:
     target = read_target(words)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         _run_here(target, "torchrun has not started this process, so nothing would restart it")
-    try:
-        connection = _connect(target, os.getppid())
-    except (OSError, UnsafePathError) as error:
-        _run_here(target, f"there is no process to fork ranks from ({error})")
-    _stand_for_rank(target, connection)
+    request = RankRequest(
+        words=target.words,
+        environment=dict(os.environ),
+        folder=os.getcwd(),
+        mask=_umask(),
+        cpus=tuple(sorted(os.sched_getaffinity(0))),
+    )
+    for _ in range(_MOST_ZYGOTES):
+        try:
+            connection = _connect(target, os.getppid())
+        except (OSError, UnsafePathError) as error:
+            _run_here(target, f"there is no process to fork ranks from ({error})")
+        if (found := _ask(connection, request)) is not None:
+            _stand_for_rank(target, connection, *found)
+        connection.close()
+    os._exit(1)
 
 
 def _run_here(target: Target, reason: str) -> NoReturn:
     """Become the rank, as without `keep`."""
-    print(f"moe_ft: keep: {reason}: this rank starts as usual", file=sys.stderr, flush=True)
+    _say(f"{reason}: this rank starts as usual")
     os.execv(sys.executable, [*interpreter(), *target.words])
 
 
@@ -74,8 +99,20 @@ def socket_path(agent_pid: int) -> Path:
     root = Path(tempfile.gettempdir())
     make_root(root)
     folder = root / f"moe_ft_keep_{os.getuid()}"
-    make_private(folder)
+    try:
+        make_private(folder)
+    except (OSError, UnsafePathError):  # another user may have taken the name
+        if not (secret := _secret()):
+            raise
+        folder = root / f"{folder.name}_{secret}"
+        make_private(folder)
     return folder / f"{agent_pid}_{_start_time(agent_pid)}.socket"
+
+
+def _secret() -> str:
+    """Return what an agent's workers know and no other user: the random name of torchrun's log folder."""
+    folder, is_known, _ = os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")
+    return hashlib.sha256(os.fsencode(folder)).hexdigest()[:16] if is_known else ""
 
 
 def _start_time(pid: int) -> str:
@@ -85,32 +122,37 @@ def _start_time(pid: int) -> str:
 
 def _connect(target: Target, agent_pid: int) -> socket.socket:
     """Return a connection to the zygote of an agent; start it if this worker is the node's first."""
-    path = socket_path(agent_pid)
+    path, zygote = socket_path(agent_pid), None
     deadline = time.monotonic() + _START_DEADLINE_S
     while True:
         connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(_START_DEADLINE_S)
         try:
             connection.connect(str(path))
+            connection.settimeout(None)
             return connection
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
-            if time.monotonic() > deadline:
+            has_ended = zygote is not None and zygote.poll() is not None
+            if has_ended or time.monotonic() > deadline:
                 raise
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            _start_zygote(target, agent_pid, path)
-        else:
-            time.sleep(_POLL_S)
+        if zygote is None and _is_first():
+            zygote = _start_zygote(target, agent_pid, path)
+        time.sleep(_POLL_S)
 
 
-def _start_zygote(target: Target, agent_pid: int, path: Path) -> None:
-    """Start a zygote; requests wait in its socket while it imports."""
+def _is_first() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _start_zygote(target: Target, agent_pid: int, path: Path) -> "subprocess.Popen[bytes]":
+    """Start a zygote, which soon listens; requests wait in its socket while it imports."""
     path.unlink(missing_ok=True)  # of one that was killed
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
-        listener.listen(_BACKLOG)
         command = [*interpreter(), "-m", "moe_ft.keeper.zygote", str(listener.fileno())]
         command += [str(agent_pid), str(path), *(f"--preload={each}" for each in target.preload)]
-        subprocess.Popen(
+        return subprocess.Popen(
             [*command, "--", *target.words],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
@@ -121,26 +163,88 @@ def _start_zygote(target: Target, agent_pid: int, path: Path) -> None:
         )
 
 
-def _stand_for_rank(target: Target, connection: socket.socket) -> NoReturn:
-    """Have the zygote fork the rank, pass signals on, and end as the rank has ended."""
-    request = RankRequest(
-        words=target.words,
-        environment=dict(os.environ),
-        folder=os.getcwd(),
-        mask=_umask(),
-        cpus=tuple(sorted(os.sched_getaffinity(0))),
-    )
+def _ask(connection: socket.socket, request: RankRequest) -> tuple[Answer, int] | None:
+    """Return what the zygote answers to a request; None if it is no more."""
     try:
         send_request(connection, request, (0, 1, 2))
-        if receive_number(connection) == NO_RANK:
-            _run_here(target, "the process with the imports cannot be forked")
-        for number in _FORWARDED:
-            signal.signal(number, lambda number, _: send_number(connection, number))
-        status = receive_number(connection)
+        return receive_answer(connection) if _wait_for_answer(connection) else None
     except ConnectionError as error:
-        print(f"moe_ft: keep: the process that forks ranks has ended: {error}", file=sys.stderr)
+        _say(f"the process that forks ranks has ended: {error}")
+        return None
+
+
+def _stand_for_rank(
+    target: Target, connection: socket.socket, answer: Answer, number: int
+) -> NoReturn:
+    """Pass signals on to the rank that runs, and end as it ends."""
+    if answer is Answer.UNUSABLE:
+        _run_here(target, "the process with the imports cannot be forked")
+    if answer is Answer.FAILED:
+        _say("this rank could not be forked, and fails")
         os._exit(1)
-    _end_as(status)
+    for each in _FORWARDED:
+        signal.signal(each, lambda number, _: send_signal(connection, number))
+    try:
+        while answer is not Answer.ENDED:
+            _wait_for_end(connection, number)
+            if not _wait_for_answer(connection):
+                os._exit(1)
+            answer, number = receive_answer(connection)
+    except ConnectionError as error:
+        _say(f"the process that forks ranks has ended: {error}")
+        os._exit(1)
+    _end_as(number)
+
+
+def _wait_for_end(connection: socket.socket, pid: int) -> None:
+    """Wait until a process has ended, or there is an answer."""
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        select.select([connection.fileno(), process], [], [])
+        os.close(process)
+
+
+def _wait_for_answer(connection: socket.socket) -> bool:
+    """Wait for an answer that is due; kill the zygote and return False if there is none."""
+    zygote, looks = peer_pid(connection), Counter[bool]()
+    while not _can_read(connection, _LOOK_S):
+        is_importing = _name_of(zygote) == IMPORTING
+        looks[is_importing] += 1
+        if is_importing and looks[True] % _LOOKS_PER_LINE == 0 and _is_first():
+            _say(f"process {zygote} has been importing for {looks[True] * _LOOK_S:.0f} s")
+        if looks[False] > _MOST_LOOKS or looks[True] > _MOST_LOOKS_AT_IMPORTS:
+            _say(
+                f"process {zygote}, which forks ranks, has not answered for {looks.total() * _LOOK_S:.0f} s: "
+                "it is killed, and its ranks with it"
+            )
+            _kill(zygote, connection)
+            return False
+    return True
+
+
+def _can_read(connection: socket.socket, timeout_s: float) -> bool:
+    """Return whether there is an answer, or the other end has closed the connection."""
+    return bool(select.select([connection], [], [], timeout_s)[0])
+
+
+def _name_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def _kill(zygote: int, connection: socket.socket) -> None:
+    """Kill the zygote at the other end of a connection."""
+    with suppress(OSError):  # it has ended
+        process = os.pidfd_open(zygote)
+        if not _can_read(connection, 0):  # or its number may be that of another process now
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            select.select([process], [], [], _KILLED_S)
+        os.close(process)
+
+
+def _say(line: str) -> None:
+    print(f"moe_ft: keep: {line}", file=sys.stderr, flush=True)
 
 
 def _umask() -> int:

@@ -1,7 +1,8 @@
 """The zygote of a node: it has imported torch, Megatron and moe_ft, and forks ranks for workers.
 
-It never uses CUDA and starts no threads, both of which a forked process would miss. It ends with the
-launcher's agent, once no rank of it runs any more; ranks end with it.
+It never uses CUDA and starts no threads, both of which a forked process would miss. It waits for nobody, so
+it always answers soon, and workers kill it if it does not. It ends with the launcher's agent, once no rank of
+it runs any more; ranks end with it.
 
 With repairs in place (link.py says when), it forks a replacement for a rank that dies, and the worker does
 not learn of it. It kills ranks that hang (heartbeat.py). The node of rank 0 then also has a process that
@@ -16,20 +17,34 @@ import selectors
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_ft.keeper.forked_rank import become, follow_parent, run
+from moe_ft.keeper.forked_rank import (
+    become,
+    call_itself,
+    follow_parent,
+    run,
+    why_not_to_fork,
+)
 from moe_ft.keeper.heartbeat import Pulse, period_s
 from moe_ft.keeper.link import Link, set_own_link, wants_repair
-from moe_ft.keeper.protocol import NO_RANK, RankRequest, receive_request, send_number
+from moe_ft.keeper.protocol import (
+    IMPORTING,
+    Answer,
+    RankRequest,
+    receive_request,
+    receive_signal,
+    send_answer,
+)
 from moe_ft.keeper.target import Target
 
-_REQUEST_DEADLINE_S = 30.0
+_REQUEST_DEADLINE_S = 30.0  # from a connection to its request
+_LOOK_S = 1.0  # between two looks at connections without a request
+_BACKLOG = 1024
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 
 
@@ -37,19 +52,23 @@ def main(words: list[str]) -> None:
     """Serve workers until their agent has ended; in a rank, run it.
 
     Args:
-        words: descriptor of a socket that listens, the agent's process, path of the socket, modules to
+        words: descriptor of a socket that is bound, the agent's process, path of the socket, modules to
             import, and the command line of ranks after "--".
     """
     own, of_ranks = words[: words.index("--")], words[words.index("--") + 1 :]
+    call_itself(IMPORTING)
     listener = socket.socket(fileno=int(own[0]))
+    listener.set_inheritable(False)
+    listener.listen(_BACKLOG)  # not its worker: who listens is whom the others can kill
     preload = tuple(each.removeprefix("--preload=") for each in own[3:])
     target = Target(words=tuple(of_ranks), preload=preload)
     begin = time.monotonic()
-    import_modules(target)
+    blamed = import_modules(target)
+    call_itself("moe_ft_zygote")
     _say(
         f"ranks are forked from process {os.getpid()}, which took {time.monotonic() - begin:.1f} s to import"
     )
-    zygote = Zygote(listener, int(own[1]))
+    zygote = Zygote(listener, int(own[1]), blamed)
     try:
         role = zygote.serve()
     except BaseException:
@@ -61,9 +80,13 @@ def main(words: list[str]) -> None:
         Path(own[2]).unlink(missing_ok=True)
 
 
-def import_modules(target: Target) -> None:
-    """Import what ranks will need; what cannot be imported is theirs to complain about."""
-    path = list(sys.path)
+def import_modules(target: Target) -> str:
+    """Import what ranks will need; what cannot be imported is theirs to complain about.
+
+    Returns:
+        The module that has made it impossible to fork ranks; empty if none has.
+    """
+    path, blamed = list(sys.path), ""
     sys.path.insert(0, target.first_path_of_imports)
     for name in target.preload:
         top = name.partition(".")[0]
@@ -71,11 +94,14 @@ def import_modules(target: Target) -> None:
             continue
         try:
             importlib.import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _say(f"{name} is not imported beforehand: {type(error).__name__}: {error}")
+        if not blamed and why_not_to_fork():
+            blamed = name
     sys.path[:] = path
     gc.collect()
     gc.freeze()  # collections of ranks leave alone what they share, or its pages are copied
+    return blamed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,10 +123,19 @@ Role = Callable[[], None]
 class Zygote:
     """Forks ranks and watches them. Single-threaded."""
 
-    def __init__(self, listener: socket.socket, agent_pid: int) -> None:
-        self._listener = listener
+    def __init__(self, listener: socket.socket, agent_pid: int, blamed: str = "") -> None:
+        """Prepare.
+
+        Args:
+            listener: is closed when the agent has ended.
+            agent_pid: process of the launcher's agent.
+            blamed: the imported module that has made it impossible to fork.
+        """
+        self._listener, self._blamed = listener, blamed or "an imported module"
         self._selector = selectors.DefaultSelector()
         self._ranks: set[_Rank] = set()
+        self._callers: dict[socket.socket, float] = {}  # with the end of the time for their request
+        self._spare = os.open(os.devnull, os.O_RDONLY)
         self._agent: int | None = None
         with suppress(ProcessLookupError):
             self._agent = os.pidfd_open(agent_pid)
@@ -118,13 +153,14 @@ class Zygote:
                 if self._role is not None:
                     return self._role
             self._end_silent()
+            self._hang_up()
         self._end_store()
         return None
 
     def _look_period_s(self) -> float | None:
-        """Return how often to look at the beats of ranks; None if no rank has any."""
-        links = [rank.link for rank in self._ranks if rank.link is not None]
-        return min((period_s(link.limit_s) for link in links), default=None)
+        """Return how often to look at beats of ranks and at silent callers; None if there are none."""
+        periods = [period_s(rank.link.limit_s) for rank in self._ranks if rank.link is not None]
+        return min(periods + [_LOOK_S] * bool(self._callers), default=None)
 
     def _end_silent(self) -> None:
         """Kill ranks without a beat for too long. Their death is repaired like any other, or not."""
@@ -152,27 +188,66 @@ class Zygote:
                 rank.link.retire()
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(_REQUEST_DEADLINE_S)
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            _say(f"a request for a rank is turned away: {error}")
+            os.close(self._spare)
+            self._listener.accept()[0].close()
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+            return
+        connection.setblocking(False)
+        self._callers[connection] = time.monotonic() + _REQUEST_DEADLINE_S
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._serve(connection))
+
+    def _hang_up(self) -> None:
+        """Close connections over which no request has come in time."""
+        now_s = time.monotonic()
+        for connection in [each for each, end_s in self._callers.items() if end_s < now_s]:
+            self._leave(connection)
+            connection.close()
+
+    def _leave(self, connection: socket.socket) -> None:
+        """Wait for a caller's request no longer."""
+        del self._callers[connection]
+        self._selector.unregister(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Fork the rank that a worker asks for, or tell it why there is none."""
+        self._leave(connection)
         try:
             request, streams = receive_request(connection)
         except (OSError, ValueError, TypeError, KeyError) as error:
             _say(f"a request for a rank was not understood: {error}")
             connection.close()
             return
-        connection.settimeout(None)
-        if problem := why_not_to_fork():
-            _say(f"no rank is forked: {problem}")
-            for each in streams:
-                os.close(each)
-            with suppress(OSError), connection:
-                send_number(connection, NO_RANK)
-            return
+        connection.setblocking(True)
+        answer = Answer.FAILED
+        try:
+            if not (problem := why_not_to_fork()):
+                self._fork_first(request, tuple(streams), connection)
+                return
+            answer = Answer.UNUSABLE
+            _say(
+                f"no rank is forked: {self._blamed} {problem}, which a fork would not have. Leave such a "
+                "module out of --preload, or have it do so when a rank first uses it"
+            )
+        except OSError as error:
+            _say(f"rank {request.environment.get('RANK')} cannot be forked: {error}")
+        for each in streams:
+            os.close(each)
+        with suppress(OSError), connection:
+            send_answer(connection, answer)
+
+    def _fork_first(
+        self, request: RankRequest, streams: tuple[int, ...], connection: socket.socket
+    ) -> None:
+        """Fork the first process of a rank."""
         link = Link() if wants_repair(request.words) else None
         if link is not None and request.environment.get("RANK") == "0":
             self._start_store(request)
         if self._role is None:
-            self._fork(request, tuple(streams), connection, link)
+            self._fork(request, streams, connection, link)
 
     def _fork(
         self,
@@ -181,25 +256,33 @@ class Zygote:
         connection: socket.socket,
         link: Link | None,
     ) -> None:
-        """Fork a rank, and tell its worker if it is the first one."""
+        """Fork a rank, and tell its worker.
+
+        Raises:
+            OSError: if it cannot be forked, now.
+        """
         pid = os.fork()
         if pid == 0:
             self._forget(connection)
-            become(request, streams)
-            self._role = lambda: _run_rank(request, link)
+            self._role = lambda: _become_rank(request, streams, link)
             return
+        try:
+            end = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         if link is None:
             for each in streams:
                 os.close(each)
             streams = ()
         pulse = None if link is None else Pulse(link)
-        rank = _Rank(pid, os.pidfd_open(pid), connection, request, streams, link, pulse)
+        rank = _Rank(pid, end, connection, request, streams, link, pulse)
         self._ranks.add(rank)
         self._selector.register(rank.end, selectors.EVENT_READ, lambda: self._reap(rank))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
-        if link is None or not link.is_replacement:
-            with suppress(OSError):  # its worker is gone: `_hear` notices
-                send_number(connection, pid)
+        with suppress(OSError):  # its worker is gone: `_hear` notices
+            send_answer(connection, Answer.RUNS, pid)
 
     def _start_store(self, request: RankRequest) -> None:
         """Fork the process that keeps the store of a start, unless the launcher does."""
@@ -237,25 +320,24 @@ class Zygote:
             else:
                 key.fileobj.close()  # type: ignore[attr-defined]
         self._selector.close()
+        os.close(self._spare)
         if connection is not None:
             connection.close()
 
     def _hear(self, rank: _Rank) -> None:
         """Pass a signal on; kill a rank whose worker is gone."""
-        try:
-            message = rank.connection.recv(8)
-        except OSError:
-            message = b""
-        number = signal.SIGKILL if not message else signal.Signals(message[-1])
+        heard = receive_signal(rank.connection)
+        number = signal.SIGKILL if heard is None else heard
         if rank.link is not None and number in _ENDING:
             rank.link.retire()
-        if not message:
+        if heard is None:
             self._selector.unregister(rank.connection)
             name = rank.request.environment.get("RANK")
             _say(
                 f"the small process of rank {name}, which torchrun started, has ended: the rank is killed"
             )
-        _send(rank, number)
+        if number in signal.valid_signals():
+            _send(rank, number)
 
     def _reap(self, rank: _Rank) -> None:
         """Replace a rank that has died, or tell the worker how it has ended."""
@@ -270,15 +352,20 @@ class Zygote:
         os.close(rank.end)
         if rank.connection in self._selector.get_map():
             self._selector.unregister(rank.connection)
-        if rank.link is not None and can_replace and status and not why_not_to_fork():
+        if rank.link is not None and can_replace and status:
             name = rank.request.environment.get("RANK")
-            _say(f"rank {name} has died ({_end_of(status)}), and is replaced")
-            self._fork(rank.request, rank.streams, rank.connection, Link(died_s, rank.link.hung_s))
-            return
+            try:
+                if not why_not_to_fork():
+                    _say(f"rank {name} has died ({_end_of(status)}), and is replaced")
+                    link = Link(died_s, rank.link.hung_s)
+                    self._fork(rank.request, rank.streams, rank.connection, link)
+                    return
+            except OSError as error:
+                _say(f"rank {name} cannot be replaced: {error}")
         for each in rank.streams:
             os.close(each)
         with suppress(OSError):
-            send_number(rank.connection, status)
+            send_answer(rank.connection, Answer.ENDED, status)
         rank.connection.close()
 
 
@@ -297,6 +384,11 @@ def _send(rank: _Rank, number: int) -> None:
             os.kill(rank.pid, number)
 
 
+def _become_rank(request: RankRequest, streams: tuple[int, ...], link: Link | None) -> None:
+    become(request, streams)
+    _run_rank(request, link)
+
+
 def _run_rank(request: RankRequest, link: Link | None) -> None:
     """Run a rank. A replacement first says that its predecessor has died: the others wait for it."""
     set_own_link(link)
@@ -308,19 +400,6 @@ def _run_rank(request: RankRequest, link: Link | None) -> None:
         store = job_store.connect(environment)
         link.round = rounds.declare(store, rank, world_size, link.died_s, link.predecessor_hung_s)
     run(Target(words=request.words, preload=()))
-
-
-def why_not_to_fork() -> str:
-    """Return what would be broken in a process that is forked now; empty if nothing is known."""
-    if threading.active_count() > 1:
-        names = ", ".join(each.name for each in threading.enumerate()[1:])
-        return f"an imported module has started threads ({names})"
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            path = os.readlink(f"/proc/self/fd/{name}")
-            if path.startswith("/dev/nvidia"):
-                return f"an imported module has used CUDA ({path} is open)"
-    return ""
 
 
 def _say(line: str) -> None:

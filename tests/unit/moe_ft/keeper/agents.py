@@ -15,8 +15,10 @@ from tests.unit.source import ROOT
 from tests.waiting import wait_for
 
 _WORKER = (
-    "import sys; import moe_ft.keeper.target as target; from moe_ft.keeper.worker import main; "
-    "target.PRELOADED = ('{preload}',); main(sys.argv[1:])"
+    "import sys; import moe_ft.keeper.target as target; import moe_ft.keeper.worker as worker; "
+    "target.PRELOADED = ('{preload}',); worker._MOST_LOOKS = {looks}; worker._LOOKS_PER_LINE = 1; "
+    "worker._LOOK_S = 0.1; "
+    "worker._MOST_LOOKS_AT_IMPORTS = {looks_at_imports}; worker.main(sys.argv[1:])"
 )
 # Starts a worker for each line: rank, then words. Prints the worker's process, and its exit code at its end.
 _AGENT = """
@@ -39,11 +41,22 @@ for line in sys.stdin:
 
 
 class Agent:
-    """The agent; its ranks run a script that writes JSON lines to a file of theirs."""
+    """The agent; its ranks run a script that writes JSON lines to a file of theirs.
 
-    def __init__(self, folder: Path, preload: str = "colorsys") -> None:
+    It has its workers look at a zygote that does not answer `looks` or `looks_at_imports` times.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        preload: str = "colorsys",
+        *,
+        looks: int = 600,
+        looks_at_imports: int = 600,
+    ) -> None:
         self.folder = folder
-        worker = [sys.executable, "-c", _WORKER.format(preload=preload)]
+        code = _WORKER.format(preload=preload, looks=looks, looks_at_imports=looks_at_imports)
+        worker = [sys.executable, "-c", code]
         self.log = folder / "stderr"
         with self.log.open("w") as errors:
             self.process = subprocess.Popen(

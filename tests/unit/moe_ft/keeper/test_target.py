@@ -1,6 +1,7 @@
 """The command line after `keep`."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,12 @@ def test_script_and_its_arguments_are_as_for_python(script: str) -> None:
 
 
 def test_module_is_found_from_the_current_folder() -> None:
-    target = read_target(["--preload", "more", "--preload", "mine", "-m", "package.train", "x"])
+    target = read_target(
+        ["--preload", "wave", "--preload", "tests.unit", "-m", "package.train", "x"]
+    )
     assert (target.name, target.arguments, target.is_module) == ("package.train", ("x",), True)
     assert target.first_path == target.first_path_of_imports == os.getcwd()
-    assert target.preload == (*PRELOADED, "more", "mine")
+    assert target.preload == (*PRELOADED, "wave", "tests.unit")
 
 
 def test_megatron_next_to_the_script_of_run_comes_first(script: str) -> None:
@@ -36,6 +39,29 @@ def test_megatron_next_to_the_script_of_run_comes_first(script: str) -> None:
     assert target.first_path == os.getcwd()
     assert target.first_path_of_imports == os.path.dirname(script)
     assert read_target(["-m", "moe_ft", "run", "-m", "mine"]).first_path_of_imports == os.getcwd()
+
+
+def test_module_to_preload_may_lie_next_to_the_script(script: str) -> None:
+    package = Path(script).parent / "next_to_it"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('it is not imported here')")
+    (package / "part.py").touch()
+    assert read_target(["--preload", "next_to_it.part", script]).preload[-1] == "next_to_it.part"
+
+
+@pytest.mark.parametrize(
+    "name", ["no_such", "no_such.part", "wave.part", "json.part", "", ".wave", "some-thing", "--"]
+)
+def test_module_to_preload_that_is_not_there_is_refused(
+    name: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = list(sys.path)
+    with pytest.raises(SystemExit) as end:
+        read_target(["--preload", name, "--", script])
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    assert f"--preload={name} must name a module" in line and "Correct the name" in line
+    assert sys.path == path
 
 
 @pytest.mark.parametrize(

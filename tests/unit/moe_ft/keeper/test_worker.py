@@ -1,14 +1,19 @@
 """Workers stand for ranks that a zygote forks: surroundings, signals, ends, and what outlives what."""
 
+import itertools
 import os
+import resource
 import signal
+import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_ft.errors import UnsafePathError
 from moe_ft.keeper import worker
 from tests.processes import is_running
 from tests.unit.moe_ft.keeper.agents import Agent, kill
@@ -148,6 +153,130 @@ def test_ranks_and_workers_end_with_the_zygote_and_a_new_one_is_started(agent: A
     assert agent.read("second")["zygote"] != ranks[0]["zygote"]
 
 
+def test_zygote_that_is_stopped_is_killed_with_its_ranks_and_replaced(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, looks=15)
+    agent.script(SLEEP)
+    worker_pid = agent.start(0, "first")
+    first = agent.read("first")
+    kill([first["zygote"]], signal.SIGSTOP)
+    kill([worker_pid])
+    assert agent.exit_code(0) == -signal.SIGKILL
+    agent.start(0, "second")
+    assert agent.read("second")["zygote"] != first["zygote"]
+    assert not is_running(first["zygote"])
+    wait_for(lambda: not is_running(first["pid"]), "its end")
+    line = f"process {first['zygote']}, which forks ranks, has not answered for"
+    assert line in agent.log.read_text()
+    agent.close()
+
+
+def test_rank_that_ends_while_the_zygote_is_stopped_ends_its_worker(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, looks=15)
+    agent.script(SLEEP)
+    agent.start(0, "first")
+    first = agent.read("first")
+    kill([first["zygote"]], signal.SIGSTOP)
+    kill([first["pid"]])
+    assert agent.exit_code(0) == 1
+    assert not is_running(first["zygote"])
+    agent.close()
+
+
+def test_zygote_may_import_for_longer_than_it_may_take_to_answer(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, "tests.unit.moe_ft.keeper.imports_slowly", looks=10)
+    agent.script(SLEEP)
+    (tmp_path / "slow").touch()
+    agent.start(0, "first")
+    wait_for(lambda: "has been importing for 2 s" in agent.log.read_text(), "the line about it")
+    (tmp_path / "slow").unlink()
+    agent.read("first")
+    assert "has not answered" not in agent.log.read_text()
+    agent.close()
+
+
+def test_zygote_that_never_ends_its_imports_is_replaced(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, "tests.unit.moe_ft.keeper.imports_slowly", looks_at_imports=10)
+    agent.script(SLEEP)
+    (tmp_path / "slow").touch()
+    agent.start(0, "first")
+    wait_for((tmp_path / "importing").exists, "the first zygote")
+    wait_for(lambda: "it is killed" in agent.log.read_text(), "the line about it")
+    (tmp_path / "slow").unlink()
+    agent.read("first")
+    agent.close()
+
+
+def test_zygote_serves_others_while_a_caller_says_nothing(agent: Agent) -> None:
+    agent.script(SLEEP)
+    worker_pid = agent.start(0, "first")
+    first = agent.read("first")
+    (path,) = agent.folder.glob("moe_ft_keep_*/*.socket")
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as wrong:
+        for each in (silent, wrong):
+            each.connect(str(path))
+        wrong.sendall(b"\0")  # the beginning of something
+        agent.start(1, "second")
+        assert agent.read("second")["zygote"] == first["zygote"]
+        kill([worker_pid])
+        assert agent.exit_code(0) == -signal.SIGKILL
+        wait_for(lambda: not is_running(first["pid"]), "the end of the rank")
+        assert wrong.recv(1) == b""
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):  # it has its time
+            silent.recv(1)
+
+
+def test_fork_that_fails_costs_one_rank_and_not_the_zygote(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, "tests.unit.moe_ft.keeper.cannot_fork")
+    agent.script(SLEEP)
+    agent.start(0, "first")
+    first = agent.read("first")
+    (tmp_path / "full").touch()
+    agent.start(1, "second")
+    assert agent.exit_code(1) == 1
+    text = agent.log.read_text()
+    assert "rank 1 cannot be forked: [Errno 11] Resource temporarily unavailable" in text
+    (tmp_path / "full").unlink()
+    agent.start(1, "second")
+    assert agent.read("second")["zygote"] == first["zygote"]
+    assert is_running(first["pid"])
+    agent.close()
+
+
+def test_replacement_that_cannot_be_forked_costs_one_rank_and_not_the_zygote(
+    tmp_path: Path,
+) -> None:
+    agent = Agent(tmp_path, "tests.unit.moe_ft.keeper.cannot_fork")
+    agent.script(
+        "from moe_ft.keeper.link import own_link; link = own_link(); link and link.arm()\n" + SLEEP
+    )
+    agent.start(0, "unrepaired")
+    agent.start(1, "first", "--moe-ft-repair=auto")
+    first, other = agent.read("first"), agent.read("unrepaired")
+    (tmp_path / "full").touch()
+    kill([first["pid"]])
+    assert agent.exit_code(1) == -signal.SIGKILL
+    assert "rank 1 cannot be replaced: [Errno 11]" in agent.log.read_text()
+    assert is_running(other["pid"]) and is_running(other["zygote"])
+    agent.close()
+
+
+def test_zygote_without_descriptors_turns_ranks_away_and_serves_on(agent: Agent) -> None:
+    agent.script(SLEEP)
+    agent.start(0, "first")
+    first = agent.read("first")
+    limits = resource.prlimit(first["zygote"], resource.RLIMIT_NOFILE)
+    used = {int(each) for each in os.listdir(f"/proc/{first['zygote']}/fd")}
+    first_free = next(number for number in itertools.count() if number not in used)
+    resource.prlimit(first["zygote"], resource.RLIMIT_NOFILE, (first_free, limits[1]))
+    agent.start(1, "second")
+    assert agent.exit_code(1) == 1
+    assert "a request for a rank is turned away: [Errno 24]" in agent.log.read_text()
+    resource.prlimit(first["zygote"], resource.RLIMIT_NOFILE, limits)
+    agent.start(1, "second")
+    assert agent.read("second")["zygote"] == first["zygote"]
+
+
 def test_zygote_outlives_the_agent_only_as_long_as_ranks_run(agent: Agent) -> None:
     agent.script(SLEEP)
     agent.start(0, "facts")
@@ -176,7 +305,11 @@ def test_without_torchrun_the_rank_starts_as_usual(tmp_path: Path, capfd: Any) -
 @pytest.mark.parametrize(
     ("preload", "reason"),
     [
-        ("tests.unit.moe_ft.keeper.starts_thread", "has started threads (left)"),
+        ("tests.unit.moe_ft.keeper.starts_thread", "starts_thread has started threads (left)"),
+        (
+            "tests.unit.moe_ft.keeper.starts_native_thread",
+            "starts_native_thread has started threads (1 native)",
+        ),
         ("tests.unit.moe_ft.keeper.is_not_there", "is not imported beforehand: ModuleNotFound"),
     ],
 )
@@ -202,6 +335,28 @@ def test_directory_that_others_could_replace_is_not_used(tmp_path: Path) -> None
     assert "can be written by other users" in " ".join(agent.log.read_text().split())
     assert agent.read("facts")["zygote"] != os.getpid()
     agent.close()
+
+
+def test_workers_of_an_agent_meet_elsewhere_if_the_directory_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    taken = tmp_path / f"moe_ft_keep_{os.getuid()}"
+    taken.mkdir()
+    taken.chmod(0o777)
+
+    def path_with(error_file: str) -> Path:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
+        return worker.socket_path(os.getpid())
+
+    path = path_with("/tmp/x/none_abc/attempt_0/0/error.json")
+    assert path.parent.name.startswith(f"{taken.name}_")
+    assert path == path_with("/tmp/x/none_abc/attempt_3/1/error.json"), "other ranks and restarts"
+    assert path != path_with("/tmp/x/none_xyz/attempt_0/0/error.json")
+    with pytest.raises(UnsafePathError):
+        path_with("/somewhere/error.json")
+    taken.rmdir()
+    assert path_with("/tmp/x/none_abc/attempt_0/0/error.json").parent == taken
 
 
 def test_interpreter_keeps_its_flags() -> None:

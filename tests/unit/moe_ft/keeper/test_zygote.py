@@ -3,16 +3,22 @@
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from moe_ft.keeper import forked_rank
+from moe_ft.keeper import zygote as zygotes
+from moe_ft.keeper.forked_rank import why_not_to_fork
 from moe_ft.keeper.target import Target
-from moe_ft.keeper.zygote import import_modules, why_not_to_fork
+from moe_ft.keeper.zygote import Zygote, import_modules
 from tests.kept_job import run_kept
 from tests.processes import is_running
+from tests.unit.source import ROOT
 from tests.waiting import wait_for
 
 
@@ -21,14 +27,16 @@ def test_modules_come_from_the_folder_of_the_script(
 ) -> None:
     (tmp_path / "own_module.py").write_text("NAME = __file__")
     (tmp_path / "broken_module.py").write_text("1 / 0")
+    (tmp_path / "ending_module.py").write_text("import sys; sys.exit(3)")
     (tmp_path / "script.py").touch()
-    preload = ("broken_module", "no_such_module.part", "own_module")
+    preload = ("broken_module", "ending_module", "no_such_module.part", "own_module")
     path = list(sys.path)
     import_modules(Target(words=(str(tmp_path / "script.py"),), preload=preload))
     assert str(tmp_path / "own_module.py") == sys.modules.pop("own_module").NAME
     assert sys.path == path
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "broken_module is not imported beforehand: ZeroDivisionError" in line
+    broken, ending = capsys.readouterr().err.splitlines()
+    assert "broken_module is not imported beforehand: ZeroDivisionError" in broken
+    assert "ending_module is not imported beforehand: SystemExit: 3" in ending
 
 
 def test_threads_forbid_a_fork() -> None:
@@ -42,8 +50,44 @@ def test_threads_forbid_a_fork() -> None:
         thread.join()
 
 
+def reason_after(code: str, **variables: str) -> str:
+    """Return what forbids a fork in a process that has run some code."""
+    code += "; from moe_ft.keeper.forked_rank import why_not_to_fork; print(why_not_to_fork())"
+    command, environment = [sys.executable, "-c", code], {**os.environ, **variables}
+    return subprocess.run(
+        command, env=environment, check=True, cwd=ROOT, text=True, stdout=subprocess.PIPE
+    ).stdout.strip()
+
+
+def test_native_threads_forbid_a_fork() -> None:
+    reason = reason_after("import tests.unit.moe_ft.keeper.starts_native_thread")
+    assert reason == "has started threads (1 native)"
+
+
+def test_threads_that_end_before_a_fork_do_not_forbid_it() -> None:
+    """OpenBLAS starts one for each core, and joins them before each fork."""
+    code = "import os, numpy; assert len(os.listdir('/proc/self/task')) > 1"
+    assert reason_after(code, OPENBLAS_NUM_THREADS="2") == ""
+
+
+def test_connection_without_a_request_is_closed_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zygotes, "_REQUEST_DEADLINE_S", 0.0)
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        zygote = Zygote(listener, os.getpid())
+        caller.connect(str(tmp_path / "socket"))
+        zygote._accept()
+        assert zygote._look_period_s() is not None, "it looks without an event"
+        zygote._hang_up()
+        assert caller.recv(1) == b""
+        assert zygote._look_period_s() is None
+
+
 def test_open_device_forbids_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(forked_rank, "_num_threads", lambda: 1)
     assert why_not_to_fork() == ""
     monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia0")
     assert "has used CUDA (/dev/nvidia0 is open)" in why_not_to_fork()
