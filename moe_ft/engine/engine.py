@@ -33,6 +33,7 @@ from moe_ft.engine.snapshots.profile import FixedInterval, SnapshotProfile
 from moe_ft.engine.snapshots.stall import Stall
 from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.engine.snapshots.writer import SnapshotWriter
+from moe_ft.engine.waits import waiting
 from moe_ft.planning.experts import Counts
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy
@@ -161,8 +162,9 @@ class CheckpointEngine:
         job = self._windows.last_job
         if job is None or job.copied.is_set() or job.abandoned.is_set():
             return
-        if not self._clock.wait(job.copied, FENCE_DEADLINE_S):
-            job.abandoned.set()
+        with waiting(FENCE_DEADLINE_S):
+            if not self._clock.wait(job.copied, FENCE_DEADLINE_S):
+                job.abandoned.set()
 
     def _votes(self, turn: Turn = Turn.TRY) -> Votes:
         window = self._windows.open

@@ -10,6 +10,7 @@ from moe_ft.engine.memory.private_files import open_private, read_private
 from moe_ft.engine.memory.regions import MappedFile
 from moe_ft.engine.persist.soundness import read_index
 from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.waits import note_progress
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.contents import check_header
 from moe_ft.format.encoding import checksum, decode
@@ -63,6 +64,7 @@ def read_unit(
         raise CorruptStateError(f"unit {name} is cut short")
     if checksum(content) != unit.checksum:
         raise CorruptStateError(f"unit {name} does not match its checksum")
+    note_progress()
     return unit, content
 
 

@@ -3,9 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import get_args, training
 
+from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.engine.waits import waiting
+
+_READ_S = 120.0  # a batch that takes longer hangs
 
 
 class Batches:
@@ -54,6 +59,17 @@ def validation_batches() -> Batches:
     """Return the data of evaluations during training, likewise."""
     # Megatron's are a list, of which --full-validation alone has more than one.
     return Batches(lambda loaders: next(iter(loaders[1] or ()), None), "consumed_valid_samples")
+
+
+def install_reading(patches: Patches) -> None:
+    """Have a read of a batch count as a wait that other ranks do not explain."""
+    original = RerunDataIterator.__next__
+
+    def read(iterator: Any) -> Any:
+        with waiting(min(_READ_S, timeout_of_groups_s(get_args()))):
+            return original(iterator)
+
+    patches.set(RerunDataIterator, "__next__", read)
 
 
 def _renew(iterator: Any, data_set: Any, num_consumed: int) -> None:

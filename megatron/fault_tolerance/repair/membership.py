@@ -17,7 +17,9 @@ from moe_ft.errors import RepairError
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Member, Rounds
 
-_MEETING_S = 120.0  # for the slowest rank to leave its iteration, and the replacement to be built
+_MEETING_S = (
+    180.0  # for the slowest rank to leave its fence and iteration, and the replacement to be built
+)
 
 
 class Membership:

@@ -26,6 +26,7 @@ from megatron.fault_tolerance.repair.membership import Membership
 from megatron.fault_tolerance.repair.phases import Phases
 from megatron.fault_tolerance.repair.results import most_iteration
 from megatron.fault_tolerance.repair.step import Step
+from megatron.fault_tolerance.repair.watcher import STUCK_S
 from megatron.fault_tolerance.seams.listeners import Built, Listeners, Repair
 from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
 from megatron.fault_tolerance.seams.training_loop import LoopParts
@@ -34,7 +35,7 @@ from moe_ft.keeper.link import Link
 from moe_ft.recovery.site import say
 
 _CONNECT_S = 30.0  # for all ranks to make the connections of a group
-_REPAIR_S = 600.0  # until training runs again; groups have shorter timeouts of their own
+_REPAIR_S = 600.0  # without progress, until training runs again
 
 
 class RoundRunner:
@@ -85,7 +86,9 @@ class RoundRunner:
             Exception: anything, if another rank dies meanwhile.
             RepairError: if the job cannot be repaired.
         """
-        with ending_after(_REPAIR_S, self._link):
+        # Others may wait in a collective, with its timeout, for the rank that reads most.
+        minutes = get_args().distributed_timeout_minutes
+        with ending_after(max(_REPAIR_S, 60 * minutes + STUCK_S), self._link):
             self._leave(step.parts, iteration)
             phases.end("free" if self._membership.is_survivor else "build")
             self._membership.meet()

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import get_args, training
 
-from megatron.fault_tolerance.repair.batches import training_batches
+from megatron.fault_tolerance.repair.batches import install_reading, training_batches
 from megatron.fault_tolerance.repair.catching_up import CatchingUp
 from megatron.fault_tolerance.repair.evaluating_again import EvaluatingAgain
 from megatron.fault_tolerance.repair.gathered import Gathered
@@ -95,6 +95,7 @@ class RepairSeam:
         """Wrap what the hooks of the listeners wrap after it."""
         with Patches() as patches:
             self._batches.install(patches)
+            install_reading(patches)
             self._evaluations.install(patches)
             self._together.install(patches)
             patches.wrap(dist, "init_process_group", self._record)

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron.fault_tolerance.repair.links import Links
+from moe_ft.engine.waits import excused_until_s
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
 from moe_ft.recovery.site import say
 
-# From the end of its connections until a thread that is still in its iteration counts as one that hangs.
+# From the end of its connections, and of what else it waits for (moe_ft/engine/waits.py), until a thread that
+# is still in its iteration counts as one that hangs.
 STUCK_S = 20.0
 _TIMEOUT_POLL_S = 0.5
 
@@ -96,7 +98,9 @@ class Watcher:
     def _end_if_stuck(self) -> None:
         """End this process if the training thread was freed and is in the same iteration as before."""
         since_s, now_s = self._inside_since_s, time.monotonic()
-        if since_s is None or since_s > self._freed_s or now_s - self._freed_s < STUCK_S:
+        if since_s is None or since_s > self._freed_s:
+            return
+        if now_s - max(self._freed_s, excused_until_s(self._training_thread)) < STUCK_S:
             return
         self._link.note_hang(now_s - since_s)
         say(

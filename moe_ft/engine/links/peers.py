@@ -26,6 +26,7 @@ from moe_ft.engine.links.messages import (
 )
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.waits import waiting
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import encode
@@ -129,7 +130,9 @@ class PeerConnection:
             deadline = Deadline.for_bytes(0)
             send(connection, Get(path, offset, num_bytes), deadline)
             reply = REPLY.decode(receive_header(connection, deadline))
-            content = receive(connection, reply.num_bytes, Deadline.for_bytes(reply.num_bytes))
+            deadline = Deadline.for_bytes(reply.num_bytes)
+            with waiting(deadline.rest_s):
+                content = receive(connection, reply.num_bytes, deadline)
         except BaseException:
             self.close()  # in the middle of a message
             raise

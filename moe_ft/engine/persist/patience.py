@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from moe_ft.engine.waits import waiting
+
 PATIENCE_S = 30.0  # for one small operation
 SLOWEST_BYTES_PER_S = 20e6  # a slower transfer counts as stuck
 
@@ -31,8 +33,9 @@ def call_within[Result](act: Callable[[], Result], patience_s: float, what: str)
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="moe_ft-patience", daemon=True)
-    thread.start()
-    thread.join(patience_s)
+    with waiting(patience_s):
+        thread.start()
+        thread.join(patience_s)
     if not outcome.done():
         raise TimeoutError(f"{what} did not return within {patience_s:.0f} s")
     return outcome.result()

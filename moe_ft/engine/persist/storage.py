@@ -24,6 +24,7 @@ import fsspec
 from moe_ft.engine.memory.private_files import check_is_regular, open_regular
 from moe_ft.engine.persist.own_random import give_own_random
 from moe_ft.engine.persist.patience import call_within
+from moe_ft.engine.waits import note_progress
 from moe_ft.errors import MoeFtError
 from moe_ft.format.encoding import check_path, checksum, decode
 from moe_ft.format.identity import Identity
@@ -213,6 +214,7 @@ class Storage:
         for start, stop in zip(starts, (*starts[1:], end), strict=True):
             read = partial(self._read, full, start, stop)
             content.write(self.within_patience(f"read {path}", read))
+            note_progress()
         return content.getvalue()
 
     def _read(self, full: str, start: int, end: int | None) -> bytes:

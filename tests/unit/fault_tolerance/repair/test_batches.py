@@ -1,5 +1,7 @@
 """Training data after a repair begin after the samples that are counted, in the same iterator."""
 
+import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +17,12 @@ from megatron.training import training
 
 from megatron.fault_tolerance.repair.batches import (
     Batches,
+    install_reading,
     training_batches,
     validation_batches,
 )
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.engine.waits import excused_until_s
 
 
 @pytest.fixture
@@ -45,6 +49,22 @@ def test_iterator_of_the_loop_continues_with_the_counted_samples(
     batches.renew(iterator)
     assert [next(iterator) for _ in following] == following
     assert iterator.saved_microbatches == following, "nothing of the broken iteration is left"
+
+
+@pytest.mark.usefixtures("machine")
+def test_read_of_a_batch_excuses_the_thread_for_less_than_the_groups_wait(
+    loop_args: Namespace,
+) -> None:
+    loop_args.distributed_timeout_seconds_after_init = 70
+
+    def look() -> Iterator[float]:
+        yield excused_until_s(threading.get_ident()) - time.monotonic()
+
+    original = RerunDataIterator.__next__
+    with Patches() as patches:
+        install_reading(patches)
+        assert 60 < next(RerunDataIterator(look())) <= 70
+    assert RerunDataIterator.__next__ is original
 
 
 @pytest.mark.usefixtures("machine")

@@ -5,6 +5,7 @@ The others are in the store only; tests/distributed/test_repair.py has whole job
 
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -156,6 +157,21 @@ def test_round_recovers_a_state_and_runs_iterations_until_the_broken_one_is_fini
     assert list(phases.seconds) == PHASES
     assert phases.seconds["notice"] == 1.0
     assert (rank.links.round, rank.rounds.last_finished()) == (1, 1)
+
+
+def test_round_waits_for_a_rank_that_reads_as_long_as_the_groups_do(
+    rank: Rank, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def note(seconds: float, link: Link) -> AbstractContextManager[None]:
+        limits.append(seconds)
+        return nullcontext()
+
+    monkeypatch.setattr(rounds_of_repair, "ending_after", note)
+    loop_args.distributed_timeout_minutes = 30
+    rank.run(Phases(6.0))
+    assert limits[0] > 1800
 
 
 def test_round_without_a_state_is_no_refusal_of_the_job(rank: Rank) -> None:

@@ -12,6 +12,7 @@ from megatron.fault_tolerance.repair import watcher as watchers
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.transport import Made, Maker
 from megatron.fault_tolerance.repair.watcher import Watcher
+from moe_ft.engine.waits import waiting
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds, declare
 from tests.waiting import wait_for
@@ -112,6 +113,40 @@ def test_training_thread_that_does_not_leave_its_iteration_ends_the_process_and_
     assert end_of(hang, link) == -signal.SIGKILL
     assert link.hung_s > 0.1
     assert "time.sleep(1000)" in capfd.readouterr().err
+
+
+def test_training_thread_that_waits_for_something_else_has_the_time_of_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchers, "STUCK_S", 0.3)
+    link = Link()
+
+    def wait(watcher: Watcher, links: Links) -> None:
+        with watcher.inside():
+            watcher.start()
+            wait_for(lambda: not links.is_open, "the end of the connections")
+            with waiting(1000.0):
+                time.sleep(0.6)
+            os.write(2, b"it has its copy")
+
+    assert end_of(wait, link) == 7
+    assert link.hung_s == 0
+
+
+def test_training_thread_that_waits_for_something_else_in_vain_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchers, "STUCK_S", 0.1)
+    link = Link()
+
+    def hang(watcher: Watcher, links: Links) -> None:
+        with watcher.inside():
+            watcher.start()
+            with waiting(0.2):
+                time.sleep(1000)
+
+    assert end_of(hang, link) == -signal.SIGKILL
+    assert link.hung_s > 0.3
 
 
 def test_training_thread_that_has_left_its_iteration_may_take_its_time(

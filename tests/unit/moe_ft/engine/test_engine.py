@@ -1,5 +1,7 @@
 """The engine of one rank and of several: seams, memory after them, storage, and the end of training."""
 
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from moe_ft.engine.ending import LastState
 from moe_ft.engine.engine import FENCE_DEADLINE_S
 from moe_ft.engine.memory.regions import Role
+from moe_ft.engine.waits import excused_until_s
 from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
 from tests.unit.moe_ft.engine.engine_job import RECORD_S, MakeJob, Rank
@@ -103,6 +106,25 @@ def test_fence_does_not_wait_for_a_snapshot_that_was_copied(make_job: MakeJob) -
     now = rank.clock.now
     job.before_step()
     assert rank.clock.now == now
+
+
+def test_fence_excuses_the_thread_that_waits_at_it(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job()
+    (rank,) = job.ranks
+    rank.workers["snapshot"].is_eager = False
+    job.run([1])
+    excused: list[bool] = []
+
+    def wait(event: threading.Event, timeout_s: float) -> bool:
+        end_s = excused_until_s(threading.get_ident())
+        excused.append(end_s > time.monotonic() + FENCE_DEADLINE_S / 2)
+        return False
+
+    monkeypatch.setattr(rank.clock, "wait", wait)
+    job.before_step()
+    assert excused == [True]
 
 
 def test_snapshot_whose_copy_outlasts_the_fence_is_never_committed(make_job: MakeJob) -> None:

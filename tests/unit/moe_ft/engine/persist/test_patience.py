@@ -1,13 +1,16 @@
 """Calls that do not return end in time, and so do all small operations on storage."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from moe_ft.engine.persist import storage as storages
 from moe_ft.engine.persist.patience import call_within
 from moe_ft.engine.persist.storage import Storage
+from moe_ft.engine.waits import excused_until_s
 from tests.unit.moe_ft.faulty_storage import give_up_soon
 
 
@@ -21,6 +24,24 @@ def never() -> Iterator[threading.Event]:
 
 def test_call_that_returns_in_time_returns_its_result() -> None:
     assert call_within(lambda: 5, 30, "adding") == 5
+
+
+def test_call_is_a_wait_that_excuses_the_caller() -> None:
+    caller = threading.get_ident()
+    limit_s = call_within(lambda: excused_until_s(caller), 1000, "looking") - time.monotonic()
+    assert limit_s > 900
+    assert excused_until_s(caller) <= time.monotonic()
+
+
+def test_each_piece_of_a_file_that_was_read_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storages, "_CHUNK_BYTES", 2)
+    storage, noted = Storage(str(tmp_path), 30), []
+    (tmp_path / "file").write_bytes(b"12345")
+    monkeypatch.setattr(storages, "note_progress", lambda: noted.append(None))
+    assert storage.read("file") == b"12345"
+    assert len(noted) == 3
 
 
 def test_call_that_fails_raises_what_it_raised() -> None:
