@@ -110,7 +110,7 @@ def same_name_taken_at_once(patches: Patches) -> None:
 
 @mutation
 def writes_not_read_back(patches: Patches) -> None:
-    """What storage has is taken for what was written."""
+    """Writes count as done that nobody has read back from storage."""
     patches.set(PersistWorker, "_read_back", lambda self, index, path: None)
 
 
