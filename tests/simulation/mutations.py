@@ -110,7 +110,7 @@ def same_name_taken_at_once(patches: Patches) -> None:
 
 @mutation
 def writes_not_read_back(patches: Patches) -> None:
-    """Writes count as done that nobody has read back from storage."""
+    """Storage is trusted to have what was written."""
     patches.set(PersistWorker, "_read_back", lambda self, index, path: None)
 
 

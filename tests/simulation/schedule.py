@@ -125,7 +125,7 @@ def draw(seed: int) -> Schedule:
     faults = _add_faults(faults, more, num_events)
     if more.random() < _DAMAGED:
         faults = _damage(more, num_events)
-    faults = _add_storage_faults(setup, faults, random.Random(f"storage {seed}"), num_events)
+    setup, faults = _add_storage_faults(setup, faults, random.Random(f"storage {seed}"), num_events)
     alone = random.Random(f"stages alone {seed}")
     if alone.random() < pipelined.SHARE:
         setup = pipelined.with_logs(setup, alone)
@@ -191,25 +191,24 @@ def _add_faults(faults: list[Fault], rng: random.Random, num_events: int) -> lis
 
 def _add_storage_faults(
     setup: Setup, faults: list[Fault], rng: random.Random, num_events: int
-) -> list[Fault]:
-    """Return faults with some that matter where there is storage."""
+) -> tuple[Setup, list[Fault]]:
+    """Return a setup and faults with some that matter where there is storage."""
     kind = rng.choices(("", "second-job", "prune", "garble-storage"), (15, 3, 1, 1))[0]
     last = max(each.start for each in faults)
     if not setup.persists or not kind:
-        return faults
+        return setup, faults
     if kind == "second-job":
-        number = rng.randint(0, last)
-        if any(each.start == number and each.is_after_recovery for each in faults):
-            return faults
-        event = int(_SOON / 4 * num_events * rng.random())
-        return [*faults, Fault(kind=kind, start=number, event=event, is_after_recovery=True)]
+        event = int(_SOON / 4 * num_events * rng.random())  # of a start that nothing else disturbs
+        second = Fault(kind=kind, start=last + 1, event=event, is_after_recovery=True)
+        return setup, [*faults, second]
+    if kind == "prune":  # each start leaves a checkpoint
+        setup = msgspec.structs.replace(setup, keep=3, stop_interval=max(1, setup.iterations // 4))
+        flips = [Fault(kind="flip-storage", start=2)] * rng.choice((1, 2, 8))
+        return setup, [*flips, Fault(kind=kind, start=2)]
     at = int(num_events * rng.uniform(0.4, 1.0))  # when something is on storage
-    kill = Fault(kind="kill-all", start=0, event=at)
-    if kind == "prune":
-        flips = [Fault(kind="flip-storage", start=1)] * rng.choice((1, 2, 8))
-        return [kill, *flips, Fault(kind=kind, start=1)]
     garble = Fault(kind=kind, start=0, event=int(at * rng.random()))
-    return [garble, kill, Fault(kind="lose-all-memory", start=1)]
+    kill = Fault(kind="kill-all", start=0, event=at)
+    return setup, [garble, kill, Fault(kind="lose-all-memory", start=1)]
 
 
 def _draw_offline(rng: random.Random, start: int, faults: list[Fault]) -> list[Fault]:
