@@ -39,6 +39,7 @@ _STORAGE_POLL_S = 0.1
 _HEARTBEAT_S = 0.5
 _MAX_THREADS = 4
 _NICENESS = 10  # with 19 a writer starves for seconds where all cores are busy
+_LOWEST_BEST_EFFORT = 7  # the idle class waits for as long as anybody else uses the disk
 _PR_SET_PDEATHSIG = 1
 _SIGNALS_FOR_RANKS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
@@ -392,7 +393,7 @@ def _read_settings() -> WriterSettings:
 def _lower_priority() -> None:
     os.nice(_NICENESS)
     with suppress(psutil.Error, OSError):
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, _LOWEST_BEST_EFFORT)
 
 
 def _beat(directory: Path) -> None:

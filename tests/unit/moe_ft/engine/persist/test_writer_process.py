@@ -88,10 +88,10 @@ def test_writer_ends_when_its_parent_is_killed(parent: Parent) -> None:
     wait_for(lambda: is_gone(parent.writer), "the writer's end")
 
 
-def test_writer_leaves_cores_and_disks_to_training(parent: Parent) -> None:
+def test_writer_lets_training_go_first_and_waits_for_nobody_for_ever(parent: Parent) -> None:
     # A machine may give its processes a lower priority already.
     assert parent.writer.nice() == min(parent.niceness + 10, 19)
-    assert parent.writer.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
+    assert parent.writer.ionice() == (psutil.IOPRIO_CLASS_BE, 7)  # the idle class may starve
 
 
 def test_writer_that_is_stopped_ends_when_its_parent_is_killed(parent: Parent) -> None:
