@@ -24,15 +24,19 @@ from megatron.training import get_args
 import pretrain_gpt_moe
 from benchmarks.conditions import ranks_on_cpu, versions
 from benchmarks.output import markdown_table, parse_options, show, spread
-from benchmarks.sparse_jobs import Changes, JobFolder, job_folder, write_data
+from benchmarks.paired_jobs import (
+    COST_HEADERS,
+    FIRST_ITERATION,
+    LARGE,
+    cost_columns,
+    in_turns,
+    iteration_times,
+)
+from benchmarks.sparse_jobs import Changes, JobFolder, write_data
 from megatron.fault_tolerance.seams.loop_facts import pipeline_traffic
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.reading import open_log
-from tests.demo_model import layout_flags, model_flags
-from tests.harness import events, run_training
-
-_DEADLINE_S = 600.0
-_FIRST = 3  # the first iterations of a process are slower
+from tests.demo_model import layout_flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,21 +53,12 @@ class Case:
         return self.layout["pp"] * self.layout.get("ep", 1)
 
 
-_LARGE: Changes = {
-    "hidden_size": 512,
-    "ffn_hidden_size": 1024,
-    "moe_ffn_hidden_size": 1024,
-    "seq_length": 128,
-    "max_position_embeddings": 128,
-    "micro_batch_size": 2,
-    "global_batch_size": 8,
-}
 CASES = {
-    "pp 2": Case(layout={"pp": 2}, changes=_LARGE),
+    "pp 2": Case(layout={"pp": 2}, changes=LARGE),
     "pp 2, 2 chunks": Case(
-        layout={"pp": 2}, changes=_LARGE, flags=("--num-virtual-stages-per-pipeline-rank", "2")
+        layout={"pp": 2}, changes=LARGE, flags=("--num-virtual-stages-per-pipeline-rank", "2")
     ),
-    "pp 4": Case(layout={"pp": 4}, changes=_LARGE),
+    "pp 4": Case(layout={"pp": 4}, changes=LARGE),
     "pp 2, ep 2, demo": Case(layout={"pp": 2, "ep": 2}, changes={}),
 }
 
@@ -117,7 +112,7 @@ def train_and_measure(folder: str, flags: list[str]) -> None:
             "sent": sent,
             "computed": (traffic.num_sends(stage), traffic.sent_bytes(stage)),
             "memory_bytes": sum(slot.num_bytes for slot in self._slots),
-            "seconds": seconds[_FIRST:],
+            "seconds": seconds[FIRST_ITERATION:],
         }
         Path(folder, f"log_{rank}.json").write_text(json.dumps(measured))
 
@@ -128,23 +123,14 @@ def train_and_measure(folder: str, flags: list[str]) -> None:
     pretrain_gpt_moe.main(flags)
 
 
-def run_once(
-    case: Case, data: Sequence[str], job: JobFolder, num_iterations: int, *, logs: bool
+def train_case(
+    case: Case, data: Sequence[str], num_iterations: int, job: JobFolder, logs: bool
 ) -> tuple[float, list[Logged]]:
     """Return the median iteration of rank 0 in seconds, and what each rank has logged, if they log."""
-    words = [
-        *model_flags(**{**case.changes, "train_iters": num_iterations}),
-        *(*layout_flags(case.layout), *case.flags, *data),
-        *("--moe-ft-event-log", str(job.events)),
-        *job.strategy_flags("dense"),
-        *("--moe-ft-interval", "2"),
-    ]
+    flags = [*layout_flags(case.layout), *case.flags, *data, "--moe-ft-interval", "2"]
+    flags += ["--moe-ft-upstream-log"] * logs
     train = partial(train_and_measure, str(job.log)) if logs else None
-    words += ["--moe-ft-upstream-log"] * logs
-    run_training(
-        words, case.num_ranks, log_dir=job.log / "logs", deadline_s=_DEADLINE_S, train=train
-    ).check()
-    times = [line["iteration_s"] for line in events(job.events, 0, "iteration")][_FIRST:]
+    times = iteration_times(job, case.changes, case.num_ranks, num_iterations, flags, train)
     logged = []
     for rank in range(case.num_ranks) if logs else ():
         found = json.loads((job.log / f"log_{rank}.json").read_text())
@@ -160,16 +146,14 @@ def measure(
     name: str, case: Case, data: Sequence[str], folder: Path, *, num_pairs: int, num_iterations: int
 ) -> tuple[list[list[str]], list[str]]:
     """Return a row for each stage on bytes, and one for the case on times."""
-    without: list[float] = []
-    with_log: list[float] = []
     logged: list[Logged] = []
-    for number in range(num_pairs):
-        order = (False, True) if number % 2 else (True, False)
-        for logs in order:
-            with job_folder(folder) as job:
-                seconds, found = run_once(case, data, job, num_iterations, logs=logs)
-            (with_log if logs else without).append(seconds)
-            logged = found or logged
+
+    def train(job: JobFolder, logs: bool) -> float:
+        seconds, found = train_case(case, data, num_iterations, job, logs)
+        logged[:] = found or logged
+        return seconds
+
+    without, with_log = in_turns(folder, num_pairs, train)
     per_stage = case.num_ranks // case.layout["pp"]
     rows = []
     for rank in range(0, case.num_ranks, per_stage):
@@ -181,11 +165,7 @@ def measure(
             ]
         )
     thread_ms = [1000 * seconds for own in logged for seconds in own.seconds]
-    overhead = [after / before - 1 for after, before in zip(with_log, without, strict=True)]
-    times = [
-        *(name, spread(without), spread(with_log), spread(overhead, "+.1%")),
-        spread(thread_ms, ".2f"),
-    ]
+    times = [name, *cost_columns(without, with_log), spread(thread_ms, ".2f")]
     return rows, times
 
 
@@ -210,10 +190,7 @@ def main() -> None:
             size_rows += rows
             time_rows.append(times)
     sizes = ("case", "stage", "tensors", "logged bytes", "formula", "memory of the log")
-    times_headers = (
-        *("case", "iteration without, s", "with the log, s", "overhead"),
-        "training thread in the log, ms",
-    )
+    times_headers = ("case", *COST_HEADERS, "training thread in the log, ms")
     show(
         [
             "# Boundary log",

@@ -25,8 +25,8 @@ class Candidate:
     """One way to save the state of a rank. Owned by the rank's main thread.
 
     The benchmark calls, on all ranks: `start`; then for each checkpoint `save` and, in each of the
-    following iterations, `poll` at its beginning and `before_step` right before the state changes;
-    `poll` also while it waits for `is_complete` before the next `save`; at last `load` and `close`.
+    following iterations until it is complete, `poll` at its beginning and `before_step` right before the
+    state changes; at last `load` and `close`.
     """
 
     requires: ClassVar[Sequence[str]] = ()  # modules that may be missing
@@ -35,6 +35,8 @@ class Candidate:
     def __init__(self, state: State, site: Site) -> None:
         self.state, self.site = state, site
         self.completed_s: float | None = None  # on time.perf_counter; set to None before each save
+        # Iterations of loaded tensors that are not of their checkpoint's, by name.
+        self.iteration_of: dict[str, int] = {}
 
     def start(self) -> None:
         """Open files, groups, threads and processes."""

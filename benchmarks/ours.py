@@ -7,6 +7,7 @@ as in Megatron. A checkpoint is complete when the last of its files has its fina
 of the rename, also where a later poll notices it.
 """
 
+import math
 import os
 import secrets
 import time
@@ -24,16 +25,29 @@ from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.regions import node_directory, own_directory, replica_directory
+from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.format.entries import ModelPlaces
+from moe_ft.format.packings import ALIGNMENT_BYTES
+from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.placement import place_replicas, sources_of
 from moe_ft.planning.recovery import Source, Tier, Version
-from moe_ft.recovery.fetch import read_window
+from moe_ft.recovery.assembly import RankSizes, measure_sizes
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.readers import MemoryReader, Opener, PeerReader, Readers, StorageReader
+from moe_ft.recovery.units import fetch_unit
 from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.interface import Strategy
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.experts_per_layer import PlannedRun
+from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.strategies.sparse.config import SparseConfig
+from moe_ft.strategies.sparse.positions import RankUnits
+from moe_ft.strategies.sparse.strategy import SparseStrategy
 from moe_ft.topology import RankInfo, Topology
+from moe_ft.units import Level
 
 _AGREEMENT_TIMEOUT_S = 600.0
 _RETRY_S = 0.002
@@ -47,6 +61,7 @@ class MoeFtMemory(Candidate):
     complete_means = "RAM"
     replication_factor: ClassVar[int] = 0
     persists: ClassVar[bool] = False
+    window: ClassVar[int] = 1  # snapshots that make a checkpoint
 
     def __init__(self, state: State, site: Site) -> None:
         super().__init__(state, site)
@@ -60,9 +75,10 @@ class MoeFtMemory(Candidate):
         self._nodes = self._name_nodes()
         self._node = self._nodes[site.rank]
         self._persist_dir = site.disk / "persist"
-        self._saved_iteration = 0
+        self._saved_iteration = self._num_steps = 0  # since the save
         self._committed_ns = 0  # when the checkpoint before the latest was complete
         self._has_stepped = False
+        self._ended_s = time.perf_counter()  # the iteration before
 
     def _name_nodes(self) -> list[str]:
         """Return the node id of every rank; replicas go to other nodes only."""
@@ -80,14 +96,15 @@ class MoeFtMemory(Candidate):
         self._persist_dir.mkdir(exist_ok=True)
         agreement = Agreement(_AGREEMENT_TIMEOUT_S)
         agreement.start()
-        layouts = self._stand_ins.layouts_of(self._parameters)
-        strategy = DenseStrategy(each.unit for each in self._parameters)
+        self._catalog = self._stand_ins.catalog_of(self._parameters)
+        layouts = UnitLayouts(self._catalog, dp_rank=0)
+        strategy = self._strategy(agreement)
         settings = EngineSettings(
             interval=1, overhead_limit=0.05, persist_interval=int(self.persists), raises=True
         )
         self._engine = build_engine(
             settings,
-            self._context(agreement, layouts.lay_out(strategy.plan_window(0)).num_bytes),
+            self._context(agreement, strategy, measure_sizes(strategy, layouts)),
             strategy,
             agreement,
             layouts,
@@ -95,7 +112,10 @@ class MoeFtMemory(Candidate):
         )
         self._engine.start(0, restored=None)
 
-    def _context(self, agreement: Agreement, region_bytes: int) -> Any:
+    def _strategy(self, agreement: Agreement) -> Strategy:
+        return DenseStrategy(self._catalog.units)
+
+    def _context(self, agreement: Agreement, strategy: Strategy, sizes: RankSizes) -> Any:
         """Meet the other rank and place replicas. All ranks."""
         from moe_ft.engine.context import EngineContext
 
@@ -108,7 +128,9 @@ class MoeFtMemory(Candidate):
             stage=0,
             pid=os.getpid(),
             address=server.address,
-            region_bytes=region_bytes,
+            region_bytes=sizes.region_bytes,
+            slot_bytes=sizes.slot_bytes,
+            num_slots=sizes.num_slots,
         )
         self._topology = Topology(ranks=tuple(agreement.gather(info)))
         self._token = agreement.gather(secrets.token_hex(16))[0]
@@ -133,7 +155,7 @@ class MoeFtMemory(Candidate):
                 sources_of(peers, rank),
                 persists=self.persists,
             ),
-            origins={},
+            origins=self._catalog.origins(sorted(strategy.rotating)),
             stage_load=None,
             peers=tuple(self._topology.ranks[peer] for peer in peers[rank]),
             server=server,
@@ -145,17 +167,22 @@ class MoeFtMemory(Candidate):
     def save(self, iteration: int) -> None:
         """End an iteration after which a snapshot is due."""
         self._committed_ns = self._newest_commit_ns()
-        self._saved_iteration = iteration
+        self._saved_iteration, self._num_steps = iteration, 0
+        self._ended_s = time.perf_counter()
         while self._end_iteration():  # the ranks agreed at the last fence that it could not start
             time.sleep(_RETRY_S)
 
     def _end_iteration(self) -> bool:
         """Return whether a snapshot was due and skipped, which all ranks decide alike."""
         self._has_stepped = False
+        now_s = time.perf_counter()
+        iteration_s, self._ended_s = now_s - self._ended_s, now_s
+        # No number after those of the window: the next one is due when the benchmark saves again.
+        iteration = self._saved_iteration + min(self._num_steps, self.window - 1)
         self._engine.end_iteration(
-            self._saved_iteration,
-            0.0,
-            lambda: self._record_taker.capture(self._stand_ins.facts(self._saved_iteration)),
+            iteration,
+            iteration_s,
+            lambda: self._record_taker.capture(self._stand_ins.facts(iteration)),
         )
         events: list[str] = []
         self._engine.drain(lambda report: events.append(report.event))
@@ -164,6 +191,7 @@ class MoeFtMemory(Candidate):
     def poll(self) -> None:
         """End an iteration after which none is due, if one has ended; note the completion."""
         if self._has_stepped:
+            self._num_steps += 1
             self._end_iteration()
         if self.completed_s is None:
             newest_ns = self._newest_commit_ns()
@@ -189,14 +217,19 @@ class MoeFtMemory(Candidate):
     def load(self, iteration: int) -> Mapping[str, torch.Tensor]:
         """Read what recovery finds, from the tier that the candidate adds."""
         tier, versions, open_source = self._recovery()
+        iteration += self.window - 1
         found = [v for v in versions if (v.rank, v.iteration) == (self.site.rank, iteration)]
-        sources = [Source(tier=tier, version=version) for version in found]
-        catalog = self._stand_ins.catalog_of(self._parameters)
+        source = Source(tier=tier, version=found[0])
         readers = Readers(open_source)
-        fetched = read_window(sources, catalog.units, catalog, readers)
-        if fetched.index is None or fetched.missing:
-            raise LookupError(f"iteration {iteration}: {fetched.missing[:3]}, {readers.problems}")
-        return self._stand_ins.state_of(fetched.units)
+        state: State = {}
+        for unit in self._catalog.units:
+            fetched = fetch_unit(source, unit, self._catalog, readers)
+            if fetched is None:
+                raise LookupError(f"iteration {iteration}: {readers.problems}")
+            tensors = self._stand_ins.state_of({str(unit): fetched})
+            self.iteration_of |= dict.fromkeys(tensors, fetched.entry.iteration)
+            state |= tensors
+        return state
 
     def _recovery(self) -> tuple[Tier, list[Version], Opener]:
         """Return the tier, what lies there, and what opens it."""
@@ -251,8 +284,45 @@ class MoeFtStorage(MoeFtMemory):
         return Tier.STORAGE, versions, lambda source: StorageReader(storage, source.version)
 
 
+class MoeFtSparse(MoeFtStorage):
+    """Windows of snapshots with all weights, and a part of the masters and moments in each."""
+
+    window = 3
+
+    def _strategy(self, agreement: Agreement) -> Strategy:
+        sizes = {
+            unit: (
+                self._catalog.num_bytes(unit, alignment=ALIGNMENT_BYTES),
+                self._catalog.num_bytes(unit, Level.COMPUTE, alignment=ALIGNMENT_BYTES),
+            )
+            for unit in self._catalog.units
+        }
+        ranks = agreement.gather(RankUnits(ep_rank=0, sizes=sizes))
+        layers = [self._stand_ins.LAYER]
+        return SparseStrategy(self.site.rank, ranks, layers, SparseConfig(window=str(self.window)))
+
+
+class MoeFtPartial(MoeFtStorage):
+    """Snapshots and checkpoints with a third of the experts each, in turn."""
+
+    def _strategy(self, agreement: Agreement) -> Strategy:
+        units = self._catalog.units
+        k = math.ceil(len(units) / 3)
+        return PartialStrategy(
+            [],
+            units,
+            [self._stand_ins.LAYER],
+            ExpertLayout(num_layers=1, num_experts=len(units), ep_size=1),
+            PartialConfig(k_snapshot=str(k), k_persist=k),
+            PlannedRun(interval=1, planned_tokens=1, tokens_per_iteration=1),
+            RankShare(always_bytes=0, unit_bytes=max(map(self._catalog.num_bytes, units))),
+        )
+
+
 OURS: dict[str, type[Candidate]] = {
     "moe_ft (memory)": MoeFtMemory,
     "moe_ft (memory + peer)": MoeFtPeer,
     "moe_ft (memory + storage)": MoeFtStorage,
+    "moe_ft sparse (memory + storage)": MoeFtSparse,
+    "moe_ft partial (memory + storage)": MoeFtPartial,
 }

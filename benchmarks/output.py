@@ -3,6 +3,7 @@
 import argparse
 import re
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
@@ -75,12 +76,14 @@ def distinct(values: Iterable[int]) -> str:
 def show(parts: Sequence[str], output: Path | None) -> None:
     """Print paragraphs and tables; if a page is named, also write them there, below a stamp.
 
-    Of a page that exists its text above the stamp stays: the title and what is said of the figures.
+    Of a page that exists its text above the stamp stays: the title and what is said of the figures. A new
+    one begins with the docstring of the benchmark.
     """
     text = "\n\n".join(parts) + "\n"
     print(text)
     if output:
         known = output.read_text() if output.exists() else ""
         found = STAMP.search(known)
-        head = known[: found.start()] if found else ""
+        title, _, about = str(sys.modules["__main__"].__doc__).partition(".\n\n")
+        head = known[: found.start()] if found else f"# {title}\n\n{about}\n"
         output.write_text(f"{head}{stamp()}\n\n{text}")

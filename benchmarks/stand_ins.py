@@ -36,6 +36,7 @@ from moe_ft.units import UnitId, UnitKind
 
 JOB_ID = "benchmark"
 NUM_EXPERTS = 64
+LAYER = "layer.0"
 _COPY_DEADLINE_S = 60.0
 _STATE_NAMES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 

@@ -1,6 +1,7 @@
 """Options that all benchmarks have, and pages that say of which commit their figures are."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,18 @@ def test_page_keeps_its_head_and_is_stamped_again(
     assert page.read_text() == f"# Title\n\nWords.\n\n{line}\n\nconditions\n\ntable\n"
 
 
-def test_new_page_begins_with_the_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "stamp", lambda: "Figures of commit `89abcdef`, 2026-11-24.")
+def test_new_page_begins_with_what_the_benchmark_says_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "Figures of commit `89abcdef`, 2026-11-24."
+    monkeypatch.setattr(output, "stamp", lambda: line)
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__doc__", "Cost of it.\n\n    command\n\nWords.\n"
+    )
     show(["table"], tmp_path / "page.md")
-    found = STAMP.match((tmp_path / "page.md").read_text())
+    page = (tmp_path / "page.md").read_text()
+    assert page == f"# Cost of it\n\n    command\n\nWords.\n\n{line}\n\ntable\n"
+    found = STAMP.search(page)
     assert found
     assert found.groups() == ("89abcdef", "2026-11-24")
 
