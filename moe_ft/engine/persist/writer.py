@@ -35,7 +35,7 @@ from moe_ft.format.index import Index
 
 HEARTBEAT_NAME = "heartbeat"
 _POLL_S = 0.02
-_STORAGE_POLL_S = 0.1
+_LONGEST_STORAGE_POLL_S = 0.1
 _HEARTBEAT_S = 0.5
 _MAX_THREADS = 4
 _NICENESS = 10  # with 19 a writer starves for seconds where all cores are busy
@@ -347,7 +347,7 @@ class PersistWorker:
             Why nothing could be deleted, if so: that makes the checkpoint no less complete.
         """
         world_size = index.identity.world_size
-        waiting = set(range(world_size))
+        waiting, poll_s = set(range(world_size)), _POLL_S
         while True:
             waiting = {
                 rank
@@ -361,7 +361,8 @@ class PersistWorker:
                     f"ranks {sorted(waiting)[:8]} did not write their part of iteration "
                     f"{index.iteration} in time"
                 )
-            time.sleep(_STORAGE_POLL_S)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _LONGEST_STORAGE_POLL_S)
         if not is_wanted():
             raise TimeoutError(f"iteration {index.iteration} was given up")
         self._check_lock()
