@@ -25,7 +25,7 @@ def reading(directory: str, name: str = "DIR", *, changes: bool = False) -> Iter
         name: of the argument, for messages.
         changes: whether something in it is removed.
     """
-    if not directory.strip():
+    if not directory.strip().removeprefix("file://"):
         raise ConfigError(
             f"{name}='{directory}' is empty: an unset variable? Name a directory or fsspec URL; the current "
             "directory is a dot."

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from moe_ft.commands.command_line import TrainingCommand, read_command, read_settings
 from moe_ft.config.fields import parse_size
+from moe_ft.config.stock_defects import lines_on_defects, read_saves
 from moe_ft.doctor.examination import Request, examine
 from moe_ft.doctor.job import Job
 from moe_ft.doctor.place import Place, find_place
-from moe_ft.doctor.rows import Result, Row, refused
+from moe_ft.doctor.rows import Result, Row, refused, warned
 from moe_ft.errors import ConfigError
 from moe_ft.planning.described_job import describe_job
 from moe_ft.planning.host_memory import Footprint
@@ -96,11 +97,15 @@ def _read_job(options: argparse.Namespace, words: Sequence[str], place: Place) -
     """Return the job whose command line is given, with rows on what a start would refuse."""
     if not words:
         return Job()
+    defects = [
+        warned("saves", "command line", *line.split(". Instead, "))
+        for line in lines_on_defects(read_saves(words))
+    ]
     try:
         command = read_command(words)
     except ConfigError as error:
         launch, config = read_settings(words)
-        rows = [_unplanned(error)]
+        rows = [_unplanned(error), *defects]
         ranks = _ranks(options, launch.world_size, launch.ranks_per_node, place)
         return Job(
             config=config,
@@ -116,7 +121,7 @@ def _read_job(options: argparse.Namespace, words: Sequence[str], place: Place) -
     return Job(
         config=command.config,
         is_given=True,
-        rows=rows,
+        rows=[*rows, *defects],
         restarts=launch.restarts,
         backend=launch.backend,
         ranks=ranks,

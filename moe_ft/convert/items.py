@@ -5,14 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_ft.config.stock_defects import SHIFTED_MASTERS, SHIFTED_REMEDY
 from moe_ft.convert.model import Model
 from moe_ft.convert.tensors import KINDS, GlobalTensor
-from moe_ft.errors import ConfigError
+from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.format.packings import DTYPE_BYTES
 from moe_ft.state.slices import DTYPES
 
 # Choices of --dtype, with safetensors' names.
 WEIGHT_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPARED = 1 << 22  # elements at a time, which copies are made of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +36,38 @@ class Item:
         return self.tensor.numel * DTYPE_BYTES[self.dtype]
 
     def read(self, model: Model) -> torch.Tensor:
-        """Return the tensor in the type to write."""
+        """Return the tensor in the type to write.
+
+        Raises:
+            CorruptStateError: if it is a master of which the weight is not the rounded value.
+        """
         kind = self.kind
         if self.dtype == "F32" and kind == "weight" and "master" in self.tensor.iterations:
             kind = "master"  # all bits, where they are asked for
         found = model.read(self.tensor, kind)
+        if kind == "master" and self.tensor.has_own_weight:
+            _check_master(model.place, self.tensor.name, found, model.read(self.tensor, "weight"))
         return found.to(DTYPES[self.dtype]).contiguous()
+
+
+def _check_master(place: str, name: str, master: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise CorruptStateError unless a master, rounded as optimizers do, is the weight bit for bit."""
+    bits = _BITS[weight.element_size()]
+    num = 0
+    for part, expected in zip(
+        master.flatten().split(_COMPARED), weight.flatten().split(_COMPARED), strict=True
+    ):
+        rounded = part.to(weight.dtype)
+        differ = rounded.view(bits) != expected.view(bits)
+        # Devices round what is not a number to others of its many forms.
+        num += int((differ & ~(rounded.isnan() & expected.isnan())).sum())
+    if num:
+        raise CorruptStateError(
+            f"{place}: the fp32 master of {name} is not its weight, in {num} of {weight.numel()} elements "
+            f"after rounding to {weight.dtype}. {SHIFTED_MASTERS}; its moments are then wrong too. Convert "
+            "the weights alone, which are right (leave out --dtype fp32, give --what weights); for masters, "
+            f"{SHIFTED_REMEDY}."
+        )
 
 
 Shards = Sequence[Sequence[Item]]

@@ -4,27 +4,32 @@ The keys say whether layers have numbers or are stacked, and experts are stacked
 group is needed.
 """
 
+import argparse
 import hashlib
-import io
-import json
-import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
+from math import prod
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from moe_ft.convert.destination import signature_of
+from moe_ft.convert.foreign_files import (
+    place_in,
+    read_json,
+    read_range,
+    read_whole,
+    size_of,
+)
 from moe_ft.convert.model import MegatronState
 from moe_ft.convert.remote_path import AnyPath
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
-from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.convert.torch_metadata import load_object, read_metadata
+from moe_ft.errors import ConfigError, CorruptStateError, MoeFtError
 from moe_ft.state.slices import DTYPES, dtype_name
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -35,9 +40,17 @@ _MASTERS = ("param", "fp32_param")
 _STACKED_LAYERS = re.compile(r"decoder\.layers\.(?=[a-z])")
 _STACK = ".experts.experts."
 _HASH_BYTES = 8 << 20
+_MOST_TRACKER_BYTES, _MOST_METADATA_BYTES, _MOST_COMMON_BYTES = 1 << 10, 1 << 30, 1 << 30
+_TRACKED = re.compile(r"[0-9]{1,12}|release")
+# Weights that follow from masters in another way than by rounding them.
+_FEW_BITS = ("fp8_param_gather", "fp4_param_gather", "fp8_param", "fp4_param")
+_INCOMPARABLE = (
+    " are kept in few bits, so that one cannot be checked by the other. Leave out --dtype for the weights in "
+    "their own type."
+)
 _UNREADABLE = (
-    "has them in buffers of its ranks (dp_reshardable). Save it with --dist-ckpt-optim-fully-reshardable, "
-    "or leave out --dtype for the weights in their own type."
+    "has them in buffers of its ranks (dp_reshardable). Save it with --dist-ckpt-optim-fully-reshardable and "
+    "without --overlap-grad-reduce, or leave out --dtype for the weights in their own type."
 )
 
 
@@ -133,15 +146,18 @@ class MegatronCheckpoint:
         stored = self.stored[key]
         start = (*tensor.index, *(0 for _ in tensor.shape))
         extent = (*(1 for _ in tensor.index), *tensor.shape)
+        parts = [
+            (piece, ends)
+            for piece in stored.pieces.get(tensor.index, ())
+            if (ends := _overlap(start, extent, piece)) is not None
+        ]
+        num_read = sum(prod(last - first for first, last in ends) for _, ends in parts)
+        if num_read != prod(extent):
+            raise CorruptStateError(
+                f"{self.folder}: pieces of {key} have {num_read} of {prod(extent)} elements"
+            )
         found = torch.empty(extent, dtype=DTYPES[stored.dtype])
-        num_read = 0
-        for piece in stored.pieces.get(tensor.index, ()):
-            ends = [
-                (max(a, c), min(a + b, c + d))
-                for a, b, c, d in zip(start, extent, piece.offset, piece.shape, strict=True)
-            ]
-            if any(first >= last for first, last in ends):
-                continue
+        for piece, ends in parts:
             content = self._read_piece(key, piece)
             if content.shape != piece.shape or content.dtype != found.dtype:
                 raise CorruptStateError(
@@ -152,33 +168,24 @@ class MegatronCheckpoint:
                 into = into.narrow(dim, first - start[dim], last - first)
                 part = part.narrow(dim, first - piece.offset[dim], last - first)
             into.copy_(part)
-            num_read += into.numel()
-        if num_read != found.numel():
-            raise CorruptStateError(
-                f"{self.folder}: pieces of {key} have {num_read} of {found.numel()} elements"
-            )
         return found.view(tensor.shape)
 
     def _read_piece(self, key: str, piece: _Piece) -> torch.Tensor:
         path = self.folder / piece.file
         self._verify(path)
-        with path.open("rb") as file:
-            file.seek(piece.start)
-            content = file.read(piece.length)
-        try:
-            found: torch.Tensor = torch.load(io.BytesIO(content), weights_only=True)
-        except Exception as error:  # of many kinds, from a damaged archive
-            raise CorruptStateError(f"{path}: {key} cannot be read: {error}") from error
+        found: torch.Tensor = load_object(
+            read_range(path, piece.start, piece.length), f"{path}: {key}"
+        )
         return found
 
     def _verify(self, path: AnyPath) -> None:
         """Compare a file with its hash, before its first byte is used."""
         if path.name in self._verified or path.name not in self.hashes:
             return
-        found = hashlib.sha256()
-        with path.open("rb") as file:
-            while content := file.read(_HASH_BYTES):
-                found.update(content)
+        found, offset = hashlib.sha256(), 0
+        while content := read_range(path, offset, _HASH_BYTES):
+            found.update(content)
+            offset += len(content)
         if found.hexdigest() != self.hashes[path.name]:
             raise CorruptStateError(f"{path} does not match its hash in {INTEGRITY_FNAME}")
         self._verified.add(path.name)
@@ -204,62 +211,86 @@ def open_megatron_checkpoint(folder: AnyPath, iteration: int | None) -> Megatron
     """
     folder = _find(folder, iteration)
     try:
-        metadata = pickle.loads((folder / _METADATA).read_bytes())
+        metadata = read_metadata(
+            read_whole(folder / _METADATA, _MOST_METADATA_BYTES), str(folder / _METADATA)
+        )
+        files = {
+            name: size_of(place_in(folder, name, str(folder / _METADATA)))
+            for name in sorted(_files_of(metadata))
+        }
         common = _load_common(folder, metadata)
-    except Exception as error:  # of many kinds, from a damaged pickle
+        content = dict(common.get("content_metadata") or {})
+        stored = dict(_stored(metadata, folder, files))
+        args, named = common.get("args"), int(common.get("iteration") or 0)
+        hashes = _hashes(folder)
+    except MoeFtError:
+        raise
+    except Exception as error:  # of many kinds, where anything may be in the place of anything
         raise CorruptStateError(
             f"{folder} cannot be read: {type(error).__name__}: {error}"
         ) from error
-    content = common.get("content_metadata") or {}
     if content.get("singleton_local_shards"):
         raise ConfigError(
             f"{folder} has singleton_local_shards in its content metadata, which are not read. Load and save "
             "it with Megatron."
         )
-    stored = dict(_stored(metadata, folder))
-    if "args" not in common or not any(not key.startswith("optimizer.") for key in stored):
+    has_weights = any(not key.startswith("optimizer.") for key in stored)
+    if not isinstance(args, argparse.Namespace) or not has_weights:
         raise ConfigError(f"{folder} must hold the arguments and weights of a model, and does not")
-    named = int(common.get("iteration") or 0)
-    hashes = {}
-    if (folder / INTEGRITY_FNAME).exists():
-        hashes = json.loads((folder / INTEGRITY_FNAME).read_text(encoding="utf-8"))["files"]
-    sharding = str(content.get("distrib_optim_sharding_type", ""))
     return MegatronCheckpoint(
         folder=folder,
         iteration=named,
-        settings={
-            "--" + name.replace("_", "-"): value for name, value in vars(common["args"]).items()
-        },
+        settings={"--" + name.replace("_", "-"): value for name, value in vars(args).items()},
         facts=common.get("moe_ft") or {"iteration": named},
-        signature=signature_of(folder / name for name in {_METADATA, *_files_of(metadata)}),
-        problem=_UNREADABLE if sharding == "dp_reshardable" else "",
+        signature=signature_of(folder / name for name in {_METADATA, *files}),
+        problem=_problem_of_masters(args, str(content.get("distrib_optim_sharding_type"))),
         stored=stored,
         hashes=hashes,
     )
 
 
-def _load_common(folder: AnyPath, metadata: Any) -> dict[str, Any]:
-    """Return what is no tensor; Megatron reads it from folders of this machine alone."""
-    if isinstance(folder, Path):
-        found: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))
-        return found
-    if (folder / _LEGACY_COMMON).is_file():
-        return dict(_unpickle((folder / _LEGACY_COMMON).read_bytes()))
-    place = metadata.storage_data[MetadataIndex(_COMMON)]
-    with (folder / place.relative_path).open("rb") as file:
-        file.seek(place.offset)
-        return dict(_unpickle(file.read(place.length))[0])
+def _problem_of_masters(args: argparse.Namespace, sharding: str) -> str:
+    """Return why the masters cannot be taken; empty if they can, or there are none."""
+    if sharding == "dp_reshardable":
+        return _UNREADABLE
+    for flag in _FEW_BITS:
+        if getattr(args, flag, None):
+            return f"has --{flag.replace('_', '-')}: its weights{_INCOMPARABLE}"
+    kept = getattr(args, "main_params_dtype", torch.float32)
+    if kept not in (torch.float32, "fp32") and getattr(
+        args, "use_precision_aware_optimizer", False
+    ):
+        return f"has --main-params-dtype={kept}: its masters{_INCOMPARABLE}"
+    return ""
 
 
-def _unpickle(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=True)
+def _hashes(folder: AnyPath) -> dict[str, str]:
+    path = folder / INTEGRITY_FNAME
+    return (
+        {str(name): str(each) for name, each in read_json(path)["files"].items()}
+        if path.exists()
+        else {}
+    )
+
+
+def _load_common(folder: AnyPath, metadata: Metadata) -> dict[str, Any]:
+    """Return what is no tensor."""
+    path = folder / _LEGACY_COMMON
+    if path.exists():
+        found = load_object(read_whole(path, _MOST_COMMON_BYTES), str(path))
+    else:
+        place = metadata.storage_data[MetadataIndex(_COMMON)]
+        path = folder / place.relative_path
+        length = min(place.length, _MOST_COMMON_BYTES)
+        (found,) = load_object(read_range(path, place.offset, length), f"{path}: {_COMMON}")
+    return dict(found)
 
 
 def _find(folder: AnyPath, iteration: int | None) -> AnyPath:
     """Return the folder of one checkpoint."""
-    if (folder / _METADATA).is_file() and iteration is None:
+    if iteration is None and (folder / _METADATA).is_file():
         return folder
-    name = f"{iteration:07d}" if iteration is not None else (folder / TRACKER).read_text().strip()
+    name = _tracked(folder / TRACKER) if iteration is None else str(iteration)
     found = folder / (name if name == _RELEASE else f"iter_{int(name):07d}")
     if not (found / _METADATA).is_file():
         given = "" if iteration is None else f"--iteration={iteration}: "
@@ -270,12 +301,29 @@ def _find(folder: AnyPath, iteration: int | None) -> AnyPath:
     return found
 
 
-def _files_of(metadata: Any) -> set[str]:
+def _tracked(path: AnyPath) -> str:
+    """Return what the tracker names: an iteration or a release."""
+    name = read_whole(path, _MOST_TRACKER_BYTES).decode(errors="replace").strip()
+    if not _TRACKED.fullmatch(name):
+        raise ConfigError(
+            f"{path} holds {name!r:.60}, and must hold the number of an iteration, or {_RELEASE}. Name one "
+            "with --iteration N."
+        )
+    return name
+
+
+def _files_of(metadata: Metadata) -> set[str]:
     return {each.relative_path for each in metadata.storage_data.values()}
 
 
-def _stored(metadata: Any, folder: AnyPath) -> Iterator[tuple[str, _Stored]]:
-    """Yield tensors and masters with the places of their pieces."""
+def _stored(
+    metadata: Metadata, folder: AnyPath, files: Mapping[str, int]
+) -> Iterator[tuple[str, _Stored]]:
+    """Yield tensors and masters with the places of their pieces.
+
+    Args:
+        files: sizes by name: no tensor can have more elements than there are bytes.
+    """
     wanted = tuple(f"optimizer.state.{each}." for each in _MASTERS)
     places: dict[str, dict[tuple[int, ...], Any]] = {}
     for index, info in metadata.storage_data.items():
@@ -288,6 +336,7 @@ def _stored(metadata: Any, folder: AnyPath) -> Iterator[tuple[str, _Stored]]:
         name = key.rpartition("param.")[2]
         num_axes = bool(_STACKED_LAYERS.match(name)) + (_STACK in name)
         pieces: dict[tuple[int, ...], list[_Piece]] = {}
+        num_elements = 0
         for chunk in each.chunks:
             info = places.get(key, {}).get(tuple(chunk.offsets))
             if info is None:
@@ -298,9 +347,44 @@ def _stored(metadata: Any, folder: AnyPath) -> Iterator[tuple[str, _Stored]]:
                 raise ConfigError(
                     f"{folder}: {key} is compressed, which is not read. Save it again."
                 )
-            place = (info.relative_path, info.offset, info.length)
-            piece = _Piece(tuple(chunk.offsets), tuple(chunk.sizes), *place)
+            piece = _Piece(
+                tuple(map(int, chunk.offsets)),
+                tuple(map(int, chunk.sizes)),
+                *(info.relative_path, int(info.offset), int(info.length)),
+            )
+            num_elements += _check_piece(folder, key, piece, files)
             ends = zip(piece.offset[:num_axes], piece.shape[:num_axes], strict=True)
             for index in product(*(range(first, first + num) for first, num in ends)):
                 pieces.setdefault(index, []).append(piece)
-        yield key, _Stored(tuple(each.size), dtype_name(each.properties.dtype), num_axes, pieces)
+        shape = tuple(map(int, each.size))
+        if prod(shape[:num_axes]) > num_elements:
+            raise CorruptStateError(
+                f"{folder}: {key} has the shape {list(shape)}, and its pieces have {num_elements} elements"
+            )
+        yield key, _Stored(shape, dtype_name(each.properties.dtype), num_axes, pieces)
+
+
+def _overlap(
+    start: tuple[int, ...], extent: tuple[int, ...], piece: _Piece
+) -> list[tuple[int, int]] | None:
+    """Return the range of a block, by dimension, that a piece has; None if it has nothing of it."""
+    ends = [
+        (max(a, c), min(a + b, c + d))
+        for a, b, c, d in zip(start, extent, piece.offset, piece.shape, strict=True)
+    ]
+    return None if any(first >= last for first, last in ends) else ends
+
+
+def _check_piece(folder: AnyPath, key: str, piece: _Piece, files: Mapping[str, int]) -> int:
+    """Return the number of elements of a piece; raise CorruptStateError if its file has no room for them."""
+    num = prod(piece.shape)
+    end = piece.start + max(piece.length, num)
+    if (
+        min(piece.start, piece.length, *piece.shape, *piece.offset, 0) < 0
+        or end > files[piece.file]
+    ):
+        raise CorruptStateError(
+            f"{folder / piece.file} has {files[piece.file]} bytes, and {_METADATA} says that {key} with the "
+            f"shape {list(piece.shape)} is in {piece.length} of them from {piece.start} on"
+        )
+    return num

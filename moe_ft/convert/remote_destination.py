@@ -3,11 +3,14 @@
 Object stores have no rename, so files go where they stay: each when it is complete and verified on this
 machine, and each is read back. conversion.json says there which are; with it the same command continues after
 an interruption. Nobody finds a checkpoint before the end: the file that readers look for is the last one.
-destination.py is the same for folders of this machine.
+Only one process writes there: it has the lock of engine/persist/storage_lock.py. destination.py is the same
+for folders of this machine.
 """
 
 import json
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,9 +19,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from moe_ft.convert.destination import JOURNAL, SPARE_BYTES
+from moe_ft.engine.memory.private_files import make_private
 from moe_ft.engine.persist.patience import PATIENCE_S
 from moe_ft.engine.persist.storage import Storage, hide_password
-from moe_ft.errors import ConfigError, CorruptStateError, MoeFtError
+from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, StorageLock, watch_lock
+from moe_ft.errors import ConfigError, CorruptStateError, LockLostError, MoeFtError
+from moe_ft.format.encoding import checksum
 
 _PIECE_BYTES = 16 << 20
 # Files without which nobody takes the others for a checkpoint, in the order of their uploads.
@@ -61,6 +67,7 @@ class RemoteDestination:
             )
         try:
             self._storage = Storage(parent, PATIENCE_S)
+            self._lock = StorageLock(Storage(url.rstrip("/"), PATIENCE_S))
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(
                 f"DST={self.path} cannot be used: {type(error).__name__}: {error}. Name a folder, or an "
@@ -69,6 +76,8 @@ class RemoteDestination:
         self._plan, self._description, self._shard_bytes = plan, description, shard_bytes
         self._shards: dict[str, Any] = {}
         self._is_begun = False
+        name = f"moe_ft_convert_{os.getuid()}_{checksum(url.encode())}"
+        self._folder = Path(tempfile.gettempdir()) / name
 
     def check(self, num_bytes: int) -> None:
         """Refuse a destination that is not empty, or a machine without room for the files on their way.
@@ -79,11 +88,7 @@ class RemoteDestination:
         Raises:
             ConfigError: if it cannot be written.
         """
-        self._read_journal()
-        if not self._is_begun and self._storage.names_in(self._name):
-            raise ConfigError(
-                f"DST={self.path} must be new, and something is there. Name another one, or remove it."
-            )
+        self._check_is_free()
         folder = tempfile.gettempdir()
         needed = min(num_bytes, 2 * self._shard_bytes) + SPARE_BYTES
         if (free := shutil.disk_usage(folder).free) < needed:
@@ -92,7 +97,16 @@ class RemoteDestination:
                 "there. Make room, set TMPDIR to another folder, or give a smaller --shard-size."
             )
 
+    def _check_is_free(self) -> None:
+        """Read the journal; refuse a place that has none, but something else."""
+        self._read_journal()
+        if not self._is_begun and set(self._storage.names_in(self._name)) - {LOCK_NAME}:
+            raise ConfigError(
+                f"DST={self.path} must be new, and something is there. Name another one, or remove it."
+            )
+
     def _read_journal(self) -> None:
+        self._is_begun, self._shards = False, {}
         try:
             content = self._storage.read(self._at(JOURNAL))
         except (FileNotFoundError, NotADirectoryError):
@@ -112,9 +126,9 @@ class RemoteDestination:
         self._is_begun = True
 
     def _has(self, noted: Mapping[str, Any]) -> bool:
-        """Return whether the file of a shard is still there, as far as its size says."""
+        """Return whether the file of a shard is still what was uploaded and read back, not written again."""
         try:
-            return self._storage.size(self._at(noted["path"])) == int(noted["bytes"])
+            return self._storage.version(self._at(noted["path"])) == noted.get("version")
         except FileNotFoundError:
             return False
 
@@ -122,17 +136,45 @@ class RemoteDestination:
         return f"{self._name}/{path}"
 
     def __enter__(self) -> Self:
-        """Claim the place, or continue there."""
-        if not self._is_begun:
-            try:
-                self._storage.create(self._at(JOURNAL), self._journal())
-            except FileExistsError as error:
-                raise ConfigError(
-                    f"DST={self.path} must be new, and another conversion has just begun there. Name "
-                    "another one, or wait for its end."
-                ) from error
-        self.work = Path(tempfile.mkdtemp(prefix="moe_ft_convert_"))
+        """Claim the place, or continue there.
+
+        Raises:
+            ConfigError: if another conversion writes there, or has just ended.
+            UnsafePathError: if somebody else has the folder for files on their way.
+        """
+        self._take_lock()
+        try:
+            self._check_is_free()  # again: another one may have ended since
+            self._storage.write_atomically(self._at(JOURNAL), self._journal())
+            make_private(self._folder)
+            shutil.rmtree(self._folder)  # of a conversion to this place that was killed
+            make_private(self._folder)
+        except BaseException:
+            self._lock.release()
+            raise
+        self.work = self._folder
         return self
+
+    def _take_lock(self) -> None:
+        seen = self._lock.look()
+        if seen is not None:
+            line = (
+                f"DST={self.path} is that of another conversion: watching for {LOCK_STALE_S:.0f} s"
+            )
+            print(f"{line} whether it is alive", file=sys.stderr)
+            now = watch_lock(self._lock, seen, LOCK_STALE_S)
+            if now is not None and now != seen:
+                raise ConfigError(
+                    f"DST={self.path} is being written by {now.holder}. Wait for its end, or name another "
+                    "one."
+                )
+            seen = now
+        if not self._lock.take("convert", seen):
+            raise ConfigError(
+                f"DST={self.path} must be new, and another conversion has just begun there. Name another "
+                "one, or wait for its end."
+            )
+        self._lock.start(lambda line: print(f"warning: {line}", file=sys.stderr))
 
     def __exit__(
         self,
@@ -143,22 +185,34 @@ class RemoteDestination:
         """Upload what is left, last what makes it a checkpoint; remove all if the source is at fault."""
         try:
             if kind is None:
+                self._check_lock()
                 for path in sorted(self._files(), key=_place_in_order):
                     self._upload(path)
                 self._storage.remove(self._at(JOURNAL))
-            elif issubclass(kind, MoeFtError):
+            elif issubclass(kind, MoeFtError) and not issubclass(kind, LockLostError):
                 with suppress(OSError):
                     for noted in self._shards.values():
                         self._storage.remove(self._at(noted["path"]))
                     self._storage.remove(self._at(JOURNAL))
         finally:
+            with suppress(OSError):
+                self._lock.release()
             shutil.rmtree(self.work, ignore_errors=True)
+
+    def _check_lock(self) -> None:
+        try:
+            self._lock.check()
+        except LockLostError as error:
+            raise LockLostError(
+                f"DST={self.path}: another conversion has taken over, as this one did not answer for a "
+                "while. This one ends, and leaves everything to the other."
+            ) from error
 
     def _files(self) -> Iterator[Path]:
         return (each for each in self.work.rglob("*") if each.is_file())
 
     def _upload(self, path: Path) -> dict[str, Any]:
-        """Upload a file and compare it with what is read back; return its path and size."""
+        """Upload a file and compare it with what is read back; return its path and version."""
         relative = path.relative_to(self.work).as_posix()
         where = self._at(relative)
         with path.open("rb") as file:
@@ -178,7 +232,7 @@ class RemoteDestination:
             raise CorruptStateError(
                 f"{self.path}/{relative} has another size than what was uploaded"
             )
-        return {"path": relative, "bytes": num_bytes}
+        return {"path": relative, "version": self._storage.version(where)}
 
     def written(self, shard: str) -> Any:
         """Return what was noted of a shard, None if it is still to be written."""
@@ -191,6 +245,7 @@ class RemoteDestination:
         Args:
             facts: that the end of the conversion needs, with the name of the file.
         """
+        self._check_lock()
         (path,) = self.work.rglob(facts["file"])
         self._shards[shard] = {**self._upload(path), "facts": facts}
         self._storage.write_atomically(self._at(JOURNAL), self._journal())

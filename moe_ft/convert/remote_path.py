@@ -1,13 +1,11 @@
 """Files of a source at an fsspec URL, with the methods of `pathlib.Path` that conversions call.
 
-Files are read by their names, in ranges. Nothing relies on a listing but `glob`.
+Nothing relies on a listing but `glob`. Reading them is foreign_files.py.
 """
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from moe_ft.engine.persist.patience import PATIENCE_S
 from moe_ft.engine.persist.storage import Storage
@@ -41,14 +39,6 @@ class RemotePath:
 
     exists = is_file
 
-    def read_bytes(self) -> bytes:
-        """Return a small file."""
-        return self.storage.read(self.path)
-
-    def read_text(self, encoding: str = "utf-8") -> str:
-        """Return a small file of text."""
-        return self.read_bytes().decode(encoding)
-
     def glob(self, pattern: str) -> list["RemotePath"]:
         """Return the files of the folder whose names match, as far as the store lists them."""
         names = self.storage.names_in(self.path) if self.path else self.storage.names()
@@ -58,40 +48,9 @@ class RemotePath:
         """Return what changes when the file is written again."""
         return self.storage.version(self.path)
 
-    def open(self, mode: str = "rb") -> "RemoteFile":
-        """Open the file to read bytes."""
-        assert mode == "rb"
-        return RemoteFile(self)
-
-
-class RemoteFile:
-    """An open file. Used by one thread at a time."""
-
-    def __init__(self, path: RemotePath) -> None:
-        self._path, self._position = path, 0
-        self.num_bytes = path.storage.size(path.path)
-
-    def seek(self, position: int) -> None:
-        """Go to a position."""
-        self._position = position
-
-    def read(self, num_bytes: int) -> bytes:
-        """Return the next bytes, fewer at the end."""
-        wanted = max(0, min(num_bytes, self.num_bytes - self._position))
-        content = self._path.storage.read(self._path.path, self._position, wanted)
-        self._position += len(content)
-        return content
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Nothing stays open."""
+    def size(self) -> int:
+        """Return the size in bytes."""
+        return self.storage.size(self.path)
 
 
 AnyPath = Path | RemotePath

@@ -3,13 +3,13 @@
 Decides what can be converted and refuses the rest. Naming tensors is tensors.py, reading them assembly.py.
 """
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 import xxhash
 
+from moe_ft.convert import foreign_files
 from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.soundness import check_references, check_region, read_file
 from moe_ft.engine.persist.storage import Storage
@@ -200,7 +200,7 @@ def _storage_reader(storage: Storage, own: str) -> ReadRange:
     def read(name: str, offset: int, num_bytes: int) -> memoryview:
         path = storage.local_path(name or own)
         if path is not None:
-            return _read_file(path, offset, num_bytes)
+            return foreign_files.read_range(path, offset, num_bytes)
         return memoryview(bytearray(storage.read(name or own, offset, num_bytes)))
 
     return read
@@ -240,25 +240,10 @@ def _in_memory(directory: str, chosen: Holding, holdings: Iterable[Holding]) -> 
 
 def _memory_reader(folder: Path, own: str) -> ReadRange:
     def read(name: str, offset: int, num_bytes: int) -> memoryview:
-        return _read_file(folder / PurePosixPath(name or own).name, offset, num_bytes)
+        path = folder / PurePosixPath(name or own).name
+        return foreign_files.read_range(path, offset, num_bytes)
 
     return read
-
-
-def _read_file(path: Path, offset: int, num_bytes: int) -> memoryview:
-    """Return a range of a file, shorter if the file ends. Torch wants memory that could be written to."""
-    content = bytearray(num_bytes)
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        num_read = 0
-        while num_read < num_bytes:
-            count = file.readinto(memoryview(content)[num_read:])
-            if not count:
-                break
-            num_read += count
-        # Ranges are mostly read one after the other, from files that stay closed in between.
-        os.posix_fadvise(file.fileno(), offset + num_bytes, num_bytes, os.POSIX_FADV_WILLNEED)
-    return memoryview(content)[:num_read]
 
 
 def _checked(index: Index, place: str, read_range: ReadRange) -> RankState:

@@ -117,6 +117,12 @@ class GlobalTensor:
         """Number of its elements."""
         return prod(self.shape)
 
+    @property
+    def has_own_weight(self) -> bool:
+        """Whether the source has its weights besides its masters; else they follow from the masters."""
+        ages = (self.iterations.get("weight"), self.iterations.get("master", ...))
+        return ages[0] == ages[1] and all("weight" in block.slices for block in self.blocks)
+
 
 def find_tensors(source: Source) -> tuple[GlobalTensor, ...]:
     """Return the tensors of the model, ordered by unit and name.

@@ -12,6 +12,7 @@ import pytest
 from megatron.core import dist_checkpointing
 
 from moe_ft.convert.conversion import Request, convert
+from moe_ft.errors import CorruptStateError
 from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import DEEPSEEK, layout_flags, model_flags
 from tests.stock import Training, run_program
@@ -270,3 +271,31 @@ def test_ours_continues_what_stock_megatron_has_saved(
     ours = runs.ours("--load", str(saved))
     assert second_half(ours)[LOSS] == second_half(stock)[LOSS]
     assert ours.ends == stock.ends
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_masters_that_stock_megatron_has_shifted_are_refused(
+    is_overlapped: bool, dataset_flags: list[str], tmp_path: Path
+) -> None:
+    # Buckets that are not a multiple of 128 elements are padded, and what follows is shifted by that.
+    case: Case = (2, {}, SMALL | {"hidden_size": 72, "normalization": "RMSNorm", "train_iters": 1})
+    saved = tmp_path / "saved"
+    overlap = ["--overlap-grad-reduce", "--ddp-num-buckets", "4"]
+    Runs(case, dataset_flags, tmp_path, tmp_path).stock(
+        *("--save", str(saved), "--save-interval", "1", "--dist-ckpt-optim-fully-reshardable"),
+        *(overlap if is_overlapped else []),
+    )
+    options: dict[str, Any] = {"source": str(saved), "to": "safetensors"}
+    line = convert(Request(**options, destination=str(tmp_path / "weights")))
+    assert "verified" in line
+    masters = Request(**options, destination=str(tmp_path / "masters"), dtype="fp32")
+    if is_overlapped:
+        wanted = (
+            r"the fp32 master of .* is not its weight, in \d+ of \d+ elements .*fully-reshardable"
+        )
+        with pytest.raises(CorruptStateError, match=wanted):
+            convert(masters)
+        assert not list(tmp_path.glob("masters*"))
+    else:
+        assert "verified" in convert(masters)

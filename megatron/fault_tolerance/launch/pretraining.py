@@ -30,6 +30,7 @@ from megatron.fault_tolerance.seams.settings import (
 )
 from megatron.fault_tolerance.watch.composition import listeners_for
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.site import say
 
@@ -58,6 +59,7 @@ def pretrain(*args: Any, **kwargs: Any) -> Any:
         check_call(args, kwargs)
         megatron_args = get_args()
         check_all_read(megatron_args)
+        warn(megatron_args, lines_on_defects(megatron_args))
         check_restarts()
         config = checked_config(megatron_args)
         check_model(megatron_args, config)

@@ -32,6 +32,7 @@ from megatron.fault_tolerance.seams.settings import (
     warn,
 )
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.errors import ConfigError
 
 
@@ -68,7 +69,7 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
         check_splits(args)
     check_refusals(args, REFUSALS)  # Megatron's validation may have changed them
     check_model(args, config)
-    warn(args, [*untested, *void_settings(args, config, command_line)])
+    warn(args, [*untested, *void_settings(args, config, command_line), *lines_on_defects(args)])
     return args, config
 
 

@@ -1,16 +1,18 @@
 """A model of Hugging Face in a folder or at a URL: its safetensors, read as tensors of Megatron."""
 
-import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import prod
 from typing import Any
 
 import torch
 
 from moe_ft.convert.destination import signature_of
-from moe_ft.convert.huggingface.families.registry import FAMILIES
+from moe_ft.convert.foreign_files import place_in, read_json
+from moe_ft.convert.huggingface.config_file import CONFIG_NAME, check_values, read_config
 from moe_ft.convert.huggingface.generation import GENERATION_NAME, facts_of_generation
 from moe_ft.convert.huggingface.mapping import Family, Mapped
 from moe_ft.convert.huggingface.tensor_files import Place, list_tensors, read_tensor
@@ -22,7 +24,6 @@ from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.state.global_places import CONTENT_METADATA
 
-CONFIG_NAME = "config.json"
 _CHECKPOINT_VERSION = 3.0  # the order of rows in linear_qkv, and that arguments are there
 _REMEDY_OF_PREDICTION = " If it predicts one token only, set num_nextn_predict_layers to 0 there."
 _REMEDY_OF_TIES = " If both are trained, set tie_word_embeddings to false in its config.json."
@@ -128,70 +129,58 @@ def open_release(folder: AnyPath) -> Release:
         ConfigError: if Megatron has no such model, or tensors are unknown, missing or of other shapes.
         CorruptStateError: if a file is cut short.
     """
-    config = _read_json(folder / CONFIG_NAME)
-    family = _family_of(folder, config)
+    config, family = read_config(folder)
+    index = _read_optional(folder, INDEX_NAME)
+    generation = _read_optional(folder, GENERATION_NAME)
+    places = _find_places(folder, index)
+    check_values(str(folder / CONFIG_NAME), config, places.values())
     try:
         settings = family.settings(config)
-        listed = list(family.tensors(settings))
+        # Each is at least one tensor of the files: more are not all there, which `_check` says.
+        listed = list(islice(family.tensors(settings), len(places) + 1))
     except KeyError as error:
         raise ConfigError(
             f"{folder / CONFIG_NAME} must have {error.args[0]} for a model of {family.model_type}, and "
             "lacks it."
         ) from error
-    index = _read_json(folder / INDEX_NAME) if (folder / INDEX_NAME).exists() else {}
-    generation = _read_json(folder / GENERATION_NAME) if (folder / GENERATION_NAME).exists() else {}
-    places = _find_places(folder, index)
+    except (ArithmeticError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / CONFIG_NAME} has a value that a model of {family.model_type} cannot have: {error}. "
+            "Compare it with the one that the model was published with."
+        ) from error
     _check(folder, listed, places)
+    facts = index.get("metadata")
+    known = facts.get("moe_ft") if isinstance(facts, dict) else None
     return Release(
         place=str(folder),
         family=family,
         settings=settings,
-        facts=index.get("metadata", {}).get("moe_ft", {}) | facts_of_generation(config, generation),
+        facts=(known if isinstance(known, dict) else {}) | facts_of_generation(config, generation),
         signature=signature_of({each.path for each in places.values()} | {folder / CONFIG_NAME}),
         mapped={name: each for each in listed for name in (each.tensor, *each.other_tensors)},
         places=places,
     )
 
 
-def _read_json(path: AnyPath) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptStateError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CorruptStateError(
-            f"{path} must hold a JSON object, and holds a {type(found).__name__}"
-        )
-    return found
-
-
-def _family_of(folder: AnyPath, config: Mapping[str, Any]) -> Family:
-    model_type = str(config.get("model_type"))
-    if model_type not in FAMILIES:
-        raise ConfigError(
-            f"{folder / CONFIG_NAME} has model_type={model_type}, and conversions know "
-            f"{', '.join(sorted(FAMILIES))}. There is no conversion of this model."
-        )
-    family = FAMILIES[model_type]
-    architectures = config.get("architectures")
-    if architectures and family.architecture not in architectures:
-        raise ConfigError(
-            f"{folder / CONFIG_NAME} has architectures={architectures}, and only {family.architecture} of "
-            f"{model_type} can be converted. There is no conversion of this model."
-        )
-    return family
+def _read_optional(folder: AnyPath, name: str) -> dict[str, Any]:
+    """Return what is in a file, nothing if it is not there."""
+    return read_json(place_in(folder, name, str(folder))) if (folder / name).exists() else {}
 
 
 def _find_places(folder: AnyPath, index: Mapping[str, Any]) -> dict[str, Place]:
     """Return the places of all tensors: of the files that the index names, or of all files without one."""
-    named = index.get("weight_map")
-    paths: Sequence[AnyPath]
+    named, where = index.get("weight_map"), str(folder / INDEX_NAME)
     if named is not None:
-        paths = sorted({folder / name for name in named.values()}, key=str)
+        if not isinstance(named, dict):
+            raise CorruptStateError(
+                f"{where} has a weight_map that is a {type(named).__name__}, and must be an object of names"
+            )
+        names = list({repr(name): name for name in named.values()}.values())
     elif (folder / _SINGLE_FILE).is_file():  # found by its name, whatever a store lists
-        paths = [folder / _SINGLE_FILE]
+        names = [_SINGLE_FILE]
     else:
-        paths = sorted(folder.glob("*.safetensors"), key=str)
+        names = [path.name for path in folder.glob("*.safetensors")]
+    paths = sorted((place_in(folder, name, where) for name in names), key=str)
     if not paths:
         raise ConfigError(
             f"{folder} must hold safetensors, and has no file of them. Save the model with transformers' "
@@ -218,7 +207,13 @@ def _check(folder: AnyPath, listed: Sequence[Mapped], places: Mapping[str, Place
                 + f", by its {CONFIG_NAME}. Convert a checkpoint whose tensors are all of the model."
                 + _REMEDY_OF_PREDICTION * (problem == "lacks" and "eh_proj" in names[0])
             )
+    num_elements = sum(each.numel for each in places.values())
     for mapped in listed:
+        if prod(mapped.shape) > num_elements:  # perhaps more than torch can count
+            raise ConfigError(
+                f"{folder}: {mapped.names[0]} must have {prod(mapped.shape)} elements by {CONFIG_NAME}, and "
+                f"all tensors together have {num_elements}."
+            )
         parts = mapped.split(torch.empty(mapped.shape, device="meta"))
         for name, part in zip(mapped.names, parts, strict=True):
             if places[name].shape != tuple(part.shape):

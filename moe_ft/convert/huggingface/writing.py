@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from moe_ft.convert.huggingface.config_file import CONFIG_NAME
 from moe_ft.convert.huggingface.families.registry import FAMILIES
 from moe_ft.convert.huggingface.generation import tokens_of, write_generation
 from moe_ft.convert.huggingface.mapping import Family, Mapped
-from moe_ft.convert.huggingface.release import CONFIG_NAME
 from moe_ft.convert.items import Item
 from moe_ft.convert.model import Model
 from moe_ft.convert.read_ahead import read_ahead

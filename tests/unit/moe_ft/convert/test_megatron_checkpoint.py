@@ -125,7 +125,7 @@ def test_forms_that_are_not_read_are_refused(tmp_path: Path) -> None:
 def test_damaged_metadata_is_an_error(tmp_path: Path) -> None:
     path = save(tmp_path, TENSORS) / "iter_0000003/.metadata"
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(CorruptStateError, match="iter_0000003 cannot be read"):
+    with pytest.raises(CorruptStateError, match=r"iter_0000003/\.metadata cannot be read"):
         open_megatron_checkpoint(tmp_path, None)
 
 

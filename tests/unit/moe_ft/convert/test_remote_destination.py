@@ -13,7 +13,9 @@ from safetensors.torch import load
 from moe_ft.convert import remote_destination
 from moe_ft.convert.conversion import Request, convert
 from moe_ft.convert.remote_destination import RemoteDestination
-from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.engine.persist import storage_lock
+from moe_ft.engine.persist.storage_lock import LOCK_NAME
+from moe_ft.errors import ConfigError, CorruptStateError, LockLostError
 from tests.object_store import ObjectStore
 
 MARKERS = {
@@ -30,6 +32,12 @@ def files(url: str) -> dict[str, bytes]:
         path.removeprefix(f"{root}/"): system.cat_file(path)
         for path in (system.find(root) if system.exists(root) else [])
     }
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_lock, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(storage_lock, "_LOOK_POLL_S", 0.02)
 
 
 @pytest.fixture
@@ -182,14 +190,66 @@ def test_place_of_others_is_left_alone(
     assert files(request_.destination) == before
 
 
-def test_conversion_that_begins_at_the_same_time_is_refused(request_: Request) -> None:
-    first, second = (
-        RemoteDestination(request_.destination, plan, plan, 1000) for plan in ("a", "b")
-    )
-    for each in (first, second):
-        each.check(1)
-    with first, pytest.raises(ConfigError, match="another conversion has just begun there"), second:
-        pass
+def begin(request: Request, plan: str = "plan") -> RemoteDestination:
+    """Return the destination of a conversion, checked."""
+    destination = RemoteDestination(request.destination, plan, plan, 1000)
+    destination.check(1)
+    return destination
+
+
+@pytest.mark.parametrize("plan", ["plan", "other"])
+def test_conversion_that_is_started_twice_is_refused_while_the_first_lives(
+    plan: str, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_lock, "LOCK_RENEWAL_S", 0.01)
+    first, second = begin(request_), begin(request_, plan)
+    with first:
+        with (
+            pytest.raises(ConfigError, match=r"DST=s3://.* is being written by job 'convert' on"),
+            second,
+        ):
+            pass
+        assert "conversion.json" in files(request_.destination)
+    assert files(request_.destination) == {}
+
+
+def test_conversion_that_was_killed_is_continued_and_leaves_no_files_here(
+    request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = begin(request_)
+    killed.__enter__()
+    killed._lock.close()  # as the end of its process does
+    (killed.work / "shard").write_text("left")
+    monkeypatch.setattr(remote_destination, "LOCK_STALE_S", 0.1)
+    again = begin(request_)
+    with again:
+        assert again.work == killed.work
+        assert not list(again.work.iterdir())
+    assert not again.work.exists()
+
+
+def test_conversion_that_lost_its_place_ends_and_removes_nothing(
+    request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = begin(request_)
+    with pytest.raises(LockLostError, match="another conversion has taken over"), stopped:
+        stopped._lock.close()
+        monkeypatch.setattr(remote_destination, "LOCK_STALE_S", 0.1)
+        begin(request_).__enter__()
+        stopped.note("0", {"file": "shard"})
+    assert {"conversion.json", LOCK_NAME} == files(request_.destination).keys()
+
+
+def test_shard_that_was_written_again_is_uploaded_again(
+    request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, 2, KeyboardInterrupt)
+        convert(request_)
+    (name, _) = sorted(name for name in files(request_.destination) if "model-" in name)
+    spoil(f"{request_.destination}/{name}")
+    convert(request_)
+    assert load(files(request_.destination)[name])
 
 
 @pytest.mark.parametrize(

@@ -132,11 +132,3 @@ def test_object_that_is_written_again_has_another_version(s3: ObjectStore) -> No
 
 def test_paths_of_this_machine_are_pathlibs(tmp_path: Path) -> None:
     assert path_of(str(tmp_path)) == path_of(f"file://{tmp_path}") == tmp_path
-
-
-def test_open_object_is_read_in_pieces(s3: ObjectStore) -> None:
-    url = f"{s3.bucket()}/here"
-    fsspec.core.url_to_fs(url)[0].pipe_file(f"{url}/a", b"0123456789")
-    with (path_of(url) / "a").open("rb") as file:
-        file.seek(4)
-        assert [file.read(4), file.read(4), file.read(4)] == [b"4567", b"89", b""]

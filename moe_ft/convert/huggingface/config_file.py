@@ -1,0 +1,139 @@
+"""`config.json` of a model: which family it is of, and whether its values can be.
+
+Types and sizes are checked before any of them decides how much work there is: no count is greater than the
+number of tensors in the files, and no size greater than their longest dimension. Values that Megatron cannot
+express are refused by the families.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from math import isfinite
+from types import MappingProxyType
+from typing import Any
+
+from moe_ft.convert.foreign_files import place_in, read_json
+from moe_ft.convert.huggingface.families.registry import FAMILIES
+from moe_ft.convert.huggingface.mapping import Config, Family
+from moe_ft.convert.huggingface.tensor_files import Place
+from moe_ft.convert.remote_path import AnyPath
+from moe_ft.errors import ConfigError
+
+CONFIG_NAME = "config.json"
+_MOST_BYTES = 16 << 20
+_MOST = 1 << 40
+
+# Whole numbers that are at most the number of tensors, with the least that each can be.
+_COUNTS: Mapping[str, int] = MappingProxyType(
+    {
+        **dict.fromkeys(("num_hidden_layers", "num_local_experts", "num_experts"), 1),
+        **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"), 1),
+        **dict.fromkeys(("n_shared_experts", "decoder_sparse_step", "moe_layer_freq"), 1),
+        **dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers"), 0),
+    }
+)
+# Whole numbers from 1 to the longest dimension of the tensors.
+_SIZES = (
+    *("vocab_size", "hidden_size", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+# Whole numbers from 1 on: no tensor needs to have them, as dense layers of a model without such layers.
+_OTHERS = ("max_position_embeddings", "intermediate_size")
+# Keys that may be null or absent: a family knows what that means, or names the key that it lacks.
+_OPTIONAL = (
+    *(
+        "num_key_value_heads",
+        "head_dim",
+        "q_lora_rank",
+        "n_shared_experts",
+        "n_group",
+        "topk_group",
+    ),
+    *("num_local_experts", "num_experts", "num_nextn_predict_layers"),
+)
+_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("rms_norm_eps", "attention_dropout", "routed_scaling_factor"), (int, float)
+        ),
+        **dict.fromkeys(("rope_theta", "aux_loss_alpha"), (int, float, type(None))),
+        **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob", "seq_aux"), (bool, type(None))),
+        "qkv_bias": (bool,),
+        **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, type(None))),
+        **dict.fromkeys(("mlp_only_layers", "architectures"), (list, type(None))),
+    }
+)
+
+
+def read_config(folder: AnyPath) -> tuple[dict[str, Any], Family]:
+    """Return the configuration in a folder, and the family that it names.
+
+    Raises:
+        ConfigError: if it is of no family that can be converted.
+        CorruptStateError: if it is no JSON.
+    """
+    path = place_in(folder, CONFIG_NAME, str(folder))
+    config = read_json(path, _MOST_BYTES)
+    model_type = str(config.get("model_type"))
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"{path} has model_type={model_type}, and conversions know {', '.join(sorted(FAMILIES))}. There "
+            "is no conversion of this model."
+        )
+    family, architectures = FAMILIES[model_type], config.get("architectures")
+    if (
+        isinstance(architectures, list)
+        and architectures
+        and family.architecture not in architectures
+    ):
+        raise ConfigError(
+            f"{path} has architectures={architectures}, and only {family.architecture} of {model_type} can "
+            "be converted. There is no conversion of this model."
+        )
+    return config, family
+
+
+def check_values(path: str, config: Config, places: Collection[Place]) -> None:
+    """Raise ConfigError for the first value that has another type than it must have, or is out of range.
+
+    Args:
+        path: of the configuration, for messages.
+        places: of the tensors in the files.
+    """
+    longest = max((length for each in places for length in each.shape), default=0)
+    of_counts, of_sizes = "the number of tensors in the files", "their longest dimension"
+    for keys, most, reason in (
+        (_COUNTS.items(), len(places), of_counts),
+        (((key, 1) for key in _SIZES), longest, of_sizes),
+        (((key, 1) for key in _OTHERS), _MOST, "more than any model has"),
+    ):
+        _check_numbers(path, config, keys, most, reason)
+    for key, types in _TYPES.items():
+        value = config.get(key, ...)
+        is_other = not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
+        if value is not ... and (is_other or (isinstance(value, float) and not isfinite(value))):
+            names = " or ".join("null" if each is type(None) else each.__name__ for each in types)
+            raise _refusal(path, key, value, f"a value of the type {names}")
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads and groups and heads % groups:
+        raise _refusal(
+            path, "num_key_value_heads", groups, f"a divisor of num_attention_heads={heads}"
+        )
+
+
+def _check_numbers(
+    path: str, config: Config, keys: Iterable[tuple[str, int]], most: int, reason: str
+) -> None:
+    for key, least in keys:
+        value = config.get(key, ...)
+        if value is ... or (value is None and key in _OPTIONAL):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            rule = f"a whole number from {least} to {most}, {reason}"
+            raise _refusal(path, key, value, rule)
+
+
+def _refusal(path: str, key: str, value: Any, rule: str) -> ConfigError:
+    return ConfigError(
+        f"{path} has {key}={value!r:.100}, and it must be {rule}. Compare it with the file that the model "
+        "was published with."
+    )
