@@ -42,7 +42,7 @@ def place_in(folder: AnyPath, name: Any, where: str) -> AnyPath:
             f"{where} names the file {name!r:.200}, and must name files of its own folder, without a "
             "directory. Copy the file there and name it so."
         )
-    path = folder / name
+    path: AnyPath = folder / name
     if isinstance(path, Path):
         _check_link(path)
     return path

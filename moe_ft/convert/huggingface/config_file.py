@@ -5,7 +5,7 @@ number of tensors in the files, and no size greater than their longest dimension
 express are refused by the families.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from math import isfinite
 from types import MappingProxyType
 from typing import Any
@@ -99,14 +99,17 @@ def check_values(path: str, config: Config, places: Collection[Place]) -> None:
         path: of the configuration, for messages.
         places: of the tensors in the files.
     """
-    longest = max((length for each in places for length in each.shape), default=0)
-    of_counts, of_sizes = "the number of tensors in the files", "their longest dimension"
-    for keys, most, reason in (
-        (_COUNTS.items(), len(places), of_counts),
-        (((key, 1) for key in _SIZES), longest, of_sizes),
-        (((key, 1) for key in _OTHERS), _MOST, "more than any model has"),
-    ):
-        _check_numbers(path, config, keys, most, reason)
+    least = {**_COUNTS, **dict.fromkeys((*_SIZES, *_OTHERS), 1)}
+    given = {
+        key: config[key]
+        for key in least
+        if key in config and not (config[key] is None and key in _OPTIONAL)
+    }
+    for key, value in given.items():
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not least[key] <= value <= _MOST:
+            rule = f"a whole number from {least[key]} to {_MOST}"
+            raise _refusal(path, key, value, rule)
     for key, types in _TYPES.items():
         value = config.get(key, ...)
         is_other = not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
@@ -118,18 +121,13 @@ def check_values(path: str, config: Config, places: Collection[Place]) -> None:
         raise _refusal(
             path, "num_key_value_heads", groups, f"a divisor of num_attention_heads={heads}"
         )
-
-
-def _check_numbers(
-    path: str, config: Config, keys: Iterable[tuple[str, int]], most: int, reason: str
-) -> None:
-    for key, least in keys:
-        value = config.get(key, ...)
-        if value is ... or (value is None and key in _OPTIONAL):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            rule = f"a whole number from {least} to {most}, {reason}"
-            raise _refusal(path, key, value, rule)
+    longest = max((length for each in places for length in each.shape), default=0)
+    for keys, most, reason in (
+        (_COUNTS, len(places), "the number of tensors in the files"),
+        (_SIZES, longest, "the longest dimension of the tensors in the files"),
+    ):
+        if above := [key for key in keys if given.get(key, 0) > most]:
+            raise _refusal(path, above[0], given[above[0]], f"at most {most}, {reason}")
 
 
 def _refusal(path: str, key: str, value: Any, rule: str) -> ConfigError:

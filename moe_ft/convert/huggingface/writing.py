@@ -130,6 +130,17 @@ def _fits(shape: tuple[int, ...], mapped: Mapped) -> bool:
     return shape == mapped.shape
 
 
+def _check(family: Family, model: Model) -> None:
+    """Refuse a model that a family cannot express, or whose settings are not all known."""
+    try:
+        family.check(model.settings)
+    except KeyError as error:
+        raise ConfigError(
+            f"{model.place} must say what {error.args[0]} was, and does not. Convert to torch_dist or "
+            "safetensors."
+        ) from error
+
+
 def choose_family(model: Model, name: str | None) -> Family:
     """Return the family that a model is of.
 
@@ -142,12 +153,12 @@ def choose_family(model: Model, name: str | None) -> Family:
     if name is not None:
         if name not in FAMILIES:
             raise ConfigError(f"--family={name} must be one of {', '.join(sorted(FAMILIES))}.")
-        FAMILIES[name].check(model.settings)
+        _check(FAMILIES[name], model)
         return FAMILIES[name]
     problems: dict[str, str] = {}
     for model_type, family in FAMILIES.items():
         try:
-            family.check(model.settings)
+            _check(family, model)
         except ConfigError as error:
             problems[model_type] = str(error)
     fitting = sorted(set(FAMILIES) - set(problems))

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from moe_ft.cli import main
+from moe_ft.config.stock_defects import FLAG
+from tests.unit.moe_ft.config.test_stock_defects import MET
 from tests.unit.moe_ft.planning.described import SMALL
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
@@ -90,6 +92,17 @@ def test_restarts_of_the_launcher_need_their_own_store(doctor: Doctor) -> None:
     code, rows = doctor.run("torchrun", "--max-restarts", "3", "train.py")
     assert code == 1
     assert rows["shared store"]["result"] == "fail"
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ()])
+def test_job_that_saves_shifted_masters_is_warned_of(
+    launcher: tuple[str, ...], doctor: Doctor
+) -> None:
+    code, rows = doctor.run(*launcher, *SMALL, *MET, "--moe-ft-strategy", "dense")
+    assert code == 0
+    assert rows["saves"]["result"] == "warn"
+    assert rows["saves"]["found"].startswith(f"{FLAG} with --save=out: Megatron 0.19 saves")
+    assert "without --overlap-grad-reduce" in rows["saves"]["remedy"]
 
 
 def test_warnings_are_failures_if_strict(memory_dir: Path) -> None:

@@ -1,6 +1,9 @@
 """The destination appears when it is complete, continues after an interruption, and goes after an error."""
 
+import errno
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,58 @@ def test_nothing_is_left_after_an_error(tmp_path: Path) -> None:
         write_one(destination)
         raise OSError("disk")
     assert not any(tmp_path.iterdir())
+
+
+def test_conversion_that_is_started_twice_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    first, second = make(tmp_path), make(tmp_path)
+    for each in (first, second):
+        each.check(1)
+    with first:
+        write_one(first)
+        with (
+            pytest.raises(ConfigError, match=r"DST=.*dst is being written by another process"),
+            second,
+        ):
+            pass
+    assert [each.name for each in tmp_path.iterdir()] == ["dst"]
+    assert (first.path / "shard").read_text() == "content"
+    with pytest.raises(ConfigError, match="must be a new or an empty folder"), second:
+        pass  # it was checked before the first one ended
+    assert (first.path / "shard").read_text() == "content"
+
+
+def test_conversion_that_was_killed_is_continued(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        killed = make(tmp_path)
+        killed.__enter__()
+        write_one(killed)
+        os.write(writer, b"written")
+        signal.pause()
+    os.read(reader, 7)
+    again = make(tmp_path)
+    with pytest.raises(ConfigError, match="is being written by another process"), again:
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with again:
+        assert again.written("0") == ["facts"]
+    assert [each.name for each in tmp_path.iterdir()] == ["dst"]
+
+
+def test_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(destinations.fcntl, "flock", fail)
+    with (
+        pytest.raises(ConfigError, match=r"DST=.*dst must be on a file system with locks"),
+        make(tmp_path),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("is_file", [False, True])

@@ -5,6 +5,7 @@ Those that Megatron itself has saved are read in tests/distributed/test_convert.
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,14 @@ def numbered() -> dict[str, torch.Tensor]:
 
 
 def save(
-    folder: Path, tensors: dict[str, torch.Tensor], content: dict[str, Any] | None = None
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    content: dict[str, Any] | None = None,
+    arguments: dict[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint of iteration 3; return its folder."""
-    common = {"args": Namespace(num_layers=LAYERS), "iteration": 3, "content_metadata": content}
+    args = Namespace(num_layers=LAYERS, **(arguments or {}))
+    common = {"args": args, "iteration": 3, "content_metadata": content}
     state = {**tensors, "common_state/shard_0_1": [common], "rng_state/shard_0.0_1.1": [0]}
     checkpoint.save(
         state,
@@ -89,6 +94,69 @@ def test_masters_are_read_in_fp32(name: str, tmp_path: Path) -> None:
     found = load_file(folder / "model-00001-of-00001.safetensors")
     assert torch.equal(found[f"final-norm/{key}"], master)
     assert len(found) == 1
+
+
+NORM = "decoder.final_layernorm.weight"
+
+
+def with_master(weight: torch.Tensor, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint with one weight and its master."""
+    return {NORM: weight, f"optimizer.state.param.{NORM}": master}
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32])
+def test_master_that_is_not_its_weight_is_refused_by_name(to: torch.dtype, tmp_path: Path) -> None:
+    master = torch.tensor([1.0, 1e-30, -0.0, 3.0])
+    weight = master.to(to, copy=True)
+    weight[2], weight[3] = 0.0, 3.01
+    source = save(tmp_path / "src", with_master(weight, master))
+    folder = tmp_path / "out"
+    request = Request(source=str(source), destination=str(folder), to="safetensors", dtype="fp32")
+    wanted = (
+        f"the fp32 master of {NORM} is not its weight, in 2 of 4 elements .*"
+        "--dist-ckpt-optim-fully-reshardable and --overlap-grad-reduce.*leave out --dtype fp32"
+    )
+    with pytest.raises(CorruptStateError, match=wanted):
+        convert(request)
+    assert not list(tmp_path.glob("out*"))
+    convert(replace(request, dtype=None))
+    found = load_file(folder / "model-00001-of-00001.safetensors")[f"final-norm/{NORM}"]
+    assert torch.equal(found, weight)
+
+
+def test_numbers_that_are_none_are_the_same_whatever_their_bits(tmp_path: Path) -> None:
+    master = torch.tensor([0x7FC00001, 0x7F800001, 0x3F800000], dtype=torch.int32).view(
+        torch.float32
+    )
+    weight = torch.tensor([0x7FC0, -1, 0x3F80], dtype=torch.int16).view(torch.bfloat16)
+    source = save(tmp_path / "src", with_master(weight, master))
+    options = {"to": "safetensors", "dtype": "fp32"}
+    assert "verified" in convert(
+        Request(source=str(source), destination=str(tmp_path / "out"), **options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fp8_param_gather": True}, "has --fp8-param-gather: its weights are kept in few bits"),
+        (
+            {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
+            "has --main-params-dtype=torch.float16: its masters are kept in few bits",
+        ),
+    ],
+)
+def test_masters_that_cannot_be_checked_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    master = torch.rand(4)
+    tensors = with_master(master.bfloat16(), master)
+    source = save(tmp_path / "src", tensors, arguments=settings)
+    request = Request(
+        source=str(source), destination=str(tmp_path / "out"), to="safetensors", dtype="fp32"
+    )
+    with pytest.raises(ConfigError, match=f"--dtype=fp32 needs the masters, and .*{message}"):
+        convert(request)
 
 
 def test_masters_in_buffers_of_ranks_are_refused_by_flag(tmp_path: Path) -> None:
