@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from moe_ft.convert.destination import JOURNAL, SPARE_BYTES
 from moe_ft.engine.memory.private_files import make_private
+from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.patience import PATIENCE_S
 from moe_ft.engine.persist.storage import Storage, hide_password
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, StorageLock, watch_lock
@@ -156,8 +157,8 @@ class RemoteDestination:
         return self
 
     def _take_lock(self) -> None:
-        seen = self._lock.look()
-        if seen is not None:
+        seen, own = self._lock.look(), own_origin(os.environ)
+        if seen is not None and not seen.is_over(own):
             line = (
                 f"DST={self.path} is that of another conversion: watching for {LOCK_STALE_S:.0f} s"
             )
@@ -169,7 +170,7 @@ class RemoteDestination:
                     "one."
                 )
             seen = now
-        if not self._lock.take("convert", seen):
+        if not self._lock.take("convert", seen, own):
             raise ConfigError(
                 f"DST={self.path} must be new, and another conversion has just begun there. Name another "
                 "one, or wait for its end."

@@ -3,6 +3,7 @@
 Decides what can be converted and refuses the rest. Naming tensors is tensors.py, reading them assembly.py.
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath

@@ -58,6 +58,16 @@ def test_family_that_is_named_must_fit(name: str, message: str, checkpoint: Path
         choose_family(opened(checkpoint), name)
 
 
+@pytest.mark.parametrize("name", [None, "mixtral"])
+def test_model_that_does_not_say_a_setting_is_refused_by_name(
+    name: str | None, checkpoint: Path
+) -> None:
+    model = opened(checkpoint)
+    del model.settings["--num-layers"]
+    with pytest.raises(ConfigError, match="must say what --num-layers was, and does not"):
+        choose_family(model, name)
+
+
 def select(model: Model, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
     return HuggingFace(model, "mixtral").select(tensors)
 
