@@ -42,7 +42,8 @@ class Item:
             CorruptStateError: if it is a master of which the weight is not the rounded value.
         """
         kind = self.kind
-        if self.dtype == "F32" and kind == "weight" and "master" in self.tensor.iterations:
+        has_more = "master" in self.tensor.iterations and self.tensor.dtype != "F32"
+        if self.dtype == "F32" and kind == "weight" and has_more:
             kind = "master"  # all bits, where they are asked for
         found = model.read(self.tensor, kind)
         if kind == "master" and self.tensor.has_own_weight:

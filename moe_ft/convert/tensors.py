@@ -119,7 +119,7 @@ class GlobalTensor:
 
     @property
     def has_own_weight(self) -> bool:
-        """Whether the source has its weights besides its masters; else they follow from the masters."""
+        """True if the source has its weights besides its masters; else they follow from the masters."""
         ages = (self.iterations.get("weight"), self.iterations.get("master", ...))
         return ages[0] == ages[1] and all("weight" in block.slices for block in self.blocks)
 

@@ -23,46 +23,14 @@ from torch.distributed.checkpoint.metadata import (
 from moe_ft.cli import main
 from moe_ft.convert.opening import open_model
 from moe_ft.errors import ConfigError
+from tests.unit.moe_ft.convert.huggingface.test_config_file import CONFIG
 from tests.unit.moe_ft.convert.test_megatron_checkpoint import TENSORS, save
 from tests.unit.moe_ft.convert.test_torch_metadata import Payload, saved
 
 _REFUSED = 2  # exit code
-CONFIG = {
-    "model_type": "mixtral",
-    "architectures": ["MixtralForCausalLM"],
-    **dict.fromkeys(("hidden_size", "intermediate_size"), 8),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
-    **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), 2),
-    **dict.fromkeys(("vocab_size", "max_position_embeddings"), 16),
-    "num_hidden_layers": 1,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-}
 NAMES = {f"t{number}": [16, 8] for number in range(4)}
 
 Rows = list[tuple[str, Any, str]]
-CONFIGS: Rows = [
-    ("num_hidden_layers", -1, "a whole number from 1 to"),
-    ("num_hidden_layers", "many", "a whole number from 1 to"),
-    ("num_hidden_layers", None, "a whole number from 1 to"),
-    ("num_hidden_layers", True, "a whole number from 1 to"),
-    ("num_hidden_layers", 10**8, "at most 4, the number of tensors"),
-    ("num_local_experts", 10**8, "at most 4, the number of tensors"),
-    ("num_nextn_predict_layers", 10**8, "at most 4, the number of tensors"),
-    ("num_attention_heads", 0, "a whole number from 1 to"),
-    ("hidden_size", 8.5, "a whole number from 1 to"),
-    ("vocab_size", -16, "a whole number from 1 to"),
-    ("vocab_size", 17, "at most 16, the longest dimension of the tensors"),
-    ("head_dim", 0, "a whole number from 1 to"),
-    ("intermediate_size", 1 << 50, "from 1 to"),
-    ("num_key_value_heads", 3, "a divisor of num_attention_heads=2"),
-    ("architectures", 5, "a value of the type list or null"),
-    ("rope_scaling", "linear", "a value of the type dict or null"),
-    ("rope_theta", "much", "a value of the type int or float"),
-    ("rms_norm_eps", float("nan"), "a value of the type int or float"),
-    ("tie_word_embeddings", "yes", "a value of the type bool or null"),
-]
 INDEXES: Rows = [
     ("weight_map", ["a"], "has a weight_map that is a list"),
     ("weight_map", {"a": 5}, "names the file 5, and must name files of its own folder"),
@@ -157,14 +125,10 @@ def test_model_with_sizes_that_can_be_is_read_up_to_its_tensors(
     assert "lacks model.embed_tokens.weight" in refusal(capsys, release)
 
 
-@pytest.mark.parametrize(("key", "value", "rule"), CONFIGS)
-def test_value_in_config_json_that_cannot_be_is_refused(
-    key: str, value: Any, rule: str, release: Path, capsys: Capture
-) -> None:
-    write(release / "config.json", {**CONFIG, key: value})
+def test_value_in_config_json_that_cannot_be_is_refused(release: Path, capsys: Capture) -> None:
+    write(release / "config.json", {**CONFIG, "num_hidden_layers": 10**8})
     line = refusal(capsys, release)
-    assert f"config.json has {key}={value!r}, and it must be " in line
-    assert rule in line
+    assert "config.json has num_hidden_layers=100000000, and it must be at most 4" in line
 
 
 @pytest.mark.parametrize(("key", "value", "rule"), INDEXES)

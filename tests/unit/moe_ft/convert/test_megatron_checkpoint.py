@@ -104,7 +104,16 @@ def with_master(weight: torch.Tensor, master: torch.Tensor) -> dict[str, torch.T
     return {NORM: weight, f"optimizer.state.param.{NORM}": master}
 
 
-@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_that_have_all_bits_are_taken_and_not_their_masters(tmp_path: Path) -> None:
+    weight = torch.rand(4)
+    source = save(tmp_path / "src", with_master(weight, weight + 1))
+    folder = tmp_path / "out"
+    convert(Request(source=str(source), destination=str(folder), to="safetensors", dtype="fp32"))
+    found = load_file(folder / "model-00001-of-00001.safetensors")[f"final-norm/{NORM}"]
+    assert torch.equal(found, weight)
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
 def test_master_that_is_not_its_weight_is_refused_by_name(to: torch.dtype, tmp_path: Path) -> None:
     master = torch.tensor([1.0, 1e-30, -0.0, 3.0])
     weight = master.to(to, copy=True)

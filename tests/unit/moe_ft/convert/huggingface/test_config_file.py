@@ -1,0 +1,58 @@
+"""Values of config.json that no model has: refused with key, value and rule."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ft.convert.huggingface.config_file import check_values
+from moe_ft.convert.huggingface.tensor_files import Place
+from moe_ft.errors import ConfigError
+
+CONFIG = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    **dict.fromkeys(("hidden_size", "intermediate_size"), 8),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+    **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), 16),
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+PLACES = [Place(Path(f"t{number}"), (16, 8), "F32", 0) for number in range(4)]
+
+CONFIGS: list[tuple[str, Any, str]] = [
+    ("num_hidden_layers", -1, "a whole number from 1 to"),
+    ("num_hidden_layers", "many", "a whole number from 1 to"),
+    ("num_hidden_layers", None, "a whole number from 1 to"),
+    ("num_hidden_layers", True, "a whole number from 1 to"),
+    ("num_hidden_layers", 10**8, "at most 4, the number of tensors"),
+    ("num_local_experts", 10**8, "at most 4, the number of tensors"),
+    ("num_nextn_predict_layers", 10**8, "at most 4, the number of tensors"),
+    ("num_attention_heads", 0, "a whole number from 1 to"),
+    ("hidden_size", 8.5, "a whole number from 1 to"),
+    ("vocab_size", -16, "a whole number from 1 to"),
+    ("vocab_size", 17, "at most 16, the longest dimension of the tensors"),
+    ("head_dim", 0, "a whole number from 1 to"),
+    ("intermediate_size", 1 << 50, "from 1 to"),
+    ("num_key_value_heads", 3, "a divisor of num_attention_heads=2"),
+    ("architectures", 5, "a value of the type list or null"),
+    ("rope_scaling", "linear", "a value of the type dict or null"),
+    ("rope_theta", "much", "a value of the type int or float"),
+    ("rms_norm_eps", float("nan"), "a value of the type int or float"),
+    ("tie_word_embeddings", "yes", "a value of the type bool or null"),
+]
+
+
+def test_values_that_a_model_can_have_are_accepted() -> None:
+    check_values("config.json", {**CONFIG, "head_dim": None, "num_experts": None}, PLACES)
+
+
+@pytest.mark.parametrize(("key", "value", "rule"), CONFIGS)
+def test_value_that_cannot_be_is_refused(key: str, value: Any, rule: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check_values("config.json", {**CONFIG, key: value}, PLACES)
+    assert f"config.json has {key}={value!r}, and it must be " in str(refusal.value)
+    assert rule in str(refusal.value)
