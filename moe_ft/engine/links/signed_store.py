@@ -1,0 +1,116 @@
+"""Values in a store of torch that count only if they were written with the token of a start.
+
+A TCPStore lets in whoever reaches its port. So each value carries a code that only the token makes of its key
+and its bytes (HMAC-SHA256, RFC 2104), and nothing is parsed before that code is checked. A value is JSON. One
+that is too long, not signed, or signed for another key or start reads as one that is not there; this is said
+once. A stranger can still overwrite and delete: a value is missing then, never wrong. Standard library only.
+"""
+
+import hmac
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from moe_ft.errors import RepairError
+
+MAX_VALUE_BYTES = 4 << 20  # torch's server takes 8 MiB
+_MAX_LIST_BYTES = 64 << 20
+_CODE_BYTES = 64  # in hexadecimal
+_ABSENT = b"-"  # is no signed value, and not empty: torch would store it then
+
+
+class SignedStore:
+    """One connection's view of the signed values. Any thread may use it.
+
+    A key holds either a value or a list that processes append to. Each key of a value is written once, or
+    always with the same value: an older one that a stranger writes again is then no lie.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        token: Callable[[], str],
+        say: Callable[[str], None] = lambda line: print(
+            f"moe_ft: {line}", file=sys.stderr, flush=True
+        ),
+    ) -> None:
+        """Prepare.
+
+        Args:
+            store: torch's; nothing else may use the keys that this one uses.
+            token: returns the secret that the processes share; with an empty one anybody can sign.
+            say: prints a line.
+        """
+        self._store, self._token, self._say = store, token, say
+        self._said: set[str] = set()
+
+    def set(self, key: str, value: Any) -> None:
+        """Write a value that JSON can carry.
+
+        Raises:
+            RepairError: if it is too long.
+        """
+        self._store.set(key, self._signed(key, value))
+
+    def get(self, key: str) -> Any:
+        """Return a value; None if it is not there. Does not wait."""
+        raw = self._read(key, MAX_VALUE_BYTES)
+        return None if raw is None else self._checked(key, raw)
+
+    def append(self, key: str, value: Any) -> None:
+        """Add a value to a list, and one to its counter; raises as `set` does."""
+        # What a stranger has appended without the end of a line is a line of its own.
+        self._store.append(key, "\n" + self._signed(key, value) + "\n")
+        self._store.add(_counter(key), 1)
+
+    def length(self, key: str) -> int:
+        """Return what the counter of a list says. It costs less than the list, and anybody can change it."""
+        return int(self._store.add(_counter(key), 0))
+
+    def values(self, key: str) -> list[Any]:
+        """Return the values of a list. Does not wait."""
+        lines = (self._read(key, _MAX_LIST_BYTES) or b"").split(b"\n")
+        found = (self._checked(key, line) for line in lines if line)
+        return [value for value in found if value is not None]
+
+    def _read(self, key: str, max_bytes: int) -> bytes | None:
+        # torch's `get` waits for a key that is missing. This changes nothing, and answers at once.
+        raw = bytes(self._store.compare_set(key, _ABSENT.decode(), _ABSENT.decode()))
+        if raw == _ABSENT:
+            return None
+        if len(raw) > max_bytes:
+            self._ignore(key, f"it has {len(raw)} bytes, and {max_bytes} are the most")
+            return None
+        return raw
+
+    def _signed(self, key: str, value: Any) -> str:
+        body = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        line = f"{self._code(key, body.encode())} {body}"
+        if len(line) > MAX_VALUE_BYTES:
+            raise RepairError(
+                f"{key} would have {len(line)} bytes in the job's store, and {MAX_VALUE_BYTES} are the most"
+            )
+        return line
+
+    def _checked(self, key: str, line: bytes) -> Any:
+        """Return the value of a line; None if it was not written with the token and for this key."""
+        code, body = line[:_CODE_BYTES], line[_CODE_BYTES + 1 :]
+        if len(line) > MAX_VALUE_BYTES or not hmac.compare_digest(
+            code, self._code(key, body).encode()
+        ):
+            self._ignore(key, "it is not signed with the token of this start")
+            return None
+        return json.loads(body)
+
+    def _code(self, key: str, body: bytes) -> str:
+        return hmac.digest(self._token().encode(), f"{key}\n".encode() + body, "sha256").hex()
+
+    def _ignore(self, key: str, reason: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            self._say(f"a value of {key} in the job's store is ignored: {reason}")
+
+
+def _counter(key: str) -> str:
+    return f"{key}/count"
