@@ -1,17 +1,30 @@
 """The job's store where repairs are possible: in a process of its own, so that it outlives every rank.
 
-The zygote of the node of rank 0 forks it. It listens where rank 0 would listen otherwise. What ranks say to
-each other there about repairs is rounds.py.
+The zygote of the node of rank 0 listens where rank 0 would listen otherwise, and forks that process. Each
+start has a port and a store of its own. What ranks say to each other there about repairs is rounds.py.
 """
 
+import errno
+import ipaddress
 import signal
+import socket
+import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-CONNECT_S = 60.0
+from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.errors import RepairError
+from moe_ft.keeper.link import Link
+
+_PREFIX = "moe_ft"
+_BACKLOG = 4096
+_ANSWER_S = 30.0  # of a store that can be reached
+_PATIENCE_S = 10.0  # before a line says what is waited for
+_POLL_S = 0.05
 
 
 def is_shared(environment: Mapping[str, str]) -> bool:
@@ -19,29 +32,151 @@ def is_shared(environment: Mapping[str, str]) -> bool:
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def serve(environment: Mapping[str, str]) -> NoReturn:
-    """Keep the store until this process is killed."""
-    _store = TCPStore(
-        environment["MASTER_ADDR"],
-        int(environment["MASTER_PORT"]),
-        is_master=True,
-        wait_for_workers=False,
+def listen(environment: Mapping[str, str]) -> socket.socket:
+    """Return a socket that listens at MASTER_PORT, on the interface of MASTER_ADDR alone.
+
+    It listens on all where other nodes could not reach it otherwise: if the name stands for this host itself
+    (127.0.1.1), or for an address that no interface has.
+
+    Raises:
+        OSError: if somebody else listens there.
+    """
+    host, port = _address(environment)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    has_other_nodes = environment["WORLD_SIZE"] != environment["LOCAL_WORLD_SIZE"]
+    for family, _, _, _, address in found:
+        if has_other_nodes and _is_of_this_host_alone(host, str(address[0])):
+            continue
+        try:
+            return socket.create_server(address, family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    _say(f"the job's store listens on all interfaces: none of them has the address of {host}")
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
+
+
+def _is_of_this_host_alone(host: str, address: str) -> bool:
+    """Return whether a name has an address that means another host to the others, and is not one itself."""
+    is_meant = host in (address, "localhost")
+    return not is_meant and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def serve(listener: socket.socket, environment: Mapping[str, str], token: str) -> NoReturn:
+    """Keep the store until this process is killed.
+
+    Args:
+        listener: result of `listen`.
+        environment: of rank 0.
+        token: of the start.
+    """
+    store = PrefixStore(
+        _PREFIX,
+        TCPStore(
+            *_address(environment),
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+        ),
     )
+    SignedStore(store, lambda: token).set("owner", _run(environment))
+    store.set("run", _run(environment))
     while True:
         signal.pause()
 
 
-def connect(environment: Mapping[str, str]) -> Any:
+def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> Any:
     """Return a connection of its own to the store of this start.
 
+    Args:
+        environment: of a rank.
+        link: of it.
+        deadline_s: for the node of rank 0 to import what ranks need, and to listen.
+
     Raises:
-        RuntimeError: if nobody listens within a minute.
+        RepairError: if nobody listens in time, or if it is the store of another job.
     """
-    store = TCPStore(
-        environment["MASTER_ADDR"],
-        int(environment["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=CONNECT_S),
-    )
-    start = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"moe_ft/start_{start}", store)
+    host, port = _address(environment)
+    if environment["RANK"] == "0" and not link.token:
+        raise RepairError(
+            f"the process that forks ranks could not listen at {host}:{port}, where the ranks are to meet"
+        )
+    _wait_for_listener((host, port), deadline_s)
+    try:
+        # torch's own wait ends up to twice as late as it is told to.
+        tcp = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_ANSWER_S))
+        store = PrefixStore(_PREFIX, tcp)
+        run = store.get("run")
+    except RuntimeError as error:
+        raise RepairError(
+            f"at {host}:{port} nobody keeps the store of this job: {error}"
+        ) from error
+    if run != _run(environment).encode():
+        raise RepairError(
+            f"the store at {host}:{port} is of the job {run[:100]!r}, and this one is {_run(environment)!r} "
+            "(torchrun --rdzv-id): it had taken the port before"
+        )
+    if link.token:
+        check_owner(store, environment, link.token)
+    return store
+
+
+def take_seat(store: Any, environment: Mapping[str, str]) -> None:
+    """Be the only first process of a rank that uses a store.
+
+    Raises:
+        RepairError: if another one has done so.
+    """
+    rank = environment["RANK"]
+    if store.add(f"seat_{rank}", 1) != 1:
+        host, port = _address(environment)
+        raise RepairError(
+            f"the store at {host}:{port} has a rank {rank} already: it is of another job or another start"
+        )
+
+
+def check_owner(store: Any, environment: Mapping[str, str], token: str) -> None:
+    """Raise RepairError unless the store is that of the start with this token."""
+    if SignedStore(store, lambda: token).get("owner") != _run(environment):
+        host, port = _address(environment)
+        raise RepairError(
+            f"the store at {host}:{port} is not the one of this start: another job has taken the port"
+        )
+
+
+def _address(environment: Mapping[str, str]) -> tuple[str, int]:
+    return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+
+
+def _run(environment: Mapping[str, str]) -> str:
+    return environment.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _wait_for_listener(address: tuple[str, int], deadline_s: float) -> None:
+    """Return when somebody listens; say that this waits if it takes long."""
+    host, port = address
+    begin_s, has_said = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection(address, timeout=_ANSWER_S).close()
+            return
+        except OSError as error:
+            waited_s = time.monotonic() - begin_s
+            if waited_s > deadline_s:
+                raise RepairError(
+                    f"nobody has listened at {host}:{port} within {deadline_s:.0f} s, where the node of rank "
+                    f"0 keeps the job's store ({error.strerror or error})"
+                ) from error
+        if waited_s > _PATIENCE_S and not has_said:
+            has_said = True
+            _say(
+                f"waiting up to {deadline_s:.0f} s for the node of rank 0 to listen at {host}:{port}: it may "
+                "still import"
+            )
+        time.sleep(_POLL_S)
+
+
+def _say(line: str) -> None:
+    print(f"moe_ft: {line}", file=sys.stderr, flush=True)

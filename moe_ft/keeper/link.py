@@ -10,6 +10,7 @@ from collections.abc import Sequence
 _FLAG = "--moe-ft-repair"
 _NUM_CELLS = 5
 _ARMED, _RETIRED, _BEATS, _LIMIT_S, _HUNG_S = range(_NUM_CELLS)
+_TOKEN_BYTES = 32
 
 
 class Link:
@@ -18,21 +19,38 @@ class Link:
     The zygote makes the link and forks the rank, which then has it too. Either may change it, in any thread.
     """
 
-    def __init__(self, died_s: float | None = None, predecessor_hung_s: float = 0.0) -> None:
+    def __init__(
+        self, died_s: float | None = None, predecessor_hung_s: float = 0.0, token: str = ""
+    ) -> None:
         """Prepare the link of a rank; it is not armed, and no beats are expected.
 
         Args:
             died_s: time since 1970 when the rank died that this one replaces; None for the first one.
             predecessor_hung_s: `hung_s` of that rank.
+            token: see the property.
         """
         self.died_s, self.predecessor_hung_s = died_s, predecessor_hung_s
         self.round = 0  # that a replacement joined before it began
-        self._cells = memoryview(mmap.mmap(-1, 8 * _NUM_CELLS)).cast("d")
+        memory = memoryview(mmap.mmap(-1, 8 * _NUM_CELLS + _TOKEN_BYTES))
+        self._cells, self._token = memory[: 8 * _NUM_CELLS].cast("d"), memory[8 * _NUM_CELLS :]
+        self.token = token
 
     @property
     def is_replacement(self) -> bool:
         """True if the rank replaces one that has died."""
         return self.died_s is not None
+
+    @property
+    def token(self) -> str:
+        """Secret of the start, which signs what ranks say in the job's store; empty until it is known.
+
+        The zygote has it from the rank that has died, and the replacement from the zygote.
+        """
+        return bytes(self._token).rstrip(b"\0").decode()
+
+    @token.setter
+    def token(self, token: str) -> None:
+        self._token[:] = token.encode().ljust(_TOKEN_BYTES, b"\0")
 
     @property
     def is_armed(self) -> bool:

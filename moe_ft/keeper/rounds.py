@@ -4,14 +4,18 @@ Round 0 is the start. Every rank takes part in every round, in their order: a re
 without its rank, which declares that round if nobody has. Every other rank joins when it has left its
 iteration, and a round is complete when all have joined. It is over when an iteration has been finished. If a
 rank dies before, its replacement declares the next round, and all others leave the one that is broken.
+
+Each rank signs what it says. Rank 0 reads what all have said, and tells the others: 10,000 ranks that read it
+each would need minutes of the one process that keeps the store.
 """
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
 
 MOST_UNFINISHED = 3  # rounds in a row that are broken before an iteration is finished
@@ -39,58 +43,51 @@ class Member:
 class Rounds:
     """One connection's view of the rounds. Used by one thread."""
 
-    def __init__(self, store: Any, world_size: int) -> None:
-        self._store, self._world_size = store, world_size
+    def __init__(self, store: SignedStore, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
         self.poll_s = max(_MIN_POLL_S, world_size / _MAX_STORE_OPERATIONS_PER_S)
 
-    def last_finished(self) -> int:
-        """Return the last round in which an iteration was finished."""
-        return int(self._store.get("finished")) if self._store.check(["finished"]) else 0
+    def is_finished(self, number: int) -> bool:
+        """Return whether an iteration was finished in a round."""
+        return number == 0 or self._has(number, "finished")
 
     def finish(self, number: int) -> None:
         """Note that an iteration was finished in a round; all ranks of it may say so."""
-        self._store.set("finished", str(number))
+        self._store.set(_key(number, "finished"), True)
 
     def is_declared(self, number: int) -> bool:
         """Return whether a round has begun."""
-        return bool(self._store.check([_key(number)]))
+        return self._has(number, "declared")
 
     def time_out(self, number: int) -> None:
         """Say that a rank has timed out waiting for another, in groups of the round before this one."""
-        self._store.set(_timeout_key(number), "1")
+        self._store.set(_key(number, "timed_out"), True)
 
     def has_timed_out(self, number: int) -> bool:
         """Return whether some rank has said so."""
-        return bool(self._store.check([_timeout_key(number)]))
+        return self._has(number, "timed_out")
 
     def has_joined(self, number: int, rank: int) -> bool:
         """Return whether a rank takes part in a round already."""
-        return rank in self._members(number)
+        return any(said["rank"] == rank for said in self._store.values(_key(number, "members")))
 
     def join(self, number: int, member: Member) -> None:
         """Take part in a round, once. A replacement declares it with that."""
-        self._store.append(_key(number), json.dumps(asdict(member)) + "\n")
+        if member.died_s is not None:
+            self._store.set(_key(number, "declared"), True)
+        self._store.append(_key(number, "members"), asdict(member))
 
     def wait_for_all(
         self, number: int, deadline_s: float, clock: Callable[[], float] = time.monotonic
     ) -> Sequence[Member]:
-        """Return all members of a round, by rank.
+        """Return all members of a round, by rank. Called by all of them.
 
         Raises:
             RepairError: if some have not joined in time, or the round is broken.
         """
-        end_s = clock() + deadline_s
-        while True:
-            members = self._members(number)
-            if len(members) == self._world_size:
-                return [members[rank] for rank in sorted(members)]
-            self._check_unbroken(number)
-            if clock() > end_s:
-                missing = sorted(set(range(self._world_size)) - set(members))
-                raise RepairError(
-                    f"ranks {missing} have not come to round {number} within {deadline_s:.0f} s"
-                )
-            time.sleep(self.poll_s)
+        told = self._wait_for(number, "members", deadline_s, clock)
+        members = [Member(**{**facts, "rank": rank}) for facts, ranks in told for rank in ranks]
+        return sorted(members, key=lambda each: each.rank)
 
     def wait_until_ready(
         self, number: int, deadline_s: float, clock: Callable[[], float] = time.monotonic
@@ -100,39 +97,56 @@ class Rounds:
         Raises:
             RepairError: if some cannot in time, or the round is broken.
         """
-        end_s, key = clock() + deadline_s, f"round_{number}/ready"
-        num_ready = self._store.add(key, 1)
-        while num_ready < self._world_size:
+        self._store.append(_key(number, "ready"), {"rank": self._rank})
+        self._wait_for(number, "ready", deadline_s, clock)
+
+    def _wait_for(
+        self, number: int, what: str, deadline_s: float, clock: Callable[[], float]
+    ) -> Any:
+        """Return what all ranks have said in a list, as pairs of a value and the ranks that have said it."""
+        end_s, told_key = clock() + deadline_s, _key(number, f"all_{what}")
+        while True:
+            if self._rank == 0:
+                said = {each["rank"]: each for each in self._store.values(_key(number, what))}
+                if len(said) == self._world_size:
+                    self._store.set(told_key, told := _by_value(said))
+                    return told
+                missing = f"{sorted(set(range(self._world_size)) - set(said))} are missing"
+            else:
+                if (told := self._store.get(told_key)) is not None:
+                    return told
+                missing = "rank 0 says which are missing"
             self._check_unbroken(number)
             if clock() > end_s:
                 raise RepairError(
-                    f"{self._world_size - num_ready} ranks were not ready for round {number} within "
-                    f"{deadline_s:.0f} s"
+                    f"round {number} has not had all {what} within {deadline_s:.0f} s: {missing}"
                 )
             time.sleep(self.poll_s)
-            num_ready = self._store.add(key, 0)
 
     def _check_unbroken(self, number: int) -> None:
         if self.is_declared(number + 1):
             raise RepairError(f"round {number} is broken: one of its ranks has died")
 
-    def _members(self, number: int) -> dict[int, Member]:
-        if not self.is_declared(number):
-            return {}
-        lines = self._store.get(_key(number)).decode().splitlines()
-        members = [Member(**json.loads(line)) for line in lines]
-        return {each.rank: each for each in members}
+    def _has(self, number: int, what: str) -> bool:
+        return self._store.get(_key(number, what)) is not None
 
 
-def _key(number: int) -> str:
-    return f"round_{number}/members"
+def _key(number: int, what: str) -> str:
+    return f"round_{number}/{what}"
 
 
-def _timeout_key(number: int) -> str:
-    return f"round_{number}/timed_out"
+def _by_value(said: Mapping[int, dict[str, Any]]) -> list[Any]:
+    """Return pairs of what was said, without the rank, and the ranks: most say the same."""
+    found: dict[str, list[int]] = {}
+    for rank, value in sorted(said.items()):
+        rest = {name: each for name, each in value.items() if name != "rank"}
+        found.setdefault(json.dumps(rest), []).append(rank)
+    return [[json.loads(text), ranks] for text, ranks in found.items()]
 
 
-def declare(store: Any, rank: int, world_size: int, died_s: float, hung_s: float = 0.0) -> int:
+def declare(
+    store: SignedStore, rank: int, world_size: int, died_s: float, hung_s: float = 0.0
+) -> int:
     """Join the round in which a replacement takes the place of a dead rank, and return its number.
 
     Args:
@@ -141,11 +155,12 @@ def declare(store: Any, rank: int, world_size: int, died_s: float, hung_s: float
     Raises:
         RepairError: if too many rounds have been broken.
     """
-    rounds = Rounds(store, world_size)
-    number = finished = rounds.last_finished()
-    while number == finished or rounds.has_joined(number, rank):
+    rounds = Rounds(store, rank, world_size)
+    number = 1
+    while rounds.is_finished(number) or rounds.has_joined(number, rank):
         number += 1
-    if number > finished + MOST_UNFINISHED:
+    before = range(number - MOST_UNFINISHED, number)
+    if before[0] > 0 and not any(map(rounds.is_finished, before)):
         raise RepairError(
             f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
         )

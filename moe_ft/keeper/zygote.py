@@ -13,6 +13,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -23,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.forked_rank import (
     become,
     call_itself,
@@ -45,6 +47,7 @@ from moe_ft.keeper.target import Target
 _REQUEST_DEADLINE_S = 30.0  # from a connection to its request
 _LOOK_S = 1.0  # between two looks at connections without a request
 _BACKLOG = 1024
+_STORE_DEADLINE_S = 60.0  # to reach the store of a start that trains
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 
 
@@ -245,7 +248,7 @@ class Zygote:
         """Fork the first process of a rank."""
         link = Link() if wants_repair(request.words) else None
         if link is not None and request.environment.get("RANK") == "0":
-            self._start_store(request)
+            link.token = self._start_store(request)
         if self._role is None:
             self._fork(request, streams, connection, link)
 
@@ -284,22 +287,33 @@ class Zygote:
         with suppress(OSError):  # its worker is gone: `_hear` notices
             send_answer(connection, Answer.RUNS, pid)
 
-    def _start_store(self, request: RankRequest) -> None:
-        """Fork the process that keeps the store of a start, unless the launcher does."""
+    def _start_store(self, request: RankRequest) -> str:
+        """Fork the process that keeps the store of a start, unless the launcher does.
+
+        Returns:
+            The token of the start; empty if there is no such process.
+        """
         # It imports torch, as a script that repairs does anyway.
         from moe_ft.keeper import job_store
 
         self._end_store()
         if job_store.is_shared(request.environment):
-            return
-        zygote, pid = os.getpid(), os.fork()
+            return ""
+        try:
+            listener = job_store.listen(request.environment)
+        except OSError as error:
+            _say(f"nothing can listen at MASTER_ADDR and MASTER_PORT, where ranks meet: {error}")
+            return ""
+        token, zygote, pid = secrets.token_hex(16), os.getpid(), os.fork()
         if pid == 0:
             self._forget()
             os.setsid()
             follow_parent(zygote)
-            self._role = lambda: job_store.serve(request.environment)
+            self._role = lambda: job_store.serve(listener, request.environment, token)
         else:
+            listener.close()
             self._store_pid = pid
+        return token
 
     def _end_store(self) -> None:
         """End the store of the start before: the next one may listen at the same port."""
@@ -357,7 +371,7 @@ class Zygote:
             try:
                 if not why_not_to_fork():
                     _say(f"rank {name} has died ({_end_of(status)}), and is replaced")
-                    link = Link(died_s, rank.link.hung_s)
+                    link = Link(died_s, rank.link.hung_s, rank.link.token)
                     self._fork(rank.request, rank.streams, rank.connection, link)
                     return
             except OSError as error:
@@ -393,12 +407,14 @@ def _run_rank(request: RankRequest, link: Link | None) -> None:
     """Run a rank. A replacement first says that its predecessor has died: the others wait for it."""
     set_own_link(link)
     if link is not None and link.died_s is not None:
-        from moe_ft.keeper import job_store, rounds  # imports torch, as a script that repairs does
+        # They import torch, as a script that repairs does anyway.
+        from moe_ft.keeper import job_store, rounds
 
         environment = request.environment
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        store = job_store.connect(environment)
-        link.round = rounds.declare(store, rank, world_size, link.died_s, link.predecessor_hung_s)
+        store = job_store.connect(environment, link, _STORE_DEADLINE_S)
+        signed = SignedStore(store, lambda: link.token)
+        link.round = rounds.declare(signed, rank, world_size, link.died_s, link.predecessor_hung_s)
     run(Target(words=request.words, preload=()))
 
 

@@ -33,9 +33,10 @@ class Leaving:
     def use(self, running: Checkpointing) -> None:
         """Begin to write the breakpoint of an engine that has one. Called by all ranks."""
         if running.engine.breakpoints is not None:
-            pids = local_processes.local_pids()
-            engine = running.engine
-            self._writer.use(engine.breakpoints, pids, is_on_gpu=False, boundary=engine.boundary)
+            processes, engine = local_processes.meet_processes(), running.engine
+            self._writer.use(
+                engine.breakpoints, processes, is_on_gpu=False, boundary=engine.boundary
+            )
 
     def fail(self, error: Exception) -> None:
         """Write because of an exception. Training thread."""

@@ -28,15 +28,21 @@ class Store:
         self._numbers[key] += amount
         return self._numbers[key]
 
+    def set(self, key: str, text: str) -> None:
+        """Replace a text."""
+        self._reach()
+        self._texts[key] = text
+
     def append(self, key: str, text: str) -> None:
         """Add to a text."""
         self._reach()
         self._texts[key] += text
 
-    def get(self, key: str) -> bytes:
-        """Return a text."""
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Return a text; what was expected if there is none, as torch does."""
+        assert expected == desired, "only to read without waiting"
         self._reach()
-        return self._texts[key].encode()
+        return self._texts.get(key, expected).encode()
 
 
 def default_store(world: World) -> Store:

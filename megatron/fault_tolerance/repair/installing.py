@@ -21,6 +21,7 @@ from megatron.fault_tolerance.seams.listeners import Listeners
 from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
+from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError
 from moe_ft.keeper import job_store
 from moe_ft.keeper.heartbeat import Heart
@@ -55,6 +56,7 @@ def repairing(config: MoeFtConfig, args: argparse.Namespace, listeners: Listener
 
     Raises:
         ConfigError: if repairs are asked for, and this job or process cannot be repaired.
+        RepairError: if the job's store cannot be reached.
     """
     if config.recovery.repair == "off":
         return Repairing()
@@ -63,9 +65,15 @@ def repairing(config: MoeFtConfig, args: argparse.Namespace, listeners: Listener
     links = Links(_transports(args))
     heart = Heart(link, checked_heartbeat_s(config, args))
     # Each thread has a connection of its own, made before those that end with a round.
-    store, watched = (job_store.connect(os.environ) for _ in range(2))
-    watcher = Watcher(Rounds(watched, args.world_size), links, link)
-    rounds = Rounds(store, args.world_size)
+    deadline_s = 60.0 * args.distributed_timeout_minutes
+    store, watched = (job_store.connect(os.environ, link, deadline_s) for _ in range(2))
+    if not link.is_replacement:
+        job_store.take_seat(store, os.environ)
+    rounds, rounds_of_watcher = (
+        Rounds(SignedStore(each, lambda: link.token), args.rank, args.world_size)
+        for each in (store, watched)
+    )
+    watcher = Watcher(rounds_of_watcher, links, link)
     seam = RepairSeam(link, listeners, store, rounds, watcher, links, heart)
     return Repairing(seam=seam, arguments={"store": store})
 

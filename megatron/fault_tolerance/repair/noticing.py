@@ -67,7 +67,7 @@ class Noticing:
         if not self._is_declared(number, error, isinstance(error, may_mean_death)):
             return None
         self._links.end(number - 1)
-        is_over = self._rounds.last_finished() == number - 1
+        is_over = self._rounds.is_finished(number - 1)
         where = "its iteration" if is_over else "a repair"
         say(f"rank {dist.get_rank()} has left {where}: a rank has died ({_first_line(error)})")
         return Phases(min(raised_s, self._watcher.noticed_s(number)))

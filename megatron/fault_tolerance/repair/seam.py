@@ -5,6 +5,7 @@ died (noticing.py), a round of repairs runs (round.py). If another one dies mean
 next round. Any other exception ends the process: the launcher restarts the job.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -33,7 +34,9 @@ from megatron.fault_tolerance.repair.together import Together
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.listeners import Built, Listeners
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
+from moe_ft.keeper import job_store
 from moe_ft.keeper.heartbeat import Heart
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
@@ -71,7 +74,10 @@ class RepairSeam:
         self._together = Together(links, self._recipes)
         self._batches, self._evaluations = training_batches(), SkippedEvaluations()
         self._kept = KeptResult(listeners.loop)
-        self._gathered = Gathered(store, is_replacement=link.is_replacement)
+        self._store = store
+        self._gathered = Gathered(
+            SignedStore(store, lambda: link.token), is_replacement=link.is_replacement
+        )
         self._joining = Joining(self._recipes) if link.is_replacement else None
         self._membership = Membership(link, rounds, self._joining)
         self._noticing = Noticing(link, rounds, self._membership, watcher, links)
@@ -151,11 +157,24 @@ class RepairSeam:
             return self._recipes.make(original, *args, **kwargs)
 
     def _set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        if not self._link.is_replacement:
+            self._share_token()
         with self._gathered.installed():
             result = original(*args, **kwargs)
         self._together.prepare()
         self._groups.note()
         return result
+
+    def _share_token(self) -> None:
+        """Learn the token from rank 0, which has it from its zygote. Called by all ranks, at their start.
+
+        Raises:
+            RepairError: if this rank uses another store than rank 0.
+        """
+        tokens: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(tokens, self._link.token)
+        self._link.token = tokens[0]
+        job_store.check_owner(self._store, os.environ, tokens[0])
 
     def _finish_together(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Leave an iteration when all ranks have finished it: outside of it nothing is repaired."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from moe_ft.errors import ConfigError
+from moe_ft.keeper import job_store
 from moe_ft.keeper.link import Link
 
 TRY_ON_GPUS = "MOE_FT_TRY_REPAIR_ON_GPUS"
@@ -95,6 +96,12 @@ def checked_link(args: argparse.Namespace, link: Link | None) -> Link:
         raise ConfigError(
             "--moe-ft-repair=auto needs ranks that are forked by `python -m moe_ft keep`, and this one is "
             "not. Put it before the script (torchrun ... -m moe_ft keep -- SCRIPT), or leave the flag out."
+        )
+    if job_store.is_shared(os.environ):
+        raise ConfigError(
+            "--moe-ft-repair=auto needs a store of its own for each start, and torchrun shares the one that "
+            "it keeps. Start torchrun with --rdzv-backend=c10d and with the environment variable "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or leave the flag out."
         )
     rules = _RULES
     if not cpu_device.is_active():

@@ -8,11 +8,12 @@ or to have no breakpoint.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from megatron.fault_tolerance.watch.local_processes import gone_ranks
+from megatron.fault_tolerance.watch.local_processes import JobProcesses, gone_ranks
+from moe_ft.engine.links.signed_store import SignedStore
 
 _MEETING_S = 5.0  # for ranks that say nothing and cannot be seen: of a node that is gone
 _STEP_S = 5.0  # for those that are one iteration behind
@@ -25,23 +26,30 @@ class BreakpointMeeting:
     """One rank's part. Used by one thread at a time."""
 
     def __init__(
-        self, store: Any, world_size: int, incarnation: int, pids: Mapping[int, int]
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        incarnation: int,
+        processes: JobProcesses,
     ) -> None:
         """Prepare.
 
         Args:
             store: of the job.
+            rank: of this process.
             world_size: number of ranks.
             incarnation: of this start.
-            pids: result of `local_pids`.
+            processes: of the ranks.
         """
-        self._store, self._world_size, self._pids = store, world_size, pids
+        self._store = SignedStore(store, lambda: processes.token)
+        self._rank, self._world_size, self._pids = rank, world_size, processes.pids
         self._prefix = f"moe_ft/breakpoints/{incarnation}"
         self._poll_s = max(_MIN_POLL_S, world_size / _MAX_STORE_OPERATIONS_PER_S)
 
     def cannot_step(self) -> None:
         """Say that this rank has no breakpoint, or stays where it is: nobody need wait."""
-        self._ask(lambda store: store.add(f"{self._prefix}/alone", 1))
+        self._ask(lambda store: store.set(f"{self._prefix}/alone", True))
 
     def agree(self, iteration: int) -> int | None:
         """Return the iteration that all ranks can have a breakpoint of; None if they cannot.
@@ -49,37 +57,33 @@ class BreakpointMeeting:
         Args:
             iteration: of this rank's breakpoint.
         """
-
-        def say(store: Any) -> bool:
-            store.append(f"{self._prefix}/at", f"{iteration} ")
-            store.add(f"{self._prefix}/count", 1)
-            return True
-
-        if not self._ask(say) or not self._wait("count", _MEETING_S):
-            return None
-        found = self._ask(lambda store: store.get(f"{self._prefix}/at"))
-        return None if found is None else max(map(int, found.split()))
+        found = self._say_and_wait("at", iteration, _MEETING_S)
+        return None if found is None else max(found.values())
 
     def wait_for_others(self) -> None:
         """Say that this rank is done, and wait for those that step: the step may need this rank."""
-        self._ask(lambda store: store.add(f"{self._prefix}/done", 1))
-        self._wait("done", _STEP_S)
+        self._say_and_wait("done", True, _STEP_S)
 
-    def _wait(self, what: str, seconds: float) -> bool:
-        """Wait until all ranks have said something; return False if they will not."""
-        deadline_s = time.monotonic() + seconds
-        while time.monotonic() < deadline_s:
-            number = self._ask(lambda store: store.add(f"{self._prefix}/{what}", 0))
-            if number is None or number >= self._world_size:
-                return number is not None
+    def _say_and_wait(self, what: str, value: int, seconds: float) -> dict[int, int] | None:
+        """Say something, and return what all ranks have said, by rank; None if some will not."""
+        deadline_s, key = time.monotonic() + seconds, f"{self._prefix}/{what}"
+        self._ask(lambda store: store.append(key, [self._rank, value]))
+        while True:
+            is_last = time.monotonic() >= deadline_s
+            num_said = self._ask(lambda store: store.length(key))
+            if num_said is None:
+                return None
+            if is_last or num_said >= self._world_size:
+                said = self._ask(lambda store: dict(store.values(key)))
+                if is_last or said is None or len(said) == self._world_size:
+                    return said if said and len(said) == self._world_size else None
             if gone_ranks(self._pids):
                 self.cannot_step()
-            if self._ask(lambda store: store.add(f"{self._prefix}/alone", 0)):
-                return False
+            if self._ask(lambda store: store.get(f"{self._prefix}/alone")):
+                return None
             time.sleep(self._poll_s)
-        return False
 
-    def _ask[Answer](self, ask: Callable[[Any], Answer]) -> Answer | None:
+    def _ask[Answer](self, ask: Callable[[SignedStore], Answer]) -> Answer | None:
         """Return what the job's store answers; None if it does not: its host may be what died."""
         answers: list[Answer] = []
 

@@ -10,13 +10,14 @@ lock around it are moe_ft/engine/breakpoints.py, the log moe_ft/engine/boundary/
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
 
 from megatron.fault_tolerance.seams.listeners import LoopState
 from megatron.fault_tolerance.watch.breakpoint_meeting import BreakpointMeeting
+from megatron.fault_tolerance.watch.local_processes import JobProcesses
 from moe_ft.engine.background import BackgroundPart
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Written
@@ -38,7 +39,7 @@ class BreakpointWriter:
         self._loop, self._log = loop, event_log
         self._breakpoints: Breakpoints | None = None
         self._boundary: BoundaryLog | None = None
-        self._pids: Mapping[int, int] = {}
+        self._processes = JobProcesses()
         self._abort: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._has_written = False
@@ -46,13 +47,13 @@ class BreakpointWriter:
     def use(
         self,
         breakpoints: Breakpoints,
-        pids: Mapping[int, int],
+        processes: JobProcesses,
         *,
         is_on_gpu: bool,
         boundary: BoundaryLog | None = None,
     ) -> None:
         """Begin to write what these objects hold; before, nothing is written. Training thread."""
-        self._breakpoints, self._pids, self._boundary = breakpoints, pids, boundary
+        self._breakpoints, self._processes, self._boundary = breakpoints, processes, boundary
         self._has_written = False
         self._abort = _abort_collectives if is_on_gpu else None
 
@@ -109,7 +110,9 @@ class BreakpointWriter:
     def _meet(self, breakpoints: Breakpoints, written: Written, *, can_step: bool) -> Written:
         """Bring the breakpoints of all ranks to one iteration, if that takes one step at most."""
         store = dist.distributed_c10d._get_default_store()
-        meeting = BreakpointMeeting(store, dist.get_world_size(), self._log.incarnation, self._pids)
+        meeting = BreakpointMeeting(
+            store, dist.get_rank(), dist.get_world_size(), self._log.incarnation, self._processes
+        )
         own = written.stepping_to if written.iteration is None else written.iteration
         if own is None or not can_step:
             meeting.cannot_step()

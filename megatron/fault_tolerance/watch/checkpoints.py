@@ -26,7 +26,7 @@ from megatron.fault_tolerance.seams.resumption import Resumption
 from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
 from megatron.fault_tolerance.watch.breakpoint_writer import BreakpointWriter
 from megatron.fault_tolerance.watch.faults import Faults, Node
-from megatron.fault_tolerance.watch.local_processes import local_pids
+from megatron.fault_tolerance.watch.local_processes import JobProcesses, meet_processes
 from megatron.fault_tolerance.watch.routers import Routers
 from megatron.fault_tolerance.watch.scalars import Scalars
 from megatron.fault_tolerance.watch.state_seam import StateSeam
@@ -154,13 +154,13 @@ class Checkpoints(LoopListener):
         )
 
     def _use_breakpoints(self, breakpoints: Breakpoints, running: Checkpointing) -> None:
-        pids = local_pids() if dist.is_initialized() else {}
+        processes = meet_processes() if dist.is_initialized() else JobProcesses()
         parameters = running.met.live.parameters
         is_on_gpu = not cpu_device.is_active() and any(
             each.parameter.is_cuda for each in parameters
         )
         boundary = running.engine.boundary
-        self._breakpoint_writer.use(breakpoints, pids, is_on_gpu=is_on_gpu, boundary=boundary)
+        self._breakpoint_writer.use(breakpoints, processes, is_on_gpu=is_on_gpu, boundary=boundary)
 
     def after_recovery(self) -> None:
         """Write the event "recovery", unless a replay is still to come, here or on other ranks."""

@@ -21,8 +21,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.fault_tolerance.seams.listeners import Built, LoopListener, LoopState
-from megatron.fault_tolerance.watch.local_processes import gone_ranks, local_pids
+from megatron.fault_tolerance.watch.local_processes import (
+    JobProcesses,
+    gone_ranks,
+    meet_processes,
+)
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog, read_progress
 from moe_ft.keeper.link import retire_own
@@ -87,7 +92,7 @@ class FailureReport(LoopListener):
         self._lock = threading.Lock()
         self._has_reported = False
         self._told_to_end = threading.Event()
-        self._pids: dict[int, int] = {}
+        self._processes = JobProcesses()
 
     def start(self) -> None:
         """Listen for SIGTERM."""
@@ -97,7 +102,7 @@ class FailureReport(LoopListener):
     def after_setup(self, built: Built) -> None:
         """Learn which processes of the job run on this machine. Called by all ranks."""
         if dist.is_initialized():
-            self._pids = local_pids()
+            self._processes = meet_processes()
 
     def failed(self, error: Exception) -> None:
         """Report an exception, unless it is a refusal; the process ends within a deadline from now on."""
@@ -178,25 +183,25 @@ class FailureReport(LoopListener):
         return answer[0] if answer else None
 
     def _exchange(self, timed_out: bool) -> _Notes:
-        store = dist.distributed_c10d._get_default_store()
+        processes = self._processes
+        store = SignedStore(dist.distributed_c10d._get_default_store(), lambda: processes.token)
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        prefix = f"moe_ft/stopped/{self._log.incarnation}"
+        key = f"moe_ft/stopped/{self._log.incarnation}"
         poll_s = max(_MIN_POLL_S, world_size / _MAX_STORE_OPERATIONS_PER_S)
-        store.append(f"{prefix}/ranks", f"{rank} ")  # type: ignore[attr-defined]  # missing in its stub
-        store.add(f"{prefix}/timed_out", int(timed_out))
-        num_stopped = store.add(f"{prefix}/count", 1)
+        store.append(key, [rank, timed_out])
         deadline, is_told = time.monotonic() + self._grace_s, self._told_to_end
-        while num_stopped < world_size and time.monotonic() < deadline and not is_told.is_set():
+        while time.monotonic() < deadline and not is_told.is_set():
+            if store.length(key) >= world_size and len(dict(store.values(key))) == world_size:
+                break
             is_told.wait(poll_s)
-            num_stopped = store.add(f"{prefix}/count", 0)
         # A rank that is told to end does not wait until all others have had the time to leave a note. Look at
         # processes before notes: what has ended by now has left its note, if it leaves one.
-        suspects = gone_ranks(self._pids) if is_told.is_set() else frozenset(range(world_size))
-        heard = frozenset(int(word) for word in store.get(f"{prefix}/ranks").split())
+        suspects = gone_ranks(processes.pids) if is_told.is_set() else frozenset(range(world_size))
+        said = {**dict(store.values(key)), rank: timed_out}
         notes = _Notes(
-            heard=heard,
-            silent=tuple(sorted(suspects - heard)),
-            timed_out=store.add(f"{prefix}/timed_out", 0) > 0,
+            heard=frozenset(said),
+            silent=tuple(sorted(suspects - said.keys())),
+            timed_out=any(said.values()),
         )
         if rank == 0:
             time.sleep(2 * poll_s)  # it may keep the store: let the others read

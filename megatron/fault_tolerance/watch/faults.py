@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron.fault_tolerance.seams.listeners import Built, LoopListener
-from megatron.fault_tolerance.watch.local_processes import local_pids
+from megatron.fault_tolerance.watch.local_processes import meet_processes
 from moe_ft.errors import InjectedFaultError
 from moe_ft.events import EventLog
 from moe_ft.faults import FaultKind, FaultSpec, Phase
@@ -43,12 +43,12 @@ class Faults(LoopListener):
         self._event_log = event_log
         self._find_node: Callable[[], Node] | None = None
         self._needs_pids = any(fault.kind is FaultKind.TERMINATE for fault in faults)
-        self._pids: dict[int, int] = {}
+        self._pids: Mapping[int, int] = {}
 
     def after_setup(self, built: Built) -> None:
         """Learn which processes a fault of kind terminate ends. Called by all ranks."""
         if self._needs_pids and dist.is_initialized():
-            self._pids = local_pids()
+            self._pids = meet_processes().pids
 
     def set_node(self, find_node: Callable[[], Node]) -> None:
         """Set how a fault of kind lose-node finds what to destroy.

@@ -1,8 +1,10 @@
-"""Processes of the ranks on this machine: which of them are gone, without waiting for any."""
+"""Processes of the ranks: those on this machine, of which some may be gone, and the secret that all share."""
 
 import os
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,30 @@ import torch.distributed as dist
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def local_pids() -> dict[int, int]:
-    """Return the process ids, by rank, of the ranks whose processes this one can see. Called by all ranks."""
-    own = (_namespace(), os.getpid())
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobProcesses:
+    """What ranks know of each other's processes; nothing before they have met.
+
+    Attributes:
+        pids: process ids, by rank, of the ranks whose processes this one can see.
+        token: signs what the ranks say in the job's store when they leave.
+    """
+
+    pids: Mapping[int, int] = field(default_factory=dict)
+    token: str = ""
+
+
+def meet_processes() -> JobProcesses:
+    """Meet the other ranks. Called by all ranks."""
+    own = (_namespace(), os.getpid(), secrets.token_hex(16))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    return {
+    pids = {
         rank: pid
-        for rank, (namespace, pid) in enumerate(everyone)
+        for rank, (namespace, pid, _) in enumerate(everyone)
         if namespace and namespace == own[0]
     }
+    return JobProcesses(pids=pids, token=everyone[0][2])
 
 
 def _namespace() -> str:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from megatron.core.rerun_state_machine import (
     destroy_rerun_state_machine,
     get_rerun_state_machine,
@@ -24,6 +23,7 @@ from moe_ft.errors import RepairError
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
 from tests.unit.fault_tolerance.repair.members import position_at
+from tests.unit.signed import signed
 
 BROKEN = 5
 
@@ -51,7 +51,7 @@ class Rank:
         args.iterations_to_skip, args.consumed_train_samples = [], 3 * args.global_batch_size
         self.args, self.events = args, list[Any]()
         listeners = Listeners(LoopState(), [_Replays(self.events)])
-        watcher = Watcher(Rounds(dist.HashStore(), 1), links := Links(), Link())
+        watcher = Watcher(Rounds(signed(), 0, 1), links := Links(), Link())
         self.evaluations = SkippedEvaluations()
         self._catching_up = CatchingUp(listeners, watcher, links, self.evaluations)
         kept = KeptResult(LoopState())

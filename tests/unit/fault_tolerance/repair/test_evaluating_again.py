@@ -26,6 +26,7 @@ from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
+from tests.unit.signed import signed
 
 PER_STEP = 10  # samples
 
@@ -112,7 +113,7 @@ def evaluate(
     monkeypatch.setattr(
         training, "build_train_valid_test_data_loaders", lambda _: (None, [_Loader()], None)
     )
-    watcher = Watcher(Rounds(dist.HashStore(), 1), links := Links(), Link())
+    watcher = Watcher(Rounds(signed(), 0, 1), links := Links(), Link())
     together = Together(links, Recipes())
     with Patches() as patches:
         EvaluatingAgain(watcher, together, notice, repair).install(patches)

@@ -16,6 +16,7 @@ from megatron.fault_tolerance.repair.watcher import Watcher
 from moe_ft.errors import SnapshotError
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds, declare
+from tests.unit.signed import signed
 
 CLOSED = RuntimeError("Connection closed by peer\nand where that was")
 
@@ -24,11 +25,11 @@ class Rank:
     """Rank 0 of two, in round 0, that can be replaced."""
 
     def __init__(self) -> None:
-        self.store, self.links, self.link = dist.HashStore(), Links(), Link()
+        self.store, self.links, self.link = signed(), Links(), Link()
         self.link.arm()
-        self.rounds = Rounds(self.store, 2)
+        self.rounds = Rounds(self.store, 0, 2)
         membership = Membership(self.link, self.rounds, None)
-        watcher = Watcher(Rounds(self.store, 2), self.links, self.link)
+        watcher = Watcher(Rounds(self.store, 0, 2), self.links, self.link)
         self.noticing = Noticing(self.link, self.rounds, membership, watcher, self.links)
 
     def lose_the_other(self) -> None:

@@ -44,6 +44,7 @@ from moe_ft.errors import RepairError, UnrecoverableError
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds, declare
 from tests.unit.fault_tolerance.repair.members import position_at
+from tests.unit.signed import signed
 
 PHASES = ["notice", "free", "meet", "swap", "recover", "catch_up"]
 
@@ -87,16 +88,16 @@ class Rank:
 
     def __init__(self, args: Namespace) -> None:
         store, link, self.links, loop = dist.HashStore(), Link(), Links(), LoopState()
-        declare(store, rank=1, world_size=2, died_s=5.0)
-        store.add("round_1/ready", 1)
-        rounds = Rounds(store, 2)
+        declare(signed(store), rank=1, world_size=2, died_s=5.0)
+        signed(store).append("round_1/ready", {"rank": 1})
+        rounds = Rounds(signed(store), 0, 2)
         groups = Groups(self.links.transports, Recipes())
         groups.note()
         self.listener = _Listener(args, loop)
         listeners = Listeners(loop, [self.listener])
         membership = Membership(link, rounds, None)
         membership.position = position_at(5)
-        watcher = Watcher(Rounds(store, 2), self.links, link)
+        watcher = Watcher(Rounds(signed(store), 0, 2), self.links, link)
         self.rounds, self.ran = rounds, list[int]()
         self.runner = RoundRunner(
             link=link,
@@ -156,7 +157,7 @@ def test_round_recovers_a_state_and_runs_iterations_until_the_broken_one_is_fini
     )
     assert list(phases.seconds) == PHASES
     assert phases.seconds["notice"] == 1.0
-    assert (rank.links.round, rank.rounds.last_finished()) == (1, 1)
+    assert rank.links.round == 1 and rank.rounds.is_finished(1)
 
 
 def test_round_waits_for_a_rank_that_reads_as_long_as_the_groups_do(
@@ -178,7 +179,7 @@ def test_round_without_a_state_is_no_refusal_of_the_job(rank: Rank) -> None:
     rank.listener.recovers = None
     with pytest.raises(RepairError, match="found no state to continue from: every copy was lost"):
         rank.run(Phases(6.0))
-    assert rank.rounds.last_finished() == 0
+    assert not rank.rounds.is_finished(1)
     assert rank.ran == []
 
 

@@ -24,6 +24,7 @@ from moe_ft.errors import LinksEndedError, RepairError
 from moe_ft.keeper.heartbeat import Heart
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Member, Rounds
+from tests.unit.signed import signed
 
 ARGUMENTS = ("forward", "data", "model", "optimizer", "scheduler", "config", "schedule")
 
@@ -42,7 +43,10 @@ def store() -> Any:
 @pytest.fixture
 def repairing(link: Link, store: Any, loop_args: Namespace) -> Iterator[RepairSeam]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    watcher, rounds = Watcher(Rounds(store, 1), links := Links(), link), Rounds(store, 1)
+    watcher, rounds = (
+        Watcher(Rounds(signed(store), 0, 1), links := Links(), link),
+        Rounds(signed(store), 0, 1),
+    )
     listeners, heart = Listeners(LoopState(), []), Heart(link, limit_s=100.0)
     yield RepairSeam(link, listeners, store, rounds, watcher, links, heart)
     dist.destroy_process_group()
@@ -152,7 +156,7 @@ def test_death_that_the_loop_notices_between_iterations_is_named_as_the_reason(
 
     def train() -> None:
         training.train_step(*ARGUMENTS, iteration=3)
-        Rounds(store, 1).join(1, Member(rank=0, died_s=5.0))
+        Rounds(signed(store), 0, 1).join(1, Member(rank=0, died_s=5.0))
         raise RuntimeError("Connection closed by peer")  # in a log line
 
     monkeypatch.setattr(training, "train", train)

@@ -47,6 +47,16 @@ def test_rank_that_nothing_would_replace_is_refused() -> None:
         checked_link(args(), None)
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_store_that_torchrun_shares_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    message = (
+        "--moe-ft-repair=auto needs a store of its own .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    )
+    with pytest.raises(ConfigError, match=message):
+        checked_link(args(), Link())
+
+
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_device, "is_active", lambda: False)

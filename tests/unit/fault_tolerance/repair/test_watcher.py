@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch.distributed as dist
 
 from megatron.fault_tolerance.repair import watcher as watchers
 from megatron.fault_tolerance.repair.links import Links
@@ -15,12 +14,13 @@ from megatron.fault_tolerance.repair.watcher import Watcher
 from moe_ft.engine.waits import waiting
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds, declare
+from tests.unit.signed import signed
 from tests.waiting import wait_for
 
 
 def test_declared_round_ends_the_connections_of_the_one_before() -> None:
-    store, links = dist.HashStore(), Links()
-    watcher = Watcher(Rounds(store, 2), links, Link())
+    store, links = signed(), Links()
+    watcher = Watcher(Rounds(store, 0, 2), links, Link())
     watcher.start()
     try:
         before_s = time.time()
@@ -31,7 +31,7 @@ def test_declared_round_ends_the_connections_of_the_one_before() -> None:
         assert noticed_s >= before_s
         assert watcher.noticed_s(1) == noticed_s
         links.begin(1)
-        Rounds(store, 2).finish(1)
+        Rounds(store, 0, 2).finish(1)
         assert links.is_open
         declare(store, rank=0, world_size=2, died_s=before_s)
         wait_for(lambda: not links.is_open, "the end of the connections of round 1")
@@ -40,11 +40,11 @@ def test_declared_round_ends_the_connections_of_the_one_before() -> None:
 
 
 def test_rank_that_timed_out_has_all_leave_their_iteration() -> None:
-    store, links = dist.HashStore(), Links()
-    watcher = Watcher(Rounds(store, 2), links, Link())
+    store, links = signed(), Links()
+    watcher = Watcher(Rounds(store, 0, 2), links, Link())
     watcher.start()
     try:
-        Rounds(store, 2).time_out(1)
+        Rounds(store, 0, 2).time_out(1)
         wait_for(lambda: not links.is_open, "the end of the connections")
     finally:
         watcher.close()
@@ -74,14 +74,14 @@ class _Failing:
 def test_failure_without_an_exception_has_all_leave_their_iteration(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    store, transport = dist.HashStore(), _Failing()
+    store, transport = signed(), _Failing()
     links = Links((transport,))
-    watcher = Watcher(Rounds(store, 2), links, Link())
+    watcher = Watcher(Rounds(store, 0, 2), links, Link())
     watcher.start()
     try:
         transport.text = "NCCL reports TIMEOUT in group 3"
         wait_for(lambda: not links.is_open, "the end of the links")
-        assert Rounds(store, 2).has_timed_out(1), "the other ranks learn of it"
+        assert Rounds(store, 0, 2).has_timed_out(1), "the other ranks learn of it"
         assert "NCCL reports TIMEOUT in group 3: all ranks leave" in capsys.readouterr().err
     finally:
         watcher.close()
@@ -91,8 +91,8 @@ def end_of(training: Callable[[Watcher, Links], None], link: Link) -> int:
     """Return how a process ends whose connections end while its training thread does something."""
     pid = os.fork()
     if pid == 0:
-        store, links = dist.HashStore(), Links()
-        watcher = Watcher(Rounds(store, 2), links, link)
+        store, links = signed(), Links()
+        watcher = Watcher(Rounds(store, 0, 2), links, link)
         declare(store, rank=1, world_size=2, died_s=5.0)
         training(watcher, links)
         os._exit(7)

@@ -4,15 +4,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
 from megatron.fault_tolerance.watch import breakpoint_meeting
 from megatron.fault_tolerance.watch.breakpoint_meeting import BreakpointMeeting
+from megatron.fault_tolerance.watch.local_processes import JobProcesses
 from tests.unit.moe_ft.together import run_together
 
-OWN = {0: os.getpid()}
+OWN = JobProcesses(pids={0: os.getpid()}, token="the token")
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,7 @@ def agree(store: dist.Store, iterations: Sequence[int | None]) -> list[int | Non
     world_size = len(iterations)
 
     def of_rank(rank: int, gather: object) -> int | None:
-        meeting = BreakpointMeeting(store, world_size, 0, OWN)
+        meeting = BreakpointMeeting(store, rank, world_size, 0, OWN)
         iteration = iterations[rank]
         if iteration is None:
             meeting.cannot_step()
@@ -55,14 +57,17 @@ def test_nobody_waits_for_a_rank_whose_process_is_gone(monkeypatch: pytest.Monke
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
     store = dist.HashStore()
-    assert BreakpointMeeting(store, 3, 0, {**OWN, 1: process.pid}).agree(4) is None
+    assert (
+        BreakpointMeeting(store, 0, 3, 0, replace(OWN, pids={**OWN.pids, 1: process.pid})).agree(4)
+        is None
+    )
     # A rank on another machine, which cannot see that process, learns of it.
-    assert BreakpointMeeting(store, 3, 0, {2: os.getpid()}).agree(4) is None
+    assert BreakpointMeeting(store, 2, 3, 0, replace(OWN, pids={2: os.getpid()})).agree(4) is None
 
 
 def test_rank_that_says_nothing_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breakpoint_meeting, "_MEETING_S", 0.0)
-    assert BreakpointMeeting(dist.HashStore(), 2, 0, OWN).agree(4) is None
+    assert BreakpointMeeting(dist.HashStore(), 0, 2, 0, OWN).agree(4) is None
 
 
 def test_store_that_does_not_answer_ends_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +77,7 @@ def test_store_that_does_not_answer_ends_the_meeting(monkeypatch: pytest.MonkeyP
         def __getattr__(self, name: str) -> object:
             raise RuntimeError("Connection reset by peer")
 
-    meeting = BreakpointMeeting(Broken(), 2, 0, OWN)
+    meeting = BreakpointMeeting(Broken(), 0, 2, 0, OWN)
     assert meeting.agree(4) is None
     meeting.wait_for_others()
 
@@ -80,5 +85,14 @@ def test_store_that_does_not_answer_ends_the_meeting(monkeypatch: pytest.MonkeyP
 def test_earlier_starts_do_not_count() -> None:
     store = dist.HashStore()
     assert agree(store, [4, 5]) == [5, 5]
-    meeting = BreakpointMeeting(store, 1, 1, OWN)
+    meeting = BreakpointMeeting(store, 0, 1, 1, OWN)
     assert meeting.agree(2) == 2
+
+
+def test_stranger_who_writes_to_the_store_changes_no_meeting() -> None:
+    store = dist.HashStore()
+    for what in ("at", "done"):
+        store.append(f"moe_ft/breakpoints/0/{what}", "9 [1,9]\n")
+        store.add(f"moe_ft/breakpoints/0/{what}/count", 100)
+    store.set("moe_ft/breakpoints/0/alone", "1")
+    assert agree(store, [4, 5, 4]) == [5] * 3

@@ -11,6 +11,7 @@ import pytest
 from megatron.fault_tolerance.seams.listeners import LoopState
 from megatron.fault_tolerance.watch import breakpoint_writer as module
 from megatron.fault_tolerance.watch.breakpoint_writer import BreakpointWriter
+from megatron.fault_tolerance.watch.local_processes import JobProcesses
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
@@ -37,7 +38,7 @@ def breakpoints(tmp_path: Path) -> Iterator[Breakpoints]:
 @pytest.fixture
 def writer(breakpoints: Breakpoints, event_log: EventLog) -> BreakpointWriter:
     writer = BreakpointWriter(LoopState(iteration=3), event_log)
-    writer.use(breakpoints, {}, is_on_gpu=False)
+    writer.use(breakpoints, JobProcesses(), is_on_gpu=False)
     return writer
 
 
@@ -77,7 +78,7 @@ def test_repair_leaves_a_breakpoint_and_the_start_after_it_can_leave_another(
     writer.on_sigterm()
     assert [line["reason"] for line in events_in(event_log)] == ["repair"]
     assert last_event(event_log)["problem"] == ""
-    writer.use(breakpoints, {}, is_on_gpu=False)
+    writer.use(breakpoints, JobProcesses(), is_on_gpu=False)
     writer.on_repair(3)
     assert [line["reason"] for line in events_in(event_log)] == ["repair", "repair"]
 
@@ -101,7 +102,7 @@ def test_repair_on_a_gpu_leaves_no_state_that_the_broken_iteration_has_made(
 ) -> None:
     aborted: list[str] = []
     monkeypatch.setattr(module, "_abort_collectives", lambda: aborted.append("groups"))
-    writer.use(breakpoints, {}, is_on_gpu=True)
+    writer.use(breakpoints, JobProcesses(), is_on_gpu=True)
     writer.on_repair(broken)
     found = last_event(event_log)
     assert bool(found["bytes"]) == (not problem)
@@ -144,7 +145,7 @@ class Leaving:
     def __init__(self, breakpoints: Breakpoints, event_log: EventLog, log: SmallLog) -> None:
         self.log, self._event_log = log, event_log
         self.writer = BreakpointWriter(LoopState(iteration=3), event_log)
-        self.writer.use(breakpoints, {}, is_on_gpu=False, boundary=log.log)
+        self.writer.use(breakpoints, JobProcesses(), is_on_gpu=False, boundary=log.log)
         log.log.begin(2)
         for each in sends_of(2):
             log.log.record(*each)

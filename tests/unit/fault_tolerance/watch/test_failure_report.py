@@ -18,7 +18,9 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers th
 from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
 from megatron.fault_tolerance.watch import failure_report
 from megatron.fault_tolerance.watch.failure_report import FailureReport
+from megatron.fault_tolerance.watch.local_processes import JobProcesses
 from moe_ft.config.config import FaultConfig, MoeFtConfig, ObservabilityConfig
+from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
@@ -165,10 +167,28 @@ def test_rank_that_left_a_note_is_not_silent(store: dist.Store, event_log: Event
 
 
 def test_rank_learns_that_another_one_had_timed_out(store: dist.Store, event_log: EventLog) -> None:
-    store.add(f"moe_ft/stopped/{event_log.incarnation}/timed_out", 1)
     report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)
+    report._processes = JobProcesses(token="the token")
+    notes = SignedStore(store, lambda: "the token")
+    notes.append(f"moe_ft/stopped/{event_log.incarnation}", [1, True])
     report._report("RuntimeError: lost", False)
     assert last_event(event_log)["timed_out"]
+
+
+def test_notes_of_a_stranger_say_nothing_of_the_ranks(
+    store: dist.Store, event_log: EventLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = f"moe_ft/stopped/{event_log.incarnation}"
+    store.set(key, "0 [1,true]\nnonsense")
+    store.add(f"{key}/count", 100)
+    report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)
+    report._processes = JobProcesses(token="the token")
+    report._report("RuntimeError: lost", False)
+    assert (last_event(event_log)["silent_ranks"], last_event(event_log)["timed_out"]) == (
+        [],
+        False,
+    )
+    assert capsys.readouterr().err.count("in the job's store is ignored") == 1
 
 
 @pytest.fixture
@@ -195,7 +215,7 @@ def test_rank_that_is_told_to_end_waits_for_nobody_and_names_whose_process_is_go
     report = FailureReport(PATIENT, LOOP, event_log, on_sigterm=False)
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()
-    report._pids = {0: os.getpid(), 1: gone.pid, 2: os.getppid()}
+    report._processes = JobProcesses(pids={0: os.getpid(), 1: gone.pid, 2: os.getppid()})
     report._report_sigterm()
     assert last_event(event_log)["silent_ranks"] == [1]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from megatron.fault_tolerance.watch.local_processes import gone_ranks, local_pids
+from megatron.fault_tolerance.watch.local_processes import gone_ranks, meet_processes
 from tests.waiting import wait_for
 
 
@@ -25,7 +25,7 @@ def test_process_that_has_ended_is_gone_before_and_after_somebody_waits_for_it()
 
 @pytest.mark.usefixtures("lonely_group")
 def test_rank_sees_itself() -> None:
-    assert local_pids() == {0: os.getpid()}
+    assert meet_processes().pids == {0: os.getpid()}
 
 
 @pytest.fixture

@@ -37,6 +37,17 @@ def test_zygote_sees_the_beats_of_a_rank_and_the_rank_sees_why_it_ends() -> None
     assert Link(5.0, link.hung_s).predecessor_hung_s == 8.25
 
 
+def test_zygote_has_the_token_of_a_rank_for_its_replacement() -> None:
+    link = Link()
+    assert link.token == ""
+    pid = os.fork()
+    if pid == 0:
+        link.token = "0123456789abcdef" * 2
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert Link(5.0, token=link.token).token == link.token == "0123456789abcdef" * 2
+
+
 def test_process_that_is_to_end_retires_the_link_that_it_has() -> None:
     assert own_link() is None
     retire_own()  # has none: nothing to do

@@ -97,6 +97,7 @@ def test_open_device_forbids_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 ARMED = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
+from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper import job_store, rounds
 from moe_ft.keeper.heartbeat import Heart
 from moe_ft.keeper.link import own_link
@@ -104,7 +105,8 @@ from moe_ft.keeper.link import own_link
 link, folder = own_link(), Path(sys.argv[3])
 facts = {"pid": os.getpid(), "is_replacement": link.is_replacement, "died_s": link.died_s}
 if link.is_replacement:
-    found = rounds.Rounds(job_store.connect(os.environ), 1)
+    store = SignedStore(job_store.connect(os.environ, link, 60.0), lambda: link.token)
+    found = rounds.Rounds(store, 0, 1)
     members = found.wait_for_all(1, 30.0)
     facts["members"], facts["hung_s"] = [each.rank for each in members], members[0].hung_s
 elif sys.argv[4].endswith("hangs"):
