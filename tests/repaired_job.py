@@ -1,19 +1,14 @@
 """Small jobs whose dead ranks are replaced in place, and checks of what each repair did."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import digests, events
-from tests.kept_job import ROOT, KeptResult, run_kept
-from tests.ports import free_port
+from tests.kept_job import KeptResult, run_kept
+from tests.nodes import Nodes
 from tests.references import Digests, References
 
 NUM_ITERATIONS = 8
@@ -21,7 +16,6 @@ PP_EP = {"pp": 2, "ep": 2}
 DENSE = ("dense",)
 SPARSE = ("sparse", "--moe-ft-window", "3")
 PHASES = ("forward", "backward", "in-step", "after-step")
-_TORCHRUN_S = 240
 _LOG_LINE = re.compile(r"iteration +(\d+)/ +\d+ \|")
 
 
@@ -74,41 +68,39 @@ class RepairedJob:
             max_restarts=max_restarts,
         ).check()
 
-    def run_under_torchrun(self, *faults: str, num_nodes: int = 1) -> None:
-        """Run the job of 4 ranks to its end, with an agent of torchrun a node, which restarts nothing."""
-        options = [
-            *("--nnodes", str(num_nodes), "--nproc-per-node", str(self.num_ranks // num_nodes)),
-            *("--rdzv-backend", "c10d", "--rdzv-id", "repaired", "--max-restarts", "0"),
-            *("--rdzv-endpoint", f"localhost:{free_port()}", "--local-addr", "127.0.0.1"),
-        ]
-        command = [sys.executable, "-m", "torch.distributed.run", *options]
-        command += ["-m", "moe_ft", "keep", "--", "pretrain_gpt_moe.py"]
-        command += self.flags(faults, DENSE, PP_EP)
-        common = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
-        path = self.folder / "log"
-        with path.open("a") as log:
-            agents = [
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**common, "MOE_FT_NODE_ID": f"node{node}"},
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-                for node in range(num_nodes)
-            ]
-        try:
-            codes = [agent.wait(timeout=_TORCHRUN_S) for agent in agents]
-        finally:
-            for agent in agents:
-                with suppress(ProcessLookupError):
-                    os.killpg(agent.pid, signal.SIGKILL)
-        assert codes == [0] * num_nodes, path.read_text()[-3000:]
+    def nodes(
+        self,
+        *faults: str,
+        num_nodes: int = 1,
+        num_ranks: int = 4,
+        layout: Mapping[str, int] = PP_EP,
+        changes: Mapping[str, Any] | None = None,
+        max_restarts: int = 0,
+        script: str = "pretrain_gpt_moe.py",
+        env: Mapping[str, str] | None = None,
+    ) -> Nodes:
+        """Return nodes that run the job under torchrun."""
+        self.num_ranks = num_ranks
+        words = ["-m", "moe_ft", "keep", "--", script]
+        words += self.flags(faults, DENSE, layout, changes=changes)
+        return Nodes(
+            self.folder,
+            words,
+            num_nodes=num_nodes,
+            num_ranks=num_ranks,
+            max_restarts=max_restarts,
+            env=env,
+        )
+
+    def run_under_torchrun(self, *faults: str, num_nodes: int = 1, **options: Any) -> None:
+        """Run the job to its end, with an agent of torchrun a node; options are those of `nodes`."""
+        names = [f"node{number}" for number in range(num_nodes)]
+        with self.nodes(*faults, num_nodes=num_nodes, **options) as nodes:
+            nodes.start(*names)
+            codes = nodes.wait()
+        text = "".join(map(nodes.log, names))
+        (self.folder / "log").write_text(text)
+        assert codes == [0] * num_nodes, text[-3000:]
 
     def digests(self) -> Digests:
         """Return the last digests of all ranks."""

@@ -4,8 +4,6 @@ The zygote of the node of rank 0 listens where rank 0 would listen otherwise, an
 start has a port and a store of its own. What ranks say to each other there about repairs is rounds.py.
 """
 
-import errno
-import ipaddress
 import signal
 import socket
 import sys
@@ -16,6 +14,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from moe_ft.engine.links import addresses
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
 from moe_ft.keeper.link import Link
@@ -33,35 +32,17 @@ def is_shared(environment: Mapping[str, str]) -> bool:
 
 
 def listen(environment: Mapping[str, str]) -> socket.socket:
-    """Return a socket that listens at MASTER_PORT, on the interface of MASTER_ADDR alone.
-
-    It listens on all where other nodes could not reach it otherwise: if the name stands for this host itself
-    (127.0.1.1), or for an address that no interface has.
+    """Return a socket that listens at MASTER_PORT, on the interface of MASTER_ADDR (addresses.py).
 
     Raises:
         OSError: if somebody else listens there.
     """
-    host, port = _address(environment)
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    has_other_nodes = environment["WORLD_SIZE"] != environment["LOCAL_WORLD_SIZE"]
-    for family, _, _, _, address in found:
-        if has_other_nodes and _is_of_this_host_alone(host, str(address[0])):
-            continue
-        try:
-            return socket.create_server(address, family=family, backlog=_BACKLOG)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    _say(f"the job's store listens on all interfaces: none of them has the address of {host}")
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
-
-
-def _is_of_this_host_alone(host: str, address: str) -> bool:
-    """Return whether a name has an address that means another host to the others, and is not one itself."""
-    is_meant = host in (address, "localhost")
-    return not is_meant and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    is_alone = environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]
+    found, *others = addresses.listen(*_address(environment), is_alone=is_alone)
+    for each in others:  # torch takes one
+        each.close()
+    found.listen(_BACKLOG)
+    return found
 
 
 def serve(listener: socket.socket, environment: Mapping[str, str], token: str) -> NoReturn:

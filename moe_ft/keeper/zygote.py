@@ -301,7 +301,7 @@ class Zygote:
             return ""
         try:
             listener = job_store.listen(request.environment)
-        except OSError as error:
+        except (OSError, KeyError, ValueError) as error:
             _say(f"nothing can listen at MASTER_ADDR and MASTER_PORT, where ranks meet: {error}")
             return ""
         token, zygote, pid = secrets.token_hex(16), os.getpid(), os.fork()

@@ -15,7 +15,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobProcesses:
-    """What ranks know of each other's processes; nothing before they have met.
+    """Processes of the ranks as one rank knows them: none before the ranks have met.
 
     Attributes:
         pids: process ids, by rank, of the ranks whose processes this one can see.

@@ -25,11 +25,16 @@ def own_host(master_addr: str) -> str:
     return socket.gethostname()
 
 
-def listen(host: str, port: int = 0) -> list[socket.socket]:
-    """Listen on one port of this host's interfaces that a name or an address leads to; 0 is any free one.
+def listen(host: str, port: int = 0, *, is_alone: bool = False) -> list[socket.socket]:
+    """Listen on one port of this host's interfaces that a name or an address leads to.
 
     A name of this host that leads to no interface but the loopback is known to the others by an address that
     cannot be found out here: for such a name alone, on all interfaces.
+
+    Args:
+        host: the name or the address.
+        port: 0 for one that is free.
+        is_alone: whether nobody comes from another host.
 
     Raises:
         OSError: if the address is not one of this host, or the port is not free.
@@ -38,7 +43,7 @@ def listen(host: str, port: int = 0) -> list[socket.socket]:
         family = socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6
         return [socket.create_server((host, port), family=family, backlog=_BACKLOG)]
     addresses = _resolve(host)
-    if not _is_localhost(host):
+    if not _is_localhost(host) and not is_alone:
         addresses = [each for each in addresses if not _is_loopback(each[1])]
     num_tries = 0
     while True:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
+from moe_ft.engine.links import addresses
 from moe_ft.errors import RepairError
 from moe_ft.keeper import job_store
 from moe_ft.keeper.link import Link
@@ -84,32 +85,28 @@ def test_store_listens_on_the_interface_of_master_addr_alone(host: str, num_node
 
 
 @pytest.mark.parametrize(
-    ("addresses", "num_nodes", "is_everywhere"),
+    ("found", "num_nodes", "is_everywhere"),
     [
         (["127.0.1.1"], 1, False),
         (["127.0.1.1"], 2, True),  # the name of a host in its own /etc/hosts
-        (["192.0.2.1"], 2, True),  # of a service that leads here
-        (["192.0.2.1", "127.0.0.1"], 1, False),
+        (["192.0.2.1"], 1, True),  # of a service that leads here
+        (["192.0.2.1", "127.0.1.1"], 1, False),
     ],
 )
 def test_store_listens_everywhere_only_if_other_nodes_could_not_reach_it_otherwise(
-    addresses: list[str],
+    found: list[str],
     num_nodes: int,
     is_everywhere: bool,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = environment(host="node7")
     given["WORLD_SIZE"] = str(2 * num_nodes)
     port = int(given["MASTER_PORT"])
     monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda *words, **names: [(socket.AF_INET, None, None, None, (a, port)) for a in addresses],
+        addresses, "_resolve", lambda host: [(socket.AF_INET, each) for each in found]
     )
     with job_store.listen(given), socket.socket() as other:
         assert (other.connect_ex(("127.0.0.3", port)) == 0) == is_everywhere
-    assert ("listens on all interfaces" in capsys.readouterr().err) == is_everywhere
 
 
 def test_port_that_is_taken_is_noticed_before_anything_is_forked(given: Environment) -> None:
