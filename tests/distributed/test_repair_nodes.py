@@ -62,10 +62,10 @@ def test_three_broken_rounds_restart_two_nodes_and_a_death_after_them_is_repaire
     repaired: RepairedJob,
 ) -> None:
     faults = (
-        *("kill:1@4:forward", "kill:0@3:recovery", "kill:1@3:recovery", "kill:0@4:backward"),
-        "kill:1@6:backward",
+        *("kill:3@4:forward", "kill:0@3:recovery", "kill:1@4:backward", "kill:2@4:after-step"),
+        "kill:3@6:backward",
     )
-    repaired.run_under_torchrun(*faults, **TWO_NODES)
+    repaired.run_under_torchrun(*faults, num_nodes=2, max_restarts=1)
     text = (repaired.folder / "log").read_text()
     assert "3 rounds of repairs were broken before an iteration was finished" in text
     check(repaired, num_starts=2)

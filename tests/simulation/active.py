@@ -20,6 +20,7 @@ class World:
 
     Attributes:
         clocks: by node.
+        has_stranger: whether somebody else writes to the stores of starts.
     """
 
     kernel: Kernel
@@ -27,6 +28,7 @@ class World:
     network: "Network"
     collectives: "Collectives"
     clocks: dict[str, "Clocks"] = field(default_factory=dict)
+    has_stranger: bool = False
 
     @property
     def process(self) -> Process:

@@ -19,12 +19,12 @@ from tests.simulation.kernel import Process, Thread
 from tests.simulation.left import Family, has_any, look
 from tests.simulation.oracle import Oracle
 from tests.simulation.processes import PARENT
-from tests.simulation.schedule import Fault
+from tests.simulation.schedule import STRANGER, Fault
 
 _MEMORY = "memory"
 _STORAGE = "storage"
 _SLOW_NOTICE_S = 100.0
-HARMLESS = ("second-job",)
+HARMLESS = ("second-job", STRANGER)
 _AFTERMATH_S = 2.0  # in which connections may still break
 
 
@@ -187,6 +187,10 @@ class Injection:
         clocks = self._job.world.clocks.get(self._node(fault))
         if clocks is not None:
             clocks.wall_s += (fault.amount - 0.5) * 2 * 86_400
+
+    def stranger_in_store(self, fault: Fault, start: Start | None) -> None:
+        """Have somebody else write to the job's store, from now on until the start is over."""
+        self._job.world.has_stranger = True
 
     # Nodes
 
@@ -369,6 +373,7 @@ class Injection:
             self._network.restore(self._vanished.pop())
         self._files.deadly = ""
         self._files.is_garbling = False
+        self._job.world.has_stranger = False
         self._job.notice_s = NOTICE_S
         self._job.world.collectives.hang_probability = 0.0
 

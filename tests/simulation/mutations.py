@@ -5,6 +5,7 @@ is an error. `tests/power.py` replays all of them; `python -m tests.simulation -
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable
 from itertools import takewhile
@@ -17,6 +18,7 @@ from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.decisions import Decisions
+from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.engine.memory.pool import PoolVersions
 from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.engine.persist import retention, storage
@@ -254,6 +256,12 @@ def breakpoint_overwritten_too_early(patches: Patches) -> None:
     """A breakpoint that the recovery rests on is not kept."""
     original = Breakpoints.start
     patches.set(Breakpoints, "start", lambda self, **_: original(self, is_in_use=False))
+
+
+@mutation
+def strangers_believed(patches: Patches) -> None:
+    """A value in the job's store need not be signed."""
+    patches.set(SignedStore, "_checked", lambda self, key, line: json.loads(line[65:] or "null"))
 
 
 @mutation

@@ -28,6 +28,14 @@ _FIRST = {
         setup=msgspec.structs.replace(_STAGES, interval="3"),
         faults=(Fault(kind="terminate", start=0, event=13, moment="in step"),),
     ),
+    "strangers-believed": Schedule(
+        seed=1,
+        setup=msgspec.structs.replace(_STAGES, interval="3"),
+        faults=(
+            Fault(kind="stranger-in-store", start=0, event=0),
+            Fault(kind="terminate", start=0, event=13, moment="in step"),
+        ),
+    ),
     "last-state-dropped": Schedule(
         seed=1,
         setup=msgspec.structs.replace(_STAGES, interval="3"),

@@ -49,7 +49,9 @@ OFFLINE = {
 _AFTER_RECOVERY = 0.4  # of the starts after the first are killed in their first iterations
 _SOON = 0.2  # of the events of a start
 _DAMAGED = 0.15  # of the schedules have damage and little else
+_STRANGE = 0.3  # of the starts of jobs with breakpoints have a stranger in their store
 _EVENTS_PER_ITERATION = 75  # of a rank, and more than most have, so that some faults come too late
+STRANGER = "stranger-in-store"
 ENDS_PROCESSES = ("kill-rank", "kill-node", "kill-all", "lose-node")
 
 
@@ -132,6 +134,8 @@ def draw(seed: int) -> Schedule:
         faults = _draw_faults_of_stages(setup, alone)
     elif alone.random() < pipelined.SHARE_WITH_BREAKPOINTS:
         setup = msgspec.structs.replace(setup, breakpoints=True)
+    if setup.breakpoints:
+        faults = _add_strangers(faults, random.Random(f"strangers {seed}"))
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
 
 
@@ -157,6 +161,13 @@ def _draw_faults_of_stages(setup: Setup, rng: random.Random) -> list[Fault]:
             here.append(msgspec.structs.replace(fault, moment=moment))
         faults += here
     return faults
+
+
+def _add_strangers(faults: list[Fault], rng: random.Random) -> list[Fault]:
+    """Add that a stranger writes to the store of a start in which ranks may leave."""
+    starts = sorted({each.start for each in faults})
+    chosen = [number for number in starts if rng.random() < _STRANGE]
+    return [*(_draw(rng, {STRANGER: 1}, number, lambda: 0) for number in chosen), *faults]
 
 
 def _damage(rng: random.Random, num_events: int) -> list[Fault]:
