@@ -24,6 +24,7 @@ _BACKLOG = 4096
 _ANSWER_S = 30.0  # of a store that can be reached
 _PATIENCE_S = 10.0  # before a line says what is waited for
 _POLL_S = 0.05
+_SHOWN = 100  # characters of the name of another job
 
 
 def is_shared(environment: Mapping[str, str]) -> bool:
@@ -95,8 +96,9 @@ def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> An
             f"at {host}:{port} nobody keeps the store of this job: {error}"
         ) from error
     if run != _run(environment).encode():
+        theirs = run[:_SHOWN].decode(errors="replace")
         raise RepairError(
-            f"the store at {host}:{port} is of the job {run[:100]!r}, and this one is {_run(environment)!r} "
+            f"the store at {host}:{port} is of the job {theirs!r}, and this one is {_run(environment)!r} "
             "(torchrun --rdzv-id): it had taken the port before"
         )
     if link.token:

@@ -304,7 +304,12 @@ class Zygote:
         except (OSError, KeyError, ValueError) as error:
             _say(f"nothing can listen at MASTER_ADDR and MASTER_PORT, where ranks meet: {error}")
             return ""
-        token, zygote, pid = secrets.token_hex(16), os.getpid(), os.fork()
+        token, zygote = secrets.token_hex(16), os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            listener.close()
+            raise
         if pid == 0:
             self._forget()
             os.setsid()

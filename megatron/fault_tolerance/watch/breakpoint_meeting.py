@@ -67,12 +67,9 @@ class BreakpointMeeting:
     def _say_and_wait(self, what: str, value: int, seconds: float) -> dict[int, int] | None:
         """Say something, and return what all ranks have said, by rank; None if some will not."""
         deadline_s, key = time.monotonic() + seconds, f"{self._prefix}/{what}"
-        self._ask(lambda store: store.append(key, [self._rank, value]))
-        while True:
+        num_said = self._ask(lambda store: store.append(key, [self._rank, value]))
+        while num_said is not None:
             is_last = time.monotonic() >= deadline_s
-            num_said = self._ask(lambda store: store.length(key))
-            if num_said is None:
-                return None
             if is_last or num_said >= self._world_size:
                 said = self._ask(lambda store: dict(store.values(key)))
                 if is_last or said is None or len(said) == self._world_size:
@@ -82,6 +79,8 @@ class BreakpointMeeting:
             if self._ask(lambda store: store.get(f"{self._prefix}/alone")):
                 return None
             time.sleep(self._poll_s)
+            num_said = self._ask(lambda store: store.length(key))
+        return None
 
     def _ask[Answer](self, ask: Callable[[SignedStore], Answer]) -> Answer | None:
         """Return what the job's store answers; None if it does not: its host may be what died."""

@@ -188,12 +188,13 @@ class FailureReport(LoopListener):
         rank, world_size = dist.get_rank(), dist.get_world_size()
         key = f"moe_ft/stopped/{self._log.incarnation}"
         poll_s = max(_MIN_POLL_S, world_size / _MAX_STORE_OPERATIONS_PER_S)
-        store.append(key, [rank, timed_out])
+        num_said = store.append(key, [rank, timed_out])
         deadline, is_told = time.monotonic() + self._grace_s, self._told_to_end
         while time.monotonic() < deadline and not is_told.is_set():
-            if store.length(key) >= world_size and len(dict(store.values(key))) == world_size:
+            if num_said >= world_size and len(dict(store.values(key))) == world_size:
                 break
             is_told.wait(poll_s)
+            num_said = store.length(key)
         # A rank that is told to end does not wait until all others have had the time to leave a note. Look at
         # processes before notes: what has ended by now has left its note, if it leaves one.
         suspects = gone_ranks(processes.pids) if is_told.is_set() else frozenset(range(world_size))

@@ -19,11 +19,12 @@ class JobProcesses:
 
     Attributes:
         pids: process ids, by rank, of the ranks whose processes this one can see.
-        token: signs what the ranks say in the job's store when they leave.
+        token: signs what the ranks say in the job's store when they leave. Before they have met, it is one
+            that anybody knows.
     """
 
     pids: Mapping[int, int] = field(default_factory=dict)
-    token: str = ""
+    token: str = "none yet"
 
 
 def meet_processes() -> JobProcesses:

@@ -23,26 +23,21 @@ _ABSENT = b"-"  # is no signed value, and not empty: torch would store it then
 class SignedStore:
     """One connection's view of the signed values. Any thread may use it.
 
-    A key holds either a value or a list that processes append to. Each key of a value is written once, or
-    always with the same value: an older one that a stranger writes again is then no lie.
+    A key holds either a value or a list that processes append to. A value is not None. Each key of a value is
+    written once, or always with the same value: an older one that a stranger writes again is then no lie.
     """
 
     def __init__(
-        self,
-        store: Any,
-        token: Callable[[], str],
-        say: Callable[[str], None] = lambda line: print(
-            f"moe_ft: {line}", file=sys.stderr, flush=True
-        ),
+        self, store: Any, token: Callable[[], str], say: Callable[[str], None] | None = None
     ) -> None:
         """Prepare.
 
         Args:
             store: torch's; nothing else may use the keys that this one uses.
-            token: returns the secret that the processes share; with an empty one anybody can sign.
-            say: prints a line.
+            token: returns the secret that the processes share. As long as it is empty, nothing is there.
+            say: prints a line, by default on standard error.
         """
-        self._store, self._token, self._say = store, token, say
+        self._store, self._token, self._say = store, token, say or _say
         self._said: set[str] = set()
 
     def set(self, key: str, value: Any) -> None:
@@ -58,11 +53,11 @@ class SignedStore:
         raw = self._read(key, MAX_VALUE_BYTES)
         return None if raw is None else self._checked(key, raw)
 
-    def append(self, key: str, value: Any) -> None:
-        """Add a value to a list, and one to its counter; raises as `set` does."""
+    def append(self, key: str, value: Any) -> int:
+        """Add a value to a list, and return its `length`; raises as `set` does."""
         # What a stranger has appended without the end of a line is a line of its own.
         self._store.append(key, "\n" + self._signed(key, value) + "\n")
-        self._store.add(_counter(key), 1)
+        return int(self._store.add(_counter(key), 1))
 
     def length(self, key: str) -> int:
         """Return what the counter of a list says. It costs less than the list, and anybody can change it."""
@@ -75,6 +70,8 @@ class SignedStore:
         return [value for value in found if value is not None]
 
     def _read(self, key: str, max_bytes: int) -> bytes | None:
+        if not self._token():
+            return None
         # torch's `get` waits for a key that is missing. This changes nothing, and answers at once.
         raw = bytes(self._store.compare_set(key, _ABSENT.decode(), _ABSENT.decode()))
         if raw == _ABSENT:
@@ -110,6 +107,10 @@ class SignedStore:
         if key not in self._said:
             self._said.add(key)
             self._say(f"a value of {key} in the job's store is ignored: {reason}")
+
+
+def _say(line: str) -> None:
+    print(f"moe_ft: {line}", file=sys.stderr, flush=True)
 
 
 def _counter(key: str) -> str:

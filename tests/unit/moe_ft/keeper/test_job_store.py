@@ -122,7 +122,7 @@ def test_first_rank_whose_zygote_could_not_listen_uses_no_other_store(given: Env
 @pytest.mark.parametrize(
     ("changes", "token", "message"),
     [
-        ({"TORCHELASTIC_RUN_ID": "b"}, "", "is of the job b'a', and this one is 'b'"),
+        ({"TORCHELASTIC_RUN_ID": "b"}, "", "is of the job 'a', and this one is 'b'"),
         ({}, "of another start", "is not the one of this start: another job has taken the port"),
         ({"RANK": "0"}, "of another start", "is not the one of this start"),
     ],

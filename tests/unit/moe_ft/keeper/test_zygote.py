@@ -137,6 +137,33 @@ def test_armed_rank_that_dies_is_replaced_and_its_worker_does_not_learn_of_it(
     assert "rank 0 has died (Killed), and is replaced" in result.log.read_text()
 
 
+# The rank uses the store, as one that repairs does.
+CONNECTED = """
+import os
+from moe_ft.keeper import job_store
+from moe_ft.keeper.link import own_link
+job_store.connect(os.environ, own_link(), 60.0)
+"""
+
+
+def test_first_rank_ends_if_somebody_else_listens_where_the_ranks_are_to_meet(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CONNECTED)
+    flags = ["--moe-ft-repair", "auto"]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        result = run_kept(
+            flags, 1, log=tmp_path / "log", script=str(script), env={"MASTER_PORT": port}
+        )
+    text = result.log.read_text()
+    assert result.exit_codes == ((1,),), text
+    assert "nothing can listen at MASTER_ADDR and MASTER_PORT" in text
+    assert "Address already in use" in text
+    assert f"RepairError: the process that forks ranks could not listen at 127.0.0.1:{port}" in text
+
+
 def test_rank_that_is_stopped_is_killed_with_what_it_started_and_replaced(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ARMED)

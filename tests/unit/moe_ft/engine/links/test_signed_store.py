@@ -39,6 +39,17 @@ def test_values_come_back_as_they_were_written(signed: SignedStore, said: list[s
     assert said == []
 
 
+def test_nothing_is_there_before_the_token_is_known(store: dist.Store, said: list[str]) -> None:
+    token = ""
+    signed = SignedStore(store, lambda: token, said.append)
+    signed.set("key", "of a stranger, who can sign as well with no token")
+    signed.append("list", 1)
+    assert signed.get("key") is None and signed.values("list") == []
+    token = "the token"
+    assert signed.get("key") is None and signed.values("list") == []
+    assert len(said) == 2
+
+
 @pytest.mark.parametrize(
     "planted",
     [
