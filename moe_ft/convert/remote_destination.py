@@ -67,7 +67,7 @@ class RemoteDestination:
                 f"DST={self.path} must be a new place in a bucket, and names none. Add a name to it."
             )
         try:
-            self._storage = Storage(parent, PATIENCE_S)
+            self._storage = Storage(parent, PATIENCE_S).open()
             self._lock = StorageLock(Storage(url.rstrip("/"), PATIENCE_S))
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(

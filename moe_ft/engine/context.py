@@ -63,6 +63,7 @@ class EngineContext:
         writer: settings of the node's writer process; None on all but the lowest rank of a node
             and without storage.
         breakpoint: layout of the rank's breakpoint; None without one.
+        storage_trouble: why the persist directory cannot be used when the start begins; empty if it can be.
     """
 
     rank: int
@@ -81,6 +82,7 @@ class EngineContext:
     breakpoint: FileLayout | None = None
     traffic: PipelineTraffic | None = None
     record_settings: Mapping[str, Any] = field(default_factory=dict)
+    storage_trouble: str = ""
 
     @property
     def is_on_gpu(self) -> bool:
@@ -114,7 +116,7 @@ class Handover:
         indexes: of the regions that it was read from.
         rotating: the current versions of rotating units, by name.
         persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
-            persist directory; empty if there is none.
+            persist directory; empty if there is none, None if storage could not be read.
         family: of the versions that regions keep until a new window is complete, as planning/recovery.py has
             it: of those that were put back, or the newest before breakpoints.
         replay_from: the first iteration that a stage may have to run again until then.
@@ -126,7 +128,7 @@ class Handover:
 
     indexes: frozenset[Path]
     rotating: Mapping[str, FetchedVersion]
-    persisted_index: str
+    persisted_index: str | None
     family: Family
     is_on_storage: bool = False
     window: FetchedWindow | None = None

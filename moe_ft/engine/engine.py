@@ -116,6 +116,8 @@ class CheckpointEngine:
                 )
                 self._reports.skipped(BackgroundPart.REPLICATE, iteration, reason)
         self._storage.start(restored.persisted_index if restored else "", iteration)
+        if context.storage_trouble:
+            self._reports.degraded(BackgroundPart.PERSIST, iteration, context.storage_trouble)
         if self._supervisor is not None:
             self._supervisor.start()
         if self.breakpoints is not None:

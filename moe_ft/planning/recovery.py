@@ -153,6 +153,15 @@ class Plan:
         return frozenset((version.start, version.iteration) for version in versions)
 
     @property
+    def rests_on_storage(self) -> bool:
+        """True if some rank can read its state on storage alone."""
+        return any(
+            all(source.tier is Tier.STORAGE for source in sources)
+            for stage in self.stages.values()
+            for sources in stage.sources.values()
+        )
+
+    @property
     def replay_from(self) -> int:
         """The first iteration that a stage runs again; that of the state if none does."""
         return min(stage.replay_from for stage in self.stages.values())

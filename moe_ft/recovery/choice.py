@@ -22,6 +22,7 @@ class Wish:
         only_iteration: the iteration that it names; None if it names none.
         is_restart: whether a launcher has started the job with these flags before.
         known_before: names of the starts that had left something before its first start.
+        has_last_memory: whether the memory of the nodes is what the start before this one has left.
         loaded_iteration: iteration of the checkpoint that --load has put in place; 0 for none.
         began_with: flags with values that begin a run from another's weights, such as --finetune; empty
             without.
@@ -33,6 +34,7 @@ class Wish:
     loaded_iteration: int
     began_with: str
     known_before: frozenset[str] = frozenset()
+    has_last_memory: bool = False
 
     @property
     def ignores_all(self) -> bool:

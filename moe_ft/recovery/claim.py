@@ -26,7 +26,16 @@ from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.placement import plan_node_memory, sources_of
 from moe_ft.recovery.job_memory import alive_lock, measure, other_jobs
 from moe_ft.recovery.meet import Met
-from moe_ft.recovery.persist_directory import open_storage, origin_of, release_lock, take_lock
+from moe_ft.recovery.persist_directory import (
+    LateLock,
+    Opened,
+    Trouble,
+    open_storage,
+    origin_of,
+    release_lock,
+    take_lock,
+    trouble_of,
+)
 from moe_ft.recovery.site import Site, say
 from moe_ft.strategies.registry import chosen
 
@@ -43,11 +52,14 @@ class Claimed:
         storage: the persist directory, None without one.
         lock: lock of the persist directory; None on all ranks but rank 0, and as long as it is that of an
             earlier start which is over.
+        trouble: reason why some rank cannot use the persist directory, the same on all ranks; None if there
+            is none.
     """
 
     memory: RankMemory
     storage: Storage | None
     lock: StorageLock | None
+    trouble: Trouble | None = None
 
 
 def claim(met: Met, opened: ExitStack) -> Claimed:
@@ -57,19 +69,21 @@ def claim(met: Met, opened: ExitStack) -> Claimed:
         met: this rank and its job.
 
     Raises:
-        ConfigError: if a directory cannot be used, is used by another job, or has too little room.
+        ConfigError: if a directory in memory cannot be used, any is used by another job, or there is too
+            little room.
     """
     site, together = met.site, met.ranks.check_together
     warn_of_inexactness(site, is_deterministic=met.facts.is_deterministic)
     together(lambda: opened.callback(claim_memory(site).release))
 
-    def open_persist_directory() -> tuple[Storage | None, StorageLock | None]:
-        storage, lock = open_storage(site)
-        if lock is not None:  # at once: another rank may refuse
-            opened.push(_Unlocking(lock))
-        return storage, lock
+    def open_persist_directory() -> Opened:
+        directory = open_storage(site)
+        if directory.lock is not None:  # at once: another rank may refuse
+            opened.push(_Unlocking(directory.lock))
+        return directory
 
-    storage, lock = together(open_persist_directory)
+    directory = together(open_persist_directory)
+    troubles = filter(None, met.ranks.everyone.gather(directory.trouble))
     together(lambda: check_memory(site, met.peers))
     memory = RankMemory(
         site.node_dir,
@@ -78,29 +92,50 @@ def claim(met: Met, opened: ExitStack) -> Claimed:
         sources_of(met.peers, site.rank),
         persists=site.writes_to_storage,
     )
-    return Claimed(memory=memory, storage=storage, lock=lock)
+    return Claimed(
+        memory=memory,
+        storage=directory.storage,
+        lock=directory.lock,
+        trouble=next(troubles, None),
+    )
 
 
-def take_over_lock(met: Met, claimed: Claimed, opened: ExitStack) -> StorageLock | None:
-    """Take the persist directory's lock from an earlier start that is over; return it on rank 0.
+def take_over_lock(
+    met: Met, claimed: Claimed, opened: ExitStack, *, may_wait: bool
+) -> tuple[StorageLock | None, str]:
+    """Take the persist directory's lock, from an earlier start that is over if that has it.
 
     Called by all ranks, once nothing that was found can refuse this start.
+
+    Args:
+        may_wait: whether to begin without storage if that cannot be used now.
+
+    Returns:
+        The lock and why it is not taken yet, which is empty if it is. Both on rank 0 only.
+
+    Raises:
+        ConfigError: if another job has it, or storage cannot be used and that may not wait.
     """
 
-    def take() -> StorageLock | None:
-        if claimed.lock is not None or claimed.storage is None:
-            return claimed.lock
-        if met.site.rank != 0 or not met.site.writes_to_storage:
-            return None
-        try:
-            lock = take_lock(met.site.job_id, claimed.storage, origin_of(met.site))
-        except OSError as error:
-            raise ConfigError(
-                f"--moe-ft-persist-dir={claimed.storage.url}: its lock cannot be taken: {error}. Start "
-                "again when storage answers, or name another directory."
-            ) from error
-        opened.push(_Unlocking(lock))
-        return lock
+    def take() -> tuple[StorageLock | None, str]:
+        storage, trouble, lock = claimed.storage, claimed.trouble, claimed.lock
+        if trouble is not None and not may_wait:
+            raise ConfigError(trouble.text)
+        if storage is None or met.site.rank != 0 or not met.site.writes_to_storage:
+            return None, ""
+        if lock is None and trouble is None:
+            try:
+                lock = take_lock(met.site.job_id, storage, origin_of(met.site))
+                opened.push(_Unlocking(lock))
+            except OSError as error:
+                trouble = trouble_of(met.site, error)
+                if not may_wait:
+                    raise ConfigError(trouble.text) from error
+        if lock is None:
+            lock = LateLock(storage, met.site.job_id, origin_of(met.site))
+            lock.start(say)
+            opened.push(_Unlocking(lock))
+        return lock, "" if trouble is None else trouble.text
 
     return met.ranks.check_together(take)
 

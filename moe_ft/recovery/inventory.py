@@ -1,7 +1,6 @@
 """State of a job that exists, in the memory of a node and on storage. Reads; changes nothing."""
 
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,8 +20,6 @@ from moe_ft.format.identity import Identity, Start
 from moe_ft.format.index import IndexHead
 from moe_ft.planning.recovery import Version
 from moe_ft.planning.remains import FoundLog
-
-_PAUSES_S = (2.0, 8.0)  # before another look at storage that could not be read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,17 +205,6 @@ def look_at_storage(storage: Storage) -> Inventory:
     except Exception as error:  # back ends raise anything
         reason = f"{storage.url} cannot be read: {type(error).__name__}: {error}"
         inventory.add_problem(reason, is_state=True, is_unread=True)
-    return inventory
-
-
-def look_patiently(storage: Storage) -> Inventory:
-    """Look at storage; look again after a while if something cannot be read, since that may pass."""
-    inventory = look_at_storage(storage)
-    for pause_s in _PAUSES_S:
-        if not inventory.is_unreadable:
-            break
-        time.sleep(pause_s)
-        inventory = look_at_storage(storage)
     return inventory
 
 

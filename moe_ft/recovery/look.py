@@ -9,9 +9,14 @@ from moe_ft.planning.remains import Place
 from moe_ft.recovery.attempts import failed_locally, failed_too_often, read_attempts
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.claim import Claimed
-from moe_ft.recovery.inventory import Inventory, look_at_logs, look_at_memory, look_patiently
+from moe_ft.recovery.inventory import Inventory, look_at_logs, look_at_memory, look_at_storage
 from moe_ft.recovery.meet import Met
-from moe_ft.recovery.restarts import is_counted_restart, note_launcher, recall_launcher
+from moe_ft.recovery.restarts import (
+    has_last_start,
+    is_counted_restart,
+    note_launcher,
+    recall_launcher,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +75,11 @@ def look(met: Met, claimed: Claimed) -> Found:
         if met.pipelines is not None:
             own.logs = look_at_logs(site.node_dir, site.node, site.job_id)
     if site.rank == 0 and claimed.storage is not None:
-        stored = look_patiently(claimed.storage)
+        stored = look_at_storage(claimed.storage)
     inventory = Inventory()
     # Storage is broadcast: the gather pads what every rank sends to the longest.
     for found in (*everyone.gather(own), everyone.broadcast(stored)):
         inventory.merge(found)
-    if site.is_lowest_on_node and not wish.is_restart:
-        note_launcher(site.node_dir, os.environ, inventory.names)
     attempts = everyone.gather(read_attempts(site.node_dir) if site.is_lowest_on_node else [])
     noted = [each for found in attempts for each in found]
     return Found(
@@ -87,17 +90,33 @@ def look(met: Met, claimed: Claimed) -> Found:
     )
 
 
+def note_start(met: Met, found: Found, *, has_begun: bool) -> None:
+    """Note on this node which start it was, once it is known how it continues. Called by all ranks.
+
+    Args:
+        has_begun: whether it has got as far as training.
+    """
+    wish = found.wish
+    if met.site.is_lowest_on_node:
+        known = wish.known_before if wish.is_restart else found.inventory.names
+        note_launcher(met.site.node_dir, os.environ, known, has_begun=has_begun)
+
+
 def _read_wish(met: Met) -> Wish:
     """Return what the flags ask for. Called by all ranks."""
     site, recovery = met.site, met.config.recovery
-    own = recall_launcher(site.node_dir, os.environ) if site.is_lowest_on_node else None
-    everyone = met.ranks.everyone.gather((own, is_counted_restart(os.environ)))
-    launchers = [launcher for launcher, _ in everyone if launcher is not None]
+    own, has_last = None, False
+    if site.is_lowest_on_node:
+        own = recall_launcher(site.node_dir, os.environ)
+        has_last = has_last_start(site.node_dir, os.environ)
+    everyone = met.ranks.everyone.gather((own, is_counted_restart(os.environ), has_last))
+    launchers = [launcher for launcher, _, _ in everyone if launcher is not None]
     return Wish(
         recover_from=recovery.recover_from,
         only_iteration=recovery.only_iteration,
-        is_restart=bool(launchers) or any(is_counted for _, is_counted in everyone),
+        is_restart=bool(launchers) or any(is_counted for _, is_counted, _ in everyone),
         loaded_iteration=met.facts.iteration,
         began_with=met.facts.began_with,
         known_before=frozenset(name for each in launchers for name in each.known),
+        has_last_memory=any(has_last for _, _, has_last in everyone),
     )

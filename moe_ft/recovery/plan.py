@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.format.identity import (
     Identity,
     changed_settings,
@@ -27,6 +27,8 @@ from moe_ft.recovery.meet import Met
 from moe_ft.recovery.pipelines import why_never_alone
 from moe_ft.recovery.verdict import Verdict
 from moe_ft.strategies.registry import chosen
+
+_MOST_UNREAD = 3  # named in a message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +183,7 @@ def check_plan(candidate: Plan, found: Found, met: Met, verdict: Verdict) -> Non
     Raises:
         ConfigError: if it is the state of another model, layout or data, or was made with other settings and
             needs a replay.
-        UnrecoverableError: if something that could not be read may be newer.
+        StorageAwayError: if something that could not be read may be newer.
     """
     check_all_is_read(candidate, found)
     for _, identity in found.inventory.identities:
@@ -193,23 +195,43 @@ def check_plan(candidate: Plan, found: Found, met: Met, verdict: Verdict) -> Non
         check_replay(candidate, met.facts.replay_settings, verdict)
 
 
-def check_all_is_read(candidate: Plan, found: Found) -> None:
-    """Raise UnrecoverableError if something that could not be read may be newer than a plan.
+def unread(candidate: Plan | None, found: Found) -> str:
+    """Return what could not be read and may be newer than a plan; empty if there is nothing.
 
-    Going back to an older state would let retention delete it.
+    Going back to an older state would let retention delete it. But the memory of the start before this one is
+    newer than all that storage may have, unless it is known to be there.
+
+    Args:
+        candidate: None if there is no plan.
     """
-    unread = [
-        problem.text
-        for problem in found.inventory.problems
-        if problem.is_unread
-        and (problem.iteration is None or problem.iteration > candidate.iteration)
-    ]
-    if unread and found.wish.only_iteration is None:
-        raise UnrecoverableError(
-            f"{'; '.join(unread[:3])}: may be newer than iteration {candidate.iteration}, which is usable. "
-            "Start again when storage answers. To continue from there anyway, add "
-            f"--moe-ft-recover-from iter_{candidate.iteration}."
+    wish = found.wish
+    if wish.ignores_all or (candidate is not None and wish.only_iteration is not None):
+        return ""
+    problems = [each for each in found.inventory.problems if each.is_unread]
+    if candidate is not None:
+        is_newest = wish.has_last_memory and not candidate.rests_on_storage
+        problems = [
+            each
+            for each in problems
+            if (not is_newest if each.iteration is None else each.iteration > candidate.iteration)
+        ]
+    return "; ".join(each.text for each in problems[:_MOST_UNREAD])
+
+
+def check_all_is_read(candidate: Plan | None, found: Found) -> None:
+    """Raise StorageAwayError if something that could not be read may be newer than a plan."""
+    if not (reasons := unread(candidate, found)):
+        return
+    if candidate is None:
+        raise StorageAwayError(
+            f"{reasons}: nothing else is usable, and nobody knows what is there. Start again when storage "
+            "answers. To begin from --load or afresh without it, add --moe-ft-recover-from load."
         )
+    raise StorageAwayError(
+        f"{reasons}: may be newer than iteration {candidate.iteration}, which is usable. Start again when "
+        "storage answers. To continue from there anyway, add --moe-ft-recover-from "
+        f"iter_{candidate.iteration}."
+    )
 
 
 def check_settings(identity: Identity, inventory: Inventory, met: Met, verdict: Verdict) -> None:

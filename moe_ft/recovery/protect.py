@@ -38,6 +38,7 @@ def protect(
     lock: StorageLock | None,
     origins: Mapping[str, str],
     restored: Restored | None,
+    trouble: str = "",
 ) -> CheckpointEngine:
     """Start the engine, which the caller closes. Called by all ranks.
 
@@ -46,12 +47,13 @@ def protect(
         lock: of the persist directory, on rank 0 only.
         origins: checksums of the weights that this start has begun with.
         restored: state that was recovered; None after a fresh start.
+        trouble: why the persist directory cannot be used yet; empty if it can be.
 
     Raises:
         ConfigError: if the memory directory has no room for the regions of a rank.
     """
     site, peers = met.site, _peers_of(met)
-    engine = _build(met, claimed, identity, lock, origins)
+    engine = _build(met, claimed, identity, lock, origins, trouble)
     iteration = met.facts.iteration if restored is None else restored.plan.iteration
 
     def start() -> None:
@@ -81,6 +83,7 @@ def _build(
     identity: Identity,
     lock: StorageLock | None,
     origins: Mapping[str, str],
+    trouble: str,
 ) -> CheckpointEngine:
     config = met.config
     return build_engine(
@@ -109,6 +112,7 @@ def _build(
             breakpoint=met.breakpoint,
             traffic=met.facts.traffic,
             record_settings=met.facts.record_settings,
+            storage_trouble=trouble,
         ),
         met.strategy,
         met.ranks.everyone,

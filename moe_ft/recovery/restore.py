@@ -27,7 +27,8 @@ class Restored:
         plan: where the state came from.
         fetched: units that were put back.
         conversion: the window; its first snapshot was put back.
-        persisted_index: path of this rank's index in the newest checkpoint on storage; empty without one.
+        persisted_index: path of this rank's index in the newest checkpoint on storage; empty without one,
+            None if storage could not be read.
         loss: cost of the recovery for the job; None where every snapshot holds every unit.
         kept: state that must stay in memory until a new window is complete, see `plan_to_keep`.
         pooled: versions of rotating units that this rank's pool keeps, by unit name; None if it is to hold
@@ -37,7 +38,7 @@ class Restored:
     plan: Plan
     fetched: Fetched
     conversion: Conversion
-    persisted_index: str
+    persisted_index: str | None
     loss: JobLoss | None
     kept: Plan | None
     pooled: Mapping[str, UnitEntry] | None = None

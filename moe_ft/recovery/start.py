@@ -16,12 +16,13 @@ Everything that a phase opens is closed in reverse order: when the run ends, and
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import PhaseHook
+from moe_ft.errors import ConfigError
 from moe_ft.planning.recovery import Plan, passed_over
 from moe_ft.recovery.agree import agree
 from moe_ft.recovery.claim import Claimed, claim, take_over_lock
@@ -29,15 +30,26 @@ from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.fetch import fetch, open_readers
 from moe_ft.recovery.identity import make_identity
 from moe_ft.recovery.lockstep import Lockstep
-from moe_ft.recovery.look import Found, look
+from moe_ft.recovery.look import Found, look, note_start
 from moe_ft.recovery.meet import Built, Met, meet
 from moe_ft.recovery.outcome import make_outcome
-from moe_ft.recovery.plan import Candidates, check_plan, check_settings, plan, plan_without
+from moe_ft.recovery.plan import (
+    Candidates,
+    check_all_is_read,
+    check_plan,
+    check_settings,
+    plan,
+    plan_without,
+    unread,
+)
 from moe_ft.recovery.protect import protect
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.recovery.running import Checkpointing, noting_failures
-from moe_ft.recovery.site import Site, say_for_node
+from moe_ft.recovery.site import Site, say, say_for_node
 from moe_ft.recovery.verdict import Verdict
+
+_WAIT_S = 300.0  # for storage that may hold what is needed
+_PAUSE_S = 5.0  # between two looks
 
 
 def start(
@@ -66,6 +78,7 @@ def start(
         ConfigError: if the flags do not fit this machine, or the state that is there is another model's.
         UnrecoverableError: if there is state and none of it is usable, or nothing is there and
             --moe-ft-on-missing=fail.
+        StorageAwayError: if storage may hold what is needed, and has not answered for a while.
     """
     phases_s: dict[str, float] = {}
     with ExitStack() as opened:
@@ -74,18 +87,17 @@ def start(
         claimed = claim(met, opened)
         strategy = met.strategy  # checksums only of weights that are not always saved
         origins = {} if strategy.saves_all else met.live.catalog.origins(sorted(strategy.rotating))
-        with _timed(phases_s, "inventory"):
-            found = replace(look(met, claimed), most_iteration=most_iteration)
-        with _timed(phases_s, "plan"):
-            candidates = plan(found, met)
+        found, candidates = _find(met, claimed, most_iteration, phases_s)
         recovery = _recover(met, claimed, found, candidates, origins, phases_s)
         restored, problems, hindrance = recovery.restored, recovery.problems, recovery.hindrance
         continued = None if restored is None else restored.plan
         with noting_failures(met, continued):
-            lock = take_over_lock(met, claimed, opened)
+            may_wait = restored is not None or found.wish.has_last_memory
+            lock, trouble = take_over_lock(met, claimed, opened, may_wait=may_wait)
             identity = make_identity(met, found.inventory, continued, is_chosen=recovery.is_chosen)
             outcome = make_outcome(met, restored, identity, phases_s, problems, hindrance)
-            engine = protect(met, claimed, identity, lock, origins, restored)
+            engine = protect(met, claimed, identity, lock, origins, restored, trouble)
+        note_start(met, found, has_begun=True)
         conversion = None if restored is None else restored.conversion
         borders = None if restored is None else restored.fetched.borders
         has_replays = borders is not None or (conversion is not None and conversion.num_replays)
@@ -100,6 +112,38 @@ def start(
             borders=borders,
             lockstep=_lockstep_of(continued, met),
         )
+
+
+def _find(
+    met: Met, claimed: Claimed, most_iteration: int | None, phases_s: dict[str, float]
+) -> tuple[Found, Candidates]:
+    """Look for state, and plan; look again while storage, which does not answer, may hold what is needed.
+
+    Called by all ranks.
+
+    Raises:
+        ConfigError: if the flags do not fit what is there.
+        StorageAwayError: if it has not answered for a while.
+    """
+    deadline_s, said = time.monotonic() + _WAIT_S, ""
+    while True:
+        with _timed(phases_s, "inventory"):
+            found = replace(look(met, claimed), most_iteration=most_iteration)
+        trouble = claimed.trouble
+        if trouble is not None and trouble.is_of_flags and not found.wish.has_last_memory:
+            raise ConfigError(trouble.text)
+        with _timed(phases_s, "plan"):
+            candidates = plan(found, met)
+        best = next(iter(candidates.choice.plans), None)
+        if not (reasons := unread(best, found)):
+            note_start(met, found, has_begun=found.wish.has_last_memory)
+            return found, candidates
+        if met.ranks.everyone.broadcast(time.monotonic() > deadline_s):  # of rank 0
+            check_all_is_read(best, found)
+        if met.site.rank == 0 and reasons != said:
+            say(f"waiting for storage, at most {_WAIT_S:.0f} s: {reasons}")
+            said = reasons
+        time.sleep(_PAUSE_S)
 
 
 def _lockstep_of(plan: Plan | None, met: Met) -> Lockstep | None:
@@ -169,6 +213,8 @@ def _recover(
             verdict.say_hindrance(candidate, candidates.hindrance)
             with noting_failures(met, candidate):
                 restored = restore(candidate, agreed, met, readers, candidates.plans)
+            if inventory.is_unreadable:
+                restored = replace(restored, persisted_index=None)
         is_chosen = found.wish.is_choice and not candidates.choice.follows
         _warn_of_lossy(met, restored)
         return _Recovery(
@@ -177,14 +223,21 @@ def _recover(
             problems=problems(),
             hindrance=candidates.hindrance,
         )
-    choice = candidates.choice
+    _check_may_begin(met, found, candidates, verdict, problems())
+    return _Recovery(restored=None, is_chosen=found.wish.is_choice, problems=problems())
+
+
+def _check_may_begin(
+    met: Met, found: Found, candidates: Candidates, verdict: Verdict, problems: Sequence[str]
+) -> None:
+    """Refuse to begin without state, unless there is none or the flags say so."""
+    choice, inventory = candidates.choice, found.inventory
     if choice.prefers_load:
-        verdict.say_load(candidates.plans, problems())
+        verdict.say_load(candidates.plans, problems)
     elif not choice.ignores_others:
         for _, identity in inventory.identities:
             check_settings(identity, inventory, met, verdict)
-        verdict.check_is_empty(inventory, candidates.plans, problems())
-    return _Recovery(restored=None, is_chosen=found.wish.is_choice, problems=problems())
+        verdict.check_is_empty(inventory, candidates.plans, problems)
 
 
 def _warn_of_lossy(met: Met, restored: Restored) -> None:

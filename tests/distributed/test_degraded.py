@@ -18,6 +18,7 @@ from megatron.fault_tolerance.launch.refusing import EXIT_NOT_SAVED
 from moe_ft.engine import ending
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.persist import writer
+from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.recovery.running import Checkpointing
 from moe_ft.state.record import CapturedRecord, IterationFacts
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob
@@ -77,6 +78,32 @@ def test_full_disk_leaves_the_last_good_checkpoint_and_training_goes_on(
     job.run("--exit-interval", "1", storage=True)
     ((restored, _),) = job.recovered()
     assert f"iter_{restored:07d}" in {path.parent.name for path in manifests}
+
+
+def test_start_on_a_full_disk_continues_from_memory_and_says_so(
+    job: CheckpointJob,
+    expected: list[tuple[str, str]],
+    mount_small: Callable[[str], Path],
+) -> None:
+    disk = mount_small("40m")
+    job.storage, job.train = disk / "storage", train_with_short_pauses
+    job.run("--moe-ft-inject-fault", "kill:1@5:backward", storage=True)
+    stored = job.stored()
+    with suppress(OSError), (disk / "others").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    result = job.run(storage=True)
+    assert EXIT_NOT_SAVED in result.exit_codes, result.output(0)[-2000:]
+    ((restored, _),) = job.recovered()
+    assert restored > max(stored, default=0)
+    assert {*job.events("recovery")[0]["sources"]} == {"memory"}
+    assert f"--moe-ft-persist-dir={job.storage} cannot be used" in reasons(job, "persist")
+    assert "No space left on device" in reasons(job, "persist")
+    assert job.digests() == expected
+    assert job.stored() == stored
+    left = {path.name for path in job.storage.iterdir() if not path.name.startswith("iter_")}
+    assert left <= {LOCK_NAME}, "a start that failed to write has left something"
+    assert (job.memory_dir / "test").exists()
 
 
 @pytest.mark.rest

@@ -381,6 +381,17 @@ class Injection:
         """Have no room on storage for a while."""
         self._files.full(_STORAGE, self._seconds(fault))
 
+    def storage_away(self, fault: Fault, start: Start | None) -> None:
+        """Have storage fail all through the next start, which continues from memory that has the state."""
+        self._oracle.may_not_refuse = True
+        seconds = self._seconds(fault)
+        if fault.target % 3 == 0:
+            self._files.full(_STORAGE, seconds)
+        elif fault.target % 3 == 1:
+            self._files.stuck(_STORAGE, seconds)
+        else:
+            self._files.fail("", errno.EIO, _STORAGE, for_s=seconds)
+
     def storage_slow(self, fault: Fault, start: Start | None) -> None:
         """Have each operation on storage take long."""
         self._files.slow(_STORAGE, 0.5 * fault.amount**3, self._seconds(fault))

@@ -31,7 +31,7 @@ from moe_ft.planning import boundary_log
 from moe_ft.planning import recovery as planning
 from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.recovery import fetch as fetching
-from moe_ft.recovery import readers
+from moe_ft.recovery import readers, start
 from moe_ft.recovery.inspect import pruning
 from moe_ft.recovery.replay import Conversion
 from tests.simulation.active import Patches
@@ -108,6 +108,13 @@ def same_name_taken_at_once(patches: Patches) -> None:
     """A lock of a job of the same name is taken, whether or not that job runs."""
     name = "job"
     patches.set(SeenLock, "is_over", lambda self, own: self.lock and self.lock.job_id == name)
+
+
+@mutation
+def storage_that_is_away_refuses_a_start(patches: Patches) -> None:
+    """A start that cannot write to storage is refused, although memory has what it needs."""
+    original = start.take_over_lock
+    patches.set(start, "take_over_lock", lambda *args, may_wait: original(*args, may_wait=False))
 
 
 @mutation

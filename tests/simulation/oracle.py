@@ -76,6 +76,8 @@ class Oracle:
         has_strangers: whether a node has come back with old memory, so that branches exist.
         is_disturbed: whether a fault has happened in the start that runs, or has not ended before it.
         disturbed_until_s: when the last fault ends.
+        may_not_refuse: whether nothing but storage that is away disturbs the next start: it must continue
+            from the memory that the start before has left.
         is_refused: whether a start has refused, as it may: there is no way on.
         promised: iteration that the ranks of the start that runs will leave, since nothing but one death, or
             SIGTERM, has hit them; 0 for none.
@@ -91,6 +93,7 @@ class Oracle:
     has_strangers: bool = False
     is_disturbed: bool = False
     disturbed_until_s: float = 0.0
+    may_not_refuse: bool = False
     is_refused: bool = False
     promised: int = 0
     is_whole: bool = False
@@ -197,7 +200,7 @@ class Oracle:
             self._check_is_quiet(start)
         is_whole = self.is_whole
         self._cut_off()
-        self.is_whole = is_whole
+        self.is_whole, self.may_not_refuse = is_whole, False
         if self.job.setup.dense_interval and not self.job.setup.persist_interval:
             for what in states_of_several_iterations(self.job.root):
                 self._fail(start, f"storage has {what}, and whole states alone should go there")
@@ -258,7 +261,7 @@ class Oracle:
         if not isinstance(error, _REFUSALS):
             self._fail(start, f"rank {life.rank} ended with {describe(error)}")
             return
-        if self.is_disturbed:
+        if self.is_disturbed and not (self.may_not_refuse and self.floors.memory > 0):
             return  # what disturbs it may be what it refuses
         assert self.left is not None
         if self.left.newest is not None and not self.has_strangers:

@@ -204,7 +204,9 @@ def _add_storage_faults(
     setup: Setup, faults: list[Fault], rng: random.Random, num_events: int
 ) -> tuple[Setup, list[Fault]]:
     """Return a setup and faults with some that matter where there is storage."""
-    kind = rng.choices(("", "second-job", "prune", "garble-storage"), (15, 3, 1, 1))[0]
+    kind = rng.choices(
+        ("", "second-job", "prune", "garble-storage", "storage-away"), (14, 3, 1, 1, 1)
+    )[0]
     last = max(each.start for each in faults)
     if not setup.persists or not kind:
         return setup, faults
@@ -216,6 +218,10 @@ def _add_storage_faults(
         setup = msgspec.structs.replace(setup, keep=3, stop_interval=max(1, setup.iterations // 4))
         flips = [Fault(kind="flip-storage", start=2)] * rng.choice((1, 2, 8))
         return setup, [*flips, Fault(kind=kind, start=2)]
+    if kind == "storage-away":  # the only fault of the second start
+        target, amount = rng.randrange(3), 1.0  # longer than what passes between two starts
+        kill = Fault(kind="kill-all", start=0, event=int(num_events * rng.uniform(0.2, 0.8)))
+        return setup, [kill, Fault(kind=kind, start=1, target=target, amount=amount)]
     at = int(num_events * rng.uniform(0.4, 1.0))  # when something is on storage
     garble = Fault(kind=kind, start=0, event=int(at * rng.random()))
     kill = Fault(kind="kill-all", start=0, event=at)

@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.errors import ConfigError, StorageAwayError, UnrecoverableError
 
 EXIT_REFUSED = 2  # the command line, or the state that is there, cannot work
 EXIT_NOT_SAVED = 3  # the last state should be on storage and is not: start the job again
+EXIT_STORAGE_AWAY = (
+    4  # storage may hold what the start needs, and does not answer: start it again later
+)
 REFUSAL_GRACE_S = 10.0
 
 
@@ -20,12 +23,14 @@ def refusing() -> Iterator[None]:
     """End the rank with one line where the flags or the state that is there cannot work."""
     try:
         yield
+    except StorageAwayError as error:
+        refuse(str(error), code=EXIT_STORAGE_AWAY)
     except (ConfigError, UnrecoverableError) as error:
         refuse(str(error))
 
 
-def refuse(reason: str, program: str | None = None) -> NoReturn:
-    """Print one line a node, since what is wrong may be wrong on one node only, and exit refused.
+def refuse(reason: str, program: str | None = None, code: int = EXIT_REFUSED) -> NoReturn:
+    """Print one line a node, since what is wrong may be wrong on one node only, and exit.
 
     Args:
         reason: with the rule and the remedy.
@@ -36,4 +41,4 @@ def refuse(reason: str, program: str | None = None) -> NoReturn:
         print(f"{name}: error: {reason}", file=sys.stderr, flush=True)
     else:
         time.sleep(REFUSAL_GRACE_S)  # the first rank to end has the launcher end all others
-    raise SystemExit(EXIT_REFUSED) from None
+    raise SystemExit(code) from None

@@ -72,14 +72,16 @@ class StorageSchedule:
         self._could_not_ask = False
         self.is_due, self.is_idle = False, True
 
-    def start(self, newest_index: str, iteration: int = 0) -> None:
+    def start(self, newest_index: str | None, iteration: int = 0) -> None:
         """Begin.
 
         Args:
-            newest_index: this rank's on storage, relative to the persist directory, if any.
+            newest_index: this rank's on storage, relative to the persist directory; empty if there is none,
+                None if that is not known: then everything is written again.
             iteration: that training begins with.
         """
-        self._newest_index, self._whole_iteration = newest_index, iteration
+        self._newest_index, self._whole_iteration = newest_index or "", iteration
+        self._client.has_lost_previous = newest_index is None
         if self._interval or self._dense_interval:
             self._client.start()
 

@@ -9,23 +9,21 @@ engine/persist/storage_lock.py. Used by the writer process and by recovery; no t
 """
 
 import copy
-import errno
-import fcntl
 import inspect
 import io
-import mmap
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
+from fsspec.utils import get_protocol
 
 from moe_ft.engine.memory.private_files import check_is_regular, open_regular
+from moe_ft.engine.persist.direct import write_past_cache
 from moe_ft.engine.persist.own_random import give_own_random
 from moe_ft.engine.persist.patience import call_within
 from moe_ft.engine.waits import note_progress
@@ -37,7 +35,6 @@ from moe_ft.format.index import Index
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
 _CHUNK_BYTES = 16 << 20
-_DIRECT_BYTES = 1 << 20  # smaller writes go through the page cache
 _OF_VERSIONS = (
     "size",
     "mtime",
@@ -79,7 +76,7 @@ class Storage:
     """
 
     def __init__(self, url: str, patience_s: float | None = None) -> None:
-        """Begin.
+        """Begin; the back end is opened by the first operation.
 
         Args:
             url: of the directory: a path, or a URL that fsspec understands.
@@ -88,11 +85,37 @@ class Storage:
                 somebody else watches.
         """
         self.url, self._patience_s = hide_password(url), patience_s
-        self._is_local = False
-        self._file_system, self._root = self.within_patience(
-            "open", lambda: fsspec.core.url_to_fs(url)
+        self._given_url = url
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        """The file system and the directory's path in it; some back ends need the network for that."""
+        opened: tuple[Any, str] = self.within_patience(
+            "open", lambda: fsspec.core.url_to_fs(self._given_url)
         )
-        self._is_local = "file" in _protocols(self._file_system)
+        return opened
+
+    @cached_property
+    def _is_local(self) -> bool:
+        """True for a directory of this machine's file systems."""
+        try:
+            protocol = fsspec.get_filesystem_class(get_protocol(self._given_url)).protocol
+        except (ImportError, ValueError):  # opening it says why
+            return False
+        return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+    def open(self) -> "Storage":
+        """Open the back end now, and return this; raises what the back end raises."""
+        _ = self._opened
+        return self
+
+    @property
+    def _file_system(self) -> Any:
+        return self._opened[0]
+
+    @property
+    def _root(self) -> str:
+        return self._opened[1]
 
     def with_patience(self, patience_s: float | None) -> "Storage":
         """Return the same directory with another patience."""
@@ -153,8 +176,7 @@ class Storage:
                     for start in range(0, len(content), _CHUNK_BYTES):
                         file.write(content[start : start + _CHUNK_BYTES])
                 return
-            for block in page_blocks(pieces):
-                _write_block(file, block)
+            write_past_cache(file, pieces)
             file.flush()
             os.fsync(file.fileno())
 
@@ -175,8 +197,14 @@ class Storage:
             self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
             self._file_system.pipe_file(full, content)
             return
-        self._write(f"{full}.part", [memoryview(content)])
-        os.replace(f"{full}.part", full)
+        part = f"{full}.part"
+        try:
+            self._write(part, [memoryview(content)])
+            os.replace(part, full)
+        except OSError:
+            with suppress(OSError):  # on a full disk every try would leave one
+                os.unlink(part)
+            raise
         self._sync_directories(full)
 
     def create(self, path: str, content: bytes) -> None:
@@ -349,56 +377,6 @@ class Listings:
         return self._storage.size(path) if listed is None else listed
 
 
-def page_blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield the same bytes in blocks that start at a page of memory and, but for the last, are whole pages.
-
-    Only what is not so already is copied. A block is valid until the next one is asked for.
-    """
-    room, filled = memoryview(mmap.mmap(-1, _CHUNK_BYTES)), 0
-    for content in pieces:
-        address = np.frombuffer(content, np.uint8).ctypes.data if content else 0
-        start = 0
-        while start < len(content):
-            rest = len(content) - start
-            if not filled and rest >= _DIRECT_BYTES and (address + start) % mmap.PAGESIZE == 0:
-                taken = min(rest - rest % mmap.PAGESIZE, _CHUNK_BYTES)
-                yield content[start : start + taken]
-            else:
-                taken = min(rest, _CHUNK_BYTES - filled)
-                room[filled : filled + taken] = content[start : start + taken]
-                filled = (filled + taken) % _CHUNK_BYTES
-                if not filled:
-                    yield room
-            start += taken
-    yield room[:filled]
-
-
-def _write_block(file: Any, block: memoryview) -> None:
-    """Write past the page cache where the file system can: it is faster and takes less of the processor."""
-    is_direct = len(block) >= _DIRECT_BYTES and len(block) % mmap.PAGESIZE == 0
-    start = file.tell()
-    if is_direct and _set_direct(file, True):
-        try:
-            file.write(block)
-            return
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # such as of an alignment beyond that of pages
-                raise
-            file.seek(start)
-    _set_direct(file, False)
-    file.write(block)
-
-
-def _set_direct(file: Any, is_direct: bool) -> bool:
-    """Have what is written next to a file pass by the page cache, or not; return whether that worked."""
-    flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & ~os.O_DIRECT
-    try:
-        fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT * is_direct)
-    except OSError:  # such as of FUSE
-        return False
-    return True
-
-
 def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
@@ -420,8 +398,3 @@ def sync_file(path: str) -> None:
 def _has_conditional_put(file_system: Any) -> bool:
     put = getattr(file_system, "_pipe_file", file_system.pipe_file)
     return "mode" in inspect.signature(put).parameters
-
-
-def _protocols(file_system: Any) -> tuple[str, ...]:
-    protocol = file_system.protocol
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)

@@ -88,7 +88,11 @@ class SeenLock:
 
 
 class StorageLock:
-    """The lock as one start has it, or wants it. Any thread may use it."""
+    """The lock as one start has it, or wants it. Any thread may use it.
+
+    Attributes:
+        is_taken: whether this start is known to have had it.
+    """
 
     def __init__(self, storage: Storage, owner: str = "") -> None:
         """Begin.
@@ -102,6 +106,7 @@ class StorageLock:
         self._file = _StoredLock(storage) if path is None else _LocalLock(storage, path)
         self._should_end = threading.Event()
         self._thread: threading.Thread | None = None
+        self.is_taken = False
 
     def look(self) -> SeenLock | None:
         """Return what is in the lock's place, None only if nothing is.
@@ -140,7 +145,8 @@ class StorageLock:
             else:
                 self._file.replace(seen.content, content)
         now = self.look()
-        return now is not None and now.lock is not None and now.lock.owner == self.owner
+        self.is_taken = now is not None and now.lock is not None and now.lock.owner == self.owner
+        return self.is_taken
 
     def check(self) -> None:
         """Return if this start still has the lock.
@@ -156,12 +162,18 @@ class StorageLock:
             try:
                 content = self._storage.read(LOCK_NAME)
             except FileNotFoundError:
-                raise LockLostError(
-                    f"{LOCK_NAME} in {self._storage.url} is gone: another job had taken it over and has "
-                    "ended, or somebody has removed it. This job writes no more checkpoints there. Start "
-                    "it again."
-                ) from None
+                raise LockLostError(self._missing()) from None
         self._advance(content)
+        self.is_taken = True
+
+    def _missing(self) -> str:
+        where = f"{LOCK_NAME} in {self._storage.url}"
+        if not self.is_taken:
+            return f"{where} is not taken yet, or somebody has removed it: nothing may be written there"
+        return (
+            f"{where} is gone: another job had taken it over and has ended, or somebody has removed it. This "
+            "job writes no more checkpoints there. Start it again."
+        )
 
     def renew(self) -> None:
         """Show those who watch that this start is alive.
@@ -201,8 +213,9 @@ class StorageLock:
                 lock.renew()
                 is_failing = False
             except LockLostError as error:
-                report(str(error))
-                return
+                if self.is_taken or lock.is_taken:  # else the start still waits for it
+                    report(str(error))
+                    return
             except Exception as error:  # fsspec raises whatever its back ends do
                 if not is_failing:
                     report(f"{LOCK_NAME} in {self._storage.url} cannot be renewed for now: {error}")

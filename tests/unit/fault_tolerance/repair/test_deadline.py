@@ -43,10 +43,10 @@ def test_process_that_makes_progress_may_take_longer_until_it_makes_none() -> No
 
 
 def test_process_lives_on_if_a_repair_ends_in_time() -> None:
-    before = threading.active_count()
     link = Link()
     pid = os.fork()
     if pid == 0:
+        before = threading.active_count()
         signal.alarm(60)
         link.arm()
         with ending_after(0.05, link):

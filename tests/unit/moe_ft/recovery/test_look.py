@@ -14,7 +14,7 @@ from moe_ft.recovery.attempts import Attempt, note_attempt
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.claim import Claimed, claim
 from moe_ft.recovery.inventory import Inventory
-from moe_ft.recovery.look import Found, look
+from moe_ft.recovery.look import Found, look, note_start
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.restarts import recall_launcher
 from tests.unit.moe_ft.builders import make_identity, persist_checkpoint
@@ -85,10 +85,13 @@ def test_restart_by_a_launcher_knows_what_there_was_before_its_first_start(
     config = config_of(tmp_path)
     leave_window(config)
     met, claimed = rank.claim(config)
-    assert not look(met, claimed).wish.is_restart
+    first = look(met, claimed)
+    assert not first.wish.is_restart
+    note_start(met, first, has_begun=True)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     asked = look(met, claimed).wish
     assert (asked.is_restart, asked.known_before) == (True, frozenset({"run-a-0-0"}))
+    assert asked.has_last_memory
 
 
 def test_restart_does_not_overwrite_what_its_node_knows_of_the_launcher(
@@ -98,8 +101,14 @@ def test_restart_does_not_overwrite_what_its_node_knows_of_the_launcher(
     config = config_of(tmp_path)
     leave_window(config)
     met, claimed = rank.claim(config)
-    look(met, claimed)
-    assert recall_launcher(met.site.node_dir, {"SLURM_RESTART_COUNT": "1"}) is None
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    note_start(met, look(met, claimed), has_begun=True)
+    (met.site.node_dir / "region_0.json").unlink(missing_ok=True)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    note_start(met, look(met, claimed), has_begun=True)
+    known = recall_launcher(met.site.node_dir, {"SLURM_RESTART_COUNT": "1"})
+    assert known is not None
+    assert known.known == ("run-a-0-0",)
 
 
 def test_failures_that_two_starts_had_in_the_same_way_are_found(rank: Rank, tmp_path: Path) -> None:

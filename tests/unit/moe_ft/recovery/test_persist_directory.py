@@ -1,20 +1,31 @@
 """Opening the persist directory: what is refused, and whose lock is taken over."""
 
+import errno
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.engine.persist import storage_lock
+from moe_ft.engine.persist.origin import Origin
+from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, SeenLock, StorageLock
 from moe_ft.errors import ConfigError, LockLostError
 from moe_ft.recovery import persist_directory
-from moe_ft.recovery.persist_directory import open_storage, origin_of, release_lock, take_lock
+from moe_ft.recovery.persist_directory import (
+    LateLock,
+    open_storage,
+    origin_of,
+    release_lock,
+    take_lock,
+)
 from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.faulty_storage import give_up_soon
@@ -52,9 +63,11 @@ class Opener:
     def open(self, job_id: str, agent: str = "") -> StorageLock:
         """Open the directory for a job, and return the lock."""
         site = self.site(job_id, agent=agent)
-        storage, lock = open_storage(site)
-        assert storage is not None
-        lock = lock or take_lock(job_id, storage, origin_of(site))
+        opened = open_storage(site)
+        assert opened.storage is not None
+        if opened.trouble is not None:
+            raise ConfigError(opened.trouble.text)
+        lock = opened.lock or take_lock(job_id, opened.storage, origin_of(site))
         self._locks.append(lock)
         return lock
 
@@ -124,11 +137,11 @@ def test_lock_of_an_earlier_start_is_left_until_the_start_is_not_refused_any_mor
 ) -> None:
     earlier = opener.open("job", agent="agent")
     site = opener.site("job", agent="agent")
-    storage, lock = open_storage(site)
-    assert storage is not None
-    assert lock is None
+    opened = open_storage(site)
+    assert opened.storage is not None
+    assert opened.lock is None
     earlier.check()
-    lock = take_lock("job", storage, origin_of(site))
+    lock = take_lock("job", opened.storage, origin_of(site))
     lock.close()
     with pytest.raises(LockLostError):
         earlier.check()
@@ -310,7 +323,67 @@ def test_password_of_a_url_that_cannot_be_used_is_not_shown(opener: Opener) -> N
 
 
 def test_storage_that_is_only_read_is_neither_made_nor_locked(opener: Opener) -> None:
-    storage, lock = open_storage(opener.site("reader", persist_interval=0))
-    assert storage is not None
-    assert lock is None
+    opened = open_storage(opener.site("reader", persist_interval=0))
+    assert opened.storage is not None
+    assert (opened.lock, opened.trouble) == (None, None)
     assert not Path(opener.url).exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE])
+def test_storage_that_fails_is_in_trouble_that_may_pass(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Storage, "write_atomically", fail)
+    trouble = open_storage(opener.site("job")).trouble
+    assert trouble is not None
+    assert f"--moe-ft-persist-dir={opener.url} cannot be used on node n: OSError" in trouble.text
+    assert not trouble.is_of_flags
+
+
+@pytest.mark.parametrize("url", ["nosuch://host/path", "{file}", "{file}/below"])
+def test_directory_that_can_never_be_used_is_in_trouble_of_its_flag(
+    opener: Opener, tmp_path: Path, url: str
+) -> None:
+    (tmp_path / "file").touch()
+    opener.url = url.format(file=tmp_path / "file")
+    trouble = open_storage(opener.site("job")).trouble
+    assert trouble is not None
+    assert trouble.is_of_flags
+
+
+def test_lock_is_taken_when_storage_answers_and_nothing_may_be_written_before(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persist_directory, "_RETRY_S", 0.01)
+    storage, said = Storage(opener.url), queue.Queue[str]()
+    storage.make_root()
+    lock = LateLock(storage, "job", Origin())
+    fails = threading.Event()
+    fails.set()
+    read = LocalFileSystem.cat_file
+
+    def read_if_it_answers(*args: Any, **more: Any) -> Any:
+        if fails.is_set():
+            raise OSError(errno.EIO, "away")
+        return read(*args, **more)
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", read_if_it_answers)
+    lock.start(said.put)
+    assert "no checkpoints go to storage yet: OSError" in said.get(timeout=60)
+    with pytest.raises(OSError, match="away"):
+        lock.check()
+    fails.clear()
+    assert "can be used again: checkpoints go there from now on" in said.get(timeout=60)
+    lock.check()
+    lock.release()
+    assert os.listdir(opener.url) == []
+
+
+def test_lock_that_is_not_taken_yet_forbids_to_write_and_says_so(opener: Opener) -> None:
+    storage = Storage(opener.url)
+    storage.make_root()
+    with pytest.raises(LockLostError, match="is not taken yet, or somebody has removed it"):
+        LateLock(storage, "job", Origin()).check()

@@ -98,6 +98,7 @@ def test_each_piece_of_a_file_that_is_read_has_a_patience_of_its_own(
     (tmp_path / "a").write_bytes(content)
     storage, piece = Storage(str(tmp_path), patience_s=30), f"30 {tmp_path}: read a"
     for arguments, num_pieces in (((0, 200), 2), ((30, 201), 3), ((5,), 3), ((), 3)):
+        storage.names()
         asked.clear()
         end = sum(arguments) if len(arguments) == 2 else None
         assert storage.read("a", *arguments) == content[sum(arguments[:1]) : end]
@@ -111,4 +112,4 @@ def test_back_end_that_does_not_open_is_given_up(
         "moe_ft.engine.persist.storage.fsspec.core.url_to_fs", lambda url: never.wait()
     )
     with pytest.raises(TimeoutError, match="s3://u:[*]+@b: open"):
-        Storage("s3://u:secret@b", patience_s=0.01)
+        Storage("s3://u:secret@b", patience_s=0.01).names()
