@@ -3,7 +3,8 @@
 #
 # The first process of the container; jobset.yaml sets the variables. Kubernetes sends SIGTERM before it removes a pod.
 # The ranks then get SIGUSR1: they finish the iteration, bring the newest state to storage, and end, on all pods.
-# Exit code 0 only if training has finished: after any other end Kubernetes starts the container again.
+# Exit code 0 only if training has finished: after any other end Kubernetes starts the container again, each time after
+# a longer pause. Exit codes 2, 3 and 4 of a rank (docs/slurm.md) are those of the pod: torchrun does not restart then.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "$0")/../.." && pwd)
@@ -42,12 +43,22 @@ else
     FLAGS+=(--moe-ft-persist-dir "$PERSIST_DIR")
 fi
 
+# torchrun ends with 1 whatever its ranks end with, so a rank notes what a restart at once would not mend.
+CODES=$(mktemp)
+export CODES
+# shellcheck disable=SC2016  # each rank expands it
+rank='trap : TERM USR1
+    code=0
+    "$@" || code=$?
+    case "$code" in 2 | 3 | 4) echo "$code" >>"$CODES" && kill "$PPID" ;; esac
+    exit "$code"'
+
 # shellcheck disable=SC2086  # PROGRAM and EXTRA_FLAGS hold several words
 torchrun --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "$MAX_RESTARTS" \
     --rdzv-id "$RUN_NAME" --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" \
     --rdzv-conf "join_timeout=$JOIN_SECONDS,is_host=$((${JOB_COMPLETION_INDEX:-0} == 0))" \
     --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout "$SAVE_SECONDS" \
-    $PROGRAM "${FLAGS[@]}" "${FAULT_TOLERANCE_FLAGS[@]}" $EXTRA_FLAGS &
+    --no-python bash -c "$rank" rank python $PROGRAM "${FLAGS[@]}" "${FAULT_TOLERANCE_FLAGS[@]}" $EXTRA_FLAGS &
 torchrun=$!
 trap 'kill -USR1 "$torchrun"' TERM
 
@@ -57,6 +68,14 @@ while kill -0 "$torchrun" 2>/dev/null; do  # a signal ends wait before torchrun 
     status=0
     wait "$torchrun" || status=$?
 done
+code=$(head -n 1 "$CODES")
+rm "$CODES"
+case "$code" in
+    2) echo "pod: exit code 2: the flags, or the state that is there, cannot work; see above" ;;
+    3) echo "pod: exit code 3: storage lacks the newest state, memory has it" ;;
+    4) echo "pod: exit code 4: storage does not answer, and may hold what the start needs" ;;
+esac
+[ -z "$code" ] || exit "$code"
 [ "$status" -eq 0 ] || exit "$status"
 # The ranks also end without an error where another pod was to be removed.
 ends=$(tail -n 100 "$RUN_DIR/events/rank_00000.jsonl" | grep '"event": *"end"' | tail -n 1 || true)

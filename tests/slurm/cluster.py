@@ -46,6 +46,7 @@ SelectTypeParameters=CR_CPU
 ReturnToService=2
 SlurmdTimeout=60
 Epilog={epilog}
+Prolog={epilog}
 KillWait=20
 MpiDefault=none
 CommunicationParameters=NoInAddrAny

@@ -142,6 +142,45 @@ def test_job_on_a_full_tmpfs_is_refused_and_runs_when_the_memory_of_a_dead_job_i
 
 @pytest.mark.rest
 @pytest.mark.timeout(1500)
+def test_job_that_failed_while_storage_was_full_is_continued_from_memory_by_the_next_of_its_name(
+    job: SlurmJob, expected: Digests, mount_small: Mount
+) -> None:
+    storage = mount_small("24m")
+    (storage / "of_others").write_bytes(bytes(2**24 + 2**22))
+    given = {"RUN_NAME": "named", "PERSIST_DIR": str(storage / "states"), "PAUSE_SECONDS": "1"}
+    options = ["--job-name=named", "--nodelist=node1,node2"]
+    job.submit(options=options, MAX_RESTARTS="1", MAX_REQUEUES="0", **given)
+    assert job.wait_for_end() == "FAILED 1:0"
+    assert job.said("(storage lacks the newest state, memory has it): the ranks start again in 1 s")
+    job.cluster.call("sbatch", "--wait", "--nodes=2", "--output=/dev/null", "--wrap=true")
+    assert (job.memory_dir / "named").exists()
+    (storage / "of_others").unlink()
+    job.submit(options=options, **given)
+    assert job.wait_for_end() == "COMPLETED 0:0"
+    assert job.targets() == [NUM_ITERATIONS] * 2
+    assert job.tiers(1) == [{"memory"}] * 2
+    assert job.digests() == expected
+    assert not (job.memory_dir / "named").exists()
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1500)
+def test_refusal_on_a_node_of_several_ranks_ends_the_job_at_its_first_start(job: SlurmJob) -> None:
+    options = ["--ntasks-per-node=2", "--job-name=named"]
+    job.submit(
+        *("--moe-ft-strategy", "none_such"),
+        nodes=1,
+        options=options,
+        TRAIN_NODES="1",
+        RANKS_PER_NODE="2",
+        RUN_NAME="named",
+    )
+    assert job.wait_for_end() == "FAILED 2:0"
+    assert not job.said("start again")
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1500)
 def test_doctor_examines_the_nodes_of_an_allocation_with_the_flags_of_the_job(
     job: SlurmJob,
 ) -> None:

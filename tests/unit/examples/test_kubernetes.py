@@ -13,6 +13,7 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
+from tests.shares import share_of
 from tests.unit.examples.model_files import FOLDER, ROOT, plan_of, read_model
 
 KUBERNETES = ROOT / "examples" / "kubernetes"
@@ -129,6 +130,14 @@ signal.signal(signal.SIGUSR1, lambda *_: end("exit flag"))
 print("ready", flush=True)
 if os.environ["ENDS"] == "never":
     time.sleep(600)
+if os.environ["ENDS"].isdigit():
+    other = events / "rank_1_is_there"
+    if os.environ["LOCAL_RANK"] != "0":
+        other.touch()
+        time.sleep(600)
+    while not other.exists():
+        time.sleep(0.01)
+    sys.exit(int(os.environ["ENDS"]))
 end(os.environ["ENDS"])
 """
 
@@ -159,6 +168,23 @@ def test_pod_succeeds_only_if_training_has_finished(
 ) -> None:
     done = subprocess.run([KUBERNETES / "pod.sh"], env={**environment, "ENDS": ends}, timeout=240)
     assert done.returncode == code
+
+
+@pytest.mark.parametrize("code", share_of([2, 3, 4], 2))
+def test_pod_ends_with_the_code_of_a_rank_that_a_restart_at_once_would_not_help(
+    code: int, environment: dict[str, str]
+) -> None:
+    given = {"ENDS": str(code), "RANKS_PER_NODE": "2", "MAX_RESTARTS": "5"}
+    done = subprocess.run(
+        [KUBERNETES / "pod.sh"],
+        env={**environment, **given},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == code
+    assert done.stdout.count("ready") <= 2  # ranks of one start
+    assert f"pod: exit code {code}: " in done.stdout
 
 
 def test_pod_that_is_removed_lets_its_ranks_save(
