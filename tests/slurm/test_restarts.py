@@ -71,7 +71,7 @@ def test_time_limit_while_storage_is_full_saves_and_requeues_the_job_when_there_
     cluster.call(*limit, "TimeLimit=10")  # minutes: as --signal of the script says
     job.wait_for_line("SIGUSR1: the ranks save the newest state")
     job.signal_ranks(signal.SIGCONT)
-    job.wait_for_line("exit code 3: the ranks start again")
+    job.wait_for_line("exit code 3 (storage lacks the newest state")
     (storage / "of_others").unlink()
     job.wait_for_line("the job goes back to the queue", count=2)
     cluster.call(*limit, "TimeLimit=60")
