@@ -177,6 +177,7 @@ def product_files() -> list[Path]:
         "moe_ft/config/flag_table.py",  # flags of Megatron
         "moe_ft/config/megatron_flags.py",  # the same flags
         "moe_ft/convert/huggingface/families",  # layers without experts are dense there
+        "moe_ft/convert/huggingface/config_file.py",  # and keys of theirs have such names
     )
     return [
         *(path for path in found if not any(path.is_relative_to(ROOT / each) for each in apart)),
