@@ -73,7 +73,7 @@ def test_time_limit_while_storage_is_full_saves_and_requeues_the_job_when_there_
     job.signal_ranks(signal.SIGCONT)
     job.wait_for_line("exit code 3 (storage lacks the newest state")
     (storage / "of_others").unlink()
-    job.wait_for_line("the job goes back to the queue", count=2)
+    job.wait_for_line("the job goes back to the queue")
     cluster.call(*limit, "TimeLimit=60")
     job.release()
     assert job.wait_for_end() == "COMPLETED 0:0"
