@@ -29,7 +29,7 @@ from benchmarks.inprocess import note_call
 from megatron.fault_tolerance.repair.leftovers import clear_metrics
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.watch.failure_report import FailureReport
+from moe_ft.loop.failure_report import FailureReport
 
 _LEAVING_S = 20.0  # from the end of the connections until the function has ended
 

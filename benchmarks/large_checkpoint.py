@@ -14,7 +14,7 @@ import torch
 
 from moe_ft.engine.memory.layout import FileLayout, lay_out
 from moe_ft.engine.persist.manifests import write_manifest
-from moe_ft.engine.persist.storage import Storage, file_tag, rank_path
+from moe_ft.files.storage import Storage, file_tag, rank_path
 from moe_ft.format.encoding import FORMAT, checksum, encode
 from moe_ft.format.entries import GlobalPlace, ParameterEntry, TensorEntry, UnitEntry
 from moe_ft.format.identity import Identity, Start

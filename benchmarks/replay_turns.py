@@ -18,14 +18,14 @@ from megatron.training import training
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.seams import replay as replay_module
-from megatron.fault_tolerance.seams.listeners import Listeners
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import Replay
-from megatron.fault_tolerance.seams.training_loop import LoopParts
-from megatron.fault_tolerance.watch import checkpoints
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.format.records import IterationRecord
+from moe_ft.loop import checkpoints
+from moe_ft.loop.listeners import Listeners
+from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery.running import Checkpointing
 from moe_ft.recovery.start import start
 from moe_ft.state.record import CapturedRecord, IterationFacts, encode

@@ -46,8 +46,8 @@ from benchmarks.sparse_jobs import (
 )
 from benchmarks.window_turns import Loop, Turn, Variant, plan_turns, times_path, train_in_turns
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.watch import checkpoints
 from moe_ft.engine.memory.rank_memory import RankMemory
+from moe_ft.loop import checkpoints
 from moe_ft.recovery import claim
 from moe_ft.recovery.running import Checkpointing
 from moe_ft.recovery.start import start

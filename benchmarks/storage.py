@@ -28,8 +28,8 @@ import torch
 from benchmarks import stand_ins
 from benchmarks.output import markdown_table, parse_options, show
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.persist.storage import Storage, file_tag
 from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
+from moe_ft.files.storage import Storage, file_tag
 from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index

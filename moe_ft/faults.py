@@ -1,6 +1,6 @@
 """Faults that a run can inflict on itself, parsed from KIND:RANK@ITERATION[:PHASE].
 
-Standard library only. megatron/fault_tolerance/watch/faults.py inflicts them.
+Standard library only. moe_ft/loop/faults.py inflicts them.
 """
 
 import re

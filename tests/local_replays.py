@@ -18,23 +18,24 @@ from megatron.training import get_args, training
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.program import forward_step
-from megatron.fault_tolerance.seams.listeners import (
+from megatron.fault_tolerance.seams import composition
+from megatron.fault_tolerance.seams.loop_facts import pipeline_traffic
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.seams.replay import Replay
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.engine.boundary.reading import NeighbourLog, open_log
+from moe_ft.engine.memory.regions import own_directory
+from moe_ft.format.records import IterationRecord
+from moe_ft.loop import listener_order
+from moe_ft.loop.checkpoints import Checkpoints
+from moe_ft.loop.listeners import (
     Built,
     EndedIteration,
     Listeners,
     LoopListener,
     LoopState,
 )
-from megatron.fault_tolerance.seams.loop_facts import pipeline_traffic
-from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
-from megatron.fault_tolerance.seams.replay import Replay
-from megatron.fault_tolerance.seams.training_loop import LoopParts
-from megatron.fault_tolerance.watch import composition, listener_order
-from megatron.fault_tolerance.watch.checkpoints import Checkpoints
-from moe_ft.engine.boundary.player import BoundaryPlayer
-from moe_ft.engine.boundary.reading import NeighbourLog, open_log
-from moe_ft.engine.memory.regions import own_directory
-from moe_ft.format.records import IterationRecord
+from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery.borders import Borders
 from moe_ft.state import record as records
 from moe_ft.state.tensors import named_buffers, named_optimizer_tensors, named_parameters

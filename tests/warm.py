@@ -12,8 +12,8 @@ import megatron.core.tokenizers.text.text_tokenizer
 from megatron.training.arguments import add_megatron_arguments
 
 import pretrain_gpt_moe
-from megatron.fault_tolerance.watch import breakpoint_meeting, failure_report
 from moe_ft.engine.links import listener
+from moe_ft.loop import breakpoint_meeting, failure_report
 
 # Megatron's parsers read the sources of its classes, four times a start.
 inspect.getsource = functools.cache(inspect.getsource)

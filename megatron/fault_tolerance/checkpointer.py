@@ -35,10 +35,10 @@ from megatron.fault_tolerance.custom.settings import (
 )
 from megatron.fault_tolerance.seams.optimizer_seams import OptimizerSeams
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.seams.training_loop import LoopParts
-from megatron.fault_tolerance.watch.listener_order import listeners_of
 from moe_ft.errors import CallOrderError, ConfigError
 from moe_ft.faults import Phase
+from moe_ft.loop.listener_order import listeners_of
+from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery.site import say
 from moe_ft.strategies.registry import kind_of, kinds
 

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moe_ft.engine.persist.storage import hide_password
 from moe_ft.errors import ConfigError, MoeFtError
+from moe_ft.files.storage import hide_password
 
 
 def add_directory(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ft.convert.source import check_is_quiet
-from moe_ft.engine.persist.storage import hide_password
 from moe_ft.errors import ConfigError
+from moe_ft.files.storage import hide_password
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings, newest_holding
 
 _FLAG = "--moe-ft-persist-dir"

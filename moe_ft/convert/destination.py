@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from moe_ft.convert.remote_path import AnyPath, RemotePath
-from moe_ft.engine.persist.storage import sync_file
 from moe_ft.errors import ConfigError
+from moe_ft.files.storage import sync_file
 from moe_ft.format.encoding import checksum
 
 JOURNAL = "conversion.json"

@@ -19,12 +19,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from moe_ft.convert.destination import JOURNAL, SPARE_BYTES
-from moe_ft.engine.memory.private_files import make_private
 from moe_ft.engine.persist.origin import own_origin
-from moe_ft.engine.persist.patience import PATIENCE_S
-from moe_ft.engine.persist.storage import Storage, hide_password
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, StorageLock, watch_lock
 from moe_ft.errors import ConfigError, CorruptStateError, LockLostError, MoeFtError
+from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.private_files import make_private
+from moe_ft.files.storage import Storage, hide_password
 from moe_ft.format.encoding import checksum
 
 _PIECE_BYTES = 16 << 20

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
-from moe_ft.engine.persist.patience import PATIENCE_S
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.storage import Storage
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -13,9 +13,9 @@ import xxhash
 from moe_ft.convert import foreign_files
 from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.soundness import check_references, check_region, read_file
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock, watch_lock
 from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.files.storage import Storage
 from moe_ft.format.contents import check_header
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.entries import UnitEntry

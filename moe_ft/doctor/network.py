@@ -11,7 +11,7 @@ from pathlib import Path
 from moe_ft.doctor.probe import Trip, ping, transfer
 from moe_ft.doctor.rows import Row, failed, join_nodes, passed, rate_text, warned
 from moe_ft.engine.links.messages import PROGRESS_TIMEOUT_S
-from moe_ft.engine.persist.patience import SLOWEST_BYTES_PER_S
+from moe_ft.files.patience import SLOWEST_BYTES_PER_S
 
 _REACH, _RATE, _CLOCK, _GROUP = "reach", "bandwidth", "clocks", "groups"
 _DEVICES = Path("/sys/class/net")

@@ -29,8 +29,8 @@ from moe_ft.doctor.rows import Row, failed, guarded, warned
 from moe_ft.doctor.storage import ProbeDirectory, check_lock, check_semantics, check_space
 from moe_ft.doctor.storage_speed import Written, check_read, check_write, write_file
 from moe_ft.engine.memory.regions import node_directory
-from moe_ft.engine.persist.storage import hide_password
 from moe_ft.errors import ConfigError
+from moe_ft.files.storage import hide_password
 
 # When phases end, as parts of the time that the whole examination has.
 _NETWORK, _WRITTEN, _READ, _STORAGE = 0.6, 0.7, 0.8, 0.85

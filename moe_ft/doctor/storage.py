@@ -12,8 +12,6 @@ from pathlib import Path
 
 from moe_ft.config.fields import size_text
 from moe_ft.doctor.rows import Row, failed, passed, warned
-from moe_ft.engine.persist.patience import PATIENCE_S
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import (
     LOCK_NAME,
     LOCK_RENEWAL_S,
@@ -21,6 +19,8 @@ from moe_ft.engine.persist.storage_lock import (
     StorageLock,
     watch_lock,
 )
+from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.storage import Storage
 
 _SEMANTICS, _LOCK, _SPACE = "storage", "storage lock", "storage room"
 _PLACE = "persist dir"

@@ -13,8 +13,8 @@ import msgspec
 
 from moe_ft.doctor.rows import Row, failed, passed, rate_text, warned
 from moe_ft.doctor.storage import is_path_of_a_probe
-from moe_ft.engine.persist.patience import SLOWEST_BYTES_PER_S
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.patience import SLOWEST_BYTES_PER_S
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 
 _WRITE, _READ = "storage write", "storage read"

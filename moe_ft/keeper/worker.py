@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from moe_ft.engine.memory.private_files import make_private, make_root
 from moe_ft.errors import UnsafePathError
+from moe_ft.files.private_files import make_private, make_root
 from moe_ft.keeper.protocol import (
     IMPORTING,
     Answer,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.memory.private_files import write_atomically
+from moe_ft.files.private_files import write_atomically
 
 _MOST_TRIES = 2
 _MOST_NOTES = 32

@@ -16,12 +16,12 @@ import filelock
 
 from moe_ft.config.fields import size_text
 from moe_ft.engine.memory.job_directory import entered_job
-from moe_ft.engine.memory.private_files import make_private, make_root
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.regions import file_system_type
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.files.private_files import make_private, make_root
+from moe_ft.files.storage import Storage
 from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.placement import plan_node_memory, sources_of
 from moe_ft.recovery.job_memory import alive_lock, measure, other_jobs

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from moe_ft.engine.memory.private_files import open_private, read_private
 from moe_ft.engine.memory.regions import index_paths, is_breakpoint
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest
 from moe_ft.engine.persist.soundness import check_region
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.private_files import open_private, read_private
+from moe_ft.files.storage import Storage
 from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
 from moe_ft.format.identity import Identity, Start

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import override
 
 from moe_ft.engine.persist.origin import Origin, own_origin
-from moe_ft.engine.persist.patience import PATIENCE_S
-from moe_ft.engine.persist.storage import Storage, hide_password
 from moe_ft.engine.persist.storage_lock import (
     LOCK_NAME,
     LOCK_STALE_S,
@@ -24,6 +22,8 @@ from moe_ft.engine.persist.storage_lock import (
     watch_lock,
 )
 from moe_ft.errors import ConfigError
+from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.storage import Storage, hide_password
 from moe_ft.recovery.site import Site, say
 
 _LOCK_POLL_S = 0.5

@@ -6,12 +6,12 @@ from pathlib import Path, PurePosixPath
 from typing import Self
 
 from moe_ft.engine.links.peers import PeerConnection
-from moe_ft.engine.memory.private_files import open_private, read_private
 from moe_ft.engine.memory.regions import MappedFile
 from moe_ft.engine.persist.soundness import read_index
-from moe_ft.engine.persist.storage import Storage
-from moe_ft.engine.waits import note_progress
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.private_files import open_private, read_private
+from moe_ft.files.storage import Storage
+from moe_ft.files.waits import note_progress
 from moe_ft.format.contents import check_header
 from moe_ft.format.encoding import checksum, decode
 from moe_ft.format.entries import UnitEntry

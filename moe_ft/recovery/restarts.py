@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.memory.private_files import read_private, write_atomically
 from moe_ft.engine.persist.origin import agent_name
+from moe_ft.files.private_files import read_private, write_atomically
 
 _NAME = "launcher"
 

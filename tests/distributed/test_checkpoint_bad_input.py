@@ -20,8 +20,8 @@ import pytest
 import pretrain_gpt_moe
 from moe_ft.engine.memory.regions import file_system_type
 from moe_ft.engine.persist import storage_lock
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import StorageLock
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from moe_ft.recovery import claim
 from tests.checkpoint_job import CheckpointJob

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt_moe
-from megatron.fault_tolerance.watch.faults import Faults
 from moe_ft.cli import main
 from moe_ft.faults import Phase
+from moe_ft.loop.faults import Faults
 from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
 from tests.waiting import wait_for
 

@@ -7,7 +7,7 @@ import pytest
 from megatron.core.models.gpt import GPTModel
 
 import pretrain_gpt_moe
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.checkpoint_job import TWO_NODES, CheckpointJob
 from tests.demo_model import event_flags
 from tests.harness import digests, run_ranks

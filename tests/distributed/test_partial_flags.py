@@ -3,7 +3,7 @@
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.checkpoint_job import CheckpointJob, flip_byte
 from tests.partial_runs import PARTIAL, follow, killed_with_storage, recount
 from tests.shares import share_of

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import pretrain_gpt_moe
-from megatron.fault_tolerance.watch.checkpoints import Checkpoints
+from moe_ft.loop.checkpoints import Checkpoints
 from moe_ft.recovery.meet import Met
 from moe_ft.state.slices import describe, live_tensor
 from moe_ft.state.tensors import named_optimizer_tensors, named_parameters

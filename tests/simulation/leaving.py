@@ -7,11 +7,11 @@ The writer and the meeting of all ranks are those of megatron/fault_tolerance. S
 import os
 from pathlib import Path
 
-from megatron.fault_tolerance.seams.listeners import LoopState
-from megatron.fault_tolerance.watch import breakpoint_meeting, breakpoint_writer, local_processes
-from megatron.fault_tolerance.watch.breakpoint_writer import BreakpointWriter
 from moe_ft.engine import breakpoints
 from moe_ft.events import EventLog
+from moe_ft.loop import breakpoint_meeting, breakpoint_writer, local_processes
+from moe_ft.loop.breakpoint_writer import BreakpointWriter
+from moe_ft.loop.listeners import LoopState
 from moe_ft.recovery.running import Checkpointing
 from tests.simulation.active import Patches, World
 from tests.simulation.collectives import Distributed

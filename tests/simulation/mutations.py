@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from megatron.fault_tolerance.watch.breakpoint_writer import BreakpointWriter
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.breakpoints import Breakpoints
@@ -21,12 +20,14 @@ from moe_ft.engine.decisions import Decisions
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.engine.memory.pool import PoolVersions
 from moe_ft.engine.memory.regions import Region, Role
-from moe_ft.engine.persist import retention, storage
+from moe_ft.engine.persist import retention
 from moe_ft.engine.persist.retention import Retention
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import SeenLock
 from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.engine.snapshots.windows import Windows
+from moe_ft.files import storage
+from moe_ft.files.storage import Storage
+from moe_ft.loop.breakpoint_writer import BreakpointWriter
 from moe_ft.planning import boundary_log
 from moe_ft.planning import recovery as planning
 from moe_ft.planning.local_recovery import LocalPlan

@@ -30,10 +30,12 @@ LAYERS = {
     "moe_ft.keeper": 52,
     "moe_ft.convert": 52,
     "moe_ft.doctor": 52,
+    "moe_ft.loop": 51,
     "moe_ft.recovery": 50,
     "moe_ft.elastic": 50,
     "moe_ft.simulator": 40,
     "moe_ft.engine": 40,
+    "moe_ft.files": 25,
     "moe_ft.strategies": 35,
     "moe_ft.planning": 30,
     "moe_ft.state": 30,
@@ -50,6 +52,7 @@ NO_MEGATRON_TRAINING = ("moe_ft", "kernels")
 MAY_COMMUNICATE = (
     "megatron.fault_tolerance",
     "moe_ft.engine",
+    "moe_ft.loop",
     "moe_ft.recovery",
     "moe_ft.elastic",
     "moe_ft.convert",  # torch.distributed.checkpoint, in one process

@@ -21,6 +21,7 @@ from megatron.fault_tolerance.launch.environment import check_restarts
 from megatron.fault_tolerance.launch.refusing import EXIT_NOT_SAVED, refusing
 from megatron.fault_tolerance.repair.installing import repairing
 from megatron.fault_tolerance.seams import hooks
+from megatron.fault_tolerance.seams.composition import listeners_for
 from megatron.fault_tolerance.seams.settings import (
     check_model,
     checked_config,
@@ -28,7 +29,6 @@ from megatron.fault_tolerance.seams.settings import (
     void_settings,
     warn,
 )
-from megatron.fault_tolerance.watch.composition import listeners_for
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.errors import ConfigError

@@ -14,7 +14,7 @@ from megatron.fault_tolerance.repair.position import (
 from megatron.fault_tolerance.repair.skipped_evaluations import SkippedEvaluations
 from megatron.fault_tolerance.repair.step import Step
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.listeners import Listeners
+from moe_ft.loop.listeners import Listeners
 
 
 class CatchingUp:

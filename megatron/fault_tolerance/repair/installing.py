@@ -17,7 +17,6 @@ from megatron.fault_tolerance.repair.seam import RepairSeam
 from megatron.fault_tolerance.repair.support import checked_link
 from megatron.fault_tolerance.repair.transport import Transport
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.listeners import Listeners
 from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
@@ -27,6 +26,7 @@ from moe_ft.keeper import job_store
 from moe_ft.keeper.heartbeat import Heart
 from moe_ft.keeper.link import own_link
 from moe_ft.keeper.rounds import Rounds
+from moe_ft.loop.listeners import Listeners
 from moe_ft.recovery.site import say
 
 

@@ -13,8 +13,8 @@ from megatron.training import get_args
 
 from megatron.fault_tolerance.repair import leftovers
 from megatron.fault_tolerance.repair.position import Position
-from megatron.fault_tolerance.seams.listeners import LoopState
 from moe_ft.errors import RepairError
+from moe_ft.loop.listeners import LoopState
 
 Function = Callable[..., Any]
 

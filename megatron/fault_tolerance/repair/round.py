@@ -27,11 +27,11 @@ from megatron.fault_tolerance.repair.phases import Phases
 from megatron.fault_tolerance.repair.results import most_iteration
 from megatron.fault_tolerance.repair.step import Step
 from megatron.fault_tolerance.repair.watcher import STUCK_S
-from megatron.fault_tolerance.seams.listeners import Built, Listeners, Repair
 from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
-from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
 from moe_ft.keeper.link import Link
+from moe_ft.loop.listeners import Built, Listeners, Repair
+from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery.site import say
 
 _CONNECT_S = 30.0  # for all ranks to make the connections of a group

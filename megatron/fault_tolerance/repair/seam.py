@@ -32,7 +32,6 @@ from megatron.fault_tolerance.repair.skipped_evaluations import SkippedEvaluatio
 from megatron.fault_tolerance.repair.step import Step
 from megatron.fault_tolerance.repair.together import Together
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.listeners import Built, Listeners
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
@@ -40,6 +39,7 @@ from moe_ft.keeper import job_store
 from moe_ft.keeper.heartbeat import Heart
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
+from moe_ft.loop.listeners import Built, Listeners
 
 Function = Callable[..., Any]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.fault_tolerance.repair.results import KeptResult
-from megatron.fault_tolerance.seams.training_loop import LoopParts
+from moe_ft.loop.training_loop import LoopParts
 
 
 class Step:

@@ -15,12 +15,12 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training import get_args, training
 
-from megatron.fault_tolerance.seams.listeners import Built, Listeners
 from megatron.fault_tolerance.seams.loop_facts import samples_of_iteration
 from megatron.fault_tolerance.seams.optimizer_seams import OptimizerSeams
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.faults import Phase
+from moe_ft.loop.listeners import Built, Listeners
+from moe_ft.loop.training_loop import LoopParts
 
 Function = Callable[..., Any]
 

@@ -1,6 +1,6 @@
 """Facts of Megatron's loop that checkpointing needs: its arguments, counters and process groups.
 
-watch/checkpoints.py hands them over.
+loop/checkpoints.py hands them over.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from megatron.fault_tolerance.program.run_settings import (
     replay_settings,
     script_settings,
 )
-from megatron.fault_tolerance.seams.training_loop import state_places
 from moe_ft.format.records import Counted
+from moe_ft.loop.training_loop import state_places
 from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.couplings import report_couplings, shared_weights_of
 from moe_ft.planning.experts import ExpertFacts

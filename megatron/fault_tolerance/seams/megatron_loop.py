@@ -13,9 +13,9 @@ from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.seams import loop_facts
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import Counted
+from moe_ft.loop.training_loop import LoopParts, TrainingLoop
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.record import LoopCounters
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.fault_tolerance.seams.listeners import Listeners
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.faults import Phase
+from moe_ft.loop.listeners import Listeners
 from moe_ft.state.tensors import inner_optimizers
 
 Function = Callable[..., Any]

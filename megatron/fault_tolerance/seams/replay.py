@@ -16,8 +16,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.fault_tolerance.seams.answers import answering
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.pipeline_tap import playing
-from megatron.fault_tolerance.seams.training_loop import LoopParts, TrainingLoop
 from moe_ft.format.records import Counted, IterationRecord, JobNumbers, RandomStates, numbers_of
+from moe_ft.loop.training_loop import LoopParts, TrainingLoop
 from moe_ft.recovery.borders import Borders
 from moe_ft.recovery.replay import Conversion
 from moe_ft.state.freezing import Freezing

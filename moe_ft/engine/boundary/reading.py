@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moe_ft.engine.boundary.slots import INDEX_NAME
-from moe_ft.engine.memory.private_files import open_private, read_private
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.private_files import open_private, read_private
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
 from moe_ft.format.encoding import checksum, decode
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ft.engine.memory.layout import encode_header
-from moe_ft.engine.memory.private_files import write_atomically
 from moe_ft.engine.memory.regions import IndexedFile
 from moe_ft.errors import SnapshotError
+from moe_ft.files.private_files import write_atomically
 from moe_ft.format.boundary import SentTensor
 
 INDEX_NAME = re.compile(r"boundary_\d+\.json")

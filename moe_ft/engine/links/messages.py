@@ -10,8 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from moe_ft.engine.persist.patience import SLOWEST_BYTES_PER_S
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.patience import SLOWEST_BYTES_PER_S
 
 CHUNK_BYTES = 8 << 20
 PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received

@@ -25,8 +25,8 @@ from moe_ft.engine.links.messages import (
     send_all,
 )
 from moe_ft.engine.links.replica_keeper import ReplicaKeeper
-from moe_ft.engine.memory.private_files import open_private
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
+from moe_ft.files.private_files import open_private
 from moe_ft.format.encoding import check_path
 
 

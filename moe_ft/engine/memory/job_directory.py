@@ -18,9 +18,9 @@ from pathlib import Path
 import filelock
 import msgspec
 
-from moe_ft.engine.memory.private_files import make_private, read_private
 from moe_ft.engine.memory.regions import rank_and_holder
 from moe_ft.errors import UnsafePathError
+from moe_ft.files.private_files import make_private, read_private
 
 MARKER_NAME = ".moe_ft_job"
 ALIVE_SUFFIX = ".alive"

@@ -15,7 +15,6 @@ from moe_ft.engine.boundary.slots import FILE_NAME as BOUNDARY_FILE_NAME
 from moe_ft.engine.boundary.slots import BoundarySlot
 from moe_ft.engine.memory.job_directory import remove_node
 from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.private_files import read_private
 from moe_ft.engine.memory.regions import (
     MappedFile,
     Region,
@@ -25,6 +24,7 @@ from moe_ft.engine.memory.regions import (
     replica_directory,
 )
 from moe_ft.errors import SnapshotError
+from moe_ft.files.private_files import read_private
 from moe_ft.format.encoding import decode
 from moe_ft.format.identity import Start
 from moe_ft.format.index import IndexHead

@@ -15,13 +15,13 @@ from pathlib import Path, PurePath
 import numpy as np
 import psutil
 
-from moe_ft.engine.memory.private_files import (
+from moe_ft.errors import SnapshotError
+from moe_ft.files.private_files import (
     create_private,
     make_private,
     open_directory,
     write_atomically,
 )
-from moe_ft.errors import SnapshotError
 from moe_ft.format.encoding import Body, decode
 
 _PAGE_BYTES = mmap.PAGESIZE

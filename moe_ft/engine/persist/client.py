@@ -16,9 +16,7 @@ import msgspec
 import moe_ft
 from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.memory.private_files import make_private, write_atomically
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.persist.patience import SLOWEST_BYTES_PER_S
 from moe_ft.engine.persist.writer import (
     HEARTBEAT_NAME,
     RESULT,
@@ -29,6 +27,8 @@ from moe_ft.engine.persist.writer import (
     result_path,
 )
 from moe_ft.faults import Phase
+from moe_ft.files.patience import SLOWEST_BYTES_PER_S
+from moe_ft.files.private_files import make_private, write_atomically
 
 _HEARTBEAT_STALE_S = 10.0
 _SUPERVISION_S = 0.25

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from moe_ft.engine.persist.soundness import check_manifest
-from moe_ft.engine.persist.storage import Storage, iteration_directory, rank_path
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.storage import Storage, iteration_directory, rank_path
 from moe_ft.format.encoding import FORMAT, checksum, decode, encode
 from moe_ft.format.entries import FileEntry
 from moe_ft.format.index import Index

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from moe_ft.engine.memory.pool import PoolVersions
 from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.engine.persist.client import PersistClient
-from moe_ft.engine.persist.storage import file_tag, rank_path
+from moe_ft.files.storage import file_tag, rank_path
 from moe_ft.format.identity import Identity
 from moe_ft.strategies.interface import PersistPlan, Strategy
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from moe_ft.engine.memory.regions import rank_and_holder
-from moe_ft.engine.persist.storage import Listings, Storage, iteration_directory
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.storage import Listings, Storage, iteration_directory
 from moe_ft.format.contents import check_header, check_unit
 from moe_ft.format.encoding import checksum, decode
 from moe_ft.format.entries import FileEntry

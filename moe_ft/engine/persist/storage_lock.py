@@ -26,8 +26,8 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.engine.persist.origin import Origin
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import LockLostError
+from moe_ft.files.storage import Storage
 
 LOCK_NAME = "moe_ft.lock"
 LOCK_STALE_S = 30.0  # three renewals

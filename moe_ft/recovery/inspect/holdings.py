@@ -11,12 +11,12 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from moe_ft.engine.memory.private_files import read_private
 from moe_ft.engine.memory.regions import INDEX_NAME, is_breakpoint
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest
-from moe_ft.engine.persist.patience import PATIENCE_S
-from moe_ft.engine.persist.storage import Storage, iteration_directory
 from moe_ft.errors import ConfigError, UnsafePathError
+from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.private_files import read_private
+from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import lossy_packings
 from moe_ft.format.identity import Identity, Start

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.fault_tolerance.seams.listeners import EndedIteration
 from moe_ft.events import Event, EventLog, event_path, read_events
+from moe_ft.loop.listeners import EndedIteration
 
 
 def ended(

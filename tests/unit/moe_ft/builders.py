@@ -14,7 +14,7 @@ from moe_ft.engine.memory.layout import FileLayout, lay_out, lay_out_window
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest, write_manifest
-from moe_ft.engine.persist.storage import Storage, file_tag, rank_path
+from moe_ft.files.storage import Storage, file_tag, rank_path
 from moe_ft.format.encoding import FORMAT, checksum, encode
 from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry
 from moe_ft.format.identity import History, Identity, Start

@@ -17,7 +17,7 @@ import pytest
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from moe_ft.engine.persist.patience import call_within
+from moe_ft.files.patience import call_within
 
 LOCAL_PROTOCOL, OBJECT_PROTOCOL = "faulty-local", "faulty-objects"
 
@@ -170,7 +170,7 @@ def install() -> Iterator[Injector]:
     with pytest.MonkeyPatch.context() as patch:
         functions = {"replace": os.replace, "fsync": lambda descriptor: None}  # no power fails here
         for name, function in functions.items():
-            patch.setattr(f"moe_ft.engine.persist.storage.os.{name}", _counted(name, function))
+            patch.setattr(f"moe_ft.files.storage.os.{name}", _counted(name, function))
         yield INJECTOR
     INJECTOR.forget()
 
@@ -181,7 +181,7 @@ def give_up_soon(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     def call(act: Callable[[], Any], patience_s: float, what: str) -> Any:
         return call_within(act, 0.25 if operation in what else 120.0, what)
 
-    monkeypatch.setattr("moe_ft.engine.persist.storage.call_within", call)
+    monkeypatch.setattr("moe_ft.files.storage.call_within", call)
 
 
 def faulty_urls(directory: Path) -> dict[str, str]:

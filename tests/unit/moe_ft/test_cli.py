@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.builders import fill_region, make_identity, persist_checkpoint
 from tests.unit.moe_ft.commands.runs import write_run
 from tests.unit.moe_ft.planning.described import SMALL

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.simulation.active import World
 from tests.simulation.durability import damaged
 from tests.unit.simulation.small_world import run, small_world

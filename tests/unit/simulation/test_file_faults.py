@@ -13,7 +13,7 @@ from typing import Any
 import filelock
 import pytest
 
-from moe_ft.engine.memory.private_files import write_atomically
+from moe_ft.files.private_files import write_atomically
 from tests.unit.simulation.small_world import errors_of, node_of, run, small_world, start
 
 OLD, NEW = b"old content", b"something else that is longer"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import filelock
 
-from moe_ft.engine.memory.private_files import read_private, write_atomically
 from moe_ft.engine.memory.regions import Region
+from moe_ft.files.private_files import read_private, write_atomically
 from tests.simulation.active import World
 from tests.unit.simulation.small_world import errors_of, node_of, run, small_world, start
 

@@ -18,8 +18,8 @@ from moe_ft.engine.clock import Clock
 from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.memory.regions import file_system_type
 from moe_ft.engine.persist.client import PersistClient, WriterSupervisor, writer_command
-from moe_ft.engine.persist.storage import Storage, file_tag
 from moe_ft.engine.persist.writer import WriterSettings
+from moe_ft.files.storage import Storage, file_tag
 from moe_ft.recovery.restarts import note_launcher, recall_launcher
 from tests.simulation.active import World
 from tests.simulation.kernel import Process

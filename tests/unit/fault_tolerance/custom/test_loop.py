@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.fault_tolerance.custom.facts import Position, RunFacts
 from megatron.fault_tolerance.custom.loop import CustomLoop
-from megatron.fault_tolerance.seams.training_loop import LoopParts
+from moe_ft.loop.training_loop import LoopParts
 from tests.unit.moe_ft.builders import make_record
 
 MODEL = Namespace(

@@ -18,10 +18,10 @@ from megatron.fault_tolerance.repair.results import KeptResult
 from megatron.fault_tolerance.repair.skipped_evaluations import SkippedEvaluations
 from megatron.fault_tolerance.repair.step import Step
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.listeners import Listeners, LoopListener, LoopState
 from moe_ft.errors import RepairError
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
+from moe_ft.loop.listeners import Listeners, LoopListener, LoopState
 from tests.unit.fault_tolerance.repair.members import position_at
 from tests.unit.signed import signed
 

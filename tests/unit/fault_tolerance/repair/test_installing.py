@@ -11,9 +11,9 @@ from megatron.fault_tolerance.repair import installing
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.installing import checked_heartbeat_s, repairing
 from megatron.fault_tolerance.repair.nccl import Nccl
-from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError
+from moe_ft.loop.listeners import Listeners, LoopState
 
 
 def test_nothing_changes_while_repairs_are_off() -> None:

@@ -15,10 +15,10 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron.fault_tolerance.repair import results
 from megatron.fault_tolerance.repair.results import KeptResult, can_be_kept, most_iteration
-from megatron.fault_tolerance.seams.listeners import LoopState
 from moe_ft.config.config import ObservabilityConfig
 from moe_ft.config.flag_table import flag_classes
 from moe_ft.errors import RepairError
+from moe_ft.loop.listeners import LoopState
 from tests.unit.fault_tolerance.repair.members import position_at
 
 NAME = "load_balancing_loss"

@@ -32,17 +32,17 @@ from megatron.fault_tolerance.repair.round import RoundRunner
 from megatron.fault_tolerance.repair.skipped_evaluations import SkippedEvaluations
 from megatron.fault_tolerance.repair.step import Step
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.listeners import (
+from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.errors import RepairError, UnrecoverableError
+from moe_ft.keeper.link import Link
+from moe_ft.keeper.rounds import Rounds, declare
+from moe_ft.loop.listeners import (
     Built,
     Listeners,
     LoopListener,
     LoopState,
     Repair,
 )
-from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.errors import RepairError, UnrecoverableError
-from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Rounds, declare
 from tests.unit.fault_tolerance.repair.members import position_at
 from tests.unit.signed import signed
 

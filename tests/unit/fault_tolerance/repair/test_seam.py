@@ -19,11 +19,11 @@ from megatron.fault_tolerance.repair import noticing
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.seam import RepairSeam
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.listeners import Listeners, LoopState
 from moe_ft.errors import LinksEndedError, RepairError
 from moe_ft.keeper.heartbeat import Heart
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Member, Rounds
+from moe_ft.loop.listeners import Listeners, LoopState
 from tests.unit.signed import signed
 
 ARGUMENTS = ("forward", "data", "model", "optimizer", "scheduler", "config", "schedule")

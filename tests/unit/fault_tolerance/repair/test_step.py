@@ -8,7 +8,7 @@ import pytest
 from megatron.fault_tolerance.repair import results
 from megatron.fault_tolerance.repair.results import KeptResult
 from megatron.fault_tolerance.repair.step import Step
-from megatron.fault_tolerance.seams.listeners import LoopState
+from moe_ft.loop.listeners import LoopState
 
 ARGS = Namespace(curr_iteration=0)
 

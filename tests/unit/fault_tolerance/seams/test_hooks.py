@@ -10,9 +10,9 @@ from megatron.core import parallel_state
 from megatron.training import training
 
 from megatron.fault_tolerance.seams import hooks
-from megatron.fault_tolerance.seams.listeners import Built, Listeners, LoopListener, LoopState
-from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.faults import Phase
+from moe_ft.loop.listeners import Built, Listeners, LoopListener, LoopState
+from moe_ft.loop.training_loop import LoopParts
 
 SEAMS = ("setup_model_and_optimizer", "train_step", "dummy_train_step", "train")
 

@@ -8,8 +8,8 @@ import pytest
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
-from megatron.fault_tolerance.seams.training_loop import LoopParts
 from moe_ft.errors import ConfigError
+from moe_ft.loop.training_loop import LoopParts
 from tests.unit.moe_ft.builders import make_record
 
 

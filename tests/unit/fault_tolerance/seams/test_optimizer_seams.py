@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.fault_tolerance.seams.listeners import Listeners, LoopListener, LoopState
 from megatron.fault_tolerance.seams.optimizer_seams import OptimizerSeams
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.faults import Phase
+from moe_ft.loop.listeners import Listeners, LoopListener, LoopState
 
 
 class Optimizer:

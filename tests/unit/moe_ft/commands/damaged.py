@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from tests.unit.moe_ft.builders import (
     add_units,

@@ -6,7 +6,7 @@ import pytest
 
 from moe_ft.cli import main
 from moe_ft.convert import conversion
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.convert.models import persist_model
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.builders import make_identity, persist_checkpoint
 from tests.unit.moe_ft.commands.bad_input import Case, cases_of, check_answer, written
 from tests.unit.moe_ft.commands.damaged import in_memory, persisted

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.convert.source import Source, open_source
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.object_store import ObjectStore, object_store
 from tests.unit.moe_ft.convert.models import persist_model
 

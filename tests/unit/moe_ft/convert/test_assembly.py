@@ -8,8 +8,8 @@ import torch
 from moe_ft.convert.assembly import read_tensor
 from moe_ft.convert.source import Source, open_source
 from moe_ft.convert.tensors import find_tensors
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.convert.models import BIAS, known_tensors, persist_model
 
 

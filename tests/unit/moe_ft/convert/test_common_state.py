@@ -9,8 +9,8 @@ import pytest
 
 from moe_ft.convert.common_state import common_state, rng_states, uses_distributed_optimizer
 from moe_ft.convert.source import Source, open_source
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import ConfigError
+from moe_ft.files.storage import Storage
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 from moe_ft.format.records import OptimizerRecord

@@ -8,8 +8,8 @@ import pytest
 
 from moe_ft.cli import main
 from moe_ft.engine.persist import storage_lock
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import StorageLock
+from moe_ft.files.storage import Storage
 from moe_ft.format.index import Index
 from tests.unit.moe_ft.convert.models import persist_model
 
@@ -17,7 +17,7 @@ REFUSED = 2
 # Writes a whole state of the next iteration to the folder that its first argument names, and its arguments.
 JOB = """
 import sys
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.convert.models import persist_model
 persist_model(Storage(sys.argv[2]), 5)
 print(*sys.argv[3:])

@@ -9,7 +9,7 @@ import torch
 from moe_ft.convert import difference
 from moe_ft.convert.difference import Difference, compare, render
 from moe_ft.convert.source import Source, open_source
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.convert.models import ITERATION, Known, persist_model
 

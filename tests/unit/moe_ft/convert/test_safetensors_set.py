@@ -11,8 +11,8 @@ from safetensors import safe_open
 
 from moe_ft.convert.conversion import Request, convert
 from moe_ft.convert.safetensors_set import INDEX_NAME, checksum_of
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.storage import Storage
 from moe_ft.format.index import Index
 from moe_ft.format.records import ExpertProgress
 from tests.unit.moe_ft.convert.flips import flip_written_bytes

@@ -7,9 +7,9 @@ import pytest
 
 from moe_ft.convert.source import open_source
 from moe_ft.engine.persist import storage_lock
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.files.storage import Storage
 from moe_ft.recovery.job_memory import alive_lock
 from tests.unit.moe_ft.builders import fill_region, fill_window, make_identity, persist_window
 from tests.unit.moe_ft.convert.models import persist_model

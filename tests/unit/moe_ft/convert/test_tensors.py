@@ -8,8 +8,8 @@ import pytest
 
 from moe_ft.convert.source import Source, open_source
 from moe_ft.convert.tensors import GlobalTensor, find_tensors
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.files.storage import Storage
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.index import Index
 from tests.unit.moe_ft.convert.models import ITERATION, LAYER, Change, persist_model

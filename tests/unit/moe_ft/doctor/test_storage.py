@@ -14,8 +14,8 @@ from moe_ft.doctor.storage import (
     is_path_of_a_probe,
 )
 from moe_ft.engine.persist import storage_lock
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import StorageLock
+from moe_ft.files.storage import Storage
 from tests.object_store import ObjectStore
 
 MIB = 1 << 20

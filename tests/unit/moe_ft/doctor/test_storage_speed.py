@@ -6,7 +6,7 @@ import pytest
 
 from moe_ft.doctor.rows import Result
 from moe_ft.doctor.storage_speed import Written, check_read, check_write, write_file
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.object_store import ObjectStore
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.object_store import ObjectStore, object_store
 from tests.unit.moe_ft.engine.engine_job import Job, MakeJob, Setup
 from tests.unit.moe_ft.faulty_storage import Injector, install

@@ -23,9 +23,9 @@ from moe_ft.engine.links.replica_sender import Replicator
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.writer import PersistWorker, request_path
 from moe_ft.faults import Phase
+from moe_ft.files.storage import Storage
 from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import ModelPlaces

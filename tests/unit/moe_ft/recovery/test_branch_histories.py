@@ -16,8 +16,8 @@ import pytest
 
 from moe_ft.engine.persist.manifests import manifests
 from moe_ft.engine.persist.retention import Retention
-from moe_ft.engine.persist.storage import Storage, file_tag
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.storage import Storage, file_tag
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan, Version, plan_recovery

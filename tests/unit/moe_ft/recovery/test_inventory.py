@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from moe_ft.engine.memory.regions import Region, own_directory, replica_directory
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode
 from moe_ft.recovery.inventory import Inventory, Problem, look_at_memory, look_at_storage
 from tests.unit.moe_ft.builders import (

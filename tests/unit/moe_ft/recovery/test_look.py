@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from moe_ft.planning.recovery import Plan
 from moe_ft.recovery.attempts import Attempt, note_attempt
 from moe_ft.recovery.choice import Wish

@@ -15,9 +15,9 @@ from fsspec.implementations.local import LocalFileSystem
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.origin import Origin
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, SeenLock, StorageLock
 from moe_ft.errors import ConfigError, LockLostError
+from moe_ft.files.storage import Storage
 from moe_ft.recovery import persist_directory
 from moe_ft.recovery.persist_directory import (
     LateLock,

@@ -11,8 +11,8 @@ from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region, own_directory
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.readers import (

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.memory.private_files import write_atomically
 from moe_ft.engine.memory.regions import node_directory
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.faults import Phase
+from moe_ft.files.private_files import write_atomically
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.planning.recovery import Tier
 from moe_ft.recovery import start as phases

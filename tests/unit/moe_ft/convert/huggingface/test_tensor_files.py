@@ -9,8 +9,8 @@ from safetensors.torch import save, save_file
 
 from moe_ft.convert.huggingface.tensor_files import list_tensors, read_tensor
 from moe_ft.convert.remote_path import RemotePath
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.storage import Storage
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).view(2, 3),

@@ -23,7 +23,6 @@ from moe_ft.engine.persist.client import (
     persist_deadline_s,
     writer_command,
 )
-from moe_ft.engine.persist.storage import Storage, file_tag
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.writer import (
     HEARTBEAT_NAME,
@@ -34,6 +33,7 @@ from moe_ft.engine.persist.writer import (
     result_path,
 )
 from moe_ft.faults import Phase
+from moe_ft.files.storage import Storage, file_tag
 from tests.unit.moe_ft.builders import fill_region, make_identity
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 from tests.waiting import wait_for

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine.persist.manifests import find_manifests, manifests, read_manifest, write_manifest
-from moe_ft.engine.persist.storage import Storage, file_tag, iteration_directory
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.storage import Storage, file_tag, iteration_directory
 from moe_ft.format.identity import Identity
 from tests.unit.moe_ft.builders import make_identity, persist_checkpoint, persist_rank
 from tests.unit.moe_ft.engine.persist.checkpoints import LOCAL

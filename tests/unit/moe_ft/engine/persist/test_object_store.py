@@ -5,7 +5,7 @@ import random
 import pytest
 
 from moe_ft.engine.persist.manifests import find_manifests
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.object_store import CODES, CUT, ObjectStore
 from tests.unit.moe_ft.builders import make_identity, persist_checkpoint
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations, save

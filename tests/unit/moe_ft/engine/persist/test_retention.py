@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moe_ft.engine.persist.manifests import find_manifests
 from moe_ft.engine.persist.retention import Retention
-from moe_ft.engine.persist.storage import Storage, file_tag, rank_path
 from moe_ft.errors import LockLostError
+from moe_ft.files.storage import Storage, file_tag, rank_path
 from moe_ft.format.encoding import encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest

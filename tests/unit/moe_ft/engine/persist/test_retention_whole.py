@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine.persist.retention import Retention
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.builders import (
     make_identity,
     manifest_of,

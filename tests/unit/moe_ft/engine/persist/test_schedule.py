@@ -14,9 +14,9 @@ from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.engine.persist.client import PersistClient
 from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.schedule import StorageSchedule
-from moe_ft.engine.persist.storage import Storage, iteration_directory
 from moe_ft.engine.persist.writer import PersistRequest, PersistWorker, request_path
 from moe_ft.faults import Phase
+from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.experts_per_layer import PlannedRun

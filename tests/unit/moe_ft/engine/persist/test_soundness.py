@@ -15,8 +15,8 @@ from moe_ft.engine.persist.soundness import (
     check_sizes,
     read_file,
 )
-from moe_ft.engine.persist.storage import Listings, Storage, iteration_directory
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.storage import Listings, Storage, iteration_directory
 from moe_ft.format.manifest import Manifest, UnitSource
 from tests.unit.moe_ft.builders import fill_region, make_identity, persist_checkpoint
 from tests.unit.moe_ft.engine.persist.checkpoints import LOCAL

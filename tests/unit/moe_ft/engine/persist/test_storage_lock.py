@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from moe_ft.engine.persist import storage_lock
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, Lock, StorageLock, watch_lock
 from moe_ft.errors import LockLostError
+from moe_ft.files.storage import Storage
 from tests.object_store import ObjectStore
 from tests.unit.moe_ft.engine.persist.checkpoints import FAULTY
 from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
@@ -139,9 +139,7 @@ def test_lock_without_a_conditional_put_goes_to_the_last_that_wrote(
     injector: Injector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = Storage(faulty_urls(tmp_path)["objects"])
-    monkeypatch.setattr(
-        "moe_ft.engine.persist.storage._has_conditional_put", lambda file_system: False
-    )
+    monkeypatch.setattr("moe_ft.files.storage._has_conditional_put", lambda file_system: False)
     other = msgspec.json.encode(Lock(job_id="other", host="h", owner="o"))
 
     def let_the_other_write(seconds: float) -> None:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest
-from moe_ft.engine.persist.storage import Storage, rank_path
 from moe_ft.engine.persist.writer import (
     PersistRequest,
     PersistWorker,
     request_path,
 )
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.storage import Storage, rank_path
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import FileEntry
 from moe_ft.format.manifest import Manifest

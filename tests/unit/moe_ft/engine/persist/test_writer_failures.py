@@ -12,13 +12,13 @@ import pytest
 
 from moe_ft.engine.memory.regions import Region, write_atomically
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.writer import (
     PersistWorker,
     request_path,
 )
 from moe_ft.errors import LockLostError
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from tests.unit.moe_ft.builders import fill_region, make_identity

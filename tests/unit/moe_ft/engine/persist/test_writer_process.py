@@ -14,13 +14,13 @@ import pytest
 from moe_ft.engine.memory.regions import write_atomically
 from moe_ft.engine.persist.client import writer_command
 from moe_ft.engine.persist.manifests import find_manifests
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.engine.persist.writer import (
     HEARTBEAT_NAME,
     WriterSettings,
     request_path,
     result_path,
 )
+from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.builders import fill_region
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 from tests.unit.moe_ft.engine.persist.writer_office import TWO_RANKS, request_for

@@ -8,9 +8,9 @@ import pytest
 
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
-from moe_ft.engine.persist.storage import Storage, file_tag, rank_path
 from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.storage import Storage, file_tag, rank_path
 from moe_ft.format.encoding import FORMAT, checksum, encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index

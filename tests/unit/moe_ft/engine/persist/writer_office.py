@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.engine.memory.regions import Region, write_atomically
-from moe_ft.engine.persist.storage import Storage, file_tag
 from moe_ft.engine.persist.writer import (
     PersistRequest,
     PersistResult,
@@ -16,6 +15,7 @@ from moe_ft.engine.persist.writer import (
     request_path,
     result_path,
 )
+from moe_ft.files.storage import Storage, file_tag
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from tests.unit.moe_ft.builders import (

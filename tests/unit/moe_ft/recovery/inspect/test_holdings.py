@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from moe_ft.engine.memory.regions import Region, own_directory
-from moe_ft.engine.persist.storage import Storage
 from moe_ft.errors import ConfigError
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
 from tests.unit.moe_ft.builders import (

@@ -14,9 +14,9 @@ import pytest
 
 from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
-from moe_ft.engine.persist.storage import Storage, file_tag, rank_path
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError
+from moe_ft.files.storage import Storage, file_tag, rank_path
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import FileEntry
 from moe_ft.format.identity import Identity

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_ft.engine.memory.regions import Region, own_directory, replica_directory
-from moe_ft.engine.persist.storage import Storage
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.manifest import Manifest

@@ -1,0 +1,1 @@
+"""Files and storage: private files on a node, directories on URLs, and waits for them."""

@@ -1,0 +1,400 @@
+"""The files of a persist directory, through fsspec: names, writing, reading, listing.
+
+    iter_%07d/rank_%05d_TAG.safetensors, rank_%05d_TAG.json    one rank's state; TAG tells starts apart
+    iter_%07d/manifest.json, manifest_LINEAGE.json             makes them a checkpoint; written last
+    moe_ft.lock                                                which job writes here
+
+Manifests are engine/persist/manifests.py, what is deleted engine/persist/retention.py, the lock
+engine/persist/storage_lock.py. Used by the writer process and by recovery; no torch.
+"""
+
+import copy
+import inspect
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.utils import get_protocol
+
+from moe_ft.errors import MoeFtError
+from moe_ft.files.direct import write_past_cache
+from moe_ft.files.own_random import give_own_random
+from moe_ft.files.patience import call_within
+from moe_ft.files.private_files import check_is_regular, open_regular
+from moe_ft.files.waits import note_progress
+from moe_ft.format.encoding import check_path, checksum, decode
+from moe_ft.format.identity import Identity
+from moe_ft.format.index import Index
+
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
+_CHUNK_BYTES = 16 << 20
+_OF_VERSIONS = (
+    "size",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "ETag",
+    "etag",
+    "md5Hash",
+)
+
+
+def file_tag(identity: Identity, *, is_whole: bool = False) -> str:
+    """Return what tells the files of one incarnation of one run from all others.
+
+    Args:
+        is_whole: whether every unit is of its iteration: such a checkpoint may be of an iteration that has
+            another one already, and does not overwrite its files.
+    """
+    end = " end" if is_whole else ""
+    return checksum(f"{identity.lineage} {identity.history}{end}".encode())[:8]
+
+
+def iteration_directory(iteration: int) -> str:
+    """Return the directory of a checkpoint, relative to the persist directory."""
+    return f"iter_{iteration:07d}"
+
+
+def rank_path(iteration: int, rank: int, tag: str, suffix: str) -> str:
+    """Return the path of one rank's file of a checkpoint."""
+    return f"{iteration_directory(iteration)}/rank_{rank:05d}_{tag}.{suffix}"
+
+
+class Storage:
+    """One persist directory. Paths are relative to it; all methods raise OSError when it fails.
+
+    Attributes:
+        url: of the directory, for messages: without a password.
+    """
+
+    def __init__(self, url: str, patience_s: float | None = None) -> None:
+        """Begin; the back end is opened by the first operation.
+
+        Args:
+            url: of the directory: a path, or a URL that fsspec understands.
+            patience_s: how long a small operation, or reading the next piece of a file, may take before it
+                raises TimeoutError; `write` takes as long as it needs. None in the writer process, which
+                somebody else watches.
+        """
+        self.url, self._patience_s = hide_password(url), patience_s
+        self._given_url = url
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        """The file system and the directory's path in it; some back ends need the network for that."""
+        opened: tuple[Any, str] = self.within_patience(
+            "open", lambda: fsspec.core.url_to_fs(self._given_url)
+        )
+        return opened
+
+    @cached_property
+    def _is_local(self) -> bool:
+        """True for a directory of this machine's file systems."""
+        try:
+            protocol = fsspec.get_filesystem_class(get_protocol(self._given_url)).protocol
+        except (ImportError, ValueError):  # opening it says why
+            return False
+        return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+    def open(self) -> "Storage":
+        """Open the back end now, and return this; raises what the back end raises."""
+        _ = self._opened
+        return self
+
+    @property
+    def _file_system(self) -> Any:
+        return self._opened[0]
+
+    @property
+    def _root(self) -> str:
+        return self._opened[1]
+
+    def with_patience(self, patience_s: float | None) -> "Storage":
+        """Return the same directory with another patience."""
+        other = copy.copy(self)
+        other._patience_s = patience_s
+        return other
+
+    def within_patience[Result](self, operation: str, act: Callable[[], Result]) -> Result:
+        """Return what an operation on the directory returns; raise TimeoutError if it takes too long."""
+        with self._translating(operation):
+            if self._patience_s is None:
+                return act()
+            return call_within(act, self._patience_s, f"{self.url}: {operation}")
+
+    @contextmanager
+    def _translating(self, operation: str) -> Iterator[None]:
+        """Turn what the package of an object store raises into an OSError; it draws no number of training."""
+        try:
+            if not self._is_local:
+                give_own_random()
+            yield
+        except (OSError, MoeFtError):
+            raise
+        except (
+            Exception
+        ) as error:  # of botocore, aiohttp and others, which have classes of their own
+            if self._is_local:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise OSError(f"{self.url}: {operation}: {reason}") from error
+
+    def _full(self, path: str) -> str:
+        check_path(path, "a path on storage")
+        return f"{self._root.rstrip('/')}/{path}"
+
+    def make_root(self) -> None:
+        """Create the persist directory."""
+        self.within_patience("create the directory", self._make_root)
+
+    def _make_root(self) -> None:
+        is_new = self._is_local and not os.path.isdir(self._root)
+        self._file_system.makedirs(self._root, exist_ok=True)
+        if is_new:
+            sync_file(os.path.dirname(self._root))
+
+    def write(self, path: str, pieces: Iterable[memoryview]) -> None:
+        """Write a large file; on a local file system it is on the disk when this returns."""
+        full = self._full(path)
+        with self._translating(f"write {path}"):
+            self._write(full, pieces)
+            self._sync_directories(full)
+
+    def _write(self, full: str, pieces: Iterable[memoryview]) -> None:
+        self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
+        with self._file_system.open(full, "wb") as file:
+            if not self._is_local:
+                for content in pieces:
+                    for start in range(0, len(content), _CHUNK_BYTES):
+                        file.write(content[start : start + _CHUNK_BYTES])
+                return
+            write_past_cache(file, pieces)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _sync_directories(self, full: str) -> None:
+        """Bring a file's name to the disk, with those of the directories that were made for it."""
+        for directory in Path(full).parents if self._is_local else ():
+            sync_file(str(directory))
+            if directory == Path(self._root):
+                return
+
+    def write_atomically(self, path: str, content: bytes) -> None:
+        """Write a small file so that readers see all of it or nothing."""
+        self.within_patience(f"write {path}", lambda: self._write_atomically(path, content))
+
+    def _write_atomically(self, path: str, content: bytes) -> None:
+        full = self._full(path)
+        if not self._is_local:  # object stores show an object only when it is complete
+            self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
+            self._file_system.pipe_file(full, content)
+            return
+        part = f"{full}.part"
+        try:
+            self._write(part, [memoryview(content)])
+            os.replace(part, full)
+        except OSError:
+            with suppress(OSError):  # on a full disk every try would leave one
+                os.unlink(part)
+            raise
+        self._sync_directories(full)
+
+    def create(self, path: str, content: bytes) -> None:
+        """Write a small file to an object store unless it is there.
+
+        Of several that do so at the same time one succeeds, if the back end has a conditional put; if not,
+        the last one has written the file.
+
+        Raises:
+            FileExistsError: if it is there.
+        """
+        self.within_patience(f"create {path}", lambda: self._create(path, content))
+
+    def _create(self, path: str, content: bytes) -> None:
+        full = self._full(path)
+        if not _has_conditional_put(self._file_system):
+            if self._is_there(full):
+                raise FileExistsError(full)
+            self._file_system.pipe_file(full, content)
+            return
+        try:
+            self._file_system.pipe_file(full, content, mode="create")
+        except Exception as error:  # back ends have errors of their own for it
+            if not self._is_there(full):
+                raise
+            raise FileExistsError(full) from error
+
+    def read(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytes:
+        """Return a file, or a range of it.
+
+        Where many read at once each of them may be slow: only one that gets no further is given up.
+        """
+        full = self._full(path)
+        end = None if num_bytes < 0 else offset + num_bytes
+        if num_bytes == 0:  # S3 has no empty ranges, and returns the whole object
+            return b""
+        if self._patience_s is None:
+            with self._translating(f"read {path}"):
+                return self._read(full, offset, end)
+        expected_end = int(self._info(full).get("size") or 0) if end is None else end
+        starts = range(offset, max(expected_end, offset + 1), _CHUNK_BYTES)
+        content = io.BytesIO()
+        for start, stop in zip(starts, (*starts[1:], end), strict=True):
+            read = partial(self._read, full, start, stop)
+            content.write(self.within_patience(f"read {path}", read))
+            note_progress()
+        return content.getvalue()
+
+    def _read(self, full: str, start: int, end: int | None) -> bytes:
+        if self._is_local:
+            check_is_regular(full)
+        if start == 0 and end is None:  # of an empty object S3 has no range
+            return bytes(self._file_system.cat_file(full))
+        return bytes(self._file_system.cat_file(full, start=start, end=end))
+
+    def forget_cached(self, path: str) -> None:
+        """Have what is read of a file next come from the disk, or the server, and not from this machine."""
+        if self._is_local:
+            with open_regular(Path(self._full(path))) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def local_path(self, path: str) -> Path | None:
+        """Return where a file is on this machine, None if it is elsewhere."""
+        return Path(self._full(path)) if self._is_local else None
+
+    def exists(self, path: str) -> bool:
+        """Return whether a file is there."""
+        return self._is_there(self._full(path))
+
+    def _is_there(self, full: str) -> bool:
+        # Not fsspec's exists: it takes every failure for absence, and absence means "may be deleted".
+        try:
+            self._info(full)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def _info(self, full: str) -> dict[str, Any]:
+        def look() -> dict[str, Any]:
+            self._file_system.invalidate_cache()  # of listings: other nodes write here too
+            return dict(self._file_system.info(full))
+
+        return self.within_patience(f"look at {full}", look)
+
+    def version(self, path: str) -> str:
+        """Return what changes when a file is written again, as far as storage tells it."""
+        found = self._info(self._full(path))
+        return repr([found.get(key) for key in _OF_VERSIONS])
+
+    def names(self) -> list[str]:
+        """Return the names of what is in the persist directory, none if it is not there."""
+        if not self._is_there(self._root):
+            return []
+        return [_last_part(entry) for entry in self._list(self._root)]
+
+    def iterations(self) -> list[int]:
+        """Return the iterations that have a directory, newest first, with or without a manifest."""
+        matches = map(_ITERATION.fullmatch, self.names())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def _list(self, full: str, *, has_sizes: bool = False) -> list[Any]:
+        def look() -> list[Any]:
+            self._file_system.invalidate_cache()
+            return list(self._file_system.ls(full, detail=has_sizes))
+
+        return self.within_patience(f"list {full}", look)
+
+    def names_in(self, directory: str) -> list[str]:
+        """Return the names of what is in a directory, none if it is not there."""
+        full = self._full(directory)
+        if not self._is_there(full):
+            return []
+        return [_last_part(entry) for entry in self._list(full)]
+
+    def sizes_in(self, directory: str) -> dict[str, int]:
+        """Return the sizes of plain files in a directory by name, from one listing; none if it is not there.
+
+        Raises:
+            OSError: if storage fails; never FileNotFoundError, which would speak of a file.
+        """
+        full = self._full(directory)
+        if not self._is_there(full):
+            return {}
+        try:
+            entries = self._list(full, has_sizes=True)
+        except FileNotFoundError as error:
+            raise OSError(f"{self.url}/{directory} changed while it was listed: {error}") from error
+        files = (each for each in entries if each["type"] == "file" and each["size"] is not None)
+        return {_last_part(entry["name"]): int(entry["size"]) for entry in files}
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        return int(self._info(self._full(path))["size"])
+
+    def index(self, path: str) -> Index:
+        """Return a rank's index."""
+        return decode(self.read(path), Index, f"{self.url}/{path}")
+
+    def remove_directory(self, path: str) -> None:
+        """Remove a directory if it is empty."""
+        with suppress(OSError):
+            self._file_system.rmdir(self._full(path))
+
+    def remove(self, path: str) -> None:
+        """Remove a file if it is there."""
+        with suppress(FileNotFoundError):
+            full = self._full(path)
+            self.within_patience(f"remove {path}", lambda: self._file_system.rm_file(full))
+
+
+class Listings:
+    """Sizes of files from one listing of each directory, made when it is first asked for."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.url, self._storage = storage.url, storage
+        self._sizes: dict[str, dict[str, int]] = {}
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes.
+
+        Raises:
+            FileNotFoundError: if it is not there.
+            OSError: if storage fails.
+        """
+        directory, _, name = path.rpartition("/")
+        if directory not in self._sizes:
+            self._sizes[directory] = self._storage.sizes_in(directory)
+        listed = self._sizes[directory].get(name)
+        # A listing alone makes nothing missing: it may show a link without the size of its file.
+        return self._storage.size(path) if listed is None else listed
+
+
+def _last_part(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def hide_password(url: str) -> str:
+    """Return a URL that may be shown to people."""
+    return _PASSWORD.sub(r"\1:***@", url)
+
+
+def sync_file(path: str) -> None:
+    """Wait until a file or directory of this machine is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _has_conditional_put(file_system: Any) -> bool:
+    put = getattr(file_system, "_pipe_file", file_system.pipe_file)
+    return "mode" in inspect.signature(put).parameters

@@ -1,0 +1,163 @@
+"""Writes this rank's breakpoint when the job ends: on SIGTERM, and after an exception that is no refusal.
+
+A repair in place begins with it too. So does the end of training on this rank if others have failed: its last
+state is nowhere else.
+
+It comes before any report, because a launcher kills the process some seconds later. Then it waits until the
+log of what the rank has sent is committed: other stages may need it to reach this state. The state and the
+lock around it are moe_ft/engine/breakpoints.py, the log moe_ft/engine/boundary/log.py.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from moe_ft.engine.background import BackgroundPart
+from moe_ft.engine.boundary.log import BoundaryLog
+from moe_ft.engine.breakpoints import Breakpoints, Written
+from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.events import EventLog
+from moe_ft.loop.breakpoint_meeting import BreakpointMeeting
+from moe_ft.loop.listeners import LoopState
+from moe_ft.loop.local_processes import JobProcesses
+from moe_ft.recovery.failure_causes import is_not_finite
+from moe_ft.recovery.site import say
+
+# Torchrun and SLURM kill a process 30 s after SIGTERM; its report needs some of that.
+_LEAVING_S = 25.0
+# A device leaves a collective that is aborted, and its step, without an exception.
+_UNCERTAIN = "nobody knows whether the device had received all gradients when it made the step"
+
+
+class BreakpointWriter:
+    """Writes once in a start of checkpointing, whoever asks first; others wait for that. Any thread."""
+
+    def __init__(self, loop: LoopState, event_log: EventLog) -> None:
+        self._loop, self._log = loop, event_log
+        self._breakpoints: Breakpoints | None = None
+        self._boundary: BoundaryLog | None = None
+        self._processes = JobProcesses()
+        self._abort: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._has_written = False
+
+    def use(
+        self,
+        breakpoints: Breakpoints,
+        processes: JobProcesses,
+        *,
+        is_on_gpu: bool,
+        boundary: BoundaryLog | None = None,
+    ) -> None:
+        """Begin to write what these objects hold; before, nothing is written. Training thread."""
+        self._breakpoints, self._processes, self._boundary = breakpoints, processes, boundary
+        self._has_written = False
+        self._abort = _abort_collectives if is_on_gpu else None
+
+    def on_failure(self, error: Exception) -> None:
+        """Write because of an exception, unless the state is what has failed. Training thread."""
+        if self._breakpoints is None:
+            return
+        self._breakpoints.break_off()
+        if isinstance(error, ConfigError | UnrecoverableError):
+            self._breakpoints.refuse("the start or the state was refused")
+        elif is_not_finite(error):
+            self._breakpoints.refuse("a result is not finite: training cannot continue from there")
+        self._write(type(error).__name__, can_step=False)
+
+    def on_end(self) -> None:
+        """Write because training has ended here, and its last state is nowhere else. Training thread."""
+        self._write("the end of training", can_step=False, may_hang=False)
+
+    def on_repair(self, iteration: int) -> None:
+        """Write because another rank has died and is replaced: this one has left its iteration.
+
+        Its groups have ended, and stay: nothing is aborted.
+
+        Args:
+            iteration: that was broken off.
+        """
+        if self._breakpoints is None:
+            return
+        if self._abort is not None:
+            self._breakpoints.refuse_later_than(iteration, _UNCERTAIN)
+        self._breakpoints.break_off()
+        self._write("repair", can_step=False, may_hang=False)
+
+    def on_sigterm(self) -> None:
+        """Write because the launcher ends the job. A thread of its own."""
+        self._write("SIGTERM", can_step=self._abort is None)
+
+    def _write(self, reason: str, *, can_step: bool, may_hang: bool = True) -> None:
+        with self._lock:
+            if self._has_written or self._breakpoints is None:
+                return
+            self._has_written = True
+            start_s = time.perf_counter()
+            if self._abort is not None and may_hang:
+                self._abort()
+            is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+            # A step may need the ranks that wait for it: say that it is under way before waiting for it.
+            written = self._breakpoints.write(waits=is_alone or not can_step)
+            if not is_alone:
+                written = self._meet(self._breakpoints, written, can_step=can_step)
+            self._tell(reason, written, time.perf_counter() - start_s)
+            self._flush(_LEAVING_S - (time.perf_counter() - start_s))
+
+    def _meet(self, breakpoints: Breakpoints, written: Written, *, can_step: bool) -> Written:
+        """Bring the breakpoints of all ranks to one iteration, if that takes one step at most."""
+        store = dist.distributed_c10d._get_default_store()
+        meeting = BreakpointMeeting(
+            store, dist.get_rank(), dist.get_world_size(), self._log.incarnation, self._processes
+        )
+        own = written.stepping_to if written.iteration is None else written.iteration
+        if own is None or not can_step:
+            meeting.cannot_step()
+            return written
+        target = meeting.agree(own)
+        if target is None:
+            return breakpoints.write() if written.iteration is None else written
+        if target != written.iteration and breakpoints.wait_for_iteration(target, meeting.step_s):
+            again = breakpoints.write()
+            # If this could not begin, the breakpoint that was written first is still there.
+            written = again if again.iteration is not None else written
+        meeting.wait_for_others()
+        return written
+
+    def _flush(self, rest_s: float) -> None:
+        """Wait for the log of what was sent, as long as the launcher lets this rank live."""
+        if self._boundary is None or self._boundary.flush(max(0.0, rest_s)):
+            return
+        reason = (
+            f"the rank has left, and what it sent last was not committed within {_LEAVING_S:.0f} s: the next "
+            "recovery may be global"
+        )
+        part = BackgroundPart.BOUNDARY_LOG
+        say(f"rank {self._log.rank}, {part}: {reason}")
+        self._log.write("degraded", self._loop.iteration, part=part.value, reason=reason)
+
+    def _tell(self, reason: str, written: Written, seconds: float) -> None:
+        rank, iteration = self._log.rank, written.iteration
+        if iteration is None:
+            what = f"left no breakpoint: {written.problem}"
+        else:
+            what = f"left a breakpoint of iteration {iteration}"
+        say(f"rank {rank} {what}")
+        self._log.write(
+            "breakpoint",
+            self._loop.iteration if iteration is None else iteration,
+            reason=reason,
+            bytes=written.num_bytes,
+            copy_s=written.seconds,
+            seconds=seconds,
+            problem=written.problem,
+        )
+
+
+def _abort_collectives() -> None:
+    """Abort the collectives that the device may hang in: a copy would wait for them."""
+    with suppress(Exception):  # of whatever kind: the copy is tried all the same
+        dist.distributed_c10d._abort_process_group()

@@ -1,0 +1,391 @@
+"""Checkpoints of a run: recovers at the start, then lets the engine act at the seams.
+
+The only file that calls moe_ft.recovery. loop/resumption.py ends a recovery in the running loop;
+state_seam.py decides when the engine acts on a state.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.seams.pipeline_tap import open_links
+from megatron.fault_tolerance.seams.replay import Replay
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.background import Report, describe
+from moe_ft.engine.boundary.log import BoundaryLog
+from moe_ft.engine.breakpoints import Breakpoints, Moment
+from moe_ft.errors import RepairError
+from moe_ft.events import EventLog
+from moe_ft.faults import Phase
+from moe_ft.loop.breakpoint_writer import BreakpointWriter
+from moe_ft.loop.faults import Faults, Node
+from moe_ft.loop.listeners import (
+    Built,
+    EndedIteration,
+    LoopListener,
+    LoopState,
+)
+from moe_ft.loop.local_processes import JobProcesses, meet_processes
+from moe_ft.loop.resumption import Resumption
+from moe_ft.loop.routers import Routers
+from moe_ft.loop.scalars import Scalars
+from moe_ft.loop.state_seam import StateSeam
+from moe_ft.loop.training_loop import LoopParts, TrainingLoop
+from moe_ft.recovery.facts import JobFacts
+from moe_ft.recovery.failure_causes import is_not_finite
+from moe_ft.recovery.outcome import Outcome
+from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.site import Site
+from moe_ft.recovery.start import start
+from moe_ft.state.job_numbers import CapturedNumbers, capture_numbers
+from moe_ft.state.record import IterationFacts
+from moe_ft.strategies.interface import JobLoss
+
+
+class Checkpoints(LoopListener):
+    """Drives the checkpointing of one rank. Owned by the training thread.
+
+    Does nothing without a strategy, or with --skip-train.
+    """
+
+    def __init__(
+        self,
+        config: MoeFtConfig,
+        training: TrainingLoop,
+        loop: LoopState,
+        event_log: EventLog,
+        scalars: Scalars,
+        faults: Faults,
+        routers: Routers,
+        breakpoint_writer: BreakpointWriter,
+    ) -> None:
+        self._config, self._training, self._loop = config, training, loop
+        self._log, self._scalars = event_log, scalars
+        self._faults, self._routers = faults, routers
+        self._breakpoint_writer = breakpoint_writer
+        self._breakpoints: Breakpoints | None = None
+        self._began_with = ""
+        self._running: Checkpointing | None = None
+        self._resumption: Resumption | None = None
+        self._is_unfinished = False  # until all iterations have been run again, here and elsewhere
+        self._seam: StateSeam | None = None
+        self._may_lose_memory = False  # at the end: nothing in memory is needed any more
+        self._is_kept = True  # likewise: the last state is somewhere as a whole
+        self._is_over = False  # until the job has ended cleanly on all ranks and needs no memory
+        self._facts: JobFacts | None = None  # as they were first: Megatron changes its arguments
+
+    @property
+    def boundary_log(self) -> BoundaryLog | None:
+        """Log of what this rank sends to other stages, if there is one; known after the setup."""
+        return None if self._running is None else self._running.engine.boundary
+
+    def last_numbers(self) -> CapturedNumbers | None:
+        """Return the numbers of the job in the state that is live; None before an iteration has ended."""
+        running, seam = self._running, self._seam
+        facts = None if seam is None else seam.facts_of(self._loop.iteration)
+        if running is None or facts is None:
+            return None
+        return capture_numbers(running.met.live.built[1], facts)
+
+    def before_setup(self) -> None:
+        """Note how the run began, before --load changes --finetune."""
+        self._began_with = self._training.began_with()
+
+    def after_setup(self, built: Built) -> None:
+        """Recover, if there is something to recover from, and start the engine. Called by all ranks.
+
+        Raises:
+            ConfigError: if the flags do not fit this machine, or the state that is there.
+            UnrecoverableError: if there is state, and none of it is usable.
+        """
+        if not self._config.strategy.is_on or built[1] is None:
+            return
+        training = self._training
+        if self._facts is None:
+            self._facts = training.job_facts(self._began_with)
+        running = start(
+            self._config,
+            self._facts,
+            built,
+            lambda phase, iteration: self._faults.enter_phase(iteration, phase),  # any thread
+            lambda site: self._faults.set_node(lambda: _node_of(site)),
+            self._loop.most_iteration,
+        )
+        self._running = running
+        if running.outcome.record is None and self._loop.most_iteration is not None:
+            raise RepairError(
+                "no rank's state is left of any iteration that all ranks have finished"
+            )
+        if running.outcome.record is not None:
+            replay = self._replay_of(running)
+            self._resumption = Resumption(training, running.outcome.record, replay)
+            self._loop.iteration = training.iteration
+            self._is_unfinished = replay is not None or running.is_local
+
+        self._breakpoints = running.engine.breakpoints
+        if self._breakpoints is not None:
+            self._use_breakpoints(self._breakpoints, running)
+
+        def act(state: IterationFacts, iteration_s: float) -> float:
+            self._note_moment(lambda: running.engine.moment(running.capture(state)))
+            return running.engine.end_iteration(
+                state.iteration, iteration_s, lambda: running.capture(state)
+            )
+
+        self._seam = StateSeam(training, self._loop, act, self._routers.counts, self._wait_for_loop)
+
+    def _replay_of(self, running: Checkpointing) -> Replay | None:
+        window, parameters = running.take_replay(), running.met.live.parameters
+        if window is None:
+            return None
+        return Replay(
+            window,
+            parameters,
+            self._training,
+            self._note_replayed,
+            running.borders,
+            running.meet_before,
+        )
+
+    def _use_breakpoints(self, breakpoints: Breakpoints, running: Checkpointing) -> None:
+        processes = meet_processes() if dist.is_initialized() else JobProcesses()
+        parameters = running.met.live.parameters
+        is_on_gpu = not cpu_device.is_active() and any(
+            each.parameter.is_cuda for each in parameters
+        )
+        boundary = running.engine.boundary
+        self._breakpoint_writer.use(breakpoints, processes, is_on_gpu=is_on_gpu, boundary=boundary)
+
+    def after_recovery(self) -> None:
+        """Write the event "recovery", unless a replay is still to come, here or on other ranks."""
+        if self._running and self._resumption and not self._is_unfinished:
+            self._write_recovery(self._running.outcome, 0)
+            self._loop.grad_norm = self._resumption.grad_norm
+
+    def begin_training(self, parts: LoopParts) -> None:
+        """Set the position in the data."""
+        if self._resumption is not None:
+            self._resumption.begin_training(parts)
+
+    def replay_if_due(self, forward_backward: Callable[..., Any] | None = None) -> None:
+        """Run iterations again that lead to the recovered state; only now has the loop configured the model.
+
+        Called by all ranks. In a local recovery those with nothing to run wait for the others.
+
+        Args:
+            forward_backward: the loop's own, if it is about to call it.
+        """
+        running, resumption = self._running, self._resumption
+        if running is None or resumption is None or not self._is_unfinished:
+            return
+        self._is_unfinished = False
+        loop, num_replayed = self._loop, 0
+        if running.is_local:
+            open_links(running.met.facts.groups.pp)
+        phases_s, start_s = {**running.outcome.phases_s}, time.perf_counter()
+        if resumption.is_replay_due:
+            loop.is_replaying, loop.phase = True, Phase.REPLAY
+            num_replayed = resumption.replay(forward_backward)
+            loop.is_replaying, loop.phase = False, Phase.SETUP
+            loop.iteration = self._training.iteration
+            phases_s["replay"] = time.perf_counter() - start_s
+        if running.is_local:
+            start_s = time.perf_counter()
+            running.wait_for_all()
+            phases_s["wait"] = time.perf_counter() - start_s
+        outcome = replace(running.outcome, phases_s=phases_s)
+        self._write_recovery(outcome, num_replayed)
+        loop.grad_norm = resumption.grad_norm
+
+    def _write_recovery(self, outcome: Outcome, num_replayed: int) -> None:
+        iteration, loss = outcome.iteration, outcome.loss
+        self._loop.stages_alone, self._loop.num_replayed = outcome.stages, num_replayed
+        self._log.write("recovery", iteration, **_recovery_fields(outcome, num_replayed))
+        if self._log.rank == 0:
+            print(f"moe_ft: {_continuation(outcome)}", file=sys.stderr, flush=True)
+        if loss is not None:
+            numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
+            self._scalars.write(numbers, iteration=iteration)
+
+    def _note_replayed(self, iteration: int) -> None:
+        self._loop.iteration = iteration
+        self._log.progress(iteration, Phase.REPLAY)
+        self._faults.enter_phase(iteration, Phase.REPLAY)
+
+    def before_batch(self) -> None:
+        """Let the engine act on the state that the loop has used, if that was postponed."""
+        if self._seam is not None:
+            self._seam.pass_postponed()
+
+    def begin_iteration(self) -> None:
+        """Restore the random numbers: nothing draws any before forward."""
+        if self._resumption is not None:
+            self._resumption.restore_rng()
+
+    def before_step(self) -> None:
+        """Wait until no copy reads weights any more, and count the tokens of the experts."""
+        if self._running is not None:
+            layers = self._running.met.strategy.counted_layers
+            tokens = self._routers.popularity(layers, self._training.num_experts)
+            self._running.engine.before_step(tokens)
+
+    def begin_update(self) -> None:
+        """Wait while a breakpoint is written: the weights are about to change."""
+        if self._breakpoints is not None:
+            self._breakpoints.begin_update()
+
+    def end_update(self) -> None:
+        """Take the record that the iteration will have: this rank may hang before it ends."""
+        if self._breakpoints is not None:
+            self._breakpoints.end_update(*_attempt(self._moment_ahead))
+
+    def _moment_ahead(self) -> Moment | None:
+        running, seam = self._running, self._seam
+        num_samples = self._training.samples_ahead()
+        if running is None or seam is None or num_samples is None:
+            return None
+        facts = seam.facts_ahead(num_samples)
+        if facts is None:
+            return None
+        return running.engine.moment(running.capture_ahead(facts, num_samples))
+
+    def _note_moment(self, take: Callable[[], Moment]) -> None:
+        if self._breakpoints is not None:
+            self._breakpoints.note(*_attempt(take))
+
+    def _wait_for_loop(self) -> None:
+        if self._breakpoints is not None:
+            self._breakpoints.note(
+                None, "the loop evaluates or saves the state, or ends with it, which is not over"
+            )
+
+    def end_iteration(self, ended: EndedIteration) -> None:
+        """Take the record of the new state, and start the snapshots that are due.
+
+        A repair may have recovered it: then there is nothing to take.
+        """
+        running, seam = self._running, self._seam
+        if running is None or seam is None or ended.iteration <= running.outcome.iteration:
+            return
+        seam.end_iteration(ended)
+
+    def after_iteration(self, ended: EndedIteration) -> None:
+        """Write what the threads of the engine have reported."""
+        if self._running is not None:
+            self._running.engine.drain(self._write_report)
+
+    def _write_report(self, report: Report) -> None:
+        self._log.write(report.event, report.iteration, **report.fields)
+        numbers = {
+            f"{report.event}/{name}": float(value)
+            for name, value in report.fields.items()
+            if isinstance(value, int | float)
+        }
+        self._scalars.write(numbers, iteration=report.iteration)
+
+    def suspend(self, iteration: int) -> None:
+        """Leave a breakpoint, and end checkpointing of this start. The next one recovers from memory."""
+        self._breakpoint_writer.on_repair(iteration)
+        if self._facts is None:  # a replacement, which has not trained
+            self._facts = self._training.job_facts(self._began_with)
+        self._facts = replace(self._facts, iteration=0)  # a loaded state does not compete
+        running, self._running = self._running, None
+        self._breakpoints = self._resumption = self._seam = None
+        self._is_unfinished = False
+        if running is not None:
+            running.close()
+
+    def end_training(self) -> None:
+        """Bring the last state to storage. Called by all ranks."""
+        loop = self._loop
+        if self._resumption is not None:
+            self._resumption.restore_rng()  # nothing was left to train
+        # An exit in the middle of an iteration leaves half of it in the buffers: that is no state.
+        if self._running is not None and self._seam is not None and not loop.is_in_iteration:
+            self._seam.pass_postponed()
+            facts = self._seam.last_facts()
+            train_iterations = self._training.train_iterations
+            is_complete = train_iterations is not None and loop.iteration >= train_iterations
+            ending = self._running.finish(
+                loop.iteration, facts, self._write_report, is_complete=is_complete
+            )
+            loop.is_saved = ending.is_saved
+            self._may_lose_memory = ending.may_lose_memory(is_complete=is_complete)
+            self._is_kept = ending.is_kept
+
+    def end(self, reason: str, exit_code: int) -> None:
+        """Learn whether all ranks have ended: if not, the job is started again, and finds the last state."""
+        running = self._running
+        if running is None or exit_code != 0 or self._loop.is_in_iteration:
+            return
+        self._is_over = self._may_lose_memory and running.have_all_ended()
+        if not self._is_over and not self._is_kept:
+            self._breakpoint_writer.on_end()
+
+    def failed(self, error: Exception) -> None:
+        """Leave a breakpoint, and remember a failure that speaks against what was recovered."""
+        self._breakpoint_writer.on_failure(error)
+        loop = self._loop
+        if self._running is None:
+            return
+        is_recovering = self._seam is None or loop.is_replaying
+        if is_recovering or is_not_finite(error):
+            is_setup = loop.phase is Phase.SETUP
+            where = "recovery" if is_setup else f"iteration {loop.iteration}"
+            self._running.note_failure(where, error)
+
+    def close(self) -> None:
+        """End checkpointing, if it has started."""
+        if self._running is not None:
+            self._running.close(removes_memory=self._is_over)
+
+
+def _attempt(take: Callable[[], Moment | None]) -> tuple[Moment | None, str]:
+    """Return the live state, and why it is not known if it is not: that costs a breakpoint, not the run."""
+    problem = "the record of the state is not known"
+    try:
+        return take(), f"{problem} before the iteration ends"
+    except Exception as error:  # whatever it is, training continues
+        return None, f"{problem}: {describe(error)}"
+
+
+def _node_of(site: Site) -> Node:
+    node = next(info.node for info in site.topology.ranks if info.pid == os.getpid())
+    pids = tuple(info.pid for info in site.topology.on_node(node))
+    return Node(pids=pids, directory=site.node_dir)
+
+
+def _continuation(outcome: Outcome) -> str:
+    """Return a line for people about a recovery; they have read before that ranks have died."""
+    line = f"training continues after iteration {outcome.iteration}"
+    if tiers := " and ".join(sorted(tier.value for tier in outcome.sources)):
+        line += f", whose state comes from {tiers}"
+    if outcome.stages:
+        line += f"; stages that have run iterations again: {', '.join(map(str, outcome.stages))}"
+    return line
+
+
+def _recovery_fields(outcome: Outcome, num_replayed: int) -> dict[str, Any]:
+    """Return the fields of the event "recovery", after the given number of replayed iterations."""
+    return {
+        "scope": "local" if outcome.stages else "global",
+        "stages": list(outcome.stages),
+        "reason": outcome.hindrance,
+        "target_iteration": outcome.iteration,
+        "restored_iteration": outcome.iteration - num_replayed,
+        "replayed_iterations": num_replayed,
+        "start": outcome.start,
+        "writer": outcome.writer,
+        **(outcome.loss or JobLoss()).fields(),
+        "sources": {tier.value: count for tier, count in outcome.sources.items()},
+        "phases_s": dict(outcome.phases_s),
+        "deterministic": outcome.is_deterministic,
+        "lossy": dict(outcome.lossy),
+        "problems": list(outcome.problems),
+    }

@@ -1,0 +1,272 @@
+"""Report of the end of a rank that fails or is told to end: which ranks fell silent, died or hung.
+
+Every rank that stops leaves a note in the job's store (a TCP store, no collective: the groups are broken).
+A rank that fails waits a moment for the notes of the others: ranks without a note are the ones to look at. A
+rank that is told to end waits for nobody: of those without a note it names the ones whose processes it can
+see to be gone. What a log says afterwards is moe_ft/commands/report.py.
+"""
+
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.events import EventLog, read_progress
+from moe_ft.keeper.link import retire_own
+from moe_ft.loop.listeners import Built, LoopListener, LoopState
+from moe_ft.loop.local_processes import (
+    JobProcesses,
+    gone_ranks,
+    meet_processes,
+)
+from moe_ft.recovery.failure_causes import is_timeout
+from moe_ft.recovery.site import say
+
+_SOURCE_LINE = re.compile(r"\[\S+\.cc:\d+\] ")  # where in gloo's source an error was raised
+_STORE_DEADLINE_S = 5.0
+_HURRIED_STORE_DEADLINE_S = 1.0  # of a rank that is told to end
+_LOOK_S = 0.05
+_EXIT_DEADLINE_S = 20.0
+_MIN_POLL_S = 0.1
+_MAX_STORE_OPERATIONS_PER_S = 5000  # of all ranks together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Notes:
+    """Notes of ranks, as far as they are there.
+
+    Attributes:
+        heard: ranks that left one.
+        silent: ranks that left none and are the ones to look at.
+        timed_out: whether any rank had timed out waiting for another.
+    """
+
+    heard: frozenset[int]
+    silent: tuple[int, ...]
+    timed_out: bool
+
+
+class FailureReport(LoopListener):
+    """Reports the exception or the SIGTERM that ends training, once, whichever comes first.
+
+    The training thread reports an exception; the process ends soon after. A thread reports SIGTERM, which
+    launchers send to all ranks when one has died, and then ends the process. SystemExit, which all of
+    Megatron's --exit-* flags use, is not a failure. Nor is a refusal: it is the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        config: MoeFtConfig,
+        loop: LoopState,
+        event_log: EventLog,
+        *,
+        on_sigterm: bool,
+        before_report: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            config: says how long to wait for the notes of other ranks.
+            loop: where the rank is.
+            event_log: gets the event "stopped".
+            on_sigterm: False leaves SIGTERM alone, for --exit-signal-handler.
+            before_report: called after SIGTERM, before anything else.
+        """
+        self._grace_s = config.fault.fault_report_grace_s
+        self._has_log = config.observability.event_log is not None
+        self._loop, self._log = loop, event_log
+        self._sigterm = _Sigterm(self._report_sigterm) if on_sigterm else None
+        self._before_report = before_report
+        self._lock = threading.Lock()
+        self._has_reported = False
+        self._told_to_end = threading.Event()
+        self._processes = JobProcesses()
+
+    def start(self) -> None:
+        """Listen for SIGTERM."""
+        if self._sigterm is not None:
+            self._sigterm.start()
+
+    def after_setup(self, built: Built) -> None:
+        """Learn which processes of the job run on this machine. Called by all ranks."""
+        if dist.is_initialized():
+            self._processes = meet_processes()
+
+    def failed(self, error: Exception) -> None:
+        """Report an exception, unless it is a refusal; the process ends within a deadline from now on."""
+        if isinstance(error, ConfigError | UnrecoverableError):
+            return
+        retire_own()  # the launcher restarts a job that fails by itself
+        _exit_within(_EXIT_DEADLINE_S + self._grace_s)
+        text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
+        self._report(f"{type(error).__name__}: {text[:300]}", is_timeout(error))
+
+    def close(self) -> None:
+        """Give SIGTERM back, except after a failure.
+
+        The launcher's SIGTERM may come then, and must end every rank in the same way.
+        """
+        if self._sigterm is not None and not self._has_reported:
+            self._sigterm.close()
+
+    def _report_sigterm(self) -> None:
+        retire_own()
+        with suppress(Exception):  # the process ends in any case
+            self._before_report()
+        self._told_to_end.set()  # ends the wait of a report that is under way
+        self._report("SIGTERM: told to end, by the launcher if another rank failed", False)
+
+    def _report(self, reason: str, timed_out: bool) -> None:
+        """Print and log why this rank stops, and which other ranks gave no sign of life. Any thread."""
+        with self._lock:  # the second caller waits until the first has finished
+            if not self._has_reported:
+                self._has_reported = True
+                self._write_report(reason, timed_out)
+
+    def _write_report(self, reason: str, timed_out: bool) -> None:
+        loop, rank, directory = self._loop, self._log.rank, self._log.directory
+        say(f"rank {rank} stopped in iteration {loop.iteration}, phase {loop.phase}: {reason}")
+        if self._has_log:
+            say(f"rank {rank}: the events are in {directory}")
+        notes = self._exchange_notes(timed_out) if dist.is_initialized() else None
+        silent = None
+        if notes is not None:
+            silent = list(notes.silent)
+            if silent and rank == min(notes.heard):  # once is enough
+                say(f"rank {rank} {_describe(silent, notes.timed_out, directory)}")
+        elif dist.is_initialized():
+            seen = _last_seen(0, directory)
+            say(
+                f"rank {rank} could not ask the others: the job's store, which rank 0{seen} keeps "
+                "unless the launcher does, does not answer"
+            )
+        self._log.write(
+            "stopped",
+            loop.iteration,
+            phase=loop.phase.value,
+            reason=reason,
+            torn=loop.is_torn,
+            silent_ranks=silent,
+            timed_out=notes.timed_out if notes else timed_out,
+        )
+
+    def _exchange_notes(self, timed_out: bool) -> _Notes | None:
+        """Exchange notes with the other ranks that stop; None if the store does not answer."""
+        answer: list[_Notes] = []
+
+        def exchange() -> None:
+            # The store's host may be what died: the caller then says that it does not answer.
+            with suppress(RuntimeError, OSError):
+                answer.append(self._exchange(timed_out))
+
+        # A store operation can block for minutes when its host is gone: give it a thread, not our time.
+        thread = threading.Thread(target=exchange, daemon=True)
+        thread.start()
+        deadline_s = time.monotonic() + self._grace_s + _STORE_DEADLINE_S
+        while thread.is_alive() and time.monotonic() < deadline_s:
+            if self._told_to_end.is_set():
+                deadline_s = min(deadline_s, time.monotonic() + _HURRIED_STORE_DEADLINE_S)
+                thread.join(_HURRIED_STORE_DEADLINE_S)
+            thread.join(_LOOK_S)
+        return answer[0] if answer else None
+
+    def _exchange(self, timed_out: bool) -> _Notes:
+        processes = self._processes
+        store = SignedStore(dist.distributed_c10d._get_default_store(), lambda: processes.token)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        key = f"moe_ft/stopped/{self._log.incarnation}"
+        poll_s = max(_MIN_POLL_S, world_size / _MAX_STORE_OPERATIONS_PER_S)
+        num_said = store.append(key, [rank, timed_out])
+        deadline, is_told = time.monotonic() + self._grace_s, self._told_to_end
+        while time.monotonic() < deadline and not is_told.is_set():
+            if num_said >= world_size and len(dict(store.values(key))) == world_size:
+                break
+            is_told.wait(poll_s)
+            num_said = store.length(key)
+        # A rank that is told to end does not wait until all others have had the time to leave a note. Look at
+        # processes before notes: what has ended by now has left its note, if it leaves one.
+        suspects = gone_ranks(processes.pids) if is_told.is_set() else frozenset(range(world_size))
+        said = {**dict(store.values(key)), rank: timed_out}
+        notes = _Notes(
+            heard=frozenset(said),
+            silent=tuple(sorted(suspects - said.keys())),
+            timed_out=any(said.values()),
+        )
+        if rank == 0:
+            time.sleep(2 * poll_s)  # it may keep the store: let the others read
+        return notes
+
+
+class _Sigterm:
+    """A thread that acts on SIGTERM: a Python handler cannot run while a collective blocks."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._is_listening = False
+
+    def start(self) -> None:
+        """Take SIGTERM over. Main thread."""
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno())
+        self._old_handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
+        self._is_listening = True
+        os.register_at_fork(after_in_child=self._forget_in_child)
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        while number := self._reader.recv(1):
+            if number[0] == signal.SIGTERM:
+                self._act()
+                sys.stdout.flush()
+                os._exit(128 + signal.SIGTERM)
+
+    def _forget_in_child(self) -> None:
+        """Keep forked processes, such as data loader workers, from acting as this rank."""
+        if self._is_listening:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def close(self) -> None:
+        """Give SIGTERM back. Main thread."""
+        if self._is_listening:
+            self._is_listening = False
+            signal.set_wakeup_fd(self._old_wakeup_fd)
+            signal.signal(signal.SIGTERM, self._old_handler)
+            self._writer.close()
+
+
+def _describe(silent: list[int], timed_out: bool, log_directory: Path) -> str:
+    """Name the silent ranks, where each was last seen, and what that means."""
+    names = ", ".join(f"{rank}{_last_seen(rank, log_directory)}" for rank in silent)
+    fate = "hung: the other ranks timed out waiting" if timed_out else "died"
+    if len(silent) == 1:
+        return f"heard nothing from rank {names}, which probably {fate}"
+    return f"heard nothing from ranks {names}, of which at least one probably {fate}"
+
+
+def _last_seen(rank: int, log_directory: Path) -> str:
+    progress = read_progress(log_directory, rank)
+    return f" (last in iteration {progress.iteration}, {progress.phase})" if progress else ""
+
+
+def _exit_within(seconds: float) -> None:
+    """End the process after some seconds, also if broken process groups keep it from exiting."""
+
+    def leave() -> None:
+        time.sleep(seconds)
+        os._exit(1)
+
+    threading.Thread(target=leave, daemon=True).start()

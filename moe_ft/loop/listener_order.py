@@ -1,0 +1,52 @@
+"""The listeners of a training loop, in the order in which they are called."""
+
+import os
+from pathlib import Path
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.events import EventLog
+from moe_ft.loop.breakpoint_writer import BreakpointWriter
+from moe_ft.loop.checkpoints import Checkpoints
+from moe_ft.loop.digests import Digests
+from moe_ft.loop.failure_report import FailureReport
+from moe_ft.loop.faults import Faults
+from moe_ft.loop.listeners import Listeners, LoopState
+from moe_ft.loop.pipeline_log import PipelineLog
+from moe_ft.loop.progress import Progress
+from moe_ft.loop.routers import Routers
+from moe_ft.loop.scalars import Scalars
+from moe_ft.loop.training_loop import TrainingLoop
+
+
+def listeners_of(
+    config: MoeFtConfig, training: TrainingLoop, rank: int, *, on_sigterm: bool
+) -> Listeners:
+    """Return everything that acts at the seams of a loop on one rank.
+
+    The order matters: the log is opened before anything is recovered, and closed last; the events of an
+    iteration come before the reports of the engine; what it has sent is committed before a window that it
+    completes makes older logs superfluous; after a failure a breakpoint comes before its report. Without
+    `on_sigterm`, SIGTERM is left alone.
+    """
+    loop = LoopState()
+    # Without a directory the log is never started, and drops what is written to it.
+    log = EventLog(Path(config.observability.event_log or os.devnull), rank)
+    breakpoints = BreakpointWriter(loop, log)
+    faults, routers = Faults(config.fault.faults, log), Routers(config, log)
+    scalars = Scalars(training, loop)
+    checkpoints = Checkpoints(config, training, loop, log, scalars, faults, routers, breakpoints)
+    return Listeners(
+        loop,
+        [
+            Progress(config, training, loop, log),
+            faults,
+            scalars,
+            routers,
+            Digests(config.observability, training, loop, log),
+            PipelineLog(checkpoints, loop),
+            checkpoints,
+            FailureReport(
+                config, loop, log, on_sigterm=on_sigterm, before_report=breakpoints.on_sigterm
+            ),
+        ],
+    )

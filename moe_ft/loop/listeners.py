@@ -1,0 +1,357 @@
+"""Listeners of the training loop, and the order in which they are called.
+
+hooks.py calls `Listeners` at the seams of Megatron's loop. At each seam the listeners are called in the order
+of their list; `close` goes through it backwards. The seams of a run, in their order:
+
+    start, before_setup, after_setup, after_recovery, begin_training, replay_if_due
+    each batch: replay_if_due, before_batch, and unless the batch is skipped
+        begin_iteration, begin_attempt (each time), before_step, begin_update, end_update, end_iteration,
+        after_iteration; an optimizer that does not step leaves out both updates
+    end_training, after_training, end or failed, close
+
+A repair in place (repair/) calls suspend, after_setup, after_recovery and begin_training again in between.
+
+`enter_phase` is called between them, as the iteration passes through its phases. The listeners themselves
+are in watch/.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+
+from moe_ft.faults import Phase
+from moe_ft.loop.training_loop import LoopParts
+
+Built = tuple[Any, Any, Any]  # model chunks, optimizer (None with --skip-train), scheduler
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopState:
+    """Position and results of the training loop on one rank.
+
+    Owned by the training thread. The thread that reports a SIGTERM reads it.
+
+    Attributes:
+        iteration, phase: where the loop is now.
+        is_in_iteration: whether an iteration has begun and not ended.
+        is_torn: whether the weights and moments of this rank are a mixture of two iterations.
+        is_replaying: whether an iteration of a recovered window is running again.
+        num_tokens: of the batch, with --calculate-per-token-loss.
+        grad_norm: of this iteration as clipping used it; None if nothing was clipped, because gradients
+            were not finite.
+        stall_s: how long training has stood still for checkpoints since the last `after_iteration`.
+        is_saved: False if training has ended and its last state should be on storage, but is not.
+        most_iteration: the latest that may be recovered, in a repair; None for any.
+        stages_alone: pipeline stages that ran iterations again without the others in the last recovery.
+        num_replayed: iterations that this rank ran again in it.
+    """
+
+    iteration: int = 0
+    phase: Phase = Phase.SETUP
+    is_in_iteration: bool = False
+    is_torn: bool = False
+    is_replaying: bool = False
+    num_tokens: torch.Tensor | None = None
+    grad_norm: float | None = None
+    stall_s: float = 0.0
+    is_saved: bool = True
+    most_iteration: int | None = None
+    stages_alone: Sequence[int] = ()
+    num_replayed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedIteration:
+    """Results of an iteration that has just ended.
+
+    Attributes:
+        iteration: of the state that it made.
+        losses: on the last stage the loss by name, elsewhere empty.
+        is_skipped: whether the optimizer did not step because of infinite gradients.
+        num_samples: of its global batch; Megatron's counters do not include them yet.
+        seconds: from the beginning of the iteration to its end.
+    """
+
+    iteration: int
+    losses: Mapping[str, torch.Tensor]
+    is_skipped: bool
+    num_samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repair:
+    """Repair in place, on one rank.
+
+    Attributes:
+        number: of the round, from 1.
+        iteration: that was broken off, and is finished now.
+        recovered: the iteration that was recovered, from which training was run again.
+        dead: ranks that were replaced.
+        hung_s: by rank, of those that were killed because they hung: for how long.
+        is_replacement: whether this process has replaced one.
+        phases_s: seconds by phase.
+    """
+
+    number: int
+    iteration: int
+    recovered: int
+    dead: Sequence[int]
+    hung_s: Mapping[int, float]
+    is_replacement: bool
+    phases_s: Mapping[str, float]
+
+
+class LoopListener:
+    """Base of what acts at the seams of the loop. Does nothing by default."""
+
+    def start(self) -> None:
+        """Prepare for the run; Megatron is not initialized yet."""
+
+    def before_setup(self) -> None:
+        """Act before model and optimizer are built, and before --load is read."""
+
+    def after_setup(self, built: Built) -> None:
+        """Act on the built model and optimizer; a recovery happens here. Called by all ranks."""
+
+    def after_recovery(self) -> None:
+        """Act on the counters that the loop begins with. A window may still have to be replayed."""
+
+    def begin_training(self, parts: LoopParts) -> None:
+        """Act at the beginning of `train`; the data iterators exist."""
+
+    def replay_if_due(self, forward_backward: Callable[..., Any] | None = None) -> None:
+        """Run the iterations of a recovered window again, if any are left. Called by all ranks.
+
+        Args:
+            forward_backward: the loop's own, if it is about to call it.
+        """
+
+    def before_batch(self) -> None:
+        """Act before the loop trains on the next batch, or skips it."""
+
+    def begin_iteration(self) -> None:
+        """Act before an iteration runs; no random number is drawn between this and its forward pass."""
+
+    def begin_attempt(self) -> None:
+        """Act before forward and backward run, perhaps not for the first time in this iteration."""
+
+    def waits_for(self, iteration: int, phase: Phase) -> bool:
+        """Return whether a phase that is noticed only on request must be noticed."""
+        return False
+
+    def enter_phase(self, iteration: int, phase: Phase) -> None:
+        """Act on the phase that the running iteration enters."""
+
+    def before_step(self) -> None:
+        """Act when gradients are ready and no weight has changed."""
+
+    def begin_update(self) -> None:
+        """Act right before the first weight of an iteration changes."""
+
+    def end_update(self) -> None:
+        """Act when this rank's weights and moments are those of the next iteration.
+
+        Collectives of the step may follow, in which the rank hangs if another one is gone.
+        """
+
+    def end_iteration(self, ended: EndedIteration) -> None:
+        """Act on the new state: `train_step` has returned, the next forward pass has not begun."""
+
+    def after_iteration(self, ended: EndedIteration) -> None:
+        """Report the iteration, when all listeners have acted on its state."""
+
+    def suspend(self, iteration: int) -> None:
+        """Keep the state, and release what an iteration that was broken off and its groups leave.
+
+        `after_setup` comes next.
+
+        Args:
+            iteration: that was broken off.
+        """
+
+    def after_repair(self, repair: Repair) -> None:
+        """Report a repair: the iteration that was broken off is finished."""
+
+    def end_training(self) -> None:
+        """Act on the last state: `train` has returned or exits. Called by all ranks."""
+
+    def after_training(self) -> None:
+        """Report the last state, when all listeners have acted on it."""
+
+    def end(self, reason: str, exit_code: int) -> None:
+        """Act on the end of `pretrain`, after its last checkpoint and evaluation.
+
+        Args:
+            reason: for the event log.
+            exit_code: if it is not 0, the job is to be started again.
+        """
+
+    def failed(self, error: Exception) -> None:
+        """Act on an exception that ends training."""
+
+    def close(self) -> None:
+        """Release what the listener holds, also after a failure."""
+
+
+class Listeners:
+    """All listeners of one run, with the state of the loop. Owned by the training thread."""
+
+    def __init__(self, loop: LoopState, listeners: Sequence[LoopListener]) -> None:
+        self.loop = loop
+        self._listeners = tuple(listeners)
+        self._start_s = 0.0
+
+    def __enter__(self) -> Self:
+        for each in self._listeners:
+            each.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _call_all([each.close for each in reversed(self._listeners)])
+
+    def before_setup(self) -> None:
+        """Note that model and optimizer are about to be built."""
+        for each in self._listeners:
+            each.before_setup()
+
+    def after_setup(self, built: Built, iteration: int) -> None:
+        """Note that model and optimizer exist; recover. Called by all ranks.
+
+        Args:
+            built: model, optimizer and scheduler.
+            iteration: where the loop would begin without a recovery.
+        """
+        self.loop.iteration = iteration
+        for each in self._listeners:
+            each.after_setup(built)
+        for each in self._listeners:
+            each.after_recovery()
+
+    def begin_training(self, parts: LoopParts) -> None:
+        """Note that `train` begins."""
+        for each in self._listeners:
+            each.begin_training(parts)
+
+    def replay_if_due(self, forward_backward: Callable[..., Any] | None = None) -> None:
+        """Replay a recovered window; see `LoopListener.replay_if_due`. Called by all ranks."""
+        for each in self._listeners:
+            each.replay_if_due(forward_backward)
+
+    def before_batch(self) -> None:
+        """Note that the loop continues with a batch, which it may skip."""
+        for each in self._listeners:
+            each.before_batch()
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Note that the loop is about to run an iteration."""
+        self.before_batch()
+        loop = self.loop
+        loop.iteration, loop.is_in_iteration = iteration, True
+        loop.num_tokens, loop.grad_norm = None, None
+        for each in self._listeners:
+            each.begin_iteration()
+        self._start_s = time.perf_counter()
+
+    def begin_attempt(self) -> None:
+        """Note that forward and backward are about to run."""
+        for each in self._listeners:
+            each.begin_attempt()
+
+    def is_awaited(self, phase: Phase) -> bool:
+        """Return whether a listener waits for a phase of this iteration."""
+        return any(each.waits_for(self.loop.iteration, phase) for each in self._listeners)
+
+    def enter(self, phase: Phase) -> None:
+        """Note the phase that the iteration enters.
+
+        Raises:
+            InjectedFaultError: if a fault of kind exception waits there.
+        """
+        self.loop.phase = phase
+        for each in self._listeners:
+            each.enter_phase(self.loop.iteration, phase)
+
+    def before_step(self) -> None:
+        """Note that gradients are ready."""
+        self.enter(Phase.BEFORE_STEP)
+        for each in self._listeners:
+            each.before_step()
+
+    def begin_update(self) -> None:
+        """Note that weights are about to change: the state is torn from now on."""
+        if not self.loop.is_replaying:
+            for each in self._listeners:
+                each.begin_update()
+        self.loop.is_torn = True
+
+    def end_update(self) -> None:
+        """Note that the state is whole again; a second call in an iteration does nothing."""
+        if self.loop.is_torn:
+            self.loop.is_torn = False
+            if not self.loop.is_replaying:
+                for each in self._listeners:
+                    each.end_update()
+
+    def end_iteration(
+        self, losses: Mapping[str, torch.Tensor], *, is_skipped: bool, num_samples: int
+    ) -> None:
+        """Note that `train_step` has returned; see `EndedIteration` for the arguments."""
+        self.enter(Phase.BETWEEN)
+        loop = self.loop
+        loop.iteration += 1
+        loop.is_in_iteration = False
+        ended = EndedIteration(
+            iteration=loop.iteration,
+            losses=losses,
+            is_skipped=is_skipped,
+            num_samples=num_samples,
+            seconds=time.perf_counter() - self._start_s,
+        )
+        for each in self._listeners:
+            each.end_iteration(ended)
+        for each in self._listeners:
+            each.after_iteration(ended)
+        loop.stall_s = 0.0
+
+    def suspend(self, iteration: int) -> None:
+        """Note that an iteration was broken off: model and optimizer stay, but not their state."""
+        for each in reversed(self._listeners):
+            each.suspend(iteration)
+        loop = self.loop
+        loop.phase, loop.is_in_iteration = Phase.SETUP, False
+        loop.is_torn = loop.is_replaying = False
+        loop.num_tokens, loop.grad_norm = None, None
+
+    def after_repair(self, repair: Repair) -> None:
+        """Note that a repair is over."""
+        for each in self._listeners:
+            each.after_repair(repair)
+
+    def end_training(self) -> None:
+        """Note that `train` has returned, or exits by one of Megatron's --exit-* flags."""
+        for each in self._listeners:
+            each.end_training()
+        for each in self._listeners:
+            each.after_training()
+
+    def end(self, reason: str, exit_code: int = 0) -> None:
+        """Note that `pretrain` has returned or exited."""
+        for each in self._listeners:
+            each.end(reason, exit_code)
+
+    def failed(self, error: Exception) -> None:
+        """Note an exception that ends training."""
+        _call_all([partial(each.failed, error) for each in self._listeners])
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    """Call all in their order, also those after one that fails; then raise what was raised."""
+    with ExitStack() as stack:
+        for call in reversed(calls):
+            stack.callback(call)

@@ -1,0 +1,131 @@
+"""Progress of a run in the event log: its start, its iterations, its end, and the phases between."""
+
+import os
+import socket
+import sys
+
+import torch
+import torch.distributed as dist
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.events import EventLog, last_incarnation, read_progress
+from moe_ft.faults import Phase
+from moe_ft.loop.listeners import (
+    Built,
+    EndedIteration,
+    LoopListener,
+    LoopState,
+    Repair,
+)
+from moe_ft.loop.training_loop import TrainingLoop
+
+
+class Progress(LoopListener):
+    """Opens the event log and writes what every run writes. Owned by the training thread."""
+
+    def __init__(
+        self,
+        config: MoeFtConfig,
+        training: TrainingLoop,
+        loop: LoopState,
+        event_log: EventLog,
+    ) -> None:
+        self._config, self._training = config, training
+        self._loop, self._log = loop, event_log
+        self._has_log = config.observability.event_log is not None
+        self._unlogged: int | None = None  # iteration after whose `train_step` the rank has ended
+
+    def before_setup(self) -> None:
+        """Read how far this rank has come in the start before."""
+        before = read_progress(self._log.directory, self._log.rank)
+        if before is not None and before.phase is Phase.BETWEEN:
+            self._unlogged = before.iteration + 1
+
+    def after_setup(self, built: Built) -> None:
+        """Open the log under the same incarnation on all ranks. Called by all ranks."""
+        if not self._has_log:
+            return
+        log = self._log
+        # A rank may have died before it wrote a line: all ranks agree on the highest count.
+        incarnation = torch.tensor(last_incarnation(log.directory, log.rank) + 1, device="cuda")
+        dist.all_reduce(incarnation, op=dist.ReduceOp.MAX)
+        if not log.is_open:  # it is after a repair
+            log.start()
+        log.incarnation = int(incarnation)
+
+    def after_recovery(self) -> None:
+        """Write the event "start", and what the loop will not do any more."""
+        if not self._has_log:
+            return
+        iteration, fields = self._loop.iteration, self._training.start_fields()
+        self._log.write(
+            "start",
+            iteration,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            **fields,
+            state_dtype=dict(self._config.precision.packings),
+            lossy=dict(self._config.precision.lossy_parts),
+        )
+        # Nothing else is left out: see state_seam.py.
+        is_printer = self._log.rank == fields["world_size"] - 1  # of Megatron's log lines
+        if is_printer and iteration == self._unlogged and self._training.is_logged(iteration):
+            self._log.write("left_out", iteration, what="log line")
+            line = f"the log line of iteration {iteration} may be missing: this rank ended where it was due"
+            print(f"moe_ft: {line}", file=sys.stderr, flush=True)
+        self._unlogged = None  # a repair recovers what this process has trained
+
+    def enter_phase(self, iteration: int, phase: Phase) -> None:
+        """Overwrite the progress record, which survives the process."""
+        self._log.progress(iteration, phase)
+
+    def after_iteration(self, ended: EndedIteration) -> None:
+        """Write the event "iteration"."""
+        if not self._has_log:
+            return  # reading a loss waits for the GPU
+        loss = ended.losses.get("lm loss")
+        self._log.write(
+            "iteration",
+            ended.iteration,
+            iteration_s=ended.seconds,
+            stall_s=self._loop.stall_s,
+            loss=None if loss is None else float(loss),
+            num_tokens=ended.num_samples * self._training.sequence_length,
+        )
+
+    def after_repair(self, repair: Repair) -> None:
+        """Write the event "repair"."""
+        loop = self._loop
+        self._log.write(
+            "repair",
+            loop.iteration,
+            round=repair.number,
+            dead_ranks=list(repair.dead),
+            hung_s={str(rank): seconds for rank, seconds in repair.hung_s.items()},
+            is_replacement=repair.is_replacement,
+            broken_iteration=repair.iteration,
+            recovered_iteration=repair.recovered,
+            scope="local" if loop.stages_alone else "global",
+            stages=list(loop.stages_alone),
+            repeated_iterations=loop.num_replayed + max(0, repair.iteration - repair.recovered),
+            seconds=sum(repair.phases_s.values()),
+            phases_s=dict(repair.phases_s),
+        )
+
+    def end_training(self) -> None:
+        """Note that the loop has done all that was due with the last iteration."""
+        self._log.progress(self._loop.iteration, Phase.BETWEEN)
+
+    def end(self, reason: str, exit_code: int) -> None:
+        """Write the event "end"."""
+        # On a CPU this is the largest resident set, see cpu/device.py.
+        peak_bytes = torch.cuda.max_memory_allocated()
+        if not self._loop.is_saved:
+            reason += ", the last state is not on storage"
+        self._log.write(
+            "end", self._loop.iteration, reason=reason, peak_device_memory_bytes=peak_bytes
+        )
+
+    def close(self) -> None:
+        """Close the event log."""
+        self._log.close()

@@ -1,0 +1,68 @@
+"""Tokens per expert: counted on the routers, written to the event log with --moe-ft-router-log.
+
+Counting is moe_ft/state/router_load.py. The strategies get the counts through checkpoints.py.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.events import EventLog
+from moe_ft.loop.listeners import Built, EndedIteration, LoopListener
+from moe_ft.state.router_load import RouterLoad, table
+from moe_ft.strategies.interface import Counting
+from moe_ft.strategies.registry import kind_of
+
+
+class Routers(LoopListener):
+    """Counts the tokens of the experts on this rank, where somebody reads them.
+
+    Owned by the training thread.
+    """
+
+    def __init__(self, config: MoeFtConfig, event_log: EventLog) -> None:
+        self._is_logged, self._log = config.observability.router_log, event_log
+        self._is_read_by_strategy = config.strategy.is_on
+        kind = kind_of(config.strategy.strategy)
+        counting = Counting.NOTHING if kind is None else kind.counting(config)
+        self._wants_probabilities = counting is Counting.PROBABILITIES
+        self._load = RouterLoad()
+
+    def after_setup(self, built: Built) -> None:
+        """Hook the routers of the model."""
+        model, optimizer, _ = built
+        if self._is_logged or (self._is_read_by_strategy and optimizer is not None):
+            self._load.start(model, sums_probabilities=self._wants_probabilities)
+
+    def suspend(self, iteration: int) -> None:
+        """Remove the hooks: `after_setup` adds them again."""
+        self._load.close()
+
+    def begin_attempt(self) -> None:
+        """Forget the counts of an attempt that is repeated, and of the iteration before."""
+        self._load.begin()
+
+    def counts(self) -> dict[str, torch.Tensor]:
+        """Return ``[expert]`` tokens of this iteration by layer name, on the device."""
+        return self._load.counts()
+
+    def popularity(self, layers: Sequence[str], num_experts: int) -> torch.Tensor | None:
+        """Return ``[layer, expert]`` tokens or probabilities, as the strategy counts; None without layers."""
+        if not layers:
+            return None
+        load = self._load
+        counts = load.probabilities() if self._wants_probabilities else load.counts()
+        return table(counts, layers, num_experts)
+
+    def after_iteration(self, ended: EndedIteration) -> None:
+        """Write the event "router_load"."""
+        if self._is_logged:
+            tokens = {name: counts.tolist() for name, counts in self._load.counts().items()}
+            self._log.write(
+                "router_load", ended.iteration, tokens=tokens, is_skipped=ended.is_skipped
+            )
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._load.close()

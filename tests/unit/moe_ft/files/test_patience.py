@@ -1,0 +1,113 @@
+"""Calls that do not return end in time, and so do all small operations on storage."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_ft.files import storage as storages
+from moe_ft.files.patience import call_within
+from moe_ft.files.storage import Storage
+from moe_ft.files.waits import excused_until_s
+from tests.unit.moe_ft.faulty_storage import give_up_soon
+
+
+@pytest.fixture
+def never() -> Iterator[threading.Event]:
+    """Return an event for stuck calls to wait for, which then end with the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_call_that_returns_in_time_returns_its_result() -> None:
+    assert call_within(lambda: 5, 30, "adding") == 5
+
+
+def test_call_is_a_wait_that_excuses_the_caller() -> None:
+    caller = threading.get_ident()
+    limit_s = call_within(lambda: excused_until_s(caller), 1000, "looking") - time.monotonic()
+    assert limit_s > 900
+    assert excused_until_s(caller) <= time.monotonic()
+
+
+def test_each_piece_of_a_file_that_was_read_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storages, "_CHUNK_BYTES", 2)
+    storage, noted = Storage(str(tmp_path), 30), []
+    (tmp_path / "file").write_bytes(b"12345")
+    monkeypatch.setattr(storages, "note_progress", lambda: noted.append(None))
+    assert storage.read("file") == b"12345"
+    assert len(noted) == 3
+
+
+def test_call_that_fails_raises_what_it_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        call_within(lambda: 1 // 0, 30, "dividing")
+
+
+def test_call_that_raises_a_timeout_of_its_own_raises_that_one() -> None:
+    def fail() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        call_within(fail, 30, "failing")
+
+
+def test_call_that_does_not_return_is_named_with_its_deadline(never: threading.Event) -> None:
+    with pytest.raises(TimeoutError, match="waiting did not return within 0 s"):
+        call_within(never.wait, 0.01, "waiting")
+
+
+OPERATIONS: dict[str, tuple[str, Callable[[Storage], object]]] = {
+    "makedirs": ("create the directory", lambda storage: storage.make_root()),
+    "open": ("write a", lambda storage: storage.write_atomically("a", b"x")),
+    "cat_file": ("read b", lambda storage: storage.read("b")),
+    "info": ("look at", lambda storage: storage.exists("b")),
+    "ls": ("list", lambda storage: storage.iterations()),
+    "rm_file": ("remove b", lambda storage: storage.remove("b")),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_storage_that_does_not_answer_is_named_with_the_operation(
+    tmp_path: Path, never: threading.Event, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "b").write_bytes(b"x")
+    operation, act = OPERATIONS[name]
+    give_up_soon(monkeypatch, operation)
+    storage = Storage(str(tmp_path), patience_s=30)
+    monkeypatch.setattr(storage._file_system, name, lambda *args, **more: never.wait())
+    with pytest.raises(TimeoutError, match=f"{tmp_path}: {operation}.* within 0 s"):
+        act(storage)
+
+
+def test_each_piece_of_a_file_that_is_read_has_a_patience_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "moe_ft.files.storage.call_within",
+        lambda act, patience_s, what: (asked.append(f"{patience_s} {what}"), act())[1],
+    )
+    monkeypatch.setattr("moe_ft.files.storage._CHUNK_BYTES", 100)
+    content = bytes(range(250))
+    (tmp_path / "a").write_bytes(content)
+    storage, piece = Storage(str(tmp_path), patience_s=30), f"30 {tmp_path}: read a"
+    for arguments, num_pieces in (((0, 200), 2), ((30, 201), 3), ((5,), 3), ((), 3)):
+        storage.names()
+        asked.clear()
+        end = sum(arguments) if len(arguments) == 2 else None
+        assert storage.read("a", *arguments) == content[sum(arguments[:1]) : end]
+        assert [each for each in asked if "look at" not in each] == [piece] * num_pieces
+
+
+def test_back_end_that_does_not_open_is_given_up(
+    never: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_ft.files.storage.fsspec.core.url_to_fs", lambda url: never.wait())
+    with pytest.raises(TimeoutError, match="s3://u:[*]+@b: open"):
+        Storage("s3://u:secret@b", patience_s=0.01).names()

@@ -1,0 +1,234 @@
+"""Progress is in the event log with all its fields, under one incarnation on all ranks."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
+from moe_ft.events import EventLog, read_progress
+from moe_ft.faults import Phase
+from moe_ft.loop.listeners import LoopState, Repair
+from moe_ft.loop.progress import Progress
+from tests.harness import events, run_ranks
+from tests.unit.fault_tolerance.loops import ended, events_in, last_event
+
+CONFIG = MoeFtConfig(observability=ObservabilityConfig(event_log="somewhere"))
+
+
+@pytest.fixture
+def progress(event_log: EventLog, loop_args: Namespace) -> Progress:
+    return Progress(CONFIG, MegatronLoop(), LoopState(iteration=5, stall_s=0.5), event_log)
+
+
+def test_start_names_the_layout_and_where_training_begins(
+    progress: Progress, event_log: EventLog
+) -> None:
+    progress.after_recovery()
+    line = last_event(event_log)
+    assert line.pop("pid") > 0
+    assert line.pop("host")
+    assert line == {
+        "event": "start",
+        "iteration": 5,
+        "world_size": 1,
+        "tp": 1,
+        "pp": 1,
+        "ep": 1,
+        "etp": 1,
+        "dp": 2,
+        "seq_length": 32,
+        "num_experts": 4,
+        "train_iterations": 10,
+        "state_dtype": dict(CONFIG.precision.packings),
+        "lossy": {},
+    }
+
+
+class Rank:
+    """The rank that prints the log lines, and what the start before has left of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def leave(self, iteration: int, phase: Phase, *, has_ended: bool = False) -> None:
+        """Enter a phase, and perhaps end training."""
+        log = EventLog(self._folder, 0)
+        log.start()
+        progress = Progress(CONFIG, MegatronLoop(), LoopState(iteration=iteration), log)
+        progress.enter_phase(iteration, phase)
+        if has_ended:
+            progress._loop.iteration += 1
+            progress.end_training()
+        log.close()
+
+    def left_out(self, iteration: int) -> list[int]:
+        """Start again at an iteration; return the ones whose log lines are named."""
+        log = EventLog(self._folder, 0)
+        progress = Progress(CONFIG, MegatronLoop(), LoopState(iteration=iteration), log)
+        progress.before_setup()
+        log.start()
+        progress.after_recovery()
+        return [line["iteration"] for line in events_in(log) if line["event"] == "left_out"]
+
+
+def test_log_line_of_the_recovered_iteration_is_named_if_the_rank_ended_before_it(
+    tmp_path: Path,
+    loop_args: Namespace,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rank = Rank(tmp_path)
+    rank.leave(3, Phase.BETWEEN)
+    assert rank.left_out(4) == [4]
+    assert "the log line of iteration 4 may be missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("phase", "recovered", "has_ended"),
+    [(Phase.FORWARD, 4, False), (Phase.BETWEEN, 2, False), (Phase.BETWEEN, 4, True)],
+    ids=["next iteration", "older state", "end of training"],
+)
+def test_log_line_that_was_printed_or_will_be_is_not_named(
+    tmp_path: Path,
+    loop_args: Namespace,
+    phase: Phase,
+    recovered: int,
+    has_ended: bool,
+) -> None:
+    rank = Rank(tmp_path)
+    rank.leave(3, phase, has_ended=has_ended)
+    assert rank.left_out(recovered) == []
+
+
+def test_iteration_that_has_no_log_line_is_not_named(tmp_path: Path, loop_args: Namespace) -> None:
+    rank = Rank(tmp_path)
+    rank.leave(4, Phase.BETWEEN)
+    assert rank.left_out(5) == []
+
+
+def test_iteration_has_its_loss_tokens_and_times(progress: Progress, event_log: EventLog) -> None:
+    progress.after_iteration(ended(6, losses={"lm loss": torch.tensor(1.5)}))
+    assert last_event(event_log) == {
+        "event": "iteration",
+        "iteration": 6,
+        "iteration_s": 2.0,
+        "stall_s": 0.5,
+        "loss": 1.5,
+        "num_tokens": 8 * 32,
+    }
+
+
+def test_iteration_of_a_stage_that_computes_no_loss_has_none(
+    progress: Progress, event_log: EventLog
+) -> None:
+    progress.after_iteration(ended(6))
+    assert last_event(event_log)["loss"] is None
+
+
+@pytest.mark.parametrize(
+    ("is_saved", "reason"),
+    [(True, "exit flag"), (False, "exit flag, the last state is not on storage")],
+)
+def test_end_says_whether_the_last_state_is_safe(
+    is_saved: bool, reason: str, event_log: EventLog
+) -> None:
+    Progress(CONFIG, MegatronLoop(), LoopState(iteration=9, is_saved=is_saved), event_log).end(
+        "exit flag", 0
+    )
+    line = last_event(event_log)
+    assert (line["event"], line["iteration"], line["reason"]) == ("end", 9, reason)
+    assert line["peak_device_memory_bytes"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_replayed", "scope"), [((), 0, "global"), ((0, 2), 3, "local")]
+)
+def test_repair_names_the_dead_ranks_and_where_training_ran_again(
+    stages: tuple[int, ...], num_replayed: int, scope: str, event_log: EventLog
+) -> None:
+    loop = LoopState(iteration=5, stages_alone=stages, num_replayed=num_replayed)
+    Progress(CONFIG, MegatronLoop(), loop, event_log).after_repair(
+        Repair(
+            number=2,
+            iteration=7,
+            recovered=5,
+            dead=(1, 3),
+            hung_s={3: 61.5},
+            is_replacement=True,
+            phases_s={"notice": 0.25, "swap": 0.5},
+        )
+    )
+    assert last_event(event_log) == {
+        "event": "repair",
+        "iteration": 5,
+        "round": 2,
+        "dead_ranks": [1, 3],
+        "hung_s": {"3": 61.5},
+        "is_replacement": True,
+        "broken_iteration": 7,
+        "recovered_iteration": 5,
+        "scope": scope,
+        "stages": list(stages),
+        "repeated_iterations": num_replayed + 2,
+        "seconds": 0.75,
+        "phases_s": {"notice": 0.25, "swap": 0.5},
+    }
+
+
+def test_rank_that_had_stepped_and_kept_its_state_has_repeated_nothing(
+    progress: Progress, event_log: EventLog
+) -> None:
+    repair = Repair(
+        number=1, iteration=7, recovered=8, dead=(1,), hung_s={}, is_replacement=False, phases_s={}
+    )
+    progress.after_repair(repair)
+    assert last_event(event_log)["repeated_iterations"] == 0
+
+
+def test_phase_is_in_the_progress_record(progress: Progress, event_log: EventLog) -> None:
+    progress.enter_phase(7, Phase.BACKWARD)
+    found = read_progress(event_log.directory, event_log.rank)
+    assert found is not None
+    assert (found.iteration, found.phase) == (7, Phase.BACKWARD)
+
+
+def test_run_without_a_log_reads_no_loss(loop_args: Namespace, tmp_path: Path) -> None:
+    log = EventLog(tmp_path, 3)
+    progress = Progress(MoeFtConfig(), MegatronLoop(), LoopState(), log)
+    progress.after_setup(([], None, None))
+    progress.after_recovery()
+    # A loss is on the device: reading it would wait, and this one cannot be read.
+    progress.after_iteration(ended(losses={"lm loss": torch.empty(1, device="meta")}))
+    progress.end("finished", 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_log_is_closed_at_the_end(progress: Progress, event_log: EventLog) -> None:
+    event_log.write("before", 1)
+    progress.close()
+    event_log.write("after", 1)
+    assert [line["event"] for line in events_in(event_log)] == ["before"]
+
+
+def open_logs(folder: str) -> None:
+    """Open the log of this rank, of which only that of rank 1 has been written before."""
+    cpu_device.install()
+    dist.init_process_group("gloo")
+    log = EventLog(Path(folder), dist.get_rank())
+    if log.rank == 1:
+        log.start()
+        log.incarnation = 6
+        log.write("iteration", 1)
+        log.close()
+    Progress(CONFIG, MegatronLoop(), LoopState(), log).after_setup(([], None, None))
+    log.write("opened", 0)
+    dist.destroy_process_group()
+
+
+def test_all_ranks_have_the_same_incarnation(tmp_path: Path) -> None:
+    run_ranks(open_logs, 2, str(tmp_path), log_dir=tmp_path).check()
+    assert [events(tmp_path, rank, "opened")[0]["incarnation"] for rank in (0, 1)] == [7, 7]

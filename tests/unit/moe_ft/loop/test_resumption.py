@@ -1,0 +1,113 @@
+"""A recovery continues in the loop: data position, replay and random numbers, each when the loop needs it."""
+
+import random
+from argparse import Namespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.seams.replay import Replay
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.format.records import IterationRecord, numbers_of
+from moe_ft.loop.resumption import Resumption
+from moe_ft.loop.training_loop import LoopParts
+from moe_ft.recovery.borders import Borders
+from moe_ft.state.random_states import current_rng
+from tests.unit.moe_ft.builders import make_record
+
+PARTS = LoopParts(
+    forward_step=print,
+    data_iterator=None,
+    model=[],
+    optimizer=Namespace(chained_optimizers=[], config=Namespace()),
+    config=Namespace(
+        tensor_model_parallel_size=1, gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1
+    ),
+    forward_backward=print,
+)
+
+
+@pytest.fixture
+def args(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)  # without a GPU
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+    return loop_args
+
+
+def record_of(iteration: int) -> IterationRecord:
+    """Return a record with the random numbers of now."""
+    return msgspec.structs.replace(make_record(iteration), rng=current_rng())
+
+
+def replay_of(*states: IterationRecord) -> Replay:
+    """Return the replay of a window whose iterations have all been run again."""
+    window: Any = Namespace(records=states, num_replays=0)
+    return Replay(window, [], MegatronLoop(), lambda iteration: None)
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+
+def test_counters_are_those_of_the_record_before_the_data_iterators_are_built(
+    args: Namespace,
+) -> None:
+    Resumption(MegatronLoop(), record_of(5), None)
+    assert (args.iteration, args.consumed_train_samples) == (5, 40)
+    assert args.num_floating_point_operations_so_far == 1e15
+
+
+def test_data_begin_with_the_replay_and_the_loop_continues_from_the_record(
+    args: Namespace,
+) -> None:
+    resumption = Resumption(MegatronLoop(), record_of(5), replay_of(record_of(3), record_of(5)))
+    assert (args.iteration, args.consumed_train_samples) == (5, 24)
+    resumption.begin_training(PARTS)
+    assert args.consumed_train_samples == 40
+
+
+def test_replay_is_due_once_and_leaves_the_counters_of_its_last_record(args: Namespace) -> None:
+    resumption = Resumption(MegatronLoop(), record_of(5), replay_of(record_of(3), record_of(5)))
+    resumption.begin_training(PARTS)
+    assert resumption.is_replay_due
+    args.iteration, args.consumed_train_samples = 3, 24
+    assert resumption.replay(None) == 0
+    assert not resumption.is_replay_due
+    assert (args.iteration, args.consumed_train_samples) == (5, 40)
+
+
+def test_state_that_is_in_place_needs_no_replay(args: Namespace) -> None:
+    assert not Resumption(MegatronLoop(), record_of(5), None).is_replay_due
+
+
+def test_random_numbers_are_restored_once(args: Namespace) -> None:
+    resumption = Resumption(MegatronLoop(), record_of(5), None)
+    expected = draw()
+    draw()
+    resumption.restore_rng()
+    assert draw() == expected
+    resumption.restore_rng()
+    assert draw() != expected
+
+
+def test_random_numbers_are_those_that_the_replay_has_reached(args: Namespace) -> None:
+    window: Any = Namespace(records=[record_of(5)], num_replays=0)
+    numbers = (numbers_of(record_of(7)),)
+    borders = Borders(ranks=frozenset({0}), player=BoundaryPlayer(0, {}), tail=numbers)
+    replay = Replay(window, [], MegatronLoop(), lambda iteration: None, borders)
+    resumption = Resumption(MegatronLoop(), record_of(5), replay)
+    assert (args.iteration, args.consumed_train_samples) == (7, 40)
+    resumption.begin_training(PARTS)
+    assert args.consumed_train_samples == 56
+    draw()
+    reached = current_rng()
+    replay.run = lambda parts: reached  # type: ignore[method-assign]
+    expected = draw()
+    resumption.replay(None)
+    assert (args.iteration, args.consumed_train_samples) == (7, 56)
+    resumption.restore_rng()
+    assert draw() == expected
