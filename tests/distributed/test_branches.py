@@ -1,6 +1,5 @@
 """Starts that do not know of each other, flags that apply once, and state that cannot be used."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,31 +8,6 @@ from tests.checkpoint_job import NUM_RANKS, CheckpointJob, flip_byte, refusal
 from tests.harness import run_training
 
 Digests = list[tuple[str, str]]
-
-
-def kill_all(iteration: int) -> list[str]:
-    faults = [f"kill:{rank}@{iteration}:before-step" for rank in (0, 1)]
-    return [word for fault in faults for word in ("--moe-ft-inject-fault", fault)]
-
-
-@pytest.mark.rest
-def test_nodes_that_come_back_with_an_older_branch_do_not_beat_the_run(
-    job: CheckpointJob, expected: Digests
-) -> None:
-    memory = job.memory_dir / "test"
-    away = job.folder / "away"
-    away.mkdir()
-    job.run(*kill_all(2), storage=True, nodes=("a", "b"))
-    job.run(*kill_all(3), storage=True, nodes=("a", "b"))
-    for node in ("a", "b"):  # their rack is cut off but keeps its power
-        shutil.move(memory / node, away / node)
-    job.run(*kill_all(5), storage=True, nodes=("c", "d"))
-    shutil.move(away / "a", memory / "a")
-    shutil.move(memory / "c", away / "c")
-    result = job.run(storage=True, nodes=("a", "d")).check()
-    assert job.recovered()[-1] in [(4, 4), (5, 5)]
-    assert "start 1 is of another branch, which got less far" in result.output(0)
-    assert job.digests() == expected
 
 
 @pytest.mark.rest

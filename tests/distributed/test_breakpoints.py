@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ahead_records import comparisons, train_comparing
-from tests.checkpoint_job import TWO_NODES, CheckpointJob
+from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.faulty_runs import fault_flags
 from tests.harness import digests, events, run_with_restarts
@@ -112,44 +112,6 @@ def test_rank_that_hangs_in_the_middle_of_its_step_leaves_no_breakpoint(
     left = job.events("breakpoint")[0]
     assert "mixture" in left["problem"] or left["iteration"] == 4
     assert job.digests() == expected
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("strategy", [SPARSE, DENSE], ids=["sparse", "dense"])
-def test_failure_right_after_such_a_recovery_finds_the_same_breakpoints(
-    job: CheckpointJob, strategy: Sequence[str]
-) -> None:
-    flags = (*DROPOUT, "--train-iters", "16", "--moe-ft-breakpoints")
-    faults = ("terminate:0@8:backward", "kill:1@9:backward", "kill:0@9:before-step")
-    job.run_with_faults(*faults, flags=[*flags, *strategy], is_intact=False)
-    targets = [target for _, target in job.recovered()]
-    assert len(set(targets)) == 1 and targets[0] in (8, 9)
-    assert len(targets) == len(faults)
-    problems = [line["problem"] for line in job.events("breakpoint")]
-    assert problems[0] == "" and any("rests on the breakpoint before" in each for each in problems)
-    assert job.digests() == job.reference(*flags[:-1])
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("strategy", [SPARSE, PARTIAL], ids=["sparse", "partial"])
-def test_node_that_is_lost_right_after_such_a_recovery_is_covered_by_older_windows(
-    job: CheckpointJob, strategy: Sequence[str]
-) -> None:
-    flags = (*DROPOUT, "--train-iters", "16", "--moe-ft-breakpoints")
-    faults = ("terminate:0@8:backward", "lose-node:1@9:before-step", "lose-node:1@10:before-step")
-    places = [TWO_NODES, TWO_NODES, ("node0", "node2")]
-    job.run_with_faults(
-        *faults,
-        flags=[*flags, *strategy],
-        is_intact=False,
-        nodes=lambda start: places[min(start, 2)],
-    )
-    (_, first), *later = job.recovered()
-    assert first in (8, 9)
-    assert min(target for _, target in later) >= 4
-    assert set(job.events("recovery", 1)[1]["sources"]) == {"peer"}
-    if strategy is SPARSE:
-        assert job.digests() == job.reference(*flags[:-1])
 
 
 @pytest.mark.rest

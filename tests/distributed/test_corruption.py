@@ -6,15 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
-from tests.recoveries import find_held
 from tests.shares import share_of
 
 KILL = "kill:1@4:backward"
 Damage = Callable[[Path], None]
-
-
-def newest(paths: list[Path]) -> Path:
-    return max(paths, key=lambda path: path.stat().st_mtime_ns)
 
 
 def flip_data(index: Path) -> None:
@@ -61,44 +56,6 @@ def test_damaged_own_memory_is_replaced_by_the_peers_copy(
     assert job.digests() == expected
     if damage is not remove_index:
         assert any("region_" in problem for problem in recovery["problems"])
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("damage", (flip_data, flip_index))
-def test_damaged_newest_state_in_all_memory_gives_way_to_the_one_before(
-    damage: Damage,
-    job: CheckpointJob,
-    expected: list[tuple[str, str]],
-) -> None:
-    intact = []
-
-    def between(start: int) -> None:
-        held = find_held(job.memory_dir / "test", None)
-        intact.extend(sorted(each.iteration for each in held if each.rank == 1))
-        damage(newest(list((job.memory_dir / "test").rglob("rank_00001/region_*.json"))))
-
-    job.run_with_faults("kill:1@4:before-step", between=between, is_intact=False)
-    before, damaged = intact
-    assert before < damaged
-    assert job.recovered() == [(before, before)]
-    assert job.digests() == expected
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_newest_checkpoint_on_storage_gives_way_to_the_one_before(
-    damage: Damage,
-    job: CheckpointJob,
-    expected: list[tuple[str, str]],
-) -> None:
-    job.run("--exit-interval", "4", "--moe-ft-keep", "3", storage=True).check()
-    *_, before, newest_iteration = job.stored()
-    assert newest_iteration == 4
-    damage(next((job.storage / "iter_0000004").glob("rank_00001_*.json")))
-    job.run(storage=True).check()
-    assert job.recovered() == [(before, before)]
-    assert job.events("recovery")[0]["problems"]
-    assert job.digests() == expected
 
 
 @pytest.mark.rest

@@ -107,24 +107,6 @@ def test_start_on_a_full_disk_continues_from_memory_and_says_so(
 
 
 @pytest.mark.rest
-def test_storage_that_vanishes_is_reported_and_training_goes_on(
-    job: CheckpointJob,
-    expected: list[tuple[str, str]],
-) -> None:
-    def vanish() -> None:
-        shutil.rmtree(job.storage)
-        job.storage.write_text("a file is in its place")
-
-    job.train = train_with_short_pauses
-    watcher = act_when(lambda: any(job.storage.glob("iter_*/manifest.json")), vanish)
-    result = job.run(storage=True)
-    watcher.join()
-    assert all(result.exit_codes)
-    assert reasons(job, "persist")
-    assert job.digests() == expected
-
-
-@pytest.mark.rest
 def test_memory_that_vanishes_is_reported_and_training_goes_on(
     job: CheckpointJob,
     expected: list[tuple[str, str]],
@@ -223,18 +205,6 @@ def test_last_state_that_storage_has_no_room_for_stays_in_memory_until_the_next_
     assert set(job.events("recovery")[0]["sources"]) == {"memory"}
     assert job.stored()[-1] == 6
     assert job.digests() == expected
-
-
-@pytest.mark.rest
-def test_exit_flag_without_storage_leaves_the_memory_to_the_next_start(
-    job: CheckpointJob, expected: list[tuple[str, str]]
-) -> None:
-    job.run("--exit-interval", "4").check()
-    assert (job.memory_dir / "test").exists()
-    job.resume()
-    assert set(job.events("recovery")[0]["sources"]) == {"memory"}
-    assert job.digests() == expected
-    assert not (job.memory_dir / "test").exists()
 
 
 def train_with_broken_agreement(flags: list[str]) -> None:

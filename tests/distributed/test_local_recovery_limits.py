@@ -14,9 +14,6 @@ import pretrain_gpt_moe
 from megatron.fault_tolerance.seams.replay import Replay
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.boundary.log import BoundaryLog
-from moe_ft.engine.boundary.reading import open_slot
-from moe_ft.format.encoding import decode
-from moe_ft.format.index import Index
 from moe_ft.format.records import Counted
 from tests.demo_model import event_flags
 from tests.faulty_runs import fault_flags
@@ -66,128 +63,6 @@ def test_iterations_that_ran_with_other_flags_are_not_run_again_by_one_stage_alo
         assert (event["scope"], event["target_iteration"]) == ("global", 4)
         found[recovery] = digests(tmp_path / recovery / "events", case.world_size)
     assert found["auto"] == found["global"]
-
-
-def damage_logs(memory_dir: Path, rank: int) -> None:
-    """Flip a bit of the first tensor in every boundary log of a rank."""
-    paths = sorted(memory_dir.rglob(f"rank_{rank:05d}/boundary_*.json"))
-    assert paths
-    for path in paths:
-        index = open_slot(path).index
-        with (path.parent / index.file).open("r+b") as file:
-            file.seek(index.sent[0].offset)
-            byte = file.read(1)
-            file.seek(index.sent[0].offset)
-            file.write(bytes([byte[0] ^ 1]))
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    ("nodes", "stages", "num_failures", "said"),
-    [
-        pytest.param(
-            ("node0", "node0", "node0"),
-            [0, 1],
-            0,
-            "planning again without what cannot be read: iteration 5: rank 1 has no intact boundary log",
-            id="same-node",
-        ),
-        pytest.param(
-            ("node0", "node1", "node2"),
-            ALL,
-            1,
-            "iteration 5: a start failed to recover some stages alone",
-            id="other-node",
-        ),
-    ],
-)
-def test_damaged_log_costs_no_more_than_one_start(
-    dataset_flags: list[str],
-    tmp_path: Path,
-    memory_dir: Path,
-    references: References,
-    nodes: Sequence[str],
-    stages: Sequence[int],
-    num_failures: int,
-    said: str,
-) -> None:
-    """On the own node it is found when it is opened, and its stage recovers too; elsewhere by the replay."""
-    case = Case(
-        layout=PP3,
-        faults=("kill:1@5:backward",),
-        stages=[stages],
-        changes={"num_layers": 3},
-        recovery="auto",
-        nodes=[nodes],
-    )
-
-    def damage(start: int) -> None:
-        if start == 0:
-            damage_logs(memory_dir, 0)
-
-    base = case.base(dataset_flags)
-    results = case.run(base, tmp_path, memory_dir, damage, num_failures)
-    results[-1].check()
-    case.check(tmp_path)
-    assert len(results) == 2 + num_failures
-    assert said in results[-1].output(0)
-    assert digests(tmp_path / "events", case.world_size) == references.digests(
-        base, case.world_size
-    )
-
-
-def damage_breakpoint(memory_dir: Path, rank: int) -> None:
-    """Flip a bit of the first unit in the breakpoint of a rank."""
-    (path,) = memory_dir.rglob(f"rank_{rank:05d}/breakpoint.json")
-    index = decode(path.read_bytes(), Index, str(path))
-    first = min(unit.offset for unit in index.units.values())
-    with (path.parent / index.file).open("r+b") as file:
-        file.seek(first)
-        byte = file.read(1)
-        file.seek(first)
-        file.write(bytes([byte[0] ^ 1]))
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    ("fault", "stages"), [("kill:1@6:backward", [0, 1]), ("terminate:0@6:backward", [0])]
-)
-def test_stage_whose_breakpoint_is_damaged_recovers_from_its_window(
-    dataset_flags: list[str],
-    tmp_path: Path,
-    memory_dir: Path,
-    references: References,
-    fault: str,
-    stages: Sequence[int],
-) -> None:
-    """It runs iterations again with the stage of the dead rank, if there is one."""
-    case = Case(
-        layout=PP3,
-        faults=(fault,),
-        stages=[stages],
-        strategy=DENSE,
-        changes={"num_layers": 3},
-        recovery="auto",
-    )
-
-    def damage(start: int) -> None:
-        if start == 0:
-            damage_breakpoint(memory_dir, 0)
-
-    base = case.base(dataset_flags)
-    results = case.run(base, tmp_path, memory_dir, damage)
-    results[-1].check()
-    case.check(tmp_path)
-    assert (
-        "planning again without what cannot be read: iteration 6: rank 0 has no intact"
-        in results[-1].output(0)
-    )
-    for rank in range(case.world_size):
-        (recovery,) = events(tmp_path / "events", rank, "recovery")
-        assert (recovery["target_iteration"], recovery["reason"]) == (6, "")
-    assert digests(tmp_path / "events", case.world_size) == references.digests(
-        base, case.world_size
-    )
 
 
 @pytest.mark.rest

@@ -164,22 +164,3 @@ def test_fine_tuning_goes_back_to_the_loaded_weights_where_nothing_was_saved(
     counted = recount(job, 1)
     follow(counted, 0, 0, recovery["restored_iteration"])
     assert recovery["lost_per_expert"] == counted.recover(recovery["restored_iteration"])
-
-
-@pytest.mark.rest
-def test_crashes_before_the_first_new_snapshot_lose_nothing_more(job: CheckpointJob) -> None:
-    # Rank 1 dies while it takes a snapshot that rank 0 completes; then both die again and again.
-    job.run_with_faults(
-        "kill:1@8:snapshot",
-        "kill:0@7:backward",
-        "kill:1@6:backward",
-        flags=(*PARTIAL, "--train-iters", "10", "--moe-ft-k-snapshot", "1"),
-    )
-    recoveries = job.events("recovery")
-    assert len(recoveries) == 3
-    assert len(set(job.recovered())) == 1
-    counted = recount(job, 1)
-    follow(counted, 0, 0, recoveries[0]["restored_iteration"])
-    most = sum(map(sum, counted.recover(recoveries[0]["restored_iteration"]).values()))
-    assert all(line["total_lost_tokens"] <= most for line in recoveries)
-    assert recoveries[0]["total_lost_tokens"] == recoveries[2]["total_lost_tokens"]

@@ -43,21 +43,6 @@ def test_ranks_that_change_places_find_their_state_on_the_other_node(
 
 
 @pytest.mark.rest
-def test_rank_on_a_new_node_is_recovered_from_its_peer_and_protected_again(
-    job: CheckpointJob, expected: list[tuple[str, str]]
-) -> None:
-    # In the third start the replaced node returns with its old memory, which must not be used.
-    places = [TWO_NODES, ("node0", "node2"), TWO_NODES]
-    job.run_with_faults(
-        "kill:1@2:backward", "lose-node:1@4:backward", nodes=lambda start: places[min(start, 2)]
-    )
-    assert [set(line["sources"]) for line in job.events("recovery", 1)] == [{"peer"}, {"peer"}]
-    first, second = job.recovered()
-    assert second > first
-    assert job.digests() == expected
-
-
-@pytest.mark.rest
 def test_finished_run_that_is_started_again_trains_nothing_and_has_the_last_state(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
@@ -132,15 +117,6 @@ def test_memory_that_is_there_and_unusable_is_explained_and_never_overwritten_un
     job.run("--moe-ft-recover-from", "load").check()
     assert job.recovered() == []
     assert job.events("start")[-1]["iteration"] == 0
-    assert job.digests() == expected
-
-
-@pytest.mark.rest
-def test_failures_before_the_first_snapshot_start_the_run_again_from_its_beginning(
-    job: CheckpointJob, expected: list[tuple[str, str]]
-) -> None:
-    job.run_with_faults("kill:0@0:backward")
-    assert job.recovered() == []
     assert job.digests() == expected
 
 

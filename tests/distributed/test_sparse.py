@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pretrain_gpt_moe
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.recovery.running import Checkpointing
-from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob, flip_byte
+from tests.checkpoint_job import NUM_RANKS, CheckpointJob
 from tests.harness import events, run_training
 from tests.slow_copies import train_with_budgets
 from tests.watched_replays import replays_of, train_watched
@@ -58,82 +57,6 @@ def check_gradients(replay: Sequence[dict[str, Any]]) -> None:
         if each["is_to_come"] and each["kind"] not in ("embedding", "expert"):
             assert not each["is_trained"], each
     assert any(each["is_trained"] and each["has_gradient"] for each in replay)
-
-
-@pytest.mark.rest
-def test_failure_before_the_first_window_is_complete_begins_again(
-    job: CheckpointJob, expected: Digests
-) -> None:
-    job.run_with_faults("kill:1@3:backward", flags=[*SPARSE, "5"])
-    assert recoveries(job) == []
-    assert job.digests() == expected
-
-
-@pytest.mark.rest
-def test_second_node_may_be_lost_before_the_first_new_window_is_complete(
-    job: CheckpointJob, expected: Digests
-) -> None:
-    # The newest window is 1 to 2. After the first loss one node holds the state of both, and sends it to the
-    # new node while training runs from 2 to 3.
-    job.run_with_faults(
-        "lose-node:1@3:forward",
-        "lose-node:0@3:backward",
-        flags=[*SPARSE, "2"],
-        storage=False,
-        nodes=lambda start: TWO_NODES,
-    )
-    assert recoveries(job)[-1] == (1, 2)
-    for rank, sources in ((0, {"peer"}), (1, {"memory"})):
-        assert set(job.events("recovery", rank=rank)[-1]["sources"]) == sources
-    assert job.digests() == expected
-
-
-def spoil_window(memory_dir: Path, node: str, pattern: str) -> None:
-    """Flip a byte in the weights of a unit that is not FULL in the first snapshot of a complete window."""
-    for path in (memory_dir / "test" / node).glob(f"{pattern}/region_*.json"):
-        index = decode(path.read_bytes(), Index, str(path))
-        if index.is_whole:
-            unit = next(iter(index.compute[0].values()))
-            flip_byte(path.with_name(index.file), unit.offset)
-
-
-@pytest.mark.rest
-def test_damaged_weights_of_a_window_are_taken_from_a_peer(
-    job: CheckpointJob, expected: Digests
-) -> None:
-    job.run_with_faults(
-        "kill:0@5:forward",
-        flags=[*SPARSE, "2"],
-        nodes=lambda start: TWO_NODES,
-        between=lambda start: spoil_window(job.memory_dir, "node0", "rank_00000"),
-    )
-    (recovery,) = job.events("recovery")
-    assert any("checksum" in problem for problem in recovery["problems"])
-    assert recoveries(job) == [(3, 4)]
-    assert job.digests() == expected
-
-
-@pytest.mark.rest
-def test_window_that_is_damaged_everywhere_is_replaced_by_an_older_one_on_storage(
-    job: CheckpointJob, expected: Digests
-) -> None:
-    def spoil(start: int) -> None:
-        spoil_window(job.memory_dir, "node0", "rank_00000")
-
-    job.run_with_faults(
-        "kill:0@5:forward",
-        flags=[*SPARSE, "2", "--moe-ft-persist-interval", "1"],
-        storage=True,
-        nodes=lambda start: ["node0", "node0"],
-        between=spoil,
-        is_intact=False,
-    )
-    # Rank 0 reads it from storage; the windows that are there by then depend on speed.
-    assert recoveries(job) in ([(1, 2)], [(3, 4)])
-    (recovery,) = job.events("recovery")
-    assert any("checksum" in problem for problem in recovery["problems"])
-    assert recovery["sources"].get("storage", 0) > 0
-    assert job.digests() == expected
 
 
 @pytest.mark.rest

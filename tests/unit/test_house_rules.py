@@ -1,30 +1,29 @@
-"""Rules of CONTRIBUTING.md that a machine can check: sizes, a test for each file, openings of docstrings."""
+"""Rules of CONTRIBUTING.md that a machine can check: sizes, users and tests of files, docstrings."""
 
 import ast
 import re
-
-import pytest
+from collections import Counter
 
 from tests.unit.source import (
-    ROOT,
     Function,
     check_rule,
     definitions,
+    module_name,
     product_files,
     python_files,
     text_of,
+    tree_of,
 )
 
-FUNCTION_LINES, FILE_LINES = 60, 450
+FUNCTION_LINES, FILE_LINES, CLASS_LINES = 60, 450, 300
+LONELY_LINES = 120  # of a file that only one other uses
 QUESTION = re.compile(r"(What|Which|How|Whether|Where|Who|When)\b")
-# Files of the product without a test file of their own, each with the reason.
+# Files that no unit test imports and no mutation of the simulation is in, each with the reason.
 TESTED_ELSEWHERE = {
-    "pretrain_gpt_moe.py": "the program itself: run by every test in tests/distributed",
-    "moe_ft/config/flag_table.py": "a table: program/test_flag_classes.py compares it with Megatron's parser",
-    "moe_ft/convert/model.py": "a protocol: the tests of the three kinds of models fill it",
-    "megatron/fault_tolerance/repair/transport.py": "a protocol: test_gloo.py and test_nccl.py fill it",
-    "moe_ft/recovery/facts.py": "a dataclass without behavior: every test of a job fills it",
+    "moe_ft/config/flag_table.py": "a table: test_flag_classes.py compares it with Megatron's parser",
 }
+# Short files with one importer, each with the reason.
+LONELY: dict[str, str] = {}
 
 
 # Functions that build decoders, each with the reason. Where threads do so for the same types, msgspec may
@@ -40,14 +39,20 @@ def lines_of(function: Function) -> int:
     return (function.end_lineno or 0) - function.lineno + 1
 
 
-def unit_test_of(path: str) -> str:
-    """Return where the unit tests of a file of the product are: tests/unit mirrors the tree."""
-    folder, _, name = path.removeprefix("megatron/").rpartition("/")
-    return "/".join(each for each in ("tests/unit", folder, f"test_{name}") if each)
+def imported_by(path: str) -> set[str]:
+    """Return the modules of the product that a file imports, itself or names of."""
+    modules = {module_name(each) for each in product_files()}
+    names = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names & modules
 
 
-def has_unit_test(path: str) -> bool:
-    return (ROOT / unit_test_of(path)).exists()
+def is_code(path: str) -> bool:
+    return not path.endswith(("/__init__.py", "/__main__.py"))
 
 
 def test_functions_are_short() -> None:
@@ -65,22 +70,35 @@ def test_files_are_short() -> None:
     check_rule(wrong, f"split files of more than {FILE_LINES} lines by subject")
 
 
-def test_every_file_of_the_product_has_a_test_of_its_name() -> None:
+def test_classes_are_short() -> None:
     wrong = [
+        name
+        for path in product_files()
+        for name, node in definitions(path)
+        if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= CLASS_LINES
+    ]
+    check_rule(wrong, f"split classes of more than {CLASS_LINES} lines by responsibility")
+
+
+def test_every_file_of_the_product_is_named_by_a_unit_test_or_a_mutation() -> None:
+    readers = [path for path in python_files() if path.startswith("tests/unit/")]
+    readers += [path for path in python_files() if re.match(r"tests/simulation/.*mutations", path)]
+    tested = set().union(*map(imported_by, readers))
+    wrong = {path for path in product_files() if is_code(path) and module_name(path) not in tested}
+    check_rule(wrong - {*TESTED_ELSEWHERE}, "test these, or let the simulation find a mutation")
+    check_rule({*TESTED_ELSEWHERE} - wrong, "remove these from TESTED_ELSEWHERE")
+
+
+def test_short_files_have_two_importers() -> None:
+    importers = Counter(each for path in product_files() for each in imported_by(path))
+    wrong = {
         path
         for path in product_files()
-        if not path.endswith(("/__init__.py", "/__main__.py"))
-        if path not in TESTED_ELSEWHERE and not has_unit_test(path)
-    ]
-    example = f" (such as {unit_test_of(wrong[0])})" if wrong else ""
-    check_rule(wrong, f"add unit tests{example} or a reason to TESTED_ELSEWHERE")
-
-
-@pytest.mark.parametrize("path", TESTED_ELSEWHERE)
-def test_file_that_is_listed_as_tested_elsewhere_exists_and_has_no_test(path: str) -> None:
-    assert (ROOT / path).exists(), "remove it from TESTED_ELSEWHERE"
-    assert not has_unit_test(path), f"{unit_test_of(path)} exists: remove the entry"
-    assert TESTED_ELSEWHERE[path]
+        if is_code(path) and len(text_of(path).splitlines()) < LONELY_LINES
+        if importers[module_name(path)] < 2
+    }
+    check_rule(wrong - {*LONELY}, "put these into the file that uses them, or say why in LONELY")
+    check_rule({*LONELY} - wrong, "remove these from LONELY")
 
 
 def builds_a_decoder(call: ast.AST) -> bool:
@@ -110,19 +128,3 @@ def test_no_docstring_opens_with_a_question_word() -> None:
         if QUESTION.match(ast.get_docstring(node) or "")
     ]
     check_rule(wrong, "open with a verb (functions) or a noun (modules, classes)")
-
-
-@pytest.mark.parametrize(
-    ("path", "test"),
-    [
-        ("moe_ft/engine/memory/pool.py", "tests/unit/moe_ft/engine/memory/test_pool.py"),
-        ("kernels/packing.py", "tests/unit/kernels/test_packing.py"),
-        (
-            "megatron/fault_tolerance/seams/hooks.py",
-            "tests/unit/fault_tolerance/seams/test_hooks.py",
-        ),
-        ("pretrain_gpt_moe.py", "tests/unit/test_pretrain_gpt_moe.py"),
-    ],
-)
-def test_unit_tests_mirror_the_tree(path: str, test: str) -> None:
-    assert unit_test_of(path) == test

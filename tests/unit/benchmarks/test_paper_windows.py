@@ -56,13 +56,6 @@ def test_snapshots_of_figure_6_save_the_paper_s_55_percent_and_more_of_a_dense_o
     assert savings == pytest.approx([55.6, 61.1, 66.7], abs=0.05)
 
 
-def test_last_snapshot_holds_one_operator_where_all_but_one_fit() -> None:
-    profile = profile_of(66, 65 * 12 + 2)
-    assert find_window_size(profile) == (2, 65)
-    schedule = schedule_sparse_checkpoints(profile, range(66))
-    assert [len(each.active) for each in schedule] == [65, 1]
-
-
 def test_search_stops_at_two_active_operators_although_they_do_not_fit() -> None:
     profile = profile_of(10, 1)
     assert find_window_size(profile) == (5, 2)
@@ -79,10 +72,6 @@ def test_up_to_two_operators_are_active_together_although_they_do_not_fit(
     num_operators: int,
 ) -> None:
     assert find_window_size(profile_of(num_operators, 1)) == (1, num_operators)
-
-
-def test_everything_that_fits_is_active_at_once() -> None:
-    assert find_window_size(profile_of(6, 72)) == (1, 6)
 
 
 @given(st.integers(1, 80), st.integers(1, 1000))
@@ -128,8 +117,3 @@ def test_profile_without_operators_or_bandwidth_is_refused(
 ) -> None:
     with pytest.raises(PlanError, match=f"num_operators={num_operators} and pcie_bytes_per_s"):
         profile_of(num_operators, bandwidth)
-
-
-def test_schedule_of_other_operators_than_the_profile_s_is_refused() -> None:
-    with pytest.raises(PlanError, match="5 operators were given, but the profile is of 6"):
-        schedule_sparse_checkpoints(FIGURE_6, range(5))

@@ -5,21 +5,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks import recovery_time
-from benchmarks.recovery_jobs import Job, NotRunError, Result
-from benchmarks.recovery_moments import REPAIR_PHASES, RESTART_PHASES, Efficiency, Moments
+from benchmarks.recovery_jobs import Job, Result
+from benchmarks.recovery_moments import REPAIR_PHASES, RESTART_PHASES, Moments
 from benchmarks.recovery_time import (
     BARRIER_HEADERS,
-    ETTR_HEADERS,
     RECOVERY,
     RECOVERY_HEADERS,
     Bench,
     barrier_row,
-    ettr_rows,
     parse,
-    phase_headers,
-    phase_rows,
     recovery_rows,
-    recovery_tables,
     target,
 )
 
@@ -53,11 +48,6 @@ def test_recovery_is_compared_with_the_restart_and_its_targets() -> None:
     assert {len(row) for row in rows} == {len(RECOVERY_HEADERS)}
 
 
-def test_recovery_without_a_restart_is_compared_with_nothing() -> None:
-    (row,) = recovery_rows(8, {"repair": FOUND["repair"]})
-    assert row[-2:] == ("-", "2 s: met")
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "loop_s", "share", "text"),
     [
@@ -72,36 +62,6 @@ def test_targets_are_of_the_share_and_of_seconds_by_ranks(
     num_ranks: int, loop_s: float, share: float | None, text: str
 ) -> None:
     assert target(num_ranks, loop_s, share) == text
-
-
-@pytest.mark.parametrize(
-    ("phases", "kind", "seconds"),
-    [(RESTART_PHASES, "restart", "4.00"), (REPAIR_PHASES, "repair", "0.38")],
-)
-def test_phases_are_shown_of_the_kinds_that_have_them(
-    phases: tuple[str, ...], kind: str, seconds: str
-) -> None:
-    (row,) = phase_rows(4, FOUND, phases)
-    assert row == ("4", kind, *(seconds for _ in phases))
-    assert len(row) == len(phase_headers(phases))
-
-
-def test_tables_of_recoveries_have_all_sizes() -> None:
-    text = "\n".join(recovery_tables({2: FOUND, 8: FOUND}))
-    assert text.count("| 2 ") == text.count("| 8 ") == 4
-
-
-def test_phases_that_no_kind_has_get_no_table() -> None:
-    text = "\n".join(recovery_tables({4: {"repair": FOUND["repair"]}}))
-    assert "Repairs by phase" in text
-    assert "Restarts by phase" not in text
-
-
-def test_row_of_useful_time_names_the_failures() -> None:
-    found = {"keep": Efficiency(num_iterations=201, wall_s=250.0, iteration_s=1.0)}
-    (row,) = ettr_rows(found, 2)
-    assert row == ("restart, keep", "0.804", "201", "2", "250.0", "1.000")
-    assert len(row) == len(ETTR_HEADERS)
 
 
 def test_cost_of_the_barrier_is_that_of_pairs() -> None:
@@ -138,14 +98,6 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(data=[], folder=tmp_path, nvrx=tmp_path)
 
 
-def test_job_that_is_refused_is_left_out_with_the_reason(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(bench, monkeypatch, NotRunError("no keeper")) is None
-    assert bench.not_run == ["- recovery, 2 ranks, keep: not run: no keeper"]
-    assert not bench.has_failed
-
-
 def test_job_that_fails_is_left_out_and_makes_the_benchmark_fail(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,13 +116,6 @@ def test_job_that_ends_in_another_state_makes_the_benchmark_fail(
         "- recovery, 2 ranks, keep: FAILED: keep ends in another state than keep"
     ]
     assert bench.has_failed
-
-
-def test_quick_run_is_of_one_kind_and_killed_once_where_nothing_else_is_said() -> None:
-    options = parse(["--quick"])
-    assert (options.ranks, options.repeats, options.failures) == ([2], 1, 1)
-    assert parse(["--quick", "--ranks", "4"]).ranks == [4]
-    assert options.failure_every < parse([]).failure_every
 
 
 @pytest.mark.parametrize("words", [["--ranks", "3"], ["--ranks", "0"], ["--repeats", "0"]])

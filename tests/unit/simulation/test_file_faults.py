@@ -4,7 +4,6 @@ import errno
 import os
 import random
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -71,33 +70,6 @@ def test_fault_surfaces_as_an_error_of_its_number(
     assert caught is not None
     assert caught.errno == error
     assert type(caught) is type(OSError(error, ""))
-
-
-def test_fault_of_a_later_operation_spares_the_earlier_ones() -> None:
-    read: list[bytes] = []
-
-    def read_thrice(path: Path) -> None:
-        read.extend(path.read_bytes() for _ in range(3))
-
-    caught = failing(read_thrice, kind="read", error=errno.EIO, at=3)
-    assert caught is not None
-    assert read == [OLD, OLD]
-
-
-def test_fault_elsewhere_does_no_harm() -> None:
-    assert failing(lambda path: path.read_bytes(), kind="", error=5, where="memory") is None
-    assert failing(lambda path: path.read_bytes(), kind="", error=5, where="stor") is None
-    assert failing(lambda path: path.read_bytes(), kind="", error=5, node="b") is None
-
-
-def test_fault_is_over_after_its_time() -> None:
-    def try_twice(path: Path) -> None:
-        with suppress(OSError):
-            path.read_bytes()
-        time.sleep(5)
-        path.read_bytes()
-
-    assert failing(try_twice, kind="", error=errno.EIO, for_s=5) is None
 
 
 def test_full_disk_takes_a_part_at_most_and_has_no_room_left() -> None:
@@ -171,23 +143,6 @@ def test_flipped_bit_is_the_only_difference() -> None:
         assert after[path][offset].bit_count() == 1
         assert sum(after[path]) == after[path][offset]
         assert world.files.flip(random.Random(1), "storage") is None
-
-
-def test_truncated_file_is_shorter() -> None:
-    with small_world() as world:
-        (node_of(world) / "file").write_bytes(OLD)
-        found = world.files.truncate(random.Random(1), "memory")
-        assert found is not None
-        assert found[0] == "memory/job/a/file"
-        assert (node_of(world) / "file").read_bytes() == OLD[: found[1]]
-
-
-def test_lost_node_leaves_those_of_others() -> None:
-    with small_world() as world:
-        (node_of(world) / "file").write_bytes(OLD)
-        (world.files.memory / "job" / "b").mkdir()
-        world.files.lose_node("a")
-        assert os.listdir(world.files.memory / "job") == ["b"]
 
 
 def test_node_that_was_set_aside_comes_back_with_its_old_memory() -> None:

@@ -1,7 +1,5 @@
 """Locks of the package filelock between simulated processes."""
 
-import fcntl
-import threading
 import time
 from pathlib import Path
 
@@ -50,18 +48,6 @@ def test_locks_of_processes_exclude_each_other_and_each_is_released_by_its_own()
         assert not errors_of(world)
 
 
-def test_lock_that_is_dropped_is_released_only_while_its_process_lives() -> None:
-    def drop(path: Path) -> None:
-        filelock.FileLock(path).acquire()
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    with small_world() as world:
-        path = node_of(world) / "lock"
-        run(world, lambda: drop(path))
-        assert not errors_of(world)
-
-
 def test_thread_that_waits_for_its_own_lock_is_told_so() -> None:
     def take_twice(path: Path) -> None:
         with filelock.FileLock(path):
@@ -71,21 +57,3 @@ def test_thread_that_waits_for_its_own_lock_is_told_so() -> None:
         path = node_of(world) / "lock"
         run(world, lambda: take_twice(path))
         assert "Deadlock" in str(errors_of(world)[0])
-
-
-def test_lock_of_one_thread_is_not_that_of_another() -> None:
-    held: list[bool] = []
-
-    def act(path: Path) -> None:
-        lock = filelock.FileLock(path)
-        with lock:
-            thread = threading.Thread(target=lambda: held.append(lock.is_locked))
-            thread.start()
-            thread.join()
-            held.append(lock.is_locked)
-
-    with small_world() as world:
-        path = node_of(world) / "lock"
-        run(world, lambda: act(path))
-        assert not errors_of(world)
-    assert held == [False, True]

@@ -3,17 +3,15 @@
 import mmap
 import os
 import random
-import shutil
 import time
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import filelock
 
 from moe_ft.engine.memory.regions import Region
-from moe_ft.files.private_files import read_private, write_atomically
+from moe_ft.files.private_files import write_atomically
 from tests.simulation.active import World
 from tests.unit.simulation.small_world import errors_of, node_of, run, small_world, start
 
@@ -147,75 +145,3 @@ def test_descriptors_of_a_thousand_processes_do_not_leak() -> None:
             world.kernel.run(lambda: False, 10)
             assert not errors_of(world)
     assert num_descriptors() <= before  # other tests may have left some
-
-
-def test_touch_shows_the_virtual_time() -> None:
-    times: list[int] = []
-
-    def touch(path: Path) -> None:
-        path.touch()
-        for _ in range(3):
-            time.sleep(0.5)
-            path.touch()
-            times.append(path.stat().st_mtime_ns)
-
-    with small_world() as world:
-        path = node_of(world) / "heartbeat"
-        run(world, lambda: touch(path))
-        steps = {round((after - before) / 1e9, 2) for before, after in pairwise(times)}
-        assert steps == {0.5}
-
-
-def some_work(directory: Path) -> None:
-    """Do a bit of everything."""
-    for number in range(10):
-        write_atomically(directory / f"file_{number % 3}", NEW * number)
-        for name in os.listdir(directory):
-            with suppress(FileNotFoundError):
-                read_private(directory / name)
-        with filelock.FileLock(directory / "lock"):
-            time.sleep(0.01)
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def test_same_seed_gives_the_same_events_twice() -> None:
-    def events_of(seed: int) -> list[str]:
-        with small_world(seed) as world:
-            events: list[str] = []
-            pass_event = world.kernel.event
-
-            def note(what: str) -> None:
-                events.append(f"{world.kernel.now} {world.kernel.running} {what}")
-                pass_event(what)
-
-            world.kernel.event = note  # type: ignore[method-assign]
-            directory = node_of(world)
-            run(world, *(lambda: some_work(directory) for _ in range(3)))
-            return events
-
-    first = events_of(5)
-    assert len(first) > 200
-    assert first == events_of(5)
-    assert first != events_of(6)
-
-
-def test_files_elsewhere_are_as_usual(tmp_path: Path) -> None:
-    def work() -> None:
-        path = tmp_path / "directory" / "file"
-        path.parent.mkdir()
-        path.write_bytes(OLD)
-        descriptor = os.open(path, os.O_RDWR)
-        os.write(descriptor, b"O")
-        os.fsync(descriptor)
-        os.close(descriptor)
-        path.rename(path.with_name("other"))
-        os.link(path.with_name("other"), path)
-        assert sorted(os.listdir(path.parent)) == ["file", "other"]
-        assert [each.name for each in path.parent.glob("f*")] == ["file"]
-        path.unlink()
-
-    with small_world() as world:
-        run(world, work)
-        assert not errors_of(world)
-        assert world.kernel.num_events == 0
-    assert (tmp_path / "directory" / "other").read_bytes() == b"Old content"

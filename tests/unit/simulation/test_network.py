@@ -7,7 +7,7 @@ import pytest
 
 from moe_ft.engine.links.addresses import listen, own_host
 from tests.unit.simulation.simulated import Simulated
-from tests.unit.simulation.talking import PORT, connect_to, connected, error_of, read_all
+from tests.unit.simulation.talking import PORT, connected, error_of, read_all
 
 # Ends of processes and nodes
 
@@ -33,39 +33,6 @@ def test_killed_process_ends_its_connections(simulated: Simulated) -> None:
     assert is_whole
     assert error in (ConnectionResetError, BrokenPipeError)
     assert found_s < 3.0
-
-
-def test_killed_process_that_has_not_read_resets_the_connection(simulated: Simulated) -> None:
-    def die(connection: socket.socket) -> None:
-        simulated.kernel.sleep(1.0)
-        simulated.kernel.end(simulated.world.process)
-
-    def send(connection: socket.socket) -> None:
-        connection.send(b"x")
-        simulated.say(type(error_of(lambda: connection.recv(1))))
-
-    connected(simulated, die, send)
-    simulated.run()
-    assert simulated.said == [ConnectionResetError]
-
-
-def test_killed_process_listens_no_more(simulated: Simulated) -> None:
-    def listen_and_die() -> None:
-        socket.create_server(("", PORT))
-        simulated.kernel.sleep(1.0)
-        simulated.kernel.end(simulated.world.process)
-
-    def connect() -> None:
-        waiting = connect_to("node-a")  # nobody accepts it
-        simulated.say(read_all(waiting))
-        error = error_of(lambda: socket.create_connection(("node-a", PORT), 5.0))
-        simulated.say(error.errno)
-
-    simulated.network.add_node("node-a")
-    simulated.process(listen_and_die, "node-a")
-    simulated.process(connect, "node-b")
-    simulated.run()
-    assert simulated.said == [b"", errno.ECONNREFUSED]
 
 
 def test_lost_node_is_silent(simulated: Simulated) -> None:
@@ -102,24 +69,6 @@ def test_keepalive_finds_a_lost_node(simulated: Simulated) -> None:
     simulated.run()
     assert simulated.said == [errno.ETIMEDOUT]
     assert 219.0 < simulated.trace[0][0] < 221.0
-
-
-def test_node_that_came_back_knows_no_connection(simulated: Simulated) -> None:
-    def send(connection: socket.socket) -> None:
-        simulated.kernel.sleep(20.0)
-        connection.send(b"x")
-        simulated.say(type(error_of(lambda: connection.recv(1))))
-
-    _, lost = connected(simulated, send, lambda connection: connection.recv(1))
-
-    def lose() -> None:
-        simulated.network.lose("node-b")
-        simulated.kernel.kill(lost)
-
-    simulated.later(1.0, lose)
-    simulated.later(10.0, lambda: simulated.network.restore("node-b"))
-    simulated.run()
-    assert simulated.said == [ConnectionResetError]
 
 
 def test_node_that_came_back_resets_who_waits_for_an_answer(simulated: Simulated) -> None:
@@ -175,59 +124,6 @@ def test_partition_holds_back_what_is_sent(simulated: Simulated) -> None:
     assert 5.0 < simulated.trace[1][0] < 6.5
 
 
-def test_partition_may_drop_connections(simulated: Simulated) -> None:
-    def wait(connection: socket.socket) -> None:
-        connection.settimeout(20.0)
-        simulated.say(type(error_of(lambda: connection.recv(1))))
-
-    connected(simulated, wait, wait)
-    simulated.later(
-        1.0,
-        lambda: simulated.network.partition(["node-a"], ["node-b"], 5.0, drop_probability=1),
-    )
-    simulated.run()
-    assert simulated.said == [ConnectionResetError] * 2
-
-
-def test_direction_that_is_stuck_leaves_the_other_one(simulated: Simulated) -> None:
-    def answer(connection: socket.socket) -> None:
-        simulated.say(connection.recv(1))
-        connection.send(b"b")
-
-    def ask(connection: socket.socket) -> None:
-        simulated.network.stuck("node-a", "node-b", 7.0)
-        connection.send(b"a")
-        simulated.say(connection.recv(1))
-
-    connected(simulated, answer, ask)
-    simulated.run()
-    (first_s, first), (second_s, second) = simulated.trace
-    assert (first, second) == (b"a", b"b")
-    assert first_s < 1.0 < 7.0 < second_s
-
-
-def test_slow_node_takes_longer(simulated: Simulated) -> None:
-    simulated.network.slow("node-b", 1e4, 1000.0)
-    connected(
-        simulated,
-        lambda connection: simulated.say(connection.recv(1)),
-        lambda connection: connection.send(b"x"),
-    )
-    simulated.run()
-    assert simulated.trace[0][0] > 0.5
-
-
-def test_reset_breaks_both_sides(simulated: Simulated) -> None:
-    def wait(connection: socket.socket) -> None:
-        simulated.say(type(error_of(lambda: connection.recv(1))))
-        simulated.say(connection.recv(1))
-
-    connected(simulated, wait, wait)
-    simulated.later(1.0, lambda: simulated.network.reset("node-b"))
-    simulated.run()
-    assert sorted(map(str, simulated.said)) == ["<class 'ConnectionResetError'>"] * 2 + ["b''"] * 2
-
-
 def test_one_bit_is_flipped(simulated: Simulated) -> None:
     def send(connection: socket.socket) -> None:
         simulated.network.corrupt_next("node-b", "node-a")
@@ -244,31 +140,7 @@ def test_one_bit_is_flipped(simulated: Simulated) -> None:
     assert simulated.said == [(b'\0\0\0\x0c{"type":"Get"}', 1)]
 
 
-def test_process_without_descriptors_accepts_and_makes_no_connections(simulated: Simulated) -> None:
-    def serve() -> None:
-        with socket.create_server(("", PORT)) as listener:
-            simulated.network.lack_descriptors(simulated.world.process, 4.0)
-            simulated.say(error_of(listener.accept).errno)
-            simulated.say(error_of(lambda: socket.create_connection(("node-a", PORT))).errno)
-            simulated.kernel.sleep(4.0)
-            simulated.say(listener.accept()[0].recv(1))
-
-    simulated.network.add_node("node-a")
-    simulated.process(serve, "node-a")
-    simulated.process(lambda: connect_to("node-a").send(b"x"), "node-b")
-    simulated.run()
-    assert simulated.said == [errno.EMFILE, errno.EMFILE, b"x"]
-
-
 # Names
-
-
-def test_host_finds_the_address_that_others_reach_it_by(simulated: Simulated) -> None:
-    simulated.network.add_node("node-a")
-    address = simulated.network.add_node("node-b").address
-    simulated.process(lambda: simulated.say(own_host("node-a")), "node-b")
-    simulated.run()
-    assert simulated.said == [address]
 
 
 def test_master_whose_name_is_a_loopback_one_listens_everywhere(simulated: Simulated) -> None:
@@ -282,11 +154,3 @@ def test_master_whose_name_is_a_loopback_one_listens_everywhere(simulated: Simul
     simulated.process(serve, "node-a")
     simulated.run()
     assert simulated.said == [("node-a", "0.0.0.0")]
-
-
-def test_unknown_name_leads_nowhere(simulated: Simulated) -> None:
-    simulated.process(
-        lambda: simulated.say(type(error_of(lambda: socket.create_connection(("nobody", 1)))))
-    )
-    simulated.run()
-    assert simulated.said == [socket.gaierror]
