@@ -41,6 +41,18 @@ _FIRST = {
         setup=msgspec.structs.replace(_STAGES, interval="3"),
         faults=(Fault(kind="kill-this", start=0, event=24, moment="after step"),),
     ),
+    "writes-not-read-back": Schedule(
+        seed=493,
+        setup=Setup(
+            dp=1, ep=1, nodes=1, iterations=6, interval="2", replication="0", persist_interval=2
+        ),
+        faults=(
+            Fault(kind="garble-storage", start=0, event=248),
+            Fault(kind="kill-all", start=0, event=401),
+            Fault(kind="lose-all-memory", start=1),
+        ),
+        switching=0.02,
+    ),
     "damaged-state-planned-with": Schedule(
         seed=501597,
         setup=msgspec.structs.replace(
