@@ -202,7 +202,7 @@ def views(values: Values) -> list[Values]:
     run = {name: values[name] for name in RUN_FACTORS if name in values}
     if "strategy" in run:
         run["mode"] = mode_of(run["strategy"])
-    found = [
+    found: list[Values] = [
         {**run, **{n: values[f"{n} {step}"] for n in FAULT_FACTORS if f"{n} {step}" in values}}
         for step in (1, 2)
     ]
@@ -301,7 +301,7 @@ def is_possible(values: Values) -> bool:
 def cost(values: Values) -> float:
     """Return the relative time of a run: tensor-parallel ranks exchange most, and all share a few cores."""
     num_ranks, sizes = LAYOUTS[values["layout"]]
-    return (1 + num_ranks) * sizes.get("tp", 1) ** 0.5
+    return (1 + num_ranks) * float(sizes.get("tp", 1) ** 0.5)
 
 
 SPACE = Space(factors=FACTORS, is_possible=is_possible, views=views, cost=cost)

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import signal
 import sys
-from types import ModuleType
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -15,7 +14,7 @@ from tests.unit.source import ROOT
 EXAMPLE = ROOT / "examples" / "custom_loop.py"
 
 
-def load_example() -> ModuleType:
+def load_example() -> Any:
     """Return the module of the example, which is in no package."""
     spec = importlib.util.spec_from_file_location("custom_loop", EXAMPLE)
     assert spec is not None
@@ -43,7 +42,7 @@ def run_up_to_the_end(words: list[str]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return finish(self)
 
-    Checkpointer.__init__ = begin_with_breakpoints  # type: ignore[assignment,method-assign]
+    Checkpointer.__init__ = begin_with_breakpoints  # type: ignore[method-assign]
     Checkpointer.finish = finish_or_die  # type: ignore[method-assign]
     run_example(words)
 

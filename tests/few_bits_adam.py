@@ -29,15 +29,15 @@ class Fp8Tensor(torch.Tensor):
     @staticmethod
     def __new__(cls, like: torch.Tensor) -> "Fp8Tensor":
         """Make zeros of a shape."""
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=torch.float32, device=like.device
         )
         self._data = torch.zeros(like.shape, dtype=torch.uint8)
         self._scale_inv = torch.ones(1)
-        return self  # type: ignore[no-any-return]
+        return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise AssertionError(
             f"an FP8 tensor was read with {func}: its bytes are to be taken as they are"
         )
@@ -103,9 +103,11 @@ class FewBitsAdam(torch.optim.Optimizer):
         if kept.dtype is torch.int16:
             upper = param.detach().view(torch.int16).to(torch.int32) - (kept < 0).to(torch.int32)
             bits = (upper << 16) | (kept.to(torch.int32) & 0xFFFF)
-            return bits.view(torch.float32)
+            wide: torch.Tensor = bits.view(torch.float32)
+            return wide
         scale = self._scales.get(param, {}).get(key) if kept.dtype is torch.float16 else None
-        return kept.clone() if kept.dtype is torch.float32 else kept.float() * (scale or 1.0)
+        whole: torch.Tensor = kept.clone() if kept.dtype is torch.float32 else kept.float()
+        return whole if scale is None else whole * scale
 
     def _keep(self, param: torch.Tensor, key: str, numbers: torch.Tensor) -> None:
         kept = self.state[param][key]
@@ -185,8 +187,8 @@ def train_with_few_bits(flags: list[str]) -> None:
             check(config)
 
     for module in (megatron_optimizer, optimizer_config):
-        module.is_te_min_version = lambda *args, **kwargs: True  # type: ignore[attr-defined]
-    megatron_optimizer.Adam = FewBitsAdam  # type: ignore[misc,assignment]
+        module.is_te_min_version = lambda *args, **kwargs: True
+    megatron_optimizer.Adam = FewBitsAdam
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-    optimizer_config.OptimizerConfig.__post_init__ = checked  # type: ignore[method-assign]
+    optimizer_config.OptimizerConfig.__post_init__ = checked
     pretrain_gpt_moe.main(flags)

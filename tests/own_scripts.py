@@ -68,7 +68,8 @@ def run_and_digest(flags: list[str], is_plain: bool, folder: str) -> None:
             run_own(flags)
     args = get_args()
     counters = {"train": args.consumed_train_samples, "valid": args.consumed_valid_samples}
-    digest = digest_state(*built["state"], counters)
+    model, optimizer, scheduler = built["state"]
+    digest = digest_state(model, optimizer, scheduler, counters)
     path = Path(folder) / f"digests_{args.rank}.json"
     path.write_text(json.dumps([digest.sha256, digest.sha256_all]))
 

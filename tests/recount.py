@@ -70,11 +70,11 @@ class Recount:
             for line in events(self.folder, rank, "router_load"):
                 if line["incarnation"] == incarnation:
                     for layer, counts in line["tokens"].items():
-                        for expert, count in enumerate(counts):
-                            fresh[layer, expert][line["iteration"]] += count
-        for expert, counts in fresh.items():
+                        for number, count in enumerate(counts):
+                            fresh[layer, number][line["iteration"]] += count
+        for expert, tokens in fresh.items():
             kept = {at: count for at, count in self.routed[expert].items() if at <= after}
-            self.routed[expert] = {**kept, **counts}
+            self.routed[expert] = {**kept, **tokens}
 
     def unsaved(self, expert: Expert, iteration: int) -> int:
         """Return the number of tokens known to the live expert and not to its version in memory."""

@@ -33,7 +33,7 @@ def _train(flags: list[str], budgets: Budgets) -> None:
         sizes = [size for start, size in budgets if start <= num_iterations]
         return sizes[-1] if sizes else None
 
-    SnapshotProfile.note_iteration = count  # type: ignore[method-assign]
+    SnapshotProfile.note_iteration = count  # type: ignore[method-assign,assignment]
     SnapshotProfile.copied_bytes = property(allowed)  # type: ignore[assignment]
     SnapshotProfile.flow_bytes = property(allowed)  # type: ignore[assignment]
     pretrain_gpt_moe.main(flags)

@@ -37,7 +37,7 @@ def _train(flags: list[str]) -> None:
             return now_s
 
     make_stall = Stall.__init__
-    Stall.__init__ = lambda stall, clock: make_stall(stall, SlowCopies())  # type: ignore[method-assign]
+    Stall.__init__ = lambda stall, clock: make_stall(stall, SlowCopies())  # type: ignore[method-assign,assignment]
     StageSum.begin = slow(StageSum.begin, COUNTS_S)  # type: ignore[method-assign]
     RecordTaker.capture = slow(RecordTaker.capture, RECORD_S)  # type: ignore[method-assign]
     pretrain_gpt_moe.main(flags)

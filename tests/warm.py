@@ -16,7 +16,7 @@ from moe_ft.engine.links import listener
 from moe_ft.loop import breakpoint_meeting, failure_report
 
 # Megatron's parsers read the sources of its classes, four times a start.
-inspect.getsource = functools.cache(inspect.getsource)
+inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
 add_megatron_arguments(argparse.ArgumentParser())
 
 # No claim of the tests is one on time, and cores may be slow or busy.

@@ -24,7 +24,7 @@ def train_until_stored(flags: list[str]) -> None:
             wait_for(lambda: any(storage.glob("iter_*/manifest.json")), "a checkpoint")
         enter(faults, iteration, phase)
 
-    Faults.enter_phase = enter_phase  # type: ignore[method-assign]  # this process only
+    Faults.enter_phase = enter_phase  # type: ignore[method-assign,assignment]  # this process only
     pretrain_gpt_moe.main(flags)
 
 

@@ -220,7 +220,7 @@ def test_partial_checkpoint_continues_with_the_ages_of_its_experts(
     assert [iteration for iteration, _ in logged] == [2 * MIDDLE + 1, 3 * MIDDLE]
     both = [tmp_path / name for name in ("hf_of_ours", "hf_of_megatrons")]
     for source, to in zip((runs.storage, folder), both, strict=True):
-        options = {"to": "hf", "dtype": "fp32", "iteration": 2 * MIDDLE}
+        options: dict[str, Any] = {"to": "hf", "dtype": "fp32", "iteration": 2 * MIDDLE}
         convert(Request(source=str(source), destination=str(to), **options))
         index = json.loads((to / "model.safetensors.index.json").read_text())
         assert index["metadata"]["moe_ft"]["unit_iterations"].items() >= ages.items()

@@ -98,7 +98,8 @@ TRAINING = [
 def train_and_record(flags: list[str], folder: str) -> None:
     """Train on this rank, and write the first batches that it has read."""
     samples: list[dict[str, torch.Tensor]] = []
-    forward_step = pretrain_gpt_moe.forward_step
+    program: Any = pretrain_gpt_moe
+    forward_step = program.forward_step
 
     def recorded(data: Iterator[dict[str, torch.Tensor]] | None, *args: Any) -> Any:
         class Watched:
@@ -109,7 +110,7 @@ def train_and_record(flags: list[str], folder: str) -> None:
 
         return forward_step(Watched(), *args)
 
-    pretrain_gpt_moe.forward_step = recorded
+    program.forward_step = recorded
     pretrain_gpt_moe.main(flags)
     rank = torch.distributed.get_rank()
     torch.save(samples[:MICRO_BATCHES], Path(folder) / f"samples_{rank}.pt")

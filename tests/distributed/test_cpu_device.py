@@ -29,7 +29,7 @@ def answer_cuda_with_the_cpu() -> None:
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.rand(3), drawn)
     before = torch.get_rng_state()
-    list(torch.utils.data.DataLoader([1, 2]))
+    list(torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
 
 

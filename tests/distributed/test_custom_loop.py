@@ -34,7 +34,7 @@ class ExampleJob:
     """The example with a memory directory and an event log of its own."""
 
     def __init__(self, folder: Path, memory_dir: Path) -> None:
-        self.target = run_example
+        self.target: Callable[[list[str]], None] = run_example
         self.folder, self.events_dir = folder, folder / "events"
         self.words = [
             *("--event-log", str(self.events_dir)),

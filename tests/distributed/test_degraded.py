@@ -59,7 +59,8 @@ def writers(job: CheckpointJob) -> list[psutil.Process]:
 
 def train_with_short_pauses(flags: list[str]) -> None:
     """Train, with short pauses between the attempts to write the last state. Runs on every rank."""
-    ending._PAUSES_S, pretraining.END_GRACE_S = (0.1, 0.1), 0.5
+    ending._PAUSES_S = (0.1, 0.1)  # type: ignore[assignment]
+    pretraining.END_GRACE_S = 0.5
     pretrain_gpt_moe.main(flags)
 
 
@@ -218,7 +219,7 @@ def train_with_broken_agreement(flags: list[str]) -> None:
             raise RuntimeError("Connection closed by peer")
         return original(agreement)
 
-    Agreement.result = result  # type: ignore[method-assign]  # this process only
+    Agreement.result = result  # type: ignore[method-assign,assignment]  # this process only
     pretraining.END_GRACE_S = 0.5
     pretrain_gpt_moe.main(flags)
 
@@ -252,7 +253,7 @@ def train_with_failing_capture(flags: list[str]) -> None:
             raise MemoryError("no room for the record")
         return original(session, facts)
 
-    Checkpointing.capture = capture  # type: ignore[method-assign]  # this process only
+    Checkpointing.capture = capture  # type: ignore[method-assign,assignment]  # this process only
     pretrain_gpt_moe.main(flags)
 
 

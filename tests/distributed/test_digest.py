@@ -1,6 +1,7 @@
 """The state digest covers every bit of the state that it claims to cover."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +14,10 @@ from tests.stock import recorded_build
 
 
 def digest_notices_every_kind_of_change() -> None:
-    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    bias: dict[str, Any] = {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+    }
     with recorded_build() as built:
         pretrain_gpt_moe.main([*model_flags(train_iters=1, **bias), "--mock-data"])
     model, optimizer, scheduler = built["state"]

@@ -1,6 +1,8 @@
 """Collectives that gloo lacks return the result of their definition."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,5 +50,7 @@ def exchange_with_tensor_splits() -> None:
 @pytest.mark.parametrize(
     "target", [gather_uneven, reduce_scatter_uneven, exchange_with_tensor_splits]
 )
-def test_collective_gives_what_its_definition_says(target: object, tmp_path: Path) -> None:
+def test_collective_gives_what_its_definition_says(
+    target: Callable[..., Any], tmp_path: Path
+) -> None:
     run_ranks(target, RANKS, log_dir=tmp_path).check()

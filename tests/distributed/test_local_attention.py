@@ -44,7 +44,11 @@ def softmax_attention(
 def inputs(key_heads: int, key_size: int, value_size: int) -> list[torch.Tensor]:
     """Return queries, keys, values and the gradient of the output, the same on all ranks."""
     generator = torch.Generator().manual_seed(7)
-    shapes = [(HEADS, key_size), (key_heads, key_size), (key_heads, value_size)]
+    shapes: list[tuple[int, ...]] = [
+        (HEADS, key_size),
+        (key_heads, key_size),
+        (key_heads, value_size),
+    ]
     shapes.append((HEADS * value_size,))
     return [
         torch.randn(LENGTH, BATCH, *shape, generator=generator, dtype=torch.float64)
@@ -59,7 +63,8 @@ def own_rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
     batch = {"tokens": tensor.transpose(0, 1)}  # [batch, seq], as a data loader has it
     group = parallel_state.get_context_parallel_group()
     own = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)["tokens"]
-    return own.transpose(0, 1).contiguous()
+    rows: torch.Tensor = own.transpose(0, 1).contiguous()
+    return rows
 
 
 def check_case(kind: str, key_heads: int, key_size: int, value_size: int, size: int) -> None:
@@ -87,7 +92,8 @@ def check_case(kind: str, key_heads: int, key_size: int, value_size: int, size: 
     for each in whole[:3]:
         each.requires_grad_()
     unseen = unseen_keys(kind)
-    expected = softmax_attention(*whole[:3], unseen)
+    queries, keys, values = whole[:3]
+    expected = softmax_attention(queries, keys, values, unseen)
     expected.backward(whole[3])
     *parts, gradient = (own_rows(each.detach(), size).float() for each in whole)
     for each in parts:
@@ -98,6 +104,7 @@ def check_case(kind: str, key_heads: int, key_size: int, value_size: int, size: 
     found = [output, *(each.grad for each in parts)]
     wanted = [expected, *(each.grad for each in whole[:3])]
     for one, other in zip(found, wanted, strict=True):
+        assert other is not None
         wanted_rows = own_rows(other.detach(), size).float()
         torch.testing.assert_close(one.detach(), wanted_rows, rtol=1e-5, atol=1e-5)
 

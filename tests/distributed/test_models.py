@@ -40,7 +40,7 @@ def train_and_say_what_is_frozen(flags: list[str]) -> None:
                 print(f"frozen: {each.name}", flush=True)
         return chosen
 
-    Freezing._to_freeze = choose  # type: ignore[method-assign]
+    Freezing._to_freeze = choose  # type: ignore[method-assign,assignment]
     pretrain_gpt_moe.main(flags)
 
 

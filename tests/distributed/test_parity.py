@@ -1,7 +1,9 @@
 """Our program trains exactly as a stock Megatron program does, bit for bit (tests/stock_program.py)."""
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,7 @@ BIASED_ROUTER = {
 }
 
 # (ranks, layout, changes to the small model)
-CASES: dict[str, tuple[int, dict[str, int], dict[str, object]]] = {
+CASES: dict[str, tuple[int, dict[str, int], Mapping[str, Any]]] = {
     "one rank, fp32, two MTP layers, rope scaling, per-token loss": (
         1,
         {},

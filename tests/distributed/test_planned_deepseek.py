@@ -32,7 +32,7 @@ MODEL = deepseek_flags(
 def test_ranks_save_what_plan_says(
     dataset_flags: list[str], job: CheckpointJob, strategy: str
 ) -> None:
-    own = ("--moe-ft-strategy", "dense")
+    own: tuple[str, ...] = ("--moe-ft-strategy", "dense")
     if strategy == "partial":
         own = (*PARTIAL, "--moe-ft-k-snapshot", str(K))
     flags = [*job.flags(*own)[len(job.base) :], *MODEL, *dataset_flags]

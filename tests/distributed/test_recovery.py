@@ -124,7 +124,7 @@ def test_automatic_interval_follows_from_measurements_and_is_the_same_on_all_ran
     job: CheckpointJob,
 ) -> None:
     board = job.folder / "tensorboard"
-    flags = ("--moe-ft-interval", "auto", "--train-iters", "9", "--tensorboard-dir", str(board))
+    flags = ["--moe-ft-interval", "auto", "--train-iters", "9", "--tensorboard-dir", str(board)]
     flags += ("--moe-ft-overhead-limit", str(OVERHEAD_LIMIT))
     job.run(*flags, "--exit-interval", "9").check()
     chosen = [job.events("interval", rank)[0] for rank in range(NUM_RANKS)]

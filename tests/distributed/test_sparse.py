@@ -158,7 +158,8 @@ def whole_bytes(job: CheckpointJob) -> int:
     log = job.folder / "dense_events"
     flags = job.flags("--moe-ft-event-log", str(log), "--train-iters", "2")
     run_training(flags, NUM_RANKS, log_dir=job.folder / "dense").check()
-    return max(events(log, rank, "snapshot")[0]["bytes"] for rank in range(NUM_RANKS))
+    sizes: list[int] = [events(log, rank, "snapshot")[0]["bytes"] for rank in range(NUM_RANKS)]
+    return max(sizes)
 
 
 def refusal_of(job: CheckpointJob, flags: Sequence[str]) -> str:

@@ -57,7 +57,7 @@ def check_ownership(flags: list[str]) -> None:
         assert checkpoints._running is not None
         check_ownership_of(checkpoints._running.met)
 
-    Checkpoints.end_training = end_training  # type: ignore[method-assign]  # this process only
+    Checkpoints.end_training = end_training  # type: ignore[method-assign,assignment]  # this process only
     pretrain_gpt_moe.main(flags)
 
 

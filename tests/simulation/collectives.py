@@ -14,7 +14,7 @@ import torch.distributed as real
 from moe_ft.engine import agreement
 from moe_ft.recovery import agree, meet, pipelines, put_back
 from tests.simulation.active import Patches, World, world
-from tests.simulation.groups import Group, Shared, pack, unpack
+from tests.simulation.groups import Group, Round, Shared, pack, unpack
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.store import default_store
 
@@ -230,8 +230,11 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group | None = None) -> Non
     source = found.members.index(src)
     is_own = source == found.own
     value = tensor.detach().clone() if is_own else None
-    receive = None if is_own else lambda current: tensor.copy_(current.values[source])
-    found.begin("broadcast", value, source=source, receive=receive).wait()
+
+    def receive(current: Round) -> None:
+        tensor.copy_(current.values[source])
+
+    found.begin("broadcast", value, source=source, receive=None if is_own else receive).wait()
 
 
 def all_reduce(

@@ -68,6 +68,7 @@ class End:
         self._num_held = self.num_outstanding = 0
         self.keepalive_s: float | None = None
         self.blocked_s = -1.0
+        self.send_event = self.recv_event = ""
         self.readable, self.writable = Waiting(), Waiting()
 
     def join(self, peer: "End") -> None:

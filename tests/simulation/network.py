@@ -217,9 +217,8 @@ class Network:
         name = self.resolve(host, address[0])
         if name is None:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        if host.has_address(name):
-            found = host
-        else:
+        found: Host | None = host
+        if not host.has_address(name):
             found = next((each for each in self._hosts.values() if each.address == name), None)
         is_gone = found is None or found.node in self._lost
         if is_gone and self.random() < 0.5:

@@ -147,14 +147,15 @@ def _is_expert(unit: UnitId) -> bool:
 def constants(name: str, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the first values of a parameter and two directions of its gradients."""
     generator = np.random.default_rng(xxhash.xxh64_intdigest(name.encode()))
-    return tuple(generator.standard_normal((3, size)).astype(np.float32))  # type: ignore[return-value]
+    return tuple(generator.standard_normal((3, size)).astype(np.float32))
 
 
 @cache
 def own_constants(shape: Shape, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     weights = weights_of(shape, rank)
     parts = [[each[w.start : w.end] for each in constants(w.name, w.size)] for w in weights]
-    return tuple(np.concatenate(row) for row in zip(*parts, strict=True))  # type: ignore[return-value]
+    first, second, third = (np.concatenate(row) for row in zip(*parts, strict=True))
+    return first, second, third
 
 
 @cache

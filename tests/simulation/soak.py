@@ -129,8 +129,8 @@ class Campaign:
         ) as pool:
             self._run(schedules, pool)
         if self._options.has_statistics:
-            for kind, number in sorted(self._counts.items()):
-                print(f"{number:6} {kind}")
+            for kind, count in sorted(self._counts.items()):
+                print(f"{count:6} {kind}")
         spent_s = time.monotonic() - self._begun_s
         print(
             f"{self._recoveries} recoveries, {self._events} events, "

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,7 +148,11 @@ def test_job_that_failed_while_storage_was_full_is_continued_from_memory_by_the_
 ) -> None:
     storage = mount_small("24m")
     (storage / "of_others").write_bytes(bytes(2**24 + 2**22))
-    given = {"RUN_NAME": "named", "PERSIST_DIR": str(storage / "states"), "PAUSE_SECONDS": "1"}
+    given: dict[str, Any] = {
+        "RUN_NAME": "named",
+        "PERSIST_DIR": str(storage / "states"),
+        "PAUSE_SECONDS": "1",
+    }
     options = ["--job-name=named", "--nodelist=node1,node2"]
     job.submit(options=options, MAX_RESTARTS="1", MAX_REQUEUES="0", **given)
     assert job.wait_for_end() == "FAILED 1:0"

@@ -128,7 +128,7 @@ def imported_names(path: str) -> dict[str, tuple[str, str]]:
 
     The name is empty where the module itself is imported.
     """
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {each.asname or each.name: (each.name, "") for each in node.names}

@@ -154,7 +154,7 @@ def test_one_expert_is_42_2_percent_with_all_master_weights_and_19_1_by_equation
 def test_sizes_of_table_3_follow_with_all_master_weights(
     classes_in_full: dict[str, bool], share: float
 ) -> None:
-    num_bytes = checkpoint_bytes(LARGE, 1, PaperBytes(**classes_in_full))  # type: ignore[arg-type]
+    num_bytes = checkpoint_bytes(LARGE, 1, PaperBytes(**classes_in_full))
     assert round(num_bytes / checkpoint_bytes(LARGE, 16, PaperBytes()), 2) == share
 
 

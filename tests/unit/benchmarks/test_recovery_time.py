@@ -1,6 +1,7 @@
 """Tables of the benchmark of recovery times, and its options."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,7 @@ def run(bench: Bench, monkeypatch: pytest.MonkeyPatch, outcome: Exception | Resu
 
 def ended(digest: str) -> Result:
     """Return two ranks that have trained to the end."""
-    log = [
+    log: list[dict[str, Any]] = [
         {"event": "start", "pid": 1},
         {"event": "state_digest", "sha256": digest, "sha256_all": digest},
         {"event": "end", "reason": "finished"},
