@@ -2,7 +2,7 @@
 
 An iteration may be a checkpoint of several runs, where a run was begun in a directory that holds another's:
 the first has manifest.json, a later one manifest_LINEAGE.json, so that none ever replaces another run's.
-Files themselves are engine/persist/storage.py, what is deleted engine/persist/retention.py.
+Files themselves are files/storage.py, what is deleted engine/persist/retention.py.
 """
 
 import re

@@ -1,7 +1,7 @@
 """File systems that fail at chosen operations: a local directory and an object store.
 
 `install` makes their protocols known to fsspec and counts every operation, also those that
-engine/persist/storage.py does on local files without fsspec. A kill is an exception that no
+files/storage.py does on local files without fsspec. A kill is an exception that no
 `except Exception` catches, and after it nothing works any more; a failure is an OSError, after which
 the next operation works again.
 """
