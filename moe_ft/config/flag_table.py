@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
+# Scripts of other authors may read these, and those that only other programs or refused data need.
+REFUSED_HERE = "refused by pretrain_gpt_moe.py alone"
+OF_SCRIPTS = (REFUSED_HERE, "only with refused kinds of data", "only of other programs")
+
 FLAGS: dict[str, dict[str, str]] = {
     "layout": {
         "fingerprint": """
@@ -74,10 +78,6 @@ FLAGS: dict[str, dict[str, str]] = {
             mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
             mamba_training_ssm_states_dtype onnx_safe use_mamba_mem_eff_path
             use_rotary_position_embeddings""",
-        "refused": """
-            apply_residual_connection_post_layernorm hybrid_layer_pattern
-            hybrid_override_pattern init_method_xavier_uniform is_hybrid_model
-            mtp_hybrid_override_pattern openai_gelu""",
     },
     "experts": {
         "fingerprint": """
@@ -181,7 +181,7 @@ FLAGS: dict[str, dict[str, str]] = {
             flight_recorder_trace_buffer_size high_priority_a2a_comm_stream
             high_priority_stream_groups overlap_p2p_comm_warmup_flush
             pipeline_model_parallel_comm_backend use_gloo_process_groups use_ring_exchange_p2p""",
-        "refused": "fake_process_group lazy_mpu_init",
+        "refused": "fake_process_group",
     },
     "data": {
         "fingerprint": "data_args_path data_path mock_data seed split tokenizer_type",
@@ -203,9 +203,6 @@ FLAGS: dict[str, dict[str, str]] = {
         "neutral untested": """
             dataloader_defer_npy_index_mmap dataloader_fast_cache_load disable_msc_deprecated
             enable_msc object_storage_cache_path""",
-        "refused": """
-            dataloader_inter_document_masking fim_data per_dataset_sequences_path sample_rate
-            sft""",
     },
     "batches and length": {
         "replay": """
@@ -216,7 +213,7 @@ FLAGS: dict[str, dict[str, str]] = {
             eval_global_batch_size eval_interval eval_iters eval_micro_batch_size
             exit_duration_in_mins exit_interval exit_signal exit_signal_handler
             iterations_to_skip start_eval_at_iter""",
-        "record untested": "full_validation multiple_validation_sets",
+        "record untested": "multiple_validation_sets",
         "neutral": """
             batch_size exit_signal_handler_for_dataloader exit_signal_handler_for_training
             skip_train validation_set_names""",
@@ -237,6 +234,16 @@ FLAGS: dict[str, dict[str, str]] = {
         "neutral": "warmup",
         "neutral untested": "dump_param_to_param_group_map",
         "refused": "optimizer_cpu_offload",
+    },
+    REFUSED_HERE: {
+        "record untested": "full_validation",
+        "refused": """
+            apply_residual_connection_post_layernorm check_for_spiky_loss
+            dataloader_inter_document_masking fim_data hybrid_layer_pattern
+            hybrid_override_pattern init_method_xavier_uniform is_hybrid_model
+            lazy_mpu_init log_straggler logits_load_dir mtp_hybrid_override_pattern
+            openai_gelu per_dataset_sequences_path sample_rate sft
+            vision_pretraining""",
     },
     "only with FSDP, which is refused": {
         "neutral": """
@@ -306,7 +313,6 @@ FLAGS: dict[str, dict[str, str]] = {
         "neutral untested": """
             log_max_attention_logit logits_save_dir logits_save_dtype logits_save_top_k
             logits_save_top_p logits_save_top_p_min_k run_workload_inspector_server""",
-        "refused": "log_straggler",
     },
     "faults and restarts": {
         "neutral": """
@@ -327,7 +333,7 @@ FLAGS: dict[str, dict[str, str]] = {
             fault_injector_fault_types fault_injector_mtti_seconds fault_injector_num_ranks
             fault_injector_offset_seconds fault_injector_ranks fault_injector_seed
             ft_num_warmup_iters gpu_sniff_test_interval rerun_mode""",
-        "refused": "check_for_spiky_loss inprocess_restart",
+        "refused": "inprocess_restart",
     },
     "only of other programs": {
         "neutral": """
@@ -358,7 +364,7 @@ FLAGS: dict[str, dict[str, str]] = {
             rl_submission_granularity rl_training_cuda_graphs rl_use_sequence_packing
             rl_verify_model_weights_swap short_seq_prob swin_backbone_type titles_data_path
             use_one_sent_docs vision_backbone_type vision_pretraining_type vocab_extra_ids""",
-        "refused": "logits_load_dir perform_rl_step vision_pretraining yaml_cfg",
+        "refused": "perform_rl_step yaml_cfg",
     },
     "only for inference": {
         "neutral": """

@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron.fault_tolerance.program.flag_classes import names_of
+from megatron.fault_tolerance.seams.flag_classes import names_of
 from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.validation import (
     check_event_log,

@@ -17,9 +17,9 @@ from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.cpu.defaults import set_cpu_defaults
 from megatron.fault_tolerance.launch.environment import check_restarts, prepare_environment
 from megatron.fault_tolerance.launch.refusing import refuse, refusing
-from megatron.fault_tolerance.program.flag_classes import untested_flags, untested_line
-from megatron.fault_tolerance.program.run_settings import SCRIPT_FLAGS
+from megatron.fault_tolerance.seams.flag_classes import untested_flags, untested_line
 from megatron.fault_tolerance.seams.refusals import check_yaml
+from megatron.fault_tolerance.seams.run_settings import SCRIPT_FLAGS
 from megatron.fault_tolerance.seams.settings import (
     add_moe_ft_flags,
     checked_config,

@@ -1,14 +1,29 @@
-"""Fixtures of the training loop: its arguments, as Megatron keeps them, and an event log."""
+"""Fixtures of the training loop: Megatron's parser and arguments, and an event log."""
 
+import argparse
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from megatron.core import num_microbatches_calculator as calculators
+from megatron.training import arguments as megatron_arguments
 from megatron.training import global_vars
 
 from moe_ft.events import EventLog
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return megatron_arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+@pytest.fixture
+def args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the arguments that Megatron's parser gives without flags."""
+    args = parser.parse_args([])
+    args.moe_ft_strategy = "none"
+    return args
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from megatron.fault_tolerance.launch.arguments import (
     words_of_moe_ft,
 )
 from megatron.fault_tolerance.launch.refusing import EXIT_REFUSED
-from megatron.fault_tolerance.program.run_settings import script_settings
+from megatron.fault_tolerance.seams.run_settings import script_settings
 from tests.demo_model import model_flags
 
 ON = ("--moe-ft-strategy", "dense", "--moe-ft-job-id", "job")

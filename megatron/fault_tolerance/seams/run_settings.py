@@ -4,15 +4,15 @@ The classes of the flags are flag_classes.py.
 """
 
 import argparse
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron.fault_tolerance.program.flag_classes import names_of
-from megatron.fault_tolerance.program.refusals import PROGRAM_REFUSALS
-from moe_ft.config.flag_table import FLAGS, PATHS, Kind
+from megatron.fault_tolerance.seams.flag_classes import names_of
+from moe_ft.config.flag_table import FLAGS, OF_SCRIPTS, PATHS, Kind
 
 # The attribute of Megatron's arguments that names the flags of the script, by ``dest``.
 SCRIPT_FLAGS = "moe_ft_script_flags"
@@ -59,7 +59,8 @@ def script_settings(args: argparse.Namespace) -> dict[str, str]:
     decide: the data, the loss, or the name of a log.
     """
     defaults = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
-    names = {*getattr(args, SCRIPT_FLAGS, ()), *_for_scripts()}
+    of_scripts = (names.split() for of in OF_SCRIPTS for names in FLAGS[of].values())
+    names = {*getattr(args, SCRIPT_FLAGS, ()), *itertools.chain.from_iterable(of_scripts)}
     missing = object()
     return {
         "--" + name.replace("_", "-"): _as_text(value)
@@ -73,12 +74,6 @@ def _as_text(value: Any) -> str:
     """Return a value as text that is the same in the next start."""
     text = str(value)
     return type(value).__name__ if " at 0x" in text else text
-
-
-def _for_scripts() -> set[str]:
-    subjects = ("only with refused kinds of data", "only of other programs")
-    names = {name for of in subjects for each in FLAGS[of].values() for name in each.split()}
-    return names | {rule.dest for rule in PROGRAM_REFUSALS}
 
 
 def _values_of(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:

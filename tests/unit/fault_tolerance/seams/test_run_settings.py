@@ -9,7 +9,7 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron.fault_tolerance.program import arguments
-from megatron.fault_tolerance.program.run_settings import (
+from megatron.fault_tolerance.seams.run_settings import (
     SCRIPT_FLAGS,
     fingerprint,
     record_settings,
