@@ -10,19 +10,22 @@ from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megatron.fault_tolerance.launch.environment import check_restarts, prepare_environment
-from megatron.fault_tolerance.launch.error_file import WholeErrorFile
+from megatron.fault_tolerance.launch.environment import (
+    WholeErrorFile,
+    check_restarts,
+    prepare_environment,
+)
 from megatron.fault_tolerance.launch.pretraining import train
-from megatron.fault_tolerance.launch.refusing import refusing
 from megatron.fault_tolerance.program.arguments import parse_arguments
 from megatron.fault_tolerance.program.data import provide_datasets
 from megatron.fault_tolerance.program.forward_step import forward_step
 from megatron.fault_tolerance.program.model import build_config, embedding_ranks
+from moe_ft.loop.refusing import refusing
 
 
 @partial(record, error_handler=WholeErrorFile())
 def main(command_line: list[str] | None = None) -> None:
-    """Train; launch/refusing.py has the exit codes of a rank that cannot, or cannot save its last state."""
+    """Train; moe_ft/loop/refusing.py has the exit codes of a rank that cannot, or cannot save its state."""
     with refusing():
         prepare_environment()
         check_restarts()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.fault_tolerance.launch.refusing import EXIT_REFUSED
+from moe_ft.loop.refusing import EXIT_REFUSED
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import (
     JobResult,

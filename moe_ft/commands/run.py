@@ -1,11 +1,25 @@
-"""`moe_ft run`: train with a pretraining script of one's own, which stays as it is."""
+"""`moe_ft run`: train with a pretraining script of one's own, which stays as it is.
+
+Nothing here imports torch or Megatron: the folder of the script may hold a Megatron, which then comes first.
+megatron/fault_tolerance/launch/running.py runs the script. It touches Megatron's training loop, which this
+package does not, so it is found by name, and only when a script runs.
+"""
 
 import argparse
 import importlib
+import os
+import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from moe_ft.loop.refusing import refuse
 
 USAGE = "moe_ft run [-m] SCRIPT ARGS..."
 EXAMPLE = "torchrun --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy NAME"
+PROGRAM = "moe_ft run"
+LAUNCHER = "megatron.fault_tolerance.launch.running"
 
 
 def add_run_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -24,8 +38,57 @@ def runs_script(words: Sequence[str]) -> bool:
 
 
 def run_script(words: Sequence[str]) -> None:
-    """Run a script and its arguments as this process; returns when it has ended.
+    """Run a script as Python does, with moe_ft around Megatron's training loop; return when it has ended.
 
-    The launcher touches Megatron's training loop, and this package does not, so that it is found only here.
+    Args:
+        words: the script, or -m and a module, and its arguments.
     """
-    importlib.import_module("megatron.fault_tolerance.launch.command").main(words)
+    is_module = words[:1] == ["-m"]
+    name, *arguments = _checked(words[is_module:])
+    if not is_module:
+        _check_script(name)
+    sys.argv = [name, *arguments]
+    _set_path(os.getcwd() if is_module else os.path.dirname(os.path.realpath(name)))
+    importlib.import_module(LAUNCHER).run(name, is_module=is_module)
+
+
+def _checked(words: Sequence[str]) -> Sequence[str]:
+    if not words or words[0].startswith("-"):
+        given = f"{words[0]} is no script" if words else "there is no script"
+        refuse(f"{given}. Write {USAGE}, such as: {EXAMPLE}", PROGRAM)
+    return words
+
+
+def _check_script(name: str) -> None:
+    """Refuse a script that cannot run, before Megatron is imported."""
+    path = Path(name)
+    if not name or (path.exists() and not path.is_file()):  # a pipe would be waited for
+        refuse(f"'{name}' is no file. Give the path of the pretraining script: {USAGE}", PROGRAM)
+    try:
+        compile(path.read_bytes(), name, "exec")
+    except OSError as error:
+        refuse(
+            f"{name} cannot be read: {error.strerror}. Give the path of the pretraining script.",
+            PROGRAM,
+        )
+    except SyntaxError as error:
+        _end_as_python(error)
+
+
+def _end_as_python(error: SyntaxError) -> NoReturn:
+    print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr, flush=True)
+    raise SystemExit(1) from None
+
+
+def _set_path(first: str) -> None:
+    """Put a folder first, in the place of the one from which `moe_ft run` itself was started.
+
+    That one stays last if moe_ft was found there: it is a checkout that is not installed.
+    """
+    if sys.flags.safe_path:
+        return
+    started_from = os.path.realpath(sys.path[0] or os.getcwd())
+    own = str(Path(__file__).resolve().parents[2])
+    sys.path[0] = first
+    if started_from == own:
+        sys.path.append(own)

@@ -16,7 +16,6 @@ from megatron.training import arguments as megatron_arguments
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.cpu.defaults import set_cpu_defaults
 from megatron.fault_tolerance.launch.environment import check_restarts, prepare_environment
-from megatron.fault_tolerance.launch.refusing import refuse, refusing
 from megatron.fault_tolerance.seams.flag_classes import untested_flags, untested_line
 from megatron.fault_tolerance.seams.refusals import check_yaml
 from megatron.fault_tolerance.seams.run_settings import SCRIPT_FLAGS
@@ -26,6 +25,7 @@ from megatron.fault_tolerance.seams.settings import (
     is_off,
     own_parser,
 )
+from moe_ft.loop.refusing import refuse, refusing
 from moe_ft.recovery.site import say
 
 PREFIX = "--moe-ft-"

@@ -1,17 +1,20 @@
-"""Preparation of the process for Megatron: workarounds that must be in place before flags are parsed."""
+"""The process of a rank: workarounds that must be in place before flags are parsed, and its error file."""
 
 import importlib.util
 import os
 import socket
 from pathlib import Path
+from typing import override
 
 import torch
 from megatron.core.datasets import utils as dataset_utils
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from megatron.fault_tolerance.cpu import adam
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.children import end_children_with
 from moe_ft.errors import ConfigError
+from moe_ft.recovery.site import say
 
 
 def prepare_environment() -> None:
@@ -66,3 +69,34 @@ def _use_prebuilt_dataset_helper() -> None:
     has_makefile = (Path(dataset_utils.__file__).parent / "Makefile").is_file()
     if not has_makefile and importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
         dataset_utils.compile_helpers = lambda: None
+
+
+class WholeErrorFile(ErrorHandler):
+    """Writer of the error file for torch's decorator `record`: the file is there as a whole or not at all.
+
+    torch writes it in place. If torchrun's SIGTERM comes in between, or there is no room, torchrun reads half
+    a file, and ends the job whatever restarts it has left.
+    """
+
+    _suffix = ""
+
+    @override
+    def _get_error_file_path(self) -> str | None:
+        path = super()._get_error_file_path()
+        return None if path is None else f"{path}{self._suffix}"
+
+    @override
+    def record_exception(self, e: BaseException) -> None:
+        path = self._get_error_file_path()
+        if path is None:
+            return
+        self._suffix = f".{os.getpid()}"
+        temporary = Path(path + self._suffix)
+        try:
+            super().record_exception(e)
+            temporary.replace(path)
+        except OSError as error:  # the exception goes on; its traceback is on standard error
+            temporary.unlink(missing_ok=True)
+            say(f"torchrun's error file is not written: {error}")
+        finally:
+            self._suffix = ""

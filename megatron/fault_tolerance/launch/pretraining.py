@@ -18,7 +18,6 @@ from megatron.training.training import pretrain as stock_pretrain
 
 from megatron.fault_tolerance.launch.arguments import unread_flags
 from megatron.fault_tolerance.launch.environment import check_restarts
-from megatron.fault_tolerance.launch.refusing import EXIT_NOT_SAVED, refusing
 from megatron.fault_tolerance.repair.installing import repairing
 from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.composition import listeners_for
@@ -32,6 +31,7 @@ from megatron.fault_tolerance.seams.settings import (
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.errors import ConfigError
+from moe_ft.loop.refusing import EXIT_NOT_SAVED, refusing
 from moe_ft.recovery.site import say
 
 END_GRACE_S = 2.0

@@ -1,6 +1,6 @@
 """Running a pretraining script with Megatron's functions wrapped before the script imports them.
 
-command.py reads the command line.
+moe_ft/commands/run.py reads the command line.
 """
 
 import runpy
@@ -13,27 +13,29 @@ from megatron.training import arguments, training
 from torch.distributed.elastic.multiprocessing import errors
 
 from megatron.fault_tolerance.launch.arguments import parse_args, words_of_moe_ft
-from megatron.fault_tolerance.launch.command import Target
-from megatron.fault_tolerance.launch.environment import prepare_environment
-from megatron.fault_tolerance.launch.error_file import WholeErrorFile
+from megatron.fault_tolerance.launch.environment import WholeErrorFile, prepare_environment
 from megatron.fault_tolerance.launch.pretraining import pretrain
-from megatron.fault_tolerance.launch.refusing import refuse
 from moe_ft.keeper.forked_rank import run_script
+from moe_ft.loop.refusing import refuse
 from moe_ft.recovery.site import say
 
 
 @partial(errors.record, error_handler=WholeErrorFile())
-def run(target: Target) -> None:
-    """Run a script, which finds its name, arguments and folder as if Python had started it."""
+def run(name: str, *, is_module: bool = False) -> None:
+    """Run a script, which finds its name, arguments and folder as if Python had started it.
+
+    Args:
+        name: the path of a file, or the name of a module.
+    """
     prepare_environment()
     wrap_megatron()
     errors.get_error_handler = WholeErrorFile  # for the script's own `record`
     words = list(sys.argv)  # the script may change them
     try:
-        if target.is_module:
-            runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            run_script(target.name)
+            run_script(name)
     except SystemExit as end:
         if end.code or {"-h", "--help"} & {*words}:
             raise

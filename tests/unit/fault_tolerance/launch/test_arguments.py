@@ -13,8 +13,8 @@ from megatron.fault_tolerance.launch.arguments import (
     unread_flags,
     words_of_moe_ft,
 )
-from megatron.fault_tolerance.launch.refusing import EXIT_REFUSED
 from megatron.fault_tolerance.seams.run_settings import script_settings
+from moe_ft.loop.refusing import EXIT_REFUSED
 from tests.demo_model import model_flags
 
 ON = ("--moe-ft-strategy", "dense", "--moe-ft-job-id", "job")

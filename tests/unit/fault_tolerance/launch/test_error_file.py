@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import errors
 
-from megatron.fault_tolerance.launch.command import Target
-from megatron.fault_tolerance.launch.error_file import WholeErrorFile
+from megatron.fault_tolerance.launch.environment import WholeErrorFile
 from megatron.fault_tolerance.launch.running import run
 
 SCRIPT = """
@@ -60,8 +59,8 @@ def test_process_that_is_ended_while_it_writes_the_report_leaves_none(tmp_path: 
 
 def test_script_of_run_with_a_record_of_its_own_leaves_none_either(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    program = Target(str(tmp_path / "script.py"))
-    failure = report_of(partial(run, program), None, tmp_path / "error.json")
+    program = partial(run, str(tmp_path / "script.py"))
+    failure = report_of(program, None, tmp_path / "error.json")
     assert failure.exitcode == -signal.SIGTERM
     assert "Signal 15 (SIGTERM)" in failure.message
 

@@ -13,8 +13,8 @@ from megatron.training import pretrain as stock_pretrain
 
 from megatron import fault_tolerance
 from megatron.fault_tolerance.launch import pretraining
-from megatron.fault_tolerance.launch.refusing import EXIT_REFUSED
 from megatron.fault_tolerance.seams.settings import checked_config
+from moe_ft.loop.refusing import EXIT_REFUSED
 from tests.unit.fault_tolerance.parsing import parse
 
 CONTAINER = object()

@@ -1,32 +1,47 @@
-"""`moe_ft run` passes everything after it to the launcher; help comes without the launcher."""
+"""`moe_ft run` refuses a script that cannot run before Megatron is imported, and starts it as Python does."""
 
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from moe_ft.cli import main
+from moe_ft.commands import run
 from moe_ft.commands.run import runs_script
+from moe_ft.loop.refusing import EXIT_REFUSED
+
+ROOT = Path(__file__).parents[4]
+CODE = """
+import sys
+from moe_ft.commands.run import run_script
+sys.modules["torch"] = None
+run_script(sys.argv[1:])
+"""
 
 
-def test_all_words_go_to_the_launcher_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    launcher = SimpleNamespace(main=seen.append)
-    monkeypatch.setattr(
-        importlib,
-        "import_module",
-        lambda name: {"megatron.fault_tolerance.launch.command": launcher}[name],
-    )
-    words = ["train.py", "--help", "--", "-m", "plan", "--lr=1"]
-    assert main(["run", *words]) == 0
-    assert seen == [words]
+def test_all_words_go_to_the_script_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    words = [str(tmp_path / "train.py"), "--help", "--", "-m", "plan", "--lr=1"]
+    assert start(monkeypatch, words, path=["/else"])[1] == words
 
 
-def test_error_of_a_script_is_not_one_of_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(words: list[str]) -> None:
+def test_error_of_a_script_is_not_one_of_the_commands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(name: str, *, is_module: bool) -> None:
         raise BrokenPipeError("of the script")
 
-    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(main=fail))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(run=fail))
+    monkeypatch.setattr(sys, "argv", [])  # put back afterwards
+    monkeypatch.setattr(sys, "path", ["/else"])
     with pytest.raises(BrokenPipeError, match="of the script"):
         main(["run", "train.py"])
 
@@ -37,3 +52,93 @@ def test_help_of_run_needs_no_script(capsys: pytest.CaptureFixture[str]) -> None
         main(["run", "--help"])
     assert not end.value.code
     assert "moe_ft run [-m] SCRIPT ARGS..." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "there is no script. Write moe_ft run [-m] SCRIPT ARGS..., such as: torchrun"),
+        (["--lr", "1"], "--lr is no script. Write moe_ft run"),
+        (["-m"], "there is no script. Write moe_ft run"),
+        (["nowhere.py"], "nowhere.py cannot be read: No such file or directory. Give the path"),
+        (["."], "'.' is no file. Give the path of the pretraining script"),
+        ([""], "'' is no file. Give the path of the pretraining script"),
+        (["pipe.py"], "'pipe.py' is no file. Give the path of the pretraining script"),
+    ],
+)
+def test_command_line_without_a_script_is_refused(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.py")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        run.run_script(words)
+    assert end.value.code == EXIT_REFUSED
+    assert capsys.readouterr().err.startswith(f"moe_ft run: error: {message}")
+
+
+def test_script_with_a_syntax_error_ends_as_with_python(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text("def train(:\n")
+    plain = subprocess.run([sys.executable, script], capture_output=True, check=False)
+    ours = subprocess.run(
+        [sys.executable, "-c", CODE, script], cwd=ROOT, capture_output=True, check=False
+    )
+    assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr) != (0, b"")
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_folder_of_the_script_takes_the_first_place_in_the_path(
+    is_link: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "scripts" / "train.py"
+    script.parent.mkdir()
+    script.write_text("")
+    given = tmp_path / "link.py" if is_link else script
+    if is_link:
+        given.symlink_to(script)
+    seen = start(monkeypatch, [str(given), "--lr", "1"], path=["/somewhere", "/else"])
+    assert seen == ((str(given), False), [str(given), "--lr", "1"], [str(script.parent), "/else"])
+
+
+def test_module_is_looked_for_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = start(monkeypatch, ["-m", "pack.train", "--lr", "1"], path=["/somewhere"])
+    assert seen == (
+        ("pack.train", True),
+        ["pack.train", "--lr", "1"],
+        [os.path.realpath(tmp_path)],
+    )
+
+
+def test_checkout_that_is_not_installed_stays_in_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    _, _, path = start(monkeypatch, [str(script)], path=[str(ROOT), "/else"])
+    assert path == [str(tmp_path), "/else", str(ROOT)]
+
+
+def start(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], path: list[str]
+) -> tuple[tuple[str, bool], list[str], list[str]]:
+    """Return the target, the arguments and the path that a started script sees."""
+    seen: list[tuple[str, bool]] = []
+
+    def start_script(name: str, *, is_module: bool) -> None:
+        seen.append((name, is_module))
+
+    launcher = SimpleNamespace(run=start_script)
+    monkeypatch.setattr(importlib, "import_module", {run.LAUNCHER: launcher}.__getitem__)
+    monkeypatch.setattr(sys, "argv", ["moe_ft", "run", *words])
+    monkeypatch.setattr(sys, "path", path)
+    main(["run", *words])
+    return seen[0], sys.argv, sys.path

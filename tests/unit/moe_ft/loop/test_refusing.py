@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from megatron.fault_tolerance.launch import refusing
 from moe_ft.errors import ConfigError, SnapshotError, UnrecoverableError
+from moe_ft.loop import refusing
 
 
 @pytest.fixture(autouse=True)
