@@ -1,12 +1,23 @@
 """The layers of docs/architecture.md, read from the imports in the source."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 
-from tests.unit.source import ROOT, check_rule, module_name, product_files, tree_of
+import pytest
+
+from tests.unit.source import (
+    ROOT,
+    Function,
+    check_rule,
+    definitions,
+    module_name,
+    product_files,
+    tree_of,
+)
 
 BASE = (
     "arithmetic",
@@ -60,6 +71,26 @@ MAY_COMMUNICATE = (
     "moe_ft.doctor",  # the store where ranks meet, and nothing else
     "pretrain_gpt_moe",
 )
+# Names of modules above, which are no imports: what starts the training loop lies below it, and flags such as
+# Megatron's --spec take the name of a module.
+LAUNCHER = "megatron.fault_tolerance.launch.running"
+FOUND_BY_NAME = {
+    ("moe_ft.commands.run", LAUNCHER),
+    ("moe_ft.keeper.target", LAUNCHER),
+    ("moe_ft.convert.huggingface.families.mla", "megatron.fault_tolerance.program.deepseek_layers"),
+    (
+        "moe_ft.convert.huggingface.families.olmoe",
+        "megatron.fault_tolerance.program.projection_norm",
+    ),
+}
+# Files with imports inside functions: of what may be absent, or of torch, which is slow.
+IMPORTS_LATE = (
+    "kernels/pack_table.py",
+    "moe_ft/commands/convert.py",
+    "moe_ft/commands/diff.py",
+    "moe_ft/doctor/meeting.py",
+    "moe_ft/keeper/zygote.py",
+)
 STRATEGIES = "moe_ft.strategies"
 INTERFACE, REGISTRY = f"{STRATEGIES}.interface", f"{STRATEGIES}.registry"
 
@@ -79,9 +110,18 @@ def parent(name: str, num_parts: int) -> str:
 
 
 @cache
+def modules() -> frozenset[str]:
+    return frozenset(module_name(path) for path in product_files())
+
+
+@cache
 def imports() -> dict[str, frozenset[str]]:
-    """Return what each module of the product imports: modules, and names in them."""
-    return {module_name(path): frozenset(_imports(path)) for path in product_files()}
+    """Return what each module of the product imports, by name too: modules, and names in them."""
+    return {
+        module: frozenset(name for name in _imports(path) if (module, name) not in FOUND_BY_NAME)
+        for path in product_files()
+        if (module := module_name(path))
+    }
 
 
 def _imports(path: str) -> Iterator[str]:
@@ -91,6 +131,14 @@ def _imports(path: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and "." in str(node.value) and node.value in modules():
+            yield str(node.value)  # as importlib.import_module takes it
+
+
+def modules_of(module: str) -> set[str]:
+    """Return the modules of the product that a module imports, without the packages around them."""
+    names = {parent(name, -1) if name not in imports() else name for name in imports()[module]}
+    return {name for name in names if name in imports() and name != module}
 
 
 def importers(modules: Iterator[str], *imported: str) -> list[str]:
@@ -123,6 +171,27 @@ def test_imports_go_down_the_layers() -> None:
         if not may_import(own, other)
     ]
     check_rule(wrong, "imports go down the layers of docs/architecture.md only")
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    sorter = graphlib.TopologicalSorter({module: modules_of(module) for module in imports()})
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"these modules import each other in a circle: {' <- '.join(error.args[1])}")
+
+
+def test_imports_are_at_the_top_of_their_file() -> None:
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path in product_files()
+        if path not in IMPORTS_LATE
+        for _, function in definitions(path)
+        if isinstance(function, Function)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    check_rule(wrong, "import at the top of the file, or name it in IMPORTS_LATE")
 
 
 def test_interface_of_strategies_imports_no_implementation() -> None:
