@@ -1,10 +1,12 @@
 """Table of Megatron's flags by subject and class, each once, as argparse calls them (``dest``).
 
-flag_classes.py explains the classes. A test compares the table with the installed parser:
-a flag of a new Megatron version must be examined and added here before it is accepted.
+megatron/fault_tolerance/seams/flag_classes.py explains the classes. A test compares the table with the
+installed parser: a flag of a new Megatron version must be examined and added here before it is accepted.
+Neutral flags with a common beginning are written as in a shell: `rl_{profile profile_dir}`.
 """
 
 import functools
+import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
@@ -17,12 +19,10 @@ FLAGS: dict[str, dict[str, str]] = {
     "layout": {
         "fingerprint": """
             context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
-            pipeline_model_parallel_layout pipeline_model_parallel_size
-            tensor_model_parallel_size""",
+            pipeline_model_parallel_layout pipeline_model_parallel_size tensor_model_parallel_size""",
         "fingerprint untested": """
             account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-            decoder_first_pipeline_num_layers
-            decoder_last_pipeline_num_layers mtp_standalone
+            decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers mtp_standalone
             use_tp_pp_dp_mapping""",
         "replay": "sequence_parallel",
         "replay untested": """
@@ -39,12 +39,12 @@ FLAGS: dict[str, dict[str, str]] = {
         "fingerprint": """
             add_bias_linear add_qkv_bias ffn_hidden_size group_query_attention hidden_size
             kv_channels kv_lora_rank layernorm_epsilon max_position_embeddings mscale
-            mscale_all_dim mtp_num_layers multi_latent_attention normalization
-            num_attention_heads num_layers num_query_groups padded_vocab_size
-            position_embedding_type q_lora_rank qk_head_dim qk_layernorm qk_pos_emb_head_dim
-            rope_type rotary_base rotary_percent rotary_scaling_factor
-            rotary_seq_len_interpolation_factor seq_length spec swiglu transformer_impl
-            untie_embeddings_and_output_weights use_rope_scaling v_head_dim vocab_size""",
+            mscale_all_dim mtp_num_layers multi_latent_attention normalization num_attention_heads
+            num_layers num_query_groups padded_vocab_size position_embedding_type q_lora_rank
+            qk_head_dim qk_layernorm qk_pos_emb_head_dim rope_type rotary_base rotary_percent
+            rotary_scaling_factor rotary_seq_len_interpolation_factor seq_length spec swiglu
+            transformer_impl untie_embeddings_and_output_weights use_rope_scaling v_head_dim
+            vocab_size""",
         "fingerprint untested": """
             activation_func_clamp_value add_position_embedding apply_query_key_layer_scaling
             attention_output_gate decoder_seq_length dsa_indexer_head_dim
@@ -53,15 +53,15 @@ FLAGS: dict[str, dict[str, str]] = {
             dsa_indexer_topk dsa_indexer_topk_freq encoder_num_layers encoder_seq_length
             experimental_attention_variant freeze_all_layers glu_linear_offset
             heterogeneous_layers_config_encoded_json layernorm_zero_centered_gamma
-            linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
-            linear_num_key_heads linear_num_value_heads linear_value_head_dim
-            mla_down_proj_fusion mrope_section mtp_use_repeated_layer mup_attn_scale_power
-            mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult
-            mup_width_mult no_rope_freq pad_vocab_size qk_l2_norm quick_geglu
-            relative_attention_max_distance relative_attention_num_buckets rope_scaling_factor
-            rotary_interleaved softmax_type squared_relu use_mup use_transformer_engine_op_fuser
-            window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow
-            yarn_correction_range_round_to_int yarn_original_max_position_embeddings""",
+            linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+            linear_num_value_heads linear_value_head_dim mla_down_proj_fusion mrope_section
+            mtp_use_repeated_layer mup_attn_scale_power mup_base_head_dim mup_base_hidden_size
+            mup_embedding_mult mup_output_mult mup_width_mult no_rope_freq pad_vocab_size
+            qk_l2_norm quick_geglu relative_attention_max_distance relative_attention_num_buckets
+            rope_scaling_factor rotary_interleaved softmax_type squared_relu use_mup
+            use_transformer_engine_op_fuser window_attn_skip_freq window_size yarn_beta_fast
+            yarn_beta_slow yarn_correction_range_round_to_int
+            yarn_original_max_position_embeddings""",
         "replay": """
             attention_backend attention_dropout calculate_per_token_loss hidden_dropout
             mtp_loss_scaling_factor""",
@@ -71,23 +71,20 @@ FLAGS: dict[str, dict[str, str]] = {
             heterogeneous_layers_config_path kitchen_attention_backend mtp_detach_heads qk_clip
             qk_clip_alpha qk_clip_threshold use_kitchen_attention""",
         "beginning": "init_method_std",
-        "beginning untested": """
-            embedding_init_method_std init_model_with_meta_device""",
+        "beginning untested": "embedding_init_method_std init_model_with_meta_device",
         "neutral": """
             decoder_num_layers deprecated_use_mcore_models make_vocab_size_divisible_by
-            mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
-            mamba_training_ssm_states_dtype onnx_safe use_mamba_mem_eff_path
-            use_rotary_position_embeddings""",
+            mamba_{head_dim num_groups num_heads state_dim training_ssm_states_dtype} onnx_safe
+            use_mamba_mem_eff_path use_rotary_position_embeddings""",
     },
     "experts": {
         "fingerprint": """
-            moe_ffn_hidden_size moe_layer_freq moe_router_enable_expert_bias
-            moe_router_group_topk moe_router_num_groups moe_router_pre_softmax
-            moe_router_score_function moe_router_topk moe_router_topk_scaling_factor
-            moe_shared_expert_gate moe_shared_expert_intermediate_size num_experts""",
+            moe_ffn_hidden_size moe_layer_freq moe_router_enable_expert_bias moe_router_group_topk
+            moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk
+            moe_router_topk_scaling_factor moe_shared_expert_gate
+            moe_shared_expert_intermediate_size num_experts""",
         "fingerprint untested": """
-            moe_apply_probs_on_input moe_grouped_gemm moe_latent_size
-            moe_mlp_glu_interleave_size
+            moe_apply_probs_on_input moe_grouped_gemm moe_latent_size moe_mlp_glu_interleave_size
             moe_shared_expert_glu_interleave_size use_grouped_gemm_for_dense_mlp
             use_grouped_gemm_for_shared_expert""",
         "replay": """
@@ -107,27 +104,27 @@ FLAGS: dict[str, dict[str, str]] = {
         "neutral": """
             moe_layer_recompute moe_pad_experts_for_cuda_graph_inference moe_per_layer_logging""",
         "neutral untested": """
-            moe_deepep_num_sms moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute
-            moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
-            moe_hybridep_num_sms_preprocessing moe_paged_stash
+            moe_deepep_num_sms moe_flex_dispatcher_num_sms moe_hybridep_num_{blocks_permute
+            blocks_unpermute sms sms_preprocessing} moe_paged_stash
             moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda
-            moe_paged_stash_page_size moe_routing_trace_capture_hidden_states
-            moe_routing_trace_capture_logits moe_routing_trace_dump_weights
-            moe_routing_trace_max_training_iters moe_routing_trace_path""",
+            moe_paged_stash_page_size moe_routing_trace_{capture_hidden_states capture_logits
+            dump_weights max_training_iters path}""",
         "refused": "moe_single_grouped_bias moe_single_grouped_weight",
     },
     "precision": {
-        "fingerprint": "bf16 exp_avg_dtype exp_avg_sq_dtype fp16 main_params_dtype",
-        "replay": "accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32",
+        "fingerprint": """
+            bf16 exp_avg_dtype exp_avg_sq_dtype fp16 main_params_dtype""",
+        "replay": """
+            accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32""",
         "replay untested": """
             batch_invariant_mode deterministic_mode disable_bf16_reduced_precision_matmul
             first_last_layers_bf16 fp16_lm_cross_entropy fp32_residual_connection fp4
             fp4_quantizer_factory fp4_recipe fp8 fp8_amax_compute_algo fp8_amax_history_len
             fp8_interval fp8_margin fp8_output_proj fp8_quantizer_factory fp8_recipe fp8_wgrad
             grad_reduce_in_bf16 main_grads_dtype num_layers_at_end_in_bf16
-            num_layers_at_start_in_bf16 reuse_grad_buf_for_mxfp8_param_ag
-            te_precision_config_file""",
-        "record": "hysteresis initial_loss_scale loss_scale loss_scale_window min_loss_scale",
+            num_layers_at_start_in_bf16 reuse_grad_buf_for_mxfp8_param_ag te_precision_config_file""",
+        "record": """
+            hysteresis initial_loss_scale loss_scale loss_scale_window min_loss_scale""",
         "refused": "fp4_param_gather fp8_param_gather",
     },
     "kernels": {
@@ -135,14 +132,13 @@ FLAGS: dict[str, dict[str, str]] = {
             apply_rope_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion
             gradient_accumulation_fusion masked_softmax_fusion no_persist_layer_norm""",
         "replay untested": """
-            cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl
-            cuda_graph_modules cuda_graph_scope_deprecated defer_embedding_wgrad_compute
-            delay_wgrad_compute disable_jit_fuser enable_cuda_graph external_cuda_graph
-            fused_residual_rmsnorm mlp_chunks_for_training symmetric_ar_type test_mode
-            tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap tp_comm_overlap_ag
-            tp_comm_overlap_cfg tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag
-            tp_comm_split_rs use_fused_weighted_squared_relu use_te_activation_func
-            wgrad_deferral_limit""",
+            cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl cuda_graph_modules
+            cuda_graph_scope_deprecated defer_embedding_wgrad_compute delay_wgrad_compute
+            disable_jit_fuser enable_cuda_graph external_cuda_graph fused_residual_rmsnorm
+            mlp_chunks_for_training symmetric_ar_type test_mode tp_comm_bulk_dgrad
+            tp_comm_bulk_wgrad tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_cfg
+            tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs
+            use_fused_weighted_squared_relu use_te_activation_func wgrad_deferral_limit""",
         "neutral": "clone_scatter_output_in_embedding use_flash_attn",
         "neutral untested": "cuda_graph_warmup_steps tp_comm_bootstrap_backend",
         "refused": "optimizer_cuda_graph",
@@ -150,8 +146,7 @@ FLAGS: dict[str, dict[str, str]] = {
     "activation memory": {
         "neutral": """
             checkpoint_activations distribute_saved_activations empty_unused_memory_level
-            recompute_activations recompute_granularity recompute_method recompute_modules
-            recompute_num_layers""",
+            recompute_{activations granularity method modules num_layers}""",
         "neutral untested": """
             activation_offload_fraction cpu_offloading_num_layers
             cpu_offloading_retain_pinned_cpu_buffers delay_offload_until_cuda_graph
@@ -175,18 +170,17 @@ FLAGS: dict[str, dict[str, str]] = {
             overlap_param_gather""",
         "neutral untested": """
             create_all_gather_group disable_symmetric_registration
-            ep_overlap_early_attn_memory_release flight_recorder_dump_on_timeout
-            flight_recorder_dump_path flight_recorder_extra_dump_on_exec
-            flight_recorder_include_only_active flight_recorder_include_stack_trace
-            flight_recorder_trace_buffer_size high_priority_a2a_comm_stream
-            high_priority_stream_groups overlap_p2p_comm_warmup_flush
-            pipeline_model_parallel_comm_backend use_gloo_process_groups use_ring_exchange_p2p""",
+            ep_overlap_early_attn_memory_release flight_recorder_{dump_on_timeout dump_path
+            extra_dump_on_exec include_only_active include_stack_trace trace_buffer_size}
+            high_priority_a2a_comm_stream high_priority_stream_groups
+            overlap_p2p_comm_warmup_flush pipeline_model_parallel_comm_backend
+            use_gloo_process_groups use_ring_exchange_p2p""",
         "refused": "fake_process_group",
     },
     "data": {
-        "fingerprint": "data_args_path data_path mock_data seed split tokenizer_type",
-        "fingerprint untested": """
-            per_split_data_args_path train_data_path""",
+        "fingerprint": """
+            data_args_path data_path mock_data seed split tokenizer_type""",
+        "fingerprint untested": "per_split_data_args_path train_data_path",
         "record untested": "phase_transition_iterations",
         "replay": """
             data_sharding dataloader_type eod_mask_loss reset_attention_mask reset_position_ids""",
@@ -211,8 +205,8 @@ FLAGS: dict[str, dict[str, str]] = {
         "replay untested": "decrease_batch_size_if_needed",
         "record": """
             eval_global_batch_size eval_interval eval_iters eval_micro_batch_size
-            exit_duration_in_mins exit_interval exit_signal exit_signal_handler
-            iterations_to_skip start_eval_at_iter""",
+            exit_duration_in_mins exit_interval exit_signal exit_signal_handler iterations_to_skip
+            start_eval_at_iter""",
         "record untested": "multiple_validation_sets",
         "neutral": """
             batch_size exit_signal_handler_for_dataloader exit_signal_handler_for_training
@@ -221,8 +215,8 @@ FLAGS: dict[str, dict[str, str]] = {
     "optimizer": {
         "fingerprint": "optimizer use_precision_aware_optimizer",
         "fingerprint untested": """
-            apply_wd_to_qk_layernorm decoupled_lr inference_rng_tracker
-            no_weight_decay_cond_type te_rng_tracker""",
+            apply_wd_to_qk_layernorm decoupled_lr inference_rng_tracker no_weight_decay_cond_type
+            te_rng_tracker""",
         "replay": "clip_grad",
         "record": """
             adam_beta1 adam_beta2 adam_eps end_weight_decay lr lr_decay_iters lr_decay_samples
@@ -230,7 +224,8 @@ FLAGS: dict[str, dict[str, str]] = {
             lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style min_lr
             override_opt_param_scheduler start_weight_decay use_checkpoint_opt_param_scheduler
             weight_decay weight_decay_incr_style""",
-        "record untested": "decoupled_min_lr lion_beta1 lion_beta2 sgd_momentum",
+        "record untested": """
+            decoupled_min_lr lion_beta1 lion_beta2 sgd_momentum""",
         "neutral": "warmup",
         "neutral untested": "dump_param_to_param_group_map",
         "refused": "optimizer_cpu_offload",
@@ -240,33 +235,30 @@ FLAGS: dict[str, dict[str, str]] = {
         "refused": """
             apply_residual_connection_post_layernorm check_for_spiky_loss
             dataloader_inter_document_masking fim_data hybrid_layer_pattern
-            hybrid_override_pattern init_method_xavier_uniform is_hybrid_model
-            lazy_mpu_init log_straggler logits_load_dir mtp_hybrid_override_pattern
-            openai_gelu per_dataset_sequences_path sample_rate sft
-            vision_pretraining""",
+            hybrid_override_pattern init_method_xavier_uniform is_hybrid_model lazy_mpu_init
+            log_straggler logits_load_dir mtp_hybrid_override_pattern openai_gelu
+            per_dataset_sequences_path sample_rate sft vision_pretraining""",
     },
     "only with FSDP, which is refused": {
         "neutral": """
             data_parallel_sharding_strategy enable_full_sharding_in_hsdp
             fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer fsdp_manual_registration
-            keep_fp8_transpose_cache megatron_fsdp_enable_fine_grained_param_gather
-            megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype
-            megatron_fsdp_main_params_dtype megatron_fsdp_max_pool_double_buffer
-            outer_dp_sharding_strategy strict_fsdp_dtensor_load
-            suggested_communication_unit_size torch_fsdp2_reshard_after_forward""",
+            keep_fp8_transpose_cache megatron_fsdp_{enable_fine_grained_param_gather
+            grad_comm_dtype main_grads_dtype main_params_dtype max_pool_double_buffer}
+            outer_dp_sharding_strategy strict_fsdp_dtensor_load suggested_communication_unit_size
+            torch_fsdp2_reshard_after_forward""",
     },
     "only with refused kinds of data": {
         "neutral": """
-            fim_eod_token fim_fragment_rate fim_middle_token fim_no_prefix fim_pad_token
-            fim_prefix_token fim_rate fim_split_sample fim_spm_rate fim_suffix_token
-            sft_tokenizer_prompt_format""",
+            fim_{eod_token fragment_rate middle_token no_prefix pad_token prefix_token rate
+            split_sample spm_rate suffix_token} sft_tokenizer_prompt_format""",
     },
     "only with optimizers that are refused": {
         "neutral": """
-            muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum
-            muon_nesterov muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv
-            muon_tp_mode optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads
-            pin_cpu_params use_layer_wise_param_layout use_torch_optimizer_for_cpu_offload""",
+            muon_{coefficient_type extra_scale_factor fp32_matmul_prec momentum nesterov
+            num_ns_steps scalar_optimizer scale_mode split_qkv tp_mode} optimizer_offload_fraction
+            overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params use_layer_wise_param_layout
+            use_torch_optimizer_for_cpu_offload""",
     },
     "Megatron's checkpoints": {
         "beginning": """
@@ -276,126 +268,98 @@ FLAGS: dict[str, dict[str, str]] = {
             load_main_params_from_ckpt override_ckpt_iteration use_checkpoint_args
             use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args""",
         "neutral": """
-            async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm async_save
-            async_strategy auto_detect_ckpt_format ckpt_assume_constant_structure
-            ckpt_convert_save ckpt_format ckpt_fully_parallel_load
-            ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_load_process_group
-            ckpt_fully_parallel_save ckpt_fully_parallel_save_deprecated
-            ckpt_fully_parallel_save_process_group ckpt_load_validate_sharding_integrity
-            dist_ckpt_format_deprecated dist_ckpt_optim_fully_reshardable
-            dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness dist_ckpt_workers
-            distrib_optim_fully_reshardable_mem_efficient exit_on_missing_checkpoint
-            no_save_optim no_save_rng non_persistent_global_ckpt_dir
-            non_persistent_local_ckpt_algo non_persistent_local_ckpt_dir replication_factor
-            replication_jump save save_interval save_retain_interval stream_ckpt_dequant
-            use_dist_ckpt_deprecated use_persistent_ckpt_worker verify_integrity""",
+            async_{ckpt_cpu_priority ckpt_io_priority ckpt_use_cpu_shm save strategy}
+            auto_detect_ckpt_format ckpt_assume_constant_structure ckpt_convert_save ckpt_format
+            ckpt_fully_parallel_{load load_exchange_algo load_process_group save save_deprecated
+            save_process_group} ckpt_load_validate_sharding_integrity dist_ckpt_{format_deprecated
+            optim_fully_reshardable save_pre_mcore_014 strictness workers}
+            distrib_optim_fully_reshardable_mem_efficient exit_on_missing_checkpoint no_save_optim
+            no_save_rng non_persistent_{global_ckpt_dir local_ckpt_algo local_ckpt_dir}
+            replication_factor replication_jump save save_interval save_retain_interval
+            stream_ckpt_dequant use_dist_ckpt_deprecated use_persistent_ckpt_worker
+            verify_integrity""",
         "neutral untested": """
             ckpt_convert_format ckpt_convert_update_legacy_dist_opt_format
             non_persistent_ckpt_type non_persistent_save_interval replication
-            save_activations_interval save_dgrads_interval save_params_interval
-            save_tokens_per_expert_interval save_wgrads_interval""",
+            save_{activations_interval dgrads_interval params_interval tokens_per_expert_interval
+            wgrads_interval}""",
     },
     "logging and profiling": {
         "neutral": """
             app_tag_run_name app_tag_run_version barrier_with_L1_time config_logger_dir
-            disable_straggler_on_startup enable_one_logger help log_device_memory_used
-            log_energy log_interval log_loss_scale_to_tensorboard log_memory_interval
-            log_memory_to_tensorboard log_num_zeros_in_grad log_params_norm log_progress
-            log_throughput log_timers_to_tensorboard log_validation_ppl_to_tensorboard
-            log_world_size_to_tensorboard logging_level memory_snapshot_path nvtx_ranges
-            one_logger_async one_logger_project one_logger_run_name profile profile_ranks
-            profile_step_end profile_step_start pytorch_profiler_collect_callstack
-            pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes
-            record_memory_history record_shapes straggler_ctrlr_port straggler_minmax_count
-            tensorboard_dir tensorboard_log_interval tensorboard_queue_size timing_log_level
+            disable_straggler_on_startup enable_one_logger help log_{device_memory_used energy
+            interval loss_scale_to_tensorboard memory_interval memory_to_tensorboard
+            num_zeros_in_grad params_norm progress throughput timers_to_tensorboard
+            validation_ppl_to_tensorboard world_size_to_tensorboard} logging_level
+            memory_snapshot_path nvtx_ranges one_logger_{async project run_name} profile
+            profile_ranks profile_step_end profile_step_start pytorch_profiler_collect_{callstack
+            chakra shapes} record_memory_history record_shapes straggler_ctrlr_port
+            straggler_minmax_count tensorboard_{dir log_interval queue_size} timing_log_level
             timing_log_option use_pytorch_profiler wandb_entity wandb_exp_name wandb_project
             wandb_save_dir""",
         "neutral untested": """
-            log_max_attention_logit logits_save_dir logits_save_dtype logits_save_top_k
-            logits_save_top_p logits_save_top_p_min_k run_workload_inspector_server""",
+            log_max_attention_logit logits_save_{dir dtype top_k top_p top_p_min_k}
+            run_workload_inspector_server""",
     },
     "faults and restarts": {
         "neutral": """
             check_for_large_grads check_for_nan_in_loss_and_grad
             check_weight_hash_across_dp_replicas_interval error_injection_rate
-            error_injection_type inprocess_active_world_size
-            inprocess_barrier_timeout inprocess_completion_timeout inprocess_empty_cuda_cache
-            inprocess_granularity inprocess_hard_timeout inprocess_heartbeat_interval
-            inprocess_heartbeat_timeout inprocess_last_call_wait inprocess_max_iterations
-            inprocess_monitor_process_interval inprocess_monitor_thread_interval
-            inprocess_progress_watchdog_interval inprocess_soft_timeout
-            inprocess_termination_grace_time manual_gc manual_gc_eval manual_gc_interval
-            result_rejected_tracker_filename train_sync_interval""",
+            error_injection_type inprocess_{active_world_size barrier_timeout completion_timeout
+            empty_cuda_cache granularity hard_timeout heartbeat_interval heartbeat_timeout
+            last_call_wait max_iterations monitor_process_interval monitor_thread_interval
+            progress_watchdog_interval soft_timeout termination_grace_time} manual_gc
+            manual_gc_eval manual_gc_interval result_rejected_tracker_filename train_sync_interval""",
         "neutral untested": """
             adlr_autoresume adlr_autoresume_interval calc_ft_timeouts enable_ft_package
-            fault_injector_delay_start_iteration
-            fault_injector_fault_delay fault_injector_fault_probabilities
-            fault_injector_fault_types fault_injector_mtti_seconds fault_injector_num_ranks
-            fault_injector_offset_seconds fault_injector_ranks fault_injector_seed
-            ft_num_warmup_iters gpu_sniff_test_interval rerun_mode""",
+            fault_injector_{delay_start_iteration fault_delay fault_probabilities fault_types
+            mtti_seconds num_ranks offset_seconds ranks seed} ft_num_warmup_iters
+            gpu_sniff_test_interval rerun_mode""",
         "refused": "inprocess_restart",
     },
     "only of other programs": {
         "neutral": """
             bert_binary_head bert_embedder_type bert_load biencoder_projection_dim
             biencoder_shared_query_context_model block_data_path classes_fraction
-            data_per_class_fraction dino_bottleneck_size dino_freeze_last_layer
-            dino_head_hidden_size dino_local_crops_number dino_local_img_size
-            dino_norm_last_layer dino_teacher_temp dino_warmup_teacher_temp
-            dino_warmup_teacher_temp_epochs embedding_path evidence_data_path
-            grpo_clamp_eps_lower grpo_clamp_eps_upper grpo_entropy_term_weight
-            grpo_filter_groups_with_same_reward grpo_group_size grpo_iterations grpo_kl_beta
-            grpo_prompts_per_step head_lr_mult ict_head_size ict_load img_h img_w
+            data_per_class_fraction dino_{bottleneck_size freeze_last_layer head_hidden_size
+            local_crops_number local_img_size norm_last_layer teacher_temp warmup_teacher_temp
+            warmup_teacher_temp_epochs} embedding_path evidence_data_path grpo_{clamp_eps_lower
+            clamp_eps_upper entropy_term_weight filter_groups_with_same_reward group_size
+            iterations kl_beta prompts_per_step} head_lr_mult ict_head_size ict_load img_h img_w
             indexer_batch_size indexer_log_interval iter_per_epoch langrl_env_config
-            logits_load_decode_threads logits_load_ignore_errors logits_load_kd_loss_alpha
-            logits_load_msc_prefetch_depth logits_load_prefetch_factor mask_factor mask_prob
-            mask_type num_channels num_classes output_bert_embeddings patch_dim
-            query_in_block_prob refit_method retriever_report_topk_accuracies
-            retriever_score_scaling rl_consumption_granularity rl_default_temperature
-            rl_default_top_k rl_default_top_p rl_generation_lag
-            rl_importance_sampling_truncation_coef rl_inference_expert_model_parallel_size
-            rl_inference_expert_tensor_model_parallel_size rl_inference_logprobs_is_correction
-            rl_inference_model_unified_memory_level rl_inference_parsers
-            rl_inference_pipeline_model_parallel_size rl_inference_tensor_model_parallel_size
-            rl_kv_cache_management_mode rl_offload_inference_model_weights_when_idle
-            rl_offload_optimizer_during_inference rl_partial_rollouts rl_persist_cuda_graphs
-            rl_profile rl_profile_dir rl_prompts_per_eval rl_sequence_packing_algo
-            rl_sequence_packing_max_sequences_per_bin rl_skip_bos_token
-            rl_submission_granularity rl_training_cuda_graphs rl_use_sequence_packing
-            rl_verify_model_weights_swap short_seq_prob swin_backbone_type titles_data_path
-            use_one_sent_docs vision_backbone_type vision_pretraining_type vocab_extra_ids""",
+            logits_load_{decode_threads ignore_errors kd_loss_alpha msc_prefetch_depth
+            prefetch_factor} mask_factor mask_prob mask_type num_channels num_classes
+            output_bert_embeddings patch_dim query_in_block_prob refit_method
+            retriever_report_topk_accuracies retriever_score_scaling rl_{consumption_granularity
+            default_temperature default_top_k default_top_p generation_lag
+            importance_sampling_truncation_coef inference_expert_model_parallel_size
+            inference_expert_tensor_model_parallel_size inference_logprobs_is_correction
+            inference_model_unified_memory_level inference_parsers
+            inference_pipeline_model_parallel_size inference_tensor_model_parallel_size
+            kv_cache_management_mode offload_inference_model_weights_when_idle
+            offload_optimizer_during_inference partial_rollouts persist_cuda_graphs profile
+            profile_dir prompts_per_eval sequence_packing_algo
+            sequence_packing_max_sequences_per_bin skip_bos_token submission_granularity
+            training_cuda_graphs use_sequence_packing verify_model_weights_swap} short_seq_prob
+            swin_backbone_type titles_data_path use_one_sent_docs vision_backbone_type
+            vision_pretraining_type vocab_extra_ids""",
         "refused": "perform_rl_step yaml_cfg",
     },
     "only for inference": {
         "neutral": """
             cache_mla_latents decode_only_cuda_graphs enable_chunked_prefill flash_decode
-            inference_batch_times_seqlen_threshold inference_coordinator_port
-            inference_cuda_graph_all_prefills inference_cuda_graph_max_tokens
-            inference_cuda_graph_scope inference_disable_ep_consensus
-            inference_disable_triton_nvls_kernels inference_dynamic_batching
-            inference_dynamic_batching_async_sched_mode inference_dynamic_batching_block_size
-            inference_dynamic_batching_buffer_size_gb
-            inference_dynamic_batching_cuda_graph_mixed_prefill_count
-            inference_dynamic_batching_cuda_graph_sizing_distribution
-            inference_dynamic_batching_enable_prefix_caching
-            inference_dynamic_batching_logprobs_mode
-            inference_dynamic_batching_mamba_memory_ratio
-            inference_dynamic_batching_max_requests inference_dynamic_batching_max_tokens
-            inference_dynamic_batching_num_cuda_graphs
-            inference_dynamic_batching_paused_buffer_size_gb
-            inference_dynamic_batching_prefix_caching_coordinator_policy
-            inference_dynamic_batching_prefix_caching_eviction_policy
-            inference_dynamic_batching_prefix_caching_mamba_gb
-            inference_dynamic_batching_prefix_caching_routing_alpha
-            inference_dynamic_batching_sampling_backend
-            inference_dynamic_batching_track_generated_token_events
-            inference_dynamic_batching_track_paused_request_events
-            inference_dynamic_batching_unified_memory_level inference_fuse_tp_communication
-            inference_grouped_gemm_backend inference_logging_step_interval
-            inference_max_requests inference_max_seq_length
-            inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
-            inference_shards inference_text_gen_server_logging
-            inference_use_synchronous_zmq_collectives inference_wandb_logging
+            inference_{batch_times_seqlen_threshold coordinator_port cuda_graph_all_prefills
+            cuda_graph_max_tokens cuda_graph_scope disable_ep_consensus
+            disable_triton_nvls_kernels dynamic_batching}
+            inference_dynamic_batching_{async_sched_mode block_size buffer_size_gb
+            cuda_graph_mixed_prefill_count cuda_graph_sizing_distribution enable_prefix_caching
+            logprobs_mode mamba_memory_ratio max_requests max_tokens num_cuda_graphs
+            paused_buffer_size_gb prefix_caching_coordinator_policy prefix_caching_eviction_policy
+            prefix_caching_mamba_gb prefix_caching_routing_alpha sampling_backend
+            track_generated_token_events track_paused_request_events unified_memory_level}
+            inference_{fuse_tp_communication grouped_gemm_backend logging_step_interval
+            max_requests max_seq_length moe_disable_fused_quant_kernels moe_token_dispatcher_type
+            shards text_gen_server_logging use_synchronous_zmq_collectives wandb_logging}
             mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype max_tokens_to_oom
             mlp_chunks_for_prefill nccl_all_reduce_for_prefill num_speculative_tokens
             offset_sampling_seed_by_dp_rank use_legacy_static_engine""",
@@ -433,6 +397,15 @@ class FlagClass(NamedTuple):
     is_tested: bool
 
 
+def names_in(text: str) -> list[str]:
+    """Return the names of flags in a text of the table; each ``a_{b c}`` stands for ``a_b a_c``."""
+
+    def written_out(match: re.Match[str]) -> str:
+        return " ".join(match["begin"] + end for end in match["ends"].split())
+
+    return re.sub(r"(?P<begin>\w+)\{(?P<ends>[^}]*)\}", written_out, text).split()
+
+
 @functools.cache
 def flag_classes() -> Mapping[str, FlagClass]:
     """Return the class of every flag, by argparse's ``dest``."""
@@ -440,5 +413,5 @@ def flag_classes() -> Mapping[str, FlagClass]:
         name: FlagClass(Kind(heading.split()[0]), is_tested=not heading.endswith(" untested"))
         for classes in FLAGS.values()
         for heading, names in classes.items()
-        for name in names.split()
+        for name in names_in(names)
     }

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.fault_tolerance.seams.flag_classes import names_of
-from moe_ft.config.flag_table import FLAGS, OF_SCRIPTS, PATHS, Kind
+from moe_ft.config.flag_table import FLAGS, OF_SCRIPTS, PATHS, Kind, names_in
 
 # The attribute of Megatron's arguments that names the flags of the script, by ``dest``.
 SCRIPT_FLAGS = "moe_ft_script_flags"
@@ -59,7 +59,7 @@ def script_settings(args: argparse.Namespace) -> dict[str, str]:
     decide: the data, the loss, or the name of a log.
     """
     defaults = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
-    of_scripts = (names.split() for of in OF_SCRIPTS for names in FLAGS[of].values())
+    of_scripts = (names_in(text) for of in OF_SCRIPTS for text in FLAGS[of].values())
     names = {*getattr(args, SCRIPT_FLAGS, ()), *itertools.chain.from_iterable(of_scripts)}
     missing = object()
     return {

@@ -9,7 +9,7 @@ import pytest
 from megatron.fault_tolerance.program.refusals import PROGRAM_REFUSALS, REFUSALS
 from megatron.fault_tolerance.seams.flag_classes import megatron_flags, names_of, untested_flags
 from megatron.fault_tolerance.seams.refusals import Refusal, check_refusals
-from moe_ft.config.flag_table import FLAGS, REFUSED_HERE, Kind, flag_classes
+from moe_ft.config.flag_table import FLAGS, REFUSED_HERE, Kind, flag_classes, names_in
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
 
@@ -26,7 +26,7 @@ def test_every_refused_flag_has_one_rule_and_every_rule_its_row() -> None:
 
 
 def test_table_knows_the_flags_that_this_program_refuses_and_others_may_read() -> None:
-    names = {name for each in FLAGS[REFUSED_HERE].values() for name in each.split()}
+    names = {name for each in FLAGS[REFUSED_HERE].values() for name in names_in(each)}
     assert names == {rule.dest for rule in PROGRAM_REFUSALS}
 
 

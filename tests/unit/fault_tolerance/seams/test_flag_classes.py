@@ -11,7 +11,7 @@ from megatron.fault_tolerance.cpu.defaults import CPU_DEFAULTS, UNFUSED_DEFAULTS
 from megatron.fault_tolerance.program.refusals import REFUSALS
 from megatron.fault_tolerance.seams.flag_classes import names_of, untested_flags, untested_line
 from megatron.fault_tolerance.seams.refusals import check_refusals
-from moe_ft.config.flag_table import FLAGS, FlagClass, Kind, flag_classes
+from moe_ft.config.flag_table import FLAGS, FlagClass, Kind, flag_classes, names_in
 from moe_ft.strategies import registry
 
 TESTS = Path(__file__).parents[3]
@@ -40,14 +40,14 @@ def test_flag_that_decides_something_is_read_by_megatron() -> None:
 
 def test_no_flag_is_in_the_table_twice_and_no_class_has_another_mark() -> None:
     found = [(names, *each.split()) for of in FLAGS.values() for each, names in of.items()]
-    assert sum(len(names.split()) for names, *_ in found) == len(flag_classes())
+    assert sum(len(names_in(names)) for names, *_ in found) == len(flag_classes())
     assert {tuple(mark) for _, _, *mark in found} == {(), ("untested",)}
 
 
 def test_names_are_sorted_within_their_class() -> None:
     for subject, classes in FLAGS.items():
         for heading, names in classes.items():
-            assert names.split() == sorted(names.split(), key=str.lower), (subject, heading)
+            assert names_in(names) == sorted(names_in(names), key=str.lower), (subject, heading)
 
 
 def test_defaults_are_neither_refused_nor_untested(
