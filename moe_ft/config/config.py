@@ -5,13 +5,14 @@ rules about it, are with the strategy: see moe_ft/strategies/registry.py.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from moe_ft.config.directories import check_directories
 from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
 from moe_ft.config.precision import PrecisionConfig
+from moe_ft.config.rules import Rule, check_rules
 from moe_ft.config.strategy import NO_STRATEGY, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
@@ -293,6 +294,42 @@ class FaultConfig(Part):
                 )
 
 
+def _needs_strategy(flag: str, is_used: Callable[[Any], bool], without: str) -> Rule:
+    return Rule(
+        "",
+        flag,
+        lambda config: is_used(config) and not config.strategy.is_on,
+        f"with --moe-ft-strategy={NO_STRATEGY} {without}",
+        "Name one with --moe-ft-strategy, or leave it out",
+        problem="needs a strategy",
+    )
+
+
+_RULES = (
+    _needs_strategy(
+        "--moe-ft-breakpoints", lambda config: config.memory.breakpoints, "nothing is recovered"
+    ),
+    _needs_strategy(
+        "--moe-ft-upstream-log",
+        lambda config: config.memory.upstream_log,
+        "there is no state from which a stage could be replayed",
+    ),
+    Rule(
+        "",
+        "--moe-ft-upstream-log",
+        lambda config: config.memory.upstream_log and config.strategy.interval_iterations is None,
+        "with --moe-ft-interval=auto nobody knows in advance how many iterations it must hold",
+        "Give --moe-ft-interval a number of iterations",
+        problem="needs a fixed interval",
+    ),
+    _needs_strategy(
+        "--moe-ft-repair=auto",
+        lambda config: config.recovery.repair != "off",
+        "a rank that replaces a dead one has no state",
+    ),
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeFtConfig:
     """All settings of moe_ft.
@@ -337,10 +374,8 @@ class MoeFtConfig:
                 f"--moe-ft-inject-fault {self.fault.inject_fault[0]} needs the event log, where a "
                 "fault that fired is marked so that it fires once. Add --moe-ft-event-log DIR."
             )
-        self._check_breakpoints()
-        self._check_upstream_log()
+        check_rules(_RULES, self)
         self._check_recovery()
-        self._check_repair()
         if not self.strategy.is_on:
             for fault in self.fault.faults:
                 if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:
@@ -348,30 +383,6 @@ class MoeFtConfig:
                         f"--moe-ft-inject-fault {fault} needs a strategy: with --moe-ft-strategy=none "
                         "nothing is checkpointed. Name one with --moe-ft-strategy."
                     )
-
-    def _check_breakpoints(self) -> None:
-        """Raise ConfigError if breakpoints are to be written and nothing recovers from them."""
-        if self.memory.breakpoints and not self.strategy.is_on:
-            raise ConfigError(
-                "--moe-ft-breakpoints needs a strategy: with --moe-ft-strategy=none nothing is recovered. "
-                "Name one with --moe-ft-strategy, or leave it out."
-            )
-
-    def _check_upstream_log(self) -> None:
-        """Raise ConfigError if what crosses stages is to be logged and nothing bounds the log."""
-        if not self.memory.upstream_log:
-            return
-        if not self.strategy.is_on:
-            raise ConfigError(
-                f"{flag_of('upstream_log')} needs a strategy: with --moe-ft-strategy={NO_STRATEGY} there is "
-                "no state from which a stage could be replayed. Name one with --moe-ft-strategy, or leave it "
-                "out."
-            )
-        if self.strategy.interval_iterations is None:
-            raise ConfigError(
-                f"{flag_of('upstream_log')} needs a fixed interval: with --moe-ft-interval=auto nobody knows "
-                "in advance how many iterations it must hold. Give --moe-ft-interval a number of iterations."
-            )
 
     def _check_recovery(self) -> None:
         """Raise ConfigError if stages are to recover alone and nothing is kept for that."""
@@ -385,16 +396,6 @@ class MoeFtConfig:
                 f"{flag_of('recovery')}=local needs {' and '.join(missing)}: a stage recovers alone from "
                 "what the others have sent to it, and they continue from breakpoints. Add them, or give "
                 f"{flag_of('recovery')} auto."
-            )
-
-    def _check_repair(self) -> None:
-        """Raise ConfigError if ranks are to be replaced and there would be no state for them."""
-        if self.recovery.repair == "off":
-            return
-        if not self.strategy.is_on:
-            raise ConfigError(
-                f"{flag_of('repair')}=auto needs a strategy: with --moe-ft-strategy={NO_STRATEGY} a rank "
-                "that replaces a dead one has no state. Name one with --moe-ft-strategy, or leave it out."
             )
 
     def _check_given(self) -> None:

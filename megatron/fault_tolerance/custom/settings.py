@@ -23,10 +23,26 @@ from megatron.fault_tolerance.seams.validation import (
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flag_table import Kind
 from moe_ft.config.flags import config_from_settings
+from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
 
+_OF_MEGATRONS_LOOP = (
+    Rule(
+        "",
+        "--moe-ft-upstream-log",
+        lambda config: config.memory.upstream_log,
+        "a Checkpointer does not know what another loop sends between stages",
+        problem="needs Megatron's own training loop",
+    ),
+    Rule(
+        "",
+        "--moe-ft-repair=auto",
+        lambda config: config.recovery.repair != "off",
+        problem="needs Megatron's own training loop, whose iterations can be left and run again",
+    ),
+)
 # As Megatron's flags name them.
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "fp8"}
 
@@ -53,16 +69,7 @@ def checked_config(
     check_megatron_version(config.strategy.allow_untested_megatron)
     check_event_log(config.observability.event_log)
     config.validate(world_size)
-    if config.memory.upstream_log:
-        raise ConfigError(
-            "--moe-ft-upstream-log needs Megatron's own training loop: a Checkpointer does not know what "
-            "another loop sends between stages. Leave it out."
-        )
-    if config.recovery.repair != "off":
-        raise ConfigError(
-            "--moe-ft-repair=auto needs Megatron's own training loop, whose iterations can be left and run "
-            "again. Leave it out."
-        )
+    check_rules(_OF_MEGATRONS_LOOP, config)
     model = ModelFacts(num_experts=megatron.num_experts, num_iterations=train_iterations)
     registry.check(config, model)
     strategy = config.strategy.strategy

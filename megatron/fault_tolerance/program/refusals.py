@@ -3,13 +3,14 @@
 A script of your own may support them. seams/refusals.py has the rules that hold for every program.
 """
 
-from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, Refusal, refused_flag
+from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, refused_flag
+from moe_ft.config.rules import Rule
 
 _IGNORED = "pretrain_gpt_moe.py would ignore it"
 _UNREAD = "nothing in Megatron reads it, so it would have no effect"
 _NOT_GPT = "pretrain_gpt_moe.py trains GPTs only, and would ignore it"
 
-PROGRAM_REFUSALS: tuple[Refusal, ...] = (
+PROGRAM_REFUSALS: tuple[Rule, ...] = (
     # Features that a training program must implement, and this one does not.
     refused_flag("sft", _IGNORED),
     refused_flag("fim_data", _IGNORED),
@@ -44,12 +45,11 @@ PROGRAM_REFUSALS: tuple[Refusal, ...] = (
     # Flags that nothing reads, although a user would expect an effect.
     refused_flag("apply_residual_connection_post_layernorm", _UNREAD),
     refused_flag("openai_gelu", _UNREAD),
-    Refusal(
+    Rule(
         "sample_rate",
         "--sample-rate",
         lambda args: args.sample_rate != 1.0,
         _UNREAD,
-        covers_flag=True,
     ),
     # Flags on which Megatron itself fails, later and with a traceback.
     refused_flag(
@@ -57,7 +57,7 @@ PROGRAM_REFUSALS: tuple[Refusal, ...] = (
         "Megatron 0.19.2 passes it to a configuration that does not know it, and fails",
         "Use --init-method-std",
     ),
-    Refusal(
+    Rule(
         "full_validation",
         "--full-validation without --multiple-validation-sets",
         lambda args: args.full_validation and not getattr(args, "multiple_validation_sets", 0),

@@ -8,36 +8,37 @@ import argparse
 import importlib.util
 from pathlib import Path
 
+from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
+
+_LOCAL = (
+    Rule(
+        "num_experts",
+        "--num-experts",
+        lambda args: args.num_experts and args.transformer_impl == "local" and args.add_bias_linear,
+        "Megatron's local experts fail to add a bias",
+        "Add the flag, or use --transformer-impl transformer_engine",
+        problem="with --transformer-impl=local needs --disable-bias-linear",
+    ),
+    Rule(
+        "",
+        "--apply-layernorm-1p",
+        lambda args: (
+            args.sequence_parallel
+            and args.transformer_impl == "local"
+            and args.layernorm_zero_centered_gamma
+        ),
+        remedy="Leave it out, or use --transformer-impl transformer_engine",
+        problem="is not supported by the local implementation's norm",
+    ),
+)
 
 
 def check_program(args: argparse.Namespace) -> None:
     """Raise ConfigError on the first rule that Megatron's parsed arguments break."""
-    _check_local_experts(args)
-    _check_local_norm(args)
+    check_rules(_LOCAL, args)
     _check_transformer_engine(args)
     _check_data(args)
-
-
-def _check_local_experts(args: argparse.Namespace) -> None:
-    if args.num_experts and args.transformer_impl == "local" and args.add_bias_linear:
-        raise ConfigError(
-            f"--num-experts={args.num_experts} with --transformer-impl=local needs "
-            "--disable-bias-linear: Megatron's local experts fail to add a bias. Add the flag, or use "
-            "--transformer-impl transformer_engine."
-        )
-
-
-def _check_local_norm(args: argparse.Namespace) -> None:
-    if (
-        args.sequence_parallel
-        and args.transformer_impl == "local"
-        and args.layernorm_zero_centered_gamma
-    ):
-        raise ConfigError(
-            "--apply-layernorm-1p is not supported by the local implementation's norm. Leave it out, "
-            "or use --transformer-impl transformer_engine."
-        )
 
 
 def _check_transformer_engine(args: argparse.Namespace) -> None:

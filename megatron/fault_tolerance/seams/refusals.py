@@ -7,9 +7,10 @@ values. validation.py checks how flags fit together and whether they fit this ma
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import StrategyKind
 from moe_ft.strategies.registry import kind_of, kinds
@@ -21,41 +22,13 @@ _LEAVE = "Leave it out"
 _OWN_PARAMETERS = "Leave it out, so that every expert has parameters of its own"
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Rule that refuses a flag, or some values of it.
-
-    Attributes:
-        dest: the flag, as argparse calls it.
-        flag: as messages name it.
-        is_used: says whether parsed arguments use it.
-        remedy: what to do instead; {others} stands for the strategies that it is not refused with.
-        strategies: says with which it is refused; None for always, also without a strategy.
-        covers_flag: whether any use of the flag is refused, not only some values or combinations.
-    """
-
-    dest: str
-    flag: str
-    is_used: Callable[[Any], bool]
-    reason: str
-    remedy: str = _LEAVE
-    strategies: Strategies | None = None
-    covers_flag: bool = False
-
-
 def refused_flag(
     dest: str, reason: str, remedy: str = _LEAVE, strategies: Strategies | None = None
-) -> Refusal:
+) -> Rule:
     """Return a rule that refuses a flag whose default is false or None."""
     flag = "--" + dest.replace("_", "-")
-    return Refusal(
-        dest,
-        flag,
-        lambda args: bool(getattr(args, dest, None)),
-        reason,
-        remedy,
-        strategies,
-        covers_flag=True,
+    return Rule(
+        dest, flag, lambda args: bool(getattr(args, dest, None)), reason, remedy, strategies
     )
 
 
@@ -93,9 +66,9 @@ def _has_graphs(args: Any) -> bool:
 _LAYER_WISE = ("muon", "dist_muon", "adaptive_muon", "soap")
 _SHARDED_WEIGHTS = "snapshots do not know the process groups of its weight shards"
 
-SEAM_REFUSALS: tuple[Refusal, ...] = (
+SEAM_REFUSALS: tuple[Rule, ...] = (
     # State that snapshots cannot hold.
-    Refusal(
+    Rule(
         "cuda_graph_impl",
         "--cuda-graph-impl full_iteration",
         lambda args: args.cuda_graph_impl == "full_iteration",
@@ -105,7 +78,7 @@ SEAM_REFUSALS: tuple[Refusal, ...] = (
     refused_flag("optimizer_cuda_graph", _NO_UNITS),
     refused_flag("use_megatron_fsdp", _NO_UNITS, "Use --use-distributed-optimizer"),
     refused_flag("use_torch_fsdp2", _NO_UNITS, "Use --use-distributed-optimizer"),
-    Refusal(
+    Rule(
         "optimizer",
         f"--optimizer with a layer-wise optimizer ({', '.join(_LAYER_WISE)})",
         lambda args: args.optimizer in _LAYER_WISE,
@@ -113,15 +86,14 @@ SEAM_REFUSALS: tuple[Refusal, ...] = (
         "Use --optimizer adam",
     ),
     refused_flag("optimizer_cpu_offload", _NO_UNITS),
-    Refusal(
+    Rule(
         "num_distributed_optimizer_instances",
         "--num-distributed-optimizer-instances above 1",
         lambda args: args.num_distributed_optimizer_instances > 1,
         _NO_UNITS,
         "Use one instance",
-        covers_flag=True,
     ),
-    Refusal(
+    Rule(
         "reuse_grad_buf_for_mxfp8_param_ag",
         "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
         lambda args: (
@@ -145,30 +117,28 @@ SEAM_REFUSALS: tuple[Refusal, ...] = (
     refused_flag("moe_single_grouped_weight", _NO_UNITS, _OWN_PARAMETERS),
     refused_flag("moe_single_grouped_bias", _NO_UNITS, _OWN_PARAMETERS),
     refused_flag("hybrid_context_parallel", _NO_UNITS, "Use --context-parallel-size alone"),
-    Refusal(
+    Rule(
         "tensor_parallel_num_weight_shards",
         "--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
         _shards_weights,
         _SHARDED_WEIGHTS,
         "Leave it out, or raise --tensor-model-parallel-size instead",
         strategies=_any,
-        covers_flag=True,
     ),
-    Refusal(
+    Rule(
         "expert_tensor_parallel_num_weight_shards",
         "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
         _shards_experts,
         _SHARDED_WEIGHTS,
         "Leave it out, or raise --expert-tensor-parallel-size instead",
         strategies=_any,
-        covers_flag=True,
     ),
     refused_flag(
         "fake_process_group",
         "its ranks exchange nothing, so they cannot agree on a checkpoint",
         strategies=_any,
     ),
-    Refusal(
+    Rule(
         "iterations_to_skip",
         "--iterations-to-skip with virtual pipeline stages",
         _skips_with_chunks,
@@ -176,7 +146,7 @@ SEAM_REFUSALS: tuple[Refusal, ...] = (
         "Leave one of the two out",
     ),
     # Features that some strategies cannot support.
-    Refusal(
+    Rule(
         "cuda_graph_impl",
         "--cuda-graph-impl",
         _has_graphs,
@@ -184,7 +154,7 @@ SEAM_REFUSALS: tuple[Refusal, ...] = (
         "Use --cuda-graph-impl none",
         strategies=_loses_tokens,
     ),
-    Refusal(
+    Rule(
         "cuda_graph_impl",
         "--cuda-graph-impl",
         _has_graphs,
@@ -193,7 +163,7 @@ SEAM_REFUSALS: tuple[Refusal, ...] = (
         "Use --cuda-graph-impl none",
         strategies=_replays,
     ),
-    Refusal(
+    Rule(
         "qk_clip",
         "--qk-clip",
         lambda args: args.qk_clip,
@@ -201,7 +171,7 @@ SEAM_REFUSALS: tuple[Refusal, ...] = (
         "Leave it out, or use {others}",
         strategies=_replays,
     ),
-    Refusal(
+    Rule(
         "phase_transition_iterations",
         "--phase-transition-iterations",
         lambda args: bool(args.phase_transition_iterations),
@@ -230,7 +200,7 @@ SEAM_REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def check_refusals(args: argparse.Namespace, rules: Sequence[Refusal] = SEAM_REFUSALS) -> None:
+def check_refusals(args: argparse.Namespace, rules: Sequence[Rule] = SEAM_REFUSALS) -> None:
     """Raise ConfigError on the first flag, or value of a flag, that a rule refuses.
 
     Args:
@@ -243,11 +213,9 @@ def check_refusals(args: argparse.Namespace, rules: Sequence[Refusal] = SEAM_REF
             continue
         if not hasattr(args, rule.dest):  # --moe-ft-allow-untested-megatron
             continue
-        if rule.is_used(args):
-            where = f" with --moe-ft-strategy={strategy}" if rule.strategies else ""
-            given = _as_given(rule, getattr(args, rule.dest, None))
-            remedy = rule.remedy.format(others=_others(rule))
-            raise ConfigError(f"{given} is not supported{where}: {rule.reason}. {remedy}.")
+        where = f" with --moe-ft-strategy={strategy}" if rule.strategies else ""
+        remedy = rule.remedy.format(others=_others(rule))
+        check_rules([replace(rule, problem=rule.problem + where, remedy=remedy)], args)
 
 
 def check_no_replay_is_refused(args: argparse.Namespace, flag: str) -> None:
@@ -257,24 +225,15 @@ def check_no_replay_is_refused(args: argparse.Namespace, flag: str) -> None:
         flag: of ours, with which iterations are run again whatever the strategy.
     """
     for rule in SEAM_REFUSALS:
-        if rule.strategies is _replays and rule.is_used(args):
-            given = _as_given(rule, getattr(args, rule.dest, None))
-            raise ConfigError(
-                f"{given} is not supported with {flag}: {rule.reason}. Leave one of them out."
-            )
+        if rule.strategies is _replays:
+            with_flag = f"{rule.problem} with {flag}"
+            check_rules([replace(rule, problem=with_flag, remedy="Leave one of them out")], args)
 
 
-def _others(rule: Refusal) -> str:
+def _others(rule: Rule) -> str:
     """Return the strategies with which a rule accepts a flag, in words."""
     names = [kind.name for kind in kinds() if rule.strategies is None or not rule.strategies(kind)]
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _as_given(rule: Refusal, value: Any) -> str:
-    """Return a flag with its value, unless the rule's name for the flag says the value."""
-    if " " in rule.flag or isinstance(value, bool):
-        return rule.flag
-    return f"{rule.flag}={' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def check_yaml(command_line: Sequence[str]) -> None:
@@ -284,5 +243,4 @@ def check_yaml(command_line: Sequence[str]) -> None:
     args, _ = parser.parse_known_args(command_line)
     rule = next(rule for rule in SEAM_REFUSALS if rule.dest == "yaml_cfg")
     if args.yaml_cfg is not None:
-        given = _as_given(rule, args.yaml_cfg)
-        raise ConfigError(f"{given} is not supported: {rule.reason}. {rule.remedy}.")
+        raise ConfigError(rule.message(args))

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, Refusal
+from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS
 from megatron.fault_tolerance.seams.validation import (
     check_arguments,
     check_state_dtype,
@@ -17,6 +17,7 @@ from megatron.fault_tolerance.seams.validation import (
 )
 from moe_ft.config import flags
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.rules import Rule
 from moe_ft.recovery.site import say
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
@@ -56,7 +57,7 @@ def is_off(args: argparse.Namespace) -> bool:
 
 
 def checked_config(
-    args: argparse.Namespace, refusals: Sequence[Refusal] = SEAM_REFUSALS
+    args: argparse.Namespace, refusals: Sequence[Rule] = SEAM_REFUSALS
 ) -> MoeFtConfig:
     """Return the settings, checked without the model: it may still change. Nothing is built yet.
 
@@ -70,7 +71,7 @@ def checked_config(
     check_arguments(args, refusals)
     config = config_from_arguments(args)
     config.validate(args.world_size)
-    check_upstream_log(args, config)
+    check_upstream_log(args)
     if config.strategy.is_on:  # known only here, and needed only then
         check_state_dtype(args, config.precision)
         config.memory.resolve_job_id(os.environ)

@@ -14,12 +14,11 @@ from megatron.core import package_info
 
 from megatron.fault_tolerance.seams.refusals import (
     SEAM_REFUSALS,
-    Refusal,
     check_no_replay_is_refused,
     check_refusals,
 )
-from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.precision import PrecisionConfig
+from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 from moe_ft.planning.parallel_sizes import check_experts, check_world_size
@@ -30,7 +29,7 @@ TESTED_MEGATRON_VERSIONS = ("0.19.2",)
 _PARTS_OF_OPTIMIZERS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "lion": ("master", "exp_avg")}
 
 
-def check_arguments(args: argparse.Namespace, refusals: Sequence[Refusal] = SEAM_REFUSALS) -> None:
+def check_arguments(args: argparse.Namespace, refusals: Sequence[Rule] = SEAM_REFUSALS) -> None:
     """Raise ConfigError on the first rule that Megatron's arguments break, as parsed or later."""
     check_megatron_version(args.moe_ft_allow_untested_megatron)
     _check_sizes(args)
@@ -71,15 +70,19 @@ def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> N
             )
 
 
-def check_upstream_log(args: argparse.Namespace, config: MoeFtConfig) -> None:
-    """Raise ConfigError if what crosses stages is to be logged and there is only one stage."""
-    stages = args.pipeline_model_parallel_size
-    if config.memory.upstream_log and stages < 2:
-        raise ConfigError(
-            f"--moe-ft-upstream-log needs pipeline stages: with --pipeline-model-parallel-size={stages} "
-            "nothing is sent from one to another. Leave it out."
-        )
-    if config.memory.upstream_log:
+_NO_STAGES = Rule(
+    "",
+    "--moe-ft-upstream-log",
+    lambda args: args.pipeline_model_parallel_size < 2,
+    "with --pipeline-model-parallel-size=1 nothing is sent from one to another",
+    problem="needs pipeline stages",
+)
+
+
+def check_upstream_log(args: argparse.Namespace) -> None:
+    """Raise ConfigError if what crosses stages is to be logged and cannot be, or could not be used."""
+    if args.moe_ft_upstream_log:
+        check_rules([_NO_STAGES], args)
         check_no_replay_is_refused(args, "--moe-ft-upstream-log")
 
 
