@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.fault_tolerance.seams.flag_classes import names_of
 from megatron.fault_tolerance.seams.refusals import check_refusals
-from megatron.fault_tolerance.seams.validation import (
+from megatron.fault_tolerance.seams.settings import (
     check_event_log,
     check_megatron_version,
     check_state_dtype,

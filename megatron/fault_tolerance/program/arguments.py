@@ -15,13 +15,12 @@ from megatron.training import arguments as megatron_arguments
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.cpu.defaults import UNFUSED_DEFAULTS, set_cpu_defaults
 from megatron.fault_tolerance.program.data import check_splits
-from megatron.fault_tolerance.program.refusals import REFUSALS
 from megatron.fault_tolerance.program.text_dataset import (
     BYTE_VOCABULARY,
     TextSource,
     prepare_cached,
 )
-from megatron.fault_tolerance.program.validation import check_program
+from megatron.fault_tolerance.program.validation import REFUSALS, check_program
 from megatron.fault_tolerance.seams.flag_classes import untested_flags, untested_line
 from megatron.fault_tolerance.seams.refusals import check_refusals, check_yaml
 from megatron.fault_tolerance.seams.settings import (

@@ -1,26 +1,38 @@
-"""Settings of moe_ft, read from Megatron's arguments and checked together with them.
+"""Settings of moe_ft, read from Megatron's arguments and checked with them before anything is built.
 
-The rules themselves are in validation.py, refusals.py and moe_ft/config.
+Each message names the flag, its value, the rule and the remedy. Flags that are not supported are in
+refusals.py; rules on --moe-ft-* values alone are in moe_ft/config. Megatron checks the other rules on its own
+flags.
 """
 
 import argparse
 import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
-from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS
-from megatron.fault_tolerance.seams.validation import (
-    check_arguments,
-    check_state_dtype,
-    check_upstream_log,
-    settings_without_effect,
+from megatron.core import package_info
+
+from megatron.fault_tolerance.seams.refusals import (
+    SEAM_REFUSALS,
+    check_no_replay_is_refused,
+    check_refusals,
 )
 from moe_ft.config import flags
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.rules import Rule
+from moe_ft.config.precision import PrecisionConfig
+from moe_ft.config.rules import Rule, check_rules
+from moe_ft.errors import ConfigError
+from moe_ft.format.packings import Packing
+from moe_ft.planning.parallel_sizes import check_experts, check_world_size
 from moe_ft.recovery.site import say
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
+
+TESTED_MEGATRON_VERSIONS = ("0.19.2",)
+
+# The parts of the state that --moe-ft-state-dtype can name.
+_PARTS_OF_OPTIMIZERS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "lion": ("master", "exp_avg")}
 
 
 def add_moe_ft_flags(parser: argparse.ArgumentParser) -> None:
@@ -106,3 +118,122 @@ def warn(args: argparse.Namespace, lines: Sequence[str]) -> None:
     """Print lines on rank 0."""
     for line in lines if args.rank == 0 else ():
         say(f"warning: {line}")
+
+
+def check_arguments(args: argparse.Namespace, refusals: Sequence[Rule] = SEAM_REFUSALS) -> None:
+    """Raise ConfigError on the first rule that Megatron's arguments break, as parsed or later."""
+    check_megatron_version(args.moe_ft_allow_untested_megatron)
+    _check_sizes(args)
+    check_refusals(args, refusals)
+    check_event_log(args.moe_ft_event_log)
+
+
+def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> None:
+    """Raise ConfigError if a part of the state cannot be kept in the format that a flag names for it."""
+    kept = {
+        "master": args.main_params_dtype,
+        "exp_avg": args.exp_avg_dtype,
+        "exp_avg_sq": args.exp_avg_sq_dtype,
+    }
+    for part, packing in precision.packings.items():
+        if packing is Packing.EXACT:
+            continue
+        given = f"--moe-ft-state-dtype={precision.state_dtype}"
+        if part not in _PARTS_OF_OPTIMIZERS.get(args.optimizer, ("master",)):
+            raise ConfigError(
+                f"{given}: --optimizer {args.optimizer} keeps no {part}. Leave it out of the list."
+            )
+        if kept[part] != "fp32":
+            flag = "main-params" if part == "master" else part.replace("_", "-")
+            raise ConfigError(
+                f"{given}: the optimizer itself keeps {part} in {kept[part]} (--{flag}-dtype), and "
+                "snapshots hold that as it is. Leave it out of the list."
+            )
+        if part == "master" and args.use_precision_aware_optimizer:
+            raise ConfigError(
+                f"{given}: with --use-precision-aware-optimizer masters are the optimizer's own, and "
+                "snapshots hold them as they are. Leave master out of the list."
+            )
+        if packing is Packing.SPLIT and not args.bf16:
+            raise ConfigError(
+                f"{given}: masters can be split only where forward uses BF16 weights. Add --bf16, or use "
+                "master=exact."
+            )
+
+
+_NO_STAGES = Rule(
+    "",
+    "--moe-ft-upstream-log",
+    lambda args: args.pipeline_model_parallel_size < 2,
+    "with --pipeline-model-parallel-size=1 nothing is sent from one to another",
+    problem="needs pipeline stages",
+)
+
+
+def check_upstream_log(args: argparse.Namespace) -> None:
+    """Raise ConfigError if what crosses stages is to be logged and cannot be, or could not be used."""
+    if args.moe_ft_upstream_log:
+        check_rules([_NO_STAGES], args)
+        check_no_replay_is_refused(args, "--moe-ft-upstream-log")
+
+
+def settings_without_effect(args: argparse.Namespace, command_line: Sequence[str]) -> list[str]:
+    """Return one line for each flag of moe_ft that has no effect with Megatron's arguments.
+
+    Args:
+        command_line: as given: shows a flag that is given with its default value.
+    """
+    is_given = any(word.partition("=")[0] == "--moe-ft-sharding" for word in command_line)
+    if not is_given or not args.use_distributed_optimizer or args.moe_ft_strategy == "none":
+        return []
+    return [
+        f"--moe-ft-sharding={args.moe_ft_sharding} changes nothing with --use-distributed-optimizer: every "
+        "rank saves the slices that the optimizer has given it (only frozen parameters are replicated)"
+    ]
+
+
+def check_megatron_version(allow_untested: bool) -> None:
+    """Raise ConfigError for a version that moe_ft was not tested with, unless it is allowed."""
+    # Without the revision of the git tree around it. It may come from the folder of a script.
+    installed = package_info.__shortversion__
+    if installed not in TESTED_MEGATRON_VERSIONS and not allow_untested:
+        raise ConfigError(
+            f"megatron-core {installed} is used, moe_ft was tested with "
+            f"{', '.join(TESTED_MEGATRON_VERSIONS)} and its seams may not fit. Install a tested "
+            f"version (pip install megatron-core=={TESTED_MEGATRON_VERSIONS[-1]}), or take the "
+            "risk with --moe-ft-allow-untested-megatron."
+        )
+
+
+_SIZES = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+)
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    for flag in _SIZES:
+        size = getattr(args, flag[2:].replace("-", "_"))
+        if size is not None and size < 1:
+            raise ConfigError(f"{flag}={size} must be at least 1. Give a number of ranks.")
+    check_world_size(args, args.world_size)
+    check_experts(args.num_experts, args.expert_model_parallel_size, args.moe_router_topk)
+
+
+def check_event_log(directory: str | None) -> None:
+    """Raise ConfigError unless the directory of the event log, if there is one, exists or can be made."""
+    if directory is None:
+        return
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(directory, os.W_OK | os.X_OK) else "no right to write there"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise ConfigError(
+            f"--moe-ft-event-log={directory} cannot be written ({problem}): it must be a directory, or a "
+            "path where one can be created. Name another one."
+        )

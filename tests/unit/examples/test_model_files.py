@@ -13,7 +13,7 @@ import torch
 from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.program.arguments import add_flags
-from megatron.fault_tolerance.program.refusals import REFUSALS
+from megatron.fault_tolerance.program.validation import REFUSALS
 from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.settings import checked_config
 from moe_ft.convert.huggingface.families.registry import FAMILIES

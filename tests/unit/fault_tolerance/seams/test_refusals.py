@@ -1,4 +1,4 @@
-"""Rules of the seams; program/test_refusals.py tests them with those of the program, flag by flag."""
+"""Rules of the seams; program/test_validation.py tests them with those of the program, flag by flag."""
 
 import pytest
 
