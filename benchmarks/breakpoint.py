@@ -41,7 +41,7 @@ from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import SnapshotIndexer
 from moe_ft.engine.snapshots.record_log import RecordLog
 from moe_ft.recovery.assembly import lay_out_breakpoint
-from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.dense import DenseStrategy
 from tests.demo_model import layout_flags
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
 from tests.unit.moe_ft.engine.engine_job import capture

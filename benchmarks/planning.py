@@ -45,7 +45,7 @@ from moe_ft.recovery.put_back import put_back
 from moe_ft.recovery.readers import MemoryReader, Readers
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.record import CapturedRecord
-from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import WindowPlan
 from moe_ft.topology import RankInfo, Topology
 

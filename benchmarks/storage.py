@@ -40,7 +40,7 @@ from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.put_back import put_back
 from moe_ft.recovery.readers import MemoryReader, Readers
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.dense import DenseStrategy
 
 NUM_PARAMETERS = 40
 BYTES_PER_ELEMENT = 4 + 4 + 4  # master weight and two moments: what a snapshot holds

@@ -4,7 +4,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import Part, one_of
 from moe_ft.config.strategy import NO_STRATEGY
 from moe_ft.errors import ConfigError
-from moe_ft.strategies.dense.kind import DENSE
+from moe_ft.strategies.dense import DENSE
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
 from moe_ft.strategies.partial.kind import PARTIAL
 from moe_ft.strategies.sparse.kind import SPARSE

@@ -33,7 +33,7 @@ from moe_ft.format.index import Index
 from moe_ft.planning.boundary_log import PipelineTraffic, num_slots
 from moe_ft.recovery.assembly import lay_out_breakpoint
 from moe_ft.state.record import CapturedRecord, IterationFacts, LoopCounters
-from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import Strategy, WindowPlan
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity

@@ -29,7 +29,7 @@ from moe_ft.recovery.site import Site
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import GroupPlace, StatePlaces
 from moe_ft.state.record import RecordTaker
-from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import WINDOW_UNITS, fill_window
 from tests.unit.moe_ft.recovery.window_copies import make_parameters

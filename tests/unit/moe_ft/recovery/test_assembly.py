@@ -22,7 +22,7 @@ from moe_ft.recovery.assembly import (
 )
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.sparse.config import SparseConfig

@@ -18,7 +18,7 @@ from moe_ft.recovery.fetch import Fetched
 from moe_ft.recovery.protect import hand_over
 from moe_ft.recovery.restore import Restored
 from moe_ft.recovery.units import FetchedUnit
-from moe_ft.strategies.dense.strategy import DenseStrategy
+from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.topology import RankInfo
 from moe_ft.units import parse_unit
 from tests.unit.moe_ft.builders import FRESH, make_history, make_window

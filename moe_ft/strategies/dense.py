@@ -1,0 +1,106 @@
+"""The strategy `dense`: every unit in full in every snapshot. Sources: CheckFreq, Gemini.
+
+Here are the strategy itself, its plan (bytes of each rank, the wait for a snapshot, host memory), and its entry
+in the registry.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import override
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.planning.host_memory import Footprint, MemoryShare
+from moe_ft.planning.ownership import saved_parameters
+from moe_ft.planning.planned_job import PlannedJob
+from moe_ft.planning.report import describe_ranks, memory_table, persist_line, whole_line
+from moe_ft.strategies.interface import RankFacts, SnapshotPlan, Strategy, StrategyKind, WindowPlan
+from moe_ft.units import Level, UnitId
+
+
+class DenseStrategy(Strategy):
+    """Takes windows of one snapshot with everything in it."""
+
+    def __init__(self, units: Iterable[UnitId]) -> None:
+        snapshot = SnapshotPlan(levels=dict.fromkeys(units, Level.FULL))
+        self._plan = WindowPlan(snapshots=(snapshot,))
+
+    @property
+    @override
+    def always(self) -> Collection[UnitId]:
+        return self._plan.snapshots[0].levels.keys()
+
+    @override
+    def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
+        return self._plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(StrategyKind):
+    """Needs nothing of a job."""
+
+    @override
+    def report(self, job: PlannedJob) -> str:
+        job.measured.refuse_unplanned("dense")
+        parameters = _saved(job)
+        most, num_bytes = max(parameters), job.byte_model.optimizer
+        size = (
+            f"snapshot: {sum(parameters) * num_bytes / 1e6:,.1f} MB in all, {most * num_bytes / 1e6:,.1f} MB "
+            f"of rank {parameters.index(most)}, which has the most"
+        )
+        memory = memory_table(job, {"dense": _share(job, most)}, most)
+        limits = _limits(job, most * num_bytes)
+        lines = "\n".join([size, *limits, *whole_line(job, most * num_bytes)])
+        return "\n\n".join([describe_ranks(job), lines, memory])
+
+    @override
+    def footprint(self, job: PlannedJob) -> Footprint:
+        parameters, num_bytes = _saved(job), job.byte_model.optimizer
+        return Footprint(
+            share=_share(job, max(parameters)), checkpoint_bytes=sum(parameters) * num_bytes
+        )
+
+    @override
+    def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
+        return DenseStrategy(facts.catalog.units)
+
+
+def _share(job: PlannedJob, num_parameters: int) -> MemoryShare:
+    return MemoryShare(
+        region_bytes=num_parameters * job.byte_model.optimizer,
+        breakpoint_bytes=job.breakpoint_bytes(num_parameters),
+    )
+
+
+def _saved(job: PlannedJob) -> list[int]:
+    """Return ``[rank]`` the parameters that a rank saves."""
+    return [
+        count
+        for number, units in enumerate(job.stages)
+        for count in saved_parameters(
+            job.shape,
+            units,
+            job.layout,
+            bucket_parameters=job.bucket_parameters if number == 0 else None,
+        )
+    ]
+
+
+def _limits(job: PlannedJob, most_bytes: int) -> list[str]:
+    """Return the limits that bandwidths set, if they were given."""
+    measured, lines = job.measured, []
+    if measured.iteration_s is None:
+        return []
+    interval = job.interval(most_bytes, most_bytes)
+    if measured.bandwidth is not None:
+        copy_s = most_bytes / measured.bandwidth
+        stall_s = max(0.0, copy_s - measured.hidden_s)
+        overhead = stall_s / (interval * measured.iteration_s)
+        lines.append(
+            f"copied in {copy_s:.3f} s, alongside {measured.hidden_s:.3f} s of forward and backward; stall "
+            f"{stall_s:.3f} s, {overhead:.1%} of the time with --moe-ft-interval {interval}"
+        )
+    planned = interval * job.persist_interval
+    return [*lines, *persist_line(job, most_bytes, period_s=measured.iteration_s, planned=planned)]
+
+
+DENSE = Dense(name="dense")

@@ -1,1 +1,0 @@
-"""Strategy `dense`: every unit in full in every snapshot."""
