@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heapify, heapreplace
+from typing import override
 
 from benchmarks.paper_models import non_expert_modules
 from moe_ft.planning.experts import ExpertLayout
@@ -54,9 +55,17 @@ class PaperBytes(ByteModel):
 
     Attributes:
         weights_always_full: whether experts that are not selected save their weights too.
+        moments_always_full: the same for moments.
     """
 
     weights_always_full: bool = False
+    moments_always_full: bool = False
+
+    @property
+    @override
+    def optimizer_by_rule(self) -> tuple[int, int]:
+        always = self.master * self.master_always_full + self.moments * self.moments_always_full
+        return self.optimizer - always, always
 
     @property
     def weights_by_rule(self) -> tuple[int, int]:

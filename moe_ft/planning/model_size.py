@@ -262,14 +262,12 @@ class ByteModel:
         master: of the optimizer's own weights.
         moments: of its first and second moments.
         master_always_full: whether experts that are not selected save their master weights too.
-        moments_always_full: the same for moments.
     """
 
     weights: int = 2
     master: int = 4
     moments: int = 8
     master_always_full: bool = False
-    moments_always_full: bool = False
 
     @property
     def optimizer(self) -> int:
@@ -284,5 +282,5 @@ class ByteModel:
     @property
     def optimizer_by_rule(self) -> tuple[int, int]:
         """Bytes of the optimizer's state that (only selected, all) experts save."""
-        always = self.master * self.master_always_full + self.moments * self.moments_always_full
+        always = self.master * self.master_always_full
         return self.optimizer - always, always

@@ -1,7 +1,7 @@
 """The strategy `dense`: every unit in full in every snapshot. Sources: CheckFreq, Gemini.
 
-Here are the strategy itself, its plan (bytes of each rank, the wait for a snapshot, host memory), and its entry
-in the registry.
+Here are the strategy itself, its plan (bytes of each rank, the wait for a snapshot, host memory), and its
+entry in the registry.
 """
 
 from collections.abc import Collection, Iterable

@@ -6,7 +6,6 @@ from moe_ft.cli import main
 from moe_ft.files.storage import Storage
 from tests.checkpoint_job import CheckpointJob, flip_byte
 from tests.partial_runs import PARTIAL, follow, killed_with_storage, recount
-from tests.shares import share_of
 from tests.stalled_training import COUNTS_S, RECORD_S, train_on_slow_copies
 from tests.unit.moe_ft.builders import manifest_of
 
@@ -49,20 +48,10 @@ def test_report_shows_each_recovery_with_its_losses(
     assert "loss of 5 before" in text
 
 
-COVERS = (
-    ("--moe-ft-partial-covers", "weights"),
-    ("--moe-ft-partial-covers", "optimizer"),
-    ("--moe-ft-master-always-full",),
-)
-
-
-@pytest.mark.parametrize("covers", share_of(COVERS, COVERS[0]), ids=str)
-def test_part_of_an_expert_that_is_always_saved_does_not_rotate(
-    job: CheckpointJob, covers: tuple[str, ...]
-) -> None:
+def test_master_weights_that_are_always_saved_do_not_rotate(job: CheckpointJob) -> None:
     job.run_with_faults(
         "kill:1@5:backward",
-        flags=(*PARTIAL, *covers, "--moe-ft-k-snapshot", "1"),
+        flags=(*PARTIAL, "--moe-ft-master-always-full", "--moe-ft-k-snapshot", "1"),
         storage=True,
     )
     (recovery,) = job.events("recovery")
@@ -118,7 +107,7 @@ def test_copies_that_training_waits_for_are_counted_as_stalls(job: CheckpointJob
             "--moe-ft-strategy=dense cannot continue from",
         ),
         (
-            (*PARTIAL, "--moe-ft-k-snapshot", "1", "--moe-ft-partial-covers", "optimizer"),
+            (*PARTIAL, "--moe-ft-k-snapshot", "1", "--moe-ft-master-always-full"),
             "divided differently: '--moe-ft-partial-covers both' there",
         ),
     ],

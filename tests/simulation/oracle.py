@@ -164,7 +164,7 @@ class Oracle:
     @property
     def _has_whole_experts(self) -> bool:
         """True if all of an expert is of one iteration: else its bits say nothing about what was lost."""
-        return bool(self.job.setup.options.get("partial_covers", "both") == "both")
+        return not self.job.setup.options.get("master_always_full", False)
 
     def _fail(self, start: Start, what: str) -> None:
         self.violations.append(f"start {start.number}: {what}")

@@ -56,7 +56,7 @@ def vary(setup: Setup, rng: random.Random) -> Setup:
 def _partial_options(options: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     changes: dict[str, Any] = {"dynamic_k": rng.random() < 0.4}
     if rng.random() < 0.3:
-        changes["partial_covers"] = rng.choice(("weights", "optimizer"))
+        changes["master_always_full"] = True
     if rng.random() < 0.1:
         changes |= {"k_snapshot": "auto"}
     return changes

@@ -30,12 +30,6 @@ class PartialConfig(Part):
         "which experts: one after the other, or those with the most unsaved tokens",
         choices=("sequential", "load-aware"),
     )
-    partial_covers: str = setting(
-        "both",
-        "what of an expert is saved only when it is selected: its weights, its optimizer moments, or "
-        "both; the rest is in every snapshot",
-        choices=("weights", "optimizer", "both"),
-    )
     master_always_full: bool = setting(
         False, "save the fp32 master weights of all experts in every snapshot"
     )
@@ -62,15 +56,10 @@ class PartialConfig(Part):
         return self.selection == "load-aware"
 
     def check(self, world_size: int) -> None:
-        """Raise ConfigError if storage wants more than memory has, or nothing rotates."""
+        """Raise ConfigError if storage wants more than memory has."""
         k_snapshot = self.k_in_memory
         if k_snapshot is not None and self.k_persist > k_snapshot:
             raise ConfigError(
                 f"--moe-ft-k-persist={self.k_persist} must be at most --moe-ft-k-snapshot={k_snapshot}: "
                 "storage is fed from what snapshots hold. Lower the first or raise the second."
-            )
-        if self.partial_covers == "weights" and self.master_always_full:
-            raise ConfigError(
-                "--moe-ft-partial-covers=weights with --moe-ft-master-always-full leaves nothing that a "
-                "snapshot could leave out. Drop one of them, or use --moe-ft-strategy dense."
             )

@@ -1,6 +1,7 @@
 """The strategy `partial` as the registry lists it: what it asks of a job, and how a rank builds it."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
@@ -13,7 +14,26 @@ from moe_ft.strategies.partial.experts_per_layer import PlannedRun
 from moe_ft.strategies.partial.report import footprint, render
 from moe_ft.strategies.partial.sharing import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
-from moe_ft.strategies.partial.units import divide_units
+from moe_ft.units import Part, UnitId, UnitKind
+
+
+def divide_units(
+    units: Iterable[UnitId], *, master_always_full: bool
+) -> tuple[list[UnitId], list[UnitId]]:
+    """Divide units into those that every snapshot holds and those that rotate.
+
+    An expert whose master weights are in every snapshot is in both, in two parts.
+    """
+    always, rotating = [], []
+    for unit in units:
+        if unit.kind is not UnitKind.EXPERT:
+            always.append(unit)
+        elif master_always_full:
+            always.append(replace(unit, part=Part.WEIGHTS))
+            rotating.append(replace(unit, part=Part.MOMENTS))
+        else:
+            rotating.append(unit)
+    return always, rotating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +47,7 @@ class Partial(StrategyKind):
     def division(self, config: MoeFtConfig) -> str:
         """Return the flags that the division follows from."""
         options: PartialConfig = self.options_in(config)
-        flags = [f"--moe-ft-partial-covers {options.partial_covers}"]
+        flags = ["--moe-ft-partial-covers both"]  # a flag that there was: checkpoints hold the text
         flags += ["--moe-ft-master-always-full"] * options.master_always_full
         flags += ["--moe-ft-sharding none"] * (config.strategy.sharding == "none")
         return " ".join(flags)
@@ -64,7 +84,7 @@ class Partial(StrategyKind):
         options: PartialConfig = self.options_in(config)
         catalog, experts = facts.catalog, facts.experts
         always, rotating = divide_units(
-            catalog.units, options.partial_covers, master_always_full=options.master_always_full
+            catalog.units, master_always_full=options.master_always_full
         )
         layers, frozen = experts_of_stage(facts.gather(catalog.units), experts.num_experts)
         layout = ExpertLayout(

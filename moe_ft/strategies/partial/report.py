@@ -95,7 +95,6 @@ def footprint(job: PlannedJob, options: PartialConfig) -> Footprint:
 
 def saved_model(job: PlannedJob, options: PartialConfig) -> SavedModel:
     """Return the model whose snapshots leave out what the options say."""
-    covers = options.partial_covers
     return SavedModel(
         shape=job.shape,
         stages=job.stages,
@@ -103,8 +102,7 @@ def saved_model(job: PlannedJob, options: PartialConfig) -> SavedModel:
         byte_model=replace(
             job.byte_model,
             weights=0,
-            master_always_full=options.master_always_full or covers == "optimizer",
-            moments_always_full=covers == "weights",
+            master_always_full=options.master_always_full,
         ),
         bucket_parameters=job.bucket_parameters,
     )

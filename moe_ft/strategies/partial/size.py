@@ -131,9 +131,7 @@ class _Stage:
         byte_model = model.byte_model
         self._rotating_bytes, self._fixed_bytes = byte_model.optimizer_by_rule
         self._bytes = byte_model.optimizer
-        self._num_rotating = (not byte_model.master_always_full) + 2 * (
-            not byte_model.moments_always_full
-        )
+        self._num_rotating = 2 + (not byte_model.master_always_full)
         self._num_others = sum(
             count for unit, count in units.items() if unit.kind is not UnitKind.EXPERT
         )

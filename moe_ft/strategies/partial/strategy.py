@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as bind
+from typing import Any, override
 
 import numpy as np
 
 from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.experts import Counts, Expert, ExpertLayout
-from moe_ft.planning.token_ledger import Loss, TokenLedger, UnitVersion
+from moe_ft.planning.token_ledger import Loss, TokenLedger, UnitVersion, job_plt
 from moe_ft.strategies.interface import (
     JobLoss,
     PersistPlan,
@@ -25,9 +26,9 @@ from moe_ft.strategies.interface import (
 )
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.experts_per_layer import ExpertsPerLayer, PlannedRun
-from moe_ft.strategies.partial.loss import job_loss
 from moe_ft.strategies.partial.selection import (
     Selection,
+    Versions,
     advance,
     fill_up,
     most_on_a_rank,
@@ -39,8 +40,62 @@ from moe_ft.strategies.partial.selection import (
     sequential_bottleneck,
 )
 from moe_ft.strategies.partial.sharing import RankShare
-from moe_ft.strategies.partial.versions import Versions
 from moe_ft.units import Level, UnitId, parse_unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialLoss(JobLoss):
+    """Tokens whose updates a recovery has dropped. PLT is of the whole planned run, also for Dynamic-K.
+
+    Attributes:
+        repeated_tokens: tokens that some experts are trained with again.
+        total_lost_tokens: by all recoveries of the state so far.
+        per_expert: lost by this recovery, ``[expert]`` by layer name.
+        k_snapshot, k_persist: from now on.
+    """
+
+    repeated_tokens: int
+    total_lost_tokens: int
+    per_expert: Mapping[str, tuple[int, ...]]
+    k_snapshot: int
+    k_persist: int
+
+    @override
+    def fields(self) -> dict[str, Any]:
+        return {
+            "lost_tokens": self.lost_tokens,
+            "plt": self.plt,
+            "repeated_tokens": self.repeated_tokens,
+            "total_lost_tokens": self.total_lost_tokens,
+            "total_plt": self.total_plt,
+            "lost_per_expert": {layer: list(lost) for layer, lost in self.per_expert.items()},
+            "k_snapshot": self.k_snapshot,
+            "k_persist": self.k_persist,
+        }
+
+
+def job_loss(
+    losses: Iterable[Loss], planned_tokens: int, k_snapshot: int, k_persist: int
+) -> PartialLoss:
+    """Return what a recovery has cost the whole job: its stages, whose ranks have equal losses, added up."""
+    lost: dict[str, tuple[int, ...]] = {}
+    repeated, accumulated = dict(lost), dict(lost)
+    for loss in losses:
+        lost |= loss.lost
+        repeated |= loss.repeated
+        accumulated |= loss.accumulated
+    lost_tokens, plt = job_plt(lost, planned_tokens)
+    total_lost_tokens, total_plt = job_plt(accumulated, planned_tokens)
+    return PartialLoss(
+        lost_tokens=lost_tokens,
+        plt=plt,
+        repeated_tokens=job_plt(repeated, planned_tokens)[0],
+        total_lost_tokens=total_lost_tokens,
+        total_plt=total_plt,
+        per_expert=lost,
+        k_snapshot=k_snapshot,
+        k_persist=k_persist,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from moe_ft.loop.routers import Routers
 from moe_ft.loop.scalars import Scalars
 from moe_ft.planning.recovery import Tier
 from moe_ft.recovery.outcome import Outcome
-from moe_ft.strategies.partial.loss import PartialLoss
+from moe_ft.strategies.partial.strategy import PartialLoss
 from tests.unit.fault_tolerance.loops import events_in, last_event
 
 DENSE = MoeFtConfig(strategy=StrategyConfig(strategy="dense"))

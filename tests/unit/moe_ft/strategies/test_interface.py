@@ -20,7 +20,7 @@ OPTIONS: dict[str, tuple[Part, ...]] = {
     "partial": (
         PartialConfig(k_snapshot="1"),
         PartialConfig(k_snapshot="2", k_persist=2, selection="load-aware", dynamic_k=True),
-        PartialConfig(k_snapshot="auto", partial_covers="optimizer"),
+        PartialConfig(k_snapshot="auto", master_always_full=True),
     ),
     "sparse": (
         SparseConfig(window="3"),

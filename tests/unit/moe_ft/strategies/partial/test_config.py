@@ -31,20 +31,12 @@ from moe_ft.strategies.partial.config import PartialConfig
             "--moe-ft-selection=random must be one of sequential, load-aware",
         ),
         (
-            PartialConfig(partial_covers="nothing"),
-            "--moe-ft-partial-covers=nothing must be one of weights, optimizer, both",
-        ),
-        (
             PartialConfig(plt_limit=0.0),
             "--moe-ft-plt-limit=0.0 must be a fraction between 0 and 1. Write 0.0375 for 3.75 perc",
         ),
         (
             PartialConfig(plt_limit=float("nan")),
             "--moe-ft-plt-limit=nan must be a fraction",
-        ),
-        (
-            PartialConfig(partial_covers="weights", master_always_full=True),
-            "--moe-ft-partial-covers=weights with --moe-ft-master-always-full leaves nothing that",
         ),
     ],
 )
@@ -61,7 +53,6 @@ def test_wrong_option_is_named_with_its_rule(options: PartialConfig, message: st
         PartialConfig(),
         PartialConfig(k_snapshot="2", k_persist=2),
         PartialConfig(k_snapshot="auto", k_persist=8),
-        PartialConfig(partial_covers="optimizer", master_always_full=True),
     ],
 )
 def test_options_that_go_together_are_accepted(options: PartialConfig) -> None:

@@ -21,9 +21,9 @@ def test_recoveries_lose_tokens_which_are_counted() -> None:
         (PartialConfig(), "adaptive", "--moe-ft-partial-covers both"),
         (PartialConfig(), "none", "--moe-ft-partial-covers both --moe-ft-sharding none"),
         (
-            PartialConfig(partial_covers="optimizer", master_always_full=True),
+            PartialConfig(master_always_full=True),
             "equal",
-            "--moe-ft-partial-covers optimizer --moe-ft-master-always-full",
+            "--moe-ft-partial-covers both --moe-ft-master-always-full",
         ),
     ],
 )
@@ -49,8 +49,8 @@ def test_experts_rotate_and_everything_else_does_not() -> None:
     assert strategy.counted_layers == ("layer.0", "layer.1")
 
 
-def test_parts_of_experts_that_are_not_covered_do_not_rotate() -> None:
-    strategy = build(PARTIAL, PartialConfig(partial_covers="optimizer"))
+def test_master_weights_that_are_always_saved_do_not_rotate() -> None:
+    strategy = build(PARTIAL, PartialConfig(master_always_full=True))
     assert {unit.part for unit in strategy.rotating} == {Part.MOMENTS}
     assert {unit.part for unit in strategy.always} == {Part.WHOLE, Part.WEIGHTS}
 

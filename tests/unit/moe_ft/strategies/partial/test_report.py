@@ -33,13 +33,9 @@ def test_experts_that_are_not_selected_are_left_out() -> None:
     assert row(planned("partial", *LARGE_OF_8, *K_1), "snapshot")[3] == "19.1%"
 
 
-@pytest.mark.parametrize(
-    ("covers", "share"),
-    [("both", "19.1%"), ("optimizer", "46.0%"), ("weights", "73.0%")],  # 1/16 of 12, 8 or 4 bytes
-)
-def test_part_of_an_expert_that_is_not_covered_is_always_saved(covers: str, share: str) -> None:
-    text = planned("partial", *LARGE_OF_8, *K_1, "--moe-ft-partial-covers", covers)
-    assert row(text, "snapshot")[3] == share
+def test_master_weights_are_always_saved_if_asked_for() -> None:
+    text = planned("partial", *LARGE_OF_8, *K_1, "--moe-ft-master-always-full")
+    assert row(text, "snapshot")[3] == "46.0%"  # 1/16 of 8 of the 12 bytes
 
 
 def test_adaptive_sharding_lightens_the_bottleneck_and_is_advised() -> None:

@@ -57,7 +57,6 @@ def plans(draw: st.DrawFn) -> tuple[SavedModel, int]:
     byte_model = replace(
         SAVED,
         master_always_full=draw(st.booleans()),
-        moments_always_full=draw(st.booleans()),
     )
     sharding = draw(st.none() | st.sampled_from(Sharding))
     bucket_parameters = draw(st.none() | st.integers(1, 500))
