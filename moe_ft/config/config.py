@@ -359,9 +359,6 @@ class MoeFtConfig:
     def validate(self, world_size: int) -> None:
         """Check every part and the rules between parts, but for those of a strategy (`registry.check`).
 
-        Args:
-            world_size: number of ranks of the job.
-
         Raises:
             ConfigError: names the flag, its value, the rule and the remedy.
         """

@@ -21,9 +21,6 @@ def flag_of(field_name: str) -> str:
 def parse_size(flag: str, text: str) -> int:
     """Return the bytes that a size such as 1.5GiB, 200GB or 4096 means.
 
-    Args:
-        flag: for the message.
-
     Raises:
         ConfigError: if it is no size.
     """
@@ -90,7 +87,6 @@ def setting(
 
     Args:
         default: a text, a number, False for a switch, a tuple for a flag that may be repeated.
-        metavar: what --help calls the value.
         bounds: of the number; a text with bounds is a number or `auto`.
         reason: why these are the bounds, for the error message.
         remedy: what to do about a value outside them, as a sentence without its period.

@@ -15,11 +15,7 @@ _NO_CHOICES: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 def part_types(option_types: Mapping[str, type[Part]]) -> dict[str, type[Part]]:
-    """Return the types of all parts of the settings by name, in the order of their flags.
-
-    Args:
-        option_types: by name of the strategy.
-    """
+    """Return the types of all parts of the settings by name, in the order of their flags."""
     found: dict[str, type[Part]] = {}
     for each in fields(MoeFtConfig):
         if each.name == "options":
@@ -38,7 +34,6 @@ def add_flags(
     """Add a group of flags for each part.
 
     Args:
-        parser: to add them to.
         choices: by field name, where a field does not know its own.
     """
     for part in parts:
@@ -61,12 +56,7 @@ def _add_flag(group: Any, each: Any, choices: Sequence[str]) -> None:
 
 
 def config_from(args: argparse.Namespace, option_types: Mapping[str, type[Part]]) -> MoeFtConfig:
-    """Collect the --moe-ft-* values of a parsed command line; a flag that it lacks has its default.
-
-    Args:
-        args: as argparse returns them.
-        option_types: by name of the strategy.
-    """
+    """Collect the --moe-ft-* values of a parsed command line; a flag that it lacks has its default."""
     parts = {name: _part_from(args, type_) for name, type_ in part_types(option_types).items()}
     options = {name: parts.pop(name) for name in option_types}
     return MoeFtConfig(options=options, **parts)
@@ -98,7 +88,6 @@ def config_from_settings(
     Args:
         settings: by name of the flag without --moe-ft-, with underscores. True sets a switch, a list gives a
             flag several times, None leaves a setting at its default.
-        option_types: by name of the strategy.
         choices: by field name, where a field does not know its own.
 
     Raises:

@@ -22,7 +22,6 @@ class PipelineTraffic:
     """Tensors that a pipeline schedule sends in one iteration. All of them have one shape.
 
     Attributes:
-        num_stages: ranks of the pipeline.
         num_chunks: model chunks of each of them: 1, or the virtual stages of the interleaved schedule.
         num_microbatches: the most of an iteration, for each data-parallel rank.
         shape: ``(sequence, micro-batch, hidden)`` on one rank: context and sequence parallelism divide the
@@ -74,7 +73,6 @@ def num_slots(longest_window: int, interval: int) -> int:
     that comes late.
 
     Args:
-        longest_window: number of its snapshots.
         interval: iterations between a window and the next.
     """
     return 3 * longest_window - 1 + interval + _SPARE_ITERATIONS

@@ -20,7 +20,6 @@ def is_alive(iteration: int, history: History, run: History) -> bool:
 
     Args:
         history: of the state, up to the start that wrote it.
-        run: history of the run.
 
     Returns:
         False for a state of another branch, and for one after the iteration from which a later start of the
@@ -54,7 +53,6 @@ def names_to_supersede(found: Iterable[str], history: History) -> tuple[str, ...
 
     Args:
         found: names of starts in the order of their numbers, and the names that these remember.
-        history: history of the new start.
     """
     own = {start.name for start in history}
     return tuple(name for name in found if name and name not in own)[-MOST_STARTS:]

@@ -24,7 +24,6 @@ class Coupling:
 
     Attributes:
         stages: ascending, at least two.
-        reason: for people.
     """
 
     stages: tuple[int, ...]
@@ -36,8 +35,6 @@ class SharedWeights:
     """Weights of which several stages have a copy, each with a part of the gradient.
 
     Attributes:
-        num_stages: pipeline ranks.
-        is_tied: whether the output layer uses the word embedding.
         mtp_stages: stages that have multi-token prediction layers, which embed tokens too.
         embedding_group: stages of the group in which Megatron sums gradients of word embeddings, if a script
             has chosen them; None: the first one, those with such layers, and the last one if it is tied.
@@ -69,11 +66,7 @@ class CouplingReport:
 
 
 def shared_weights_of(args: Any) -> SharedWeights:
-    """Return the weights that stages share, as Megatron's own programs build the model.
-
-    Args:
-        args: parsed flags of Megatron.
-    """
+    """Return the weights that stages share, as Megatron's own programs build the model."""
     num_stages, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
     mtp_stages: tuple[int, ...] = ()
     if args.mtp_num_layers:

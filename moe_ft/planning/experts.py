@@ -20,7 +20,6 @@ class ExpertFacts:
         num_experts: per MoE layer, over all ranks; 0 for a model without experts.
         ep_rank, ep_size: this rank's place among the expert-parallel ranks.
         tokens_per_sample: sequence length times top-k.
-        planned_samples: samples of the whole planned run.
         samples_per_iteration: average over the planned run.
     """
 
@@ -47,8 +46,6 @@ class ExpertLayout:
     """The experts of one stage and the expert-parallel ranks that hold them.
 
     Attributes:
-        num_layers: MoE layers of the stage.
-        num_experts: experts per layer.
         ep_size: expert-parallel ranks; rank r holds the r-th equal part of every layer's experts.
     """
 
@@ -77,10 +74,6 @@ class ExpertLayout:
         """Return the positions at which the layers begin, so that layer and rank interleave (Fig. 4).
 
         With k experts per layer, the experts of all layers together go around the ranks.
-
-        Args:
-            k: experts per layer.
-            start: position of the first layer.
         """
         return tuple((start + layer * k) % self.num_experts for layer in range(self.num_layers))
 
@@ -88,12 +81,7 @@ class ExpertLayout:
 def experts_of_stage(
     units_of_ranks: Sequence[Iterable[UnitId]], num_experts: int
 ) -> tuple[list[str], set[Expert]]:
-    """Return the layers of a stage in which experts are trained, and the untrained experts in them.
-
-    Args:
-        units_of_ranks: trained units of each rank of the stage.
-        num_experts: experts per layer.
-    """
+    """Return the layers of a stage in which experts are trained, and the untrained experts in them."""
     trained = {unit for units in units_of_ranks for unit in units if unit.kind is UnitKind.EXPERT}
     ordered = sorted(trained, key=lambda each: (each.block, each.layer))
     layers = list(dict.fromkeys(unit.layer_name for unit in ordered))

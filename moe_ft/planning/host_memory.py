@@ -33,7 +33,6 @@ def slot_bytes(num_elements: int, num_tensors: int) -> int:
     """Return the bytes of a slot, whose unit another start may have kept in any format.
 
     Args:
-        num_elements: that the rank saves of the unit.
         num_tensors: fp32 tensors of as many elements: the master weights, the moments.
     """
     most = max(
@@ -79,7 +78,6 @@ class Footprint:
     """Room that the checkpoints of a job take.
 
     Attributes:
-        share: host memory of the rank that needs the most.
         checkpoint_bytes: that all ranks write of a checkpoint.
         num_older: checkpoints that storage keeps besides: those whose files newer ones refer to, and the
             newest whole state.

@@ -49,7 +49,6 @@ def plan_local(
     Args:
         plans: the global ones, best first.
         versions, logs: everything that was found, in any order.
-        pipelines: of the job.
         can_replay: whether a replay may use what was made with some settings, given as JSON.
         is_evaluated: whether this start evaluates the state of an iteration.
         has_same_records: whether this start makes the records that a start with some settings has made, and

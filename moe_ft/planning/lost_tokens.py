@@ -80,7 +80,6 @@ def expected_plt(
 
     Args:
         num_experts: N, per layer.
-        k: experts of a layer in each snapshot.
         interval: iterations between snapshots.
         tokens_per_iteration: tokens times top-k.
         planned_tokens: tokens times top-k that the result is a fraction of.
@@ -127,7 +126,6 @@ def next_k(
     because k can only be raised after it.
 
     Args:
-        num_experts: the most that k can be.
         accumulated_plt: by all recoveries, of the whole planned run.
         last_plt: by the last one. The next is expected to lose as much if that is more than `expected`, as it
             is with skewed routing or where memory was lost with a node.

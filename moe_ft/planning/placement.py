@@ -76,7 +76,6 @@ def plan_node_memory(
 
     Args:
         topology: node, and bytes of regions, pools, breakpoints and boundary logs, of each rank.
-        peers: result of `place_replicas`.
         num_regions: regions of each rank for its own state, in addition to a pool.
         num_replica_regions: regions that a peer keeps for each rank it serves, also in addition to a pool.
     """

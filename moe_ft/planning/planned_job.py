@@ -27,8 +27,6 @@ class Measured:
         iteration_s: of an iteration without checkpoints.
         update_s: its optimizer step, during which no state can be copied.
         bandwidth: from device to host, bytes per second and rank.
-        network_bandwidth: to other nodes.
-        storage_bandwidth: from host to storage.
         mtbf_s: mean time between failures.
         restart_s: from a failure until processes run again.
     """
@@ -98,19 +96,12 @@ class PlannedJob:
     """A training job that need not exist.
 
     Attributes:
-        shape: of the model.
         stages: ``[stage]`` the parameters of its units.
-        layout: of the ranks of each stage.
         bucket_parameters: elements that fill a bucket of the distributed optimizer on the first stage
             (--overlap-grad-reduce); None: every buffer is one.
         byte_model: bytes of a parameter.
-        config: settings of moe_ft.
-        ranks_per_node: of a full node.
-        replication_factor: peers that keep the state of each rank.
         train_iterations: of the whole training, None if that is not known.
         active_share: of the experts of a layer, those that a token goes to.
-        is_grouped: whether the experts of a layer on a rank are one module.
-        measured: times and bandwidths.
         live_bytes: of a parameter's master weight and moments in training, which breakpoints keep as they
             are.
         traffic: what the pipeline sends in an iteration, if that is logged.
@@ -132,11 +123,7 @@ class PlannedJob:
     traffic: PipelineTraffic | None = None
 
     def boundary_bytes(self, longest_window: int) -> int:
-        """Return the bytes of the boundary log of the rank with the largest one; 0 without a log.
-
-        Args:
-            longest_window: snapshots of the longest window of its strategy.
-        """
+        """Return the bytes of the boundary log of the rank with the largest one; 0 without a log."""
         interval = self.config.strategy.interval_iterations
         if self.traffic is None or interval is None:
             return 0
@@ -158,11 +145,7 @@ class PlannedJob:
         return max(1, self.config.storage.persist_interval)
 
     def breakpoint_bytes(self, num_parameters: float) -> int:
-        """Return the bytes of a rank's breakpoint, whatever format snapshots have; 0 without one.
-
-        Args:
-            num_parameters: that the rank saves of the whole model.
-        """
+        """Return the bytes of a rank's breakpoint, whatever format snapshots have; 0 without one."""
         if not self.config.memory.breakpoints:
             return 0
         return math.ceil(num_parameters * self.live_bytes)

@@ -27,15 +27,12 @@ class Version:
     """One rank's state at one iteration, in one place.
 
     Attributes:
-        rank: global rank of the state's owner.
         iteration: Megatron's counter; that of the last snapshot for a window.
-        lineage: the training run that it belongs to.
-        history: the starts of that run up to the one that wrote it.
+        history: the starts of its run up to the one that wrote it.
         node: the node whose memory holds it; None for storage.
         path: its index, relative to the node's memory directory or the persist directory.
         is_replica: whether it lies in memory that a peer keeps for the rank.
         is_breakpoint: whether the rank wrote it on its way out, which the others may not have done.
-        window: number of snapshots.
         replay_settings: settings that the replay of a window must have, as JSON.
         superseded: names of starts that the writer knew of and did not continue.
         began_with: flags that loaded the run's first weights; empty without.
@@ -75,9 +72,6 @@ def family_of(iteration: int, window: int, history: History) -> Family:
     """Return the family of a version; the greater, the better.
 
     Two starts may have gone different ways from one state, and may group the units of a window differently.
-
-    Args:
-        history: history of the run up to the start that wrote it.
     """
     return iteration, -window, history[-1]
 
@@ -117,9 +111,7 @@ class Plan:
 
     Attributes:
         iteration: where training continues.
-        lineage: the run that is continued.
         history: starts of that run up to its newest, the base of the next one's.
-        start: the start that wrote the state.
         stages: the way of each pipeline stage. All have the same target.
         elsewhere: for every rank everything that the run has left, of any iteration, in the same order. Units
             that the snapshots of this iteration lack may be there.
@@ -196,7 +188,6 @@ class Rejection:
     """State that no plan, or a later plan, uses.
 
     Attributes:
-        start: the start that wrote it.
         reason: for people; names the iteration.
     """
 
@@ -352,7 +343,6 @@ def passed_over(plan: Plan, plans: Sequence[Plan]) -> list[Rejection]:
     """Return the newest state of each start that could have been used instead of a plan, with the reasons.
 
     Args:
-        plan: the plan that was used.
         plans: all plans, best first.
     """
     version = plan.version
@@ -379,9 +369,6 @@ def newer_than(plan: Plan, others: Sequence[Rejection]) -> list[Rejection]:
     """Return the rejected states that may be newer than a plan.
 
     They are of a later iteration, or of a start that the writer of the plan's state did not know of.
-
-    Args:
-        plan: the plan that was used.
     """
     version = plan.version
     known = known_names(version.history, version.superseded) | {plan.start.name}

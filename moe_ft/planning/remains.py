@@ -97,7 +97,6 @@ class KeptRecord:
     state, which has its own record.
 
     Attributes:
-        rank: the rank that took it.
         iteration: of the state that it describes.
         node: the node whose memory holds it; None for storage.
         path: as for `SentLog`.
@@ -123,7 +122,6 @@ class Remains:
     Attributes:
         versions: states by rank. A window W of 1 is a whole state, such as a breakpoint. A longer one is put
             back at its first iteration, and W - 1 iterations later its ranks have the whole state.
-        logs: boundary logs.
         records: further records; those in the files of versions need not be listed.
         own_record_only: iterations of states from which a rank can continue only with its own record: they
             were evaluated, which draws random numbers, or made with other settings than those of now, such as

@@ -97,11 +97,7 @@ def whole_line(job: PlannedJob, num_bytes: int) -> list[str]:
 
 
 def boundary_line(job: PlannedJob, longest_window: int) -> list[str]:
-    """Return what the boundary log takes, if there is one.
-
-    Args:
-        longest_window: snapshots of the longest window of the strategy.
-    """
+    """Return what the boundary log takes, if there is one."""
     traffic, num_bytes = job.traffic, job.boundary_bytes(longest_window)
     if traffic is None or not num_bytes:
         return []
@@ -134,9 +130,7 @@ def memory_table(job: PlannedJob, shares: Mapping[str, MemoryShare], num_paramet
     """Return the host memory of the rank that needs the most, of a node of such ranks, and by parameter.
 
     Args:
-        job: says what is kept where.
         shares: by column, the rank's own state in one form.
-        num_parameters: that the rank saves of the whole model.
     """
     factor, num_ranks = job.replication_factor, min(job.ranks_per_node, job.num_ranks)
     own = [share.own_bytes(persists=job.persists) for share in shares.values()]

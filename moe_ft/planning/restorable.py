@@ -22,7 +22,6 @@ class StageState:
 
     Attributes:
         key: what states of several ranks, or of several stages, that were saved together have in common.
-        versions: by rank.
     """
 
     key: StateKey

@@ -95,11 +95,7 @@ class ScopeDecision:
 
 
 def plan_scope(remains: Remains, pipelines: Pipelines) -> ScopeDecision:
-    """Return the local recovery with the newest target that runs the fewest iterations again.
-
-    Args:
-        remains: of one run.
-    """
+    """Return the local recovery with the newest target that runs the fewest iterations again."""
     search = _Search(Restorable(remains, pipelines), pipelines)
     reasons: list[str] = []
     for target in search.targets():

@@ -54,8 +54,6 @@ class TokenLedger:
         """Make the ledger of a run that begins.
 
         Args:
-            layers: names of the stage's MoE layers.
-            num_experts: in each of them.
             frozen: experts that are not trained, and so lose nothing.
         """
         self.layers = tuple(layers)

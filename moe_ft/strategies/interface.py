@@ -28,7 +28,6 @@ class SnapshotPlan:
     """Contents of one snapshot of a rank.
 
     Attributes:
-        levels: units that go into the region.
         rotating: units that this snapshot holds and others do not, each with its routed tokens and its gaps
             (planning/lost_tokens.py); they go into slots of the pool, at FULL.
         shares: ``[data-parallel rank]`` division of the state that every snapshot holds and all these ranks
@@ -66,7 +65,6 @@ class PersistPlan:
     """Rotating units of a rank whose versions in memory go to storage.
 
     Attributes:
-        units: of this rank.
         memo: for the strategy alone, see `Strategy.note_persisted`.
     """
 
@@ -105,7 +103,6 @@ class JobLoss:
 
     Attributes:
         lost_tokens, plt: by this recovery.
-        total_plt: by all recoveries of the state so far.
     """
 
     lost_tokens: int = 0
@@ -269,7 +266,6 @@ class RankFacts:
     Attributes:
         rank: global.
         catalog: the rank's units.
-        experts: of the job.
         dp_ep_ranks: ``[data-parallel rank]`` its expert-parallel rank.
         grouped_layers: layers whose experts on this rank are one module and can be frozen only together.
         replicated_bytes: state outside experts that all data-parallel ranks hold, undivided.

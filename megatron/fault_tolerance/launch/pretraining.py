@@ -93,8 +93,6 @@ def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any
     """Call Megatron's `pretrain` with the seams installed, and return its result.
 
     Args:
-        config: checked settings.
-        args: Megatron's arguments.
         call: calls it, perhaps with further arguments.
     """
     listeners = listeners_for(config, args.rank, on_sigterm=not _waits_for_sigterm(args))

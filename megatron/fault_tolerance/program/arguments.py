@@ -41,9 +41,6 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     Nothing is built and no process group exists yet. Every rank calls this with the same command
     line. With --text-dir this prepares the text (once per node) and passes it on as --data-path.
 
-    Args:
-        command_line: the arguments without the program's name.
-
     Returns:
         Megatron's arguments after its own validation, and the settings of moe_ft.
 

@@ -36,11 +36,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 
 class BestOfGroups:
-    """Choice of experts from the groups whose best experts have the highest scores.
-
-    Attributes:
-        layer_number: that Megatron sets.
-    """
+    """Choice of experts from the groups whose best experts have the highest scores."""
 
     layer_number: int | None = None
 
@@ -56,10 +52,6 @@ class BestOfGroups:
 
         Args:
             scores: [tokens, experts].
-            topk: experts of a token.
-            num_groups: of experts.
-            group_topk: groups of a token.
-            compute: chooses the best of all experts.
         """
         by_group = scores.unflatten(1, (num_groups, -1))
         chosen = by_group.amax(dim=-1).topk(group_topk, dim=-1).indices

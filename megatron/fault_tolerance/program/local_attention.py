@@ -94,7 +94,6 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
             value: [seq, micro_batch, key heads, v_channels].
             attention_mask: True where a key is not seen, [micro_batch or 1, 1, seq, whole sequence] in the
                 order of the sequence; None for the mask that `attn_mask_type` names.
-            options: further arguments of Megatron's attention.
 
         Returns:
             [seq, micro_batch, heads * v_channels].

@@ -92,7 +92,6 @@ def sequence_parallel_norm(
     Args:
         config: the TransformerConfig; `normalization` names the kind.
         hidden_size: size of the last dimension, which is normalized.
-        eps: added to the variance.
     """
     builders = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
     norm: torch.nn.Module = builders[config.normalization](hidden_size, eps=eps)

@@ -25,12 +25,6 @@ class ProjectionNorm(torch.nn.RMSNorm):
 def build_norm(num_heads: int, config: Any, hidden_size: int, eps: float) -> ProjectionNorm:
     """Build the norm of queries or keys. Megatron calls it with these names of arguments.
 
-    Args:
-        num_heads: that are normalized together.
-        config: the TransformerConfig.
-        hidden_size: of one head.
-        eps: added to the mean of the squares.
-
     Raises:
         ConfigError: if ranks share the heads of a token.
     """

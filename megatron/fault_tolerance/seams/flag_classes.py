@@ -51,7 +51,6 @@ def untested_flags(
 
     Args:
         args: as parsed and not refused: Megatron's validation has not filled in defaults yet.
-        parser: that read them.
         script_flags: the flags that a script has added, by ``dest``: they are its own business.
     """
     return sorted(

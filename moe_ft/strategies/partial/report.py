@@ -29,8 +29,6 @@ class PartialPlan:
     """The job and what follows from the options of the strategy.
 
     Attributes:
-        job: what is planned.
-        model: whose snapshots hold master weights and moments.
         k_by_target: experts of each MoE layer in a "snapshot" and in a "persist".
     """
 

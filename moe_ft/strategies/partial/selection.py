@@ -20,7 +20,6 @@ def select_sequential(experts: ExpertLayout, cursors: Sequence[int], k: int) -> 
 
     Args:
         cursors: ``[layer]`` positions where the layers continue; see `advance`.
-        k: experts per layer.
     """
     return tuple(
         tuple(sorted(experts.expert_at(cursor + step) for step in range(k))) for cursor in cursors
@@ -40,7 +39,6 @@ def select_load_aware(
     Args:
         cursors: ``[layer]`` positions; among equals the next from there in the interleaved order.
         unsaved: ``[layer, expert]`` tokens that an expert has been trained with since it was last saved.
-        k: experts per layer.
     """
     return select_by_keys(experts, cursors, [-unsaved], k)
 
@@ -127,7 +125,6 @@ def select_to_persist(
         persisted_at: likewise on storage. An expert whose version is there already is not chosen.
         unpersisted: ``[layer, expert]`` tokens that the version in memory has more than the one on
             storage, for load-aware choice; None for sequential.
-        k: experts per layer.
     """
     has_nothing_new = (saved_at <= persisted_at).astype(np.int64)
     by_age = [persisted_at, -saved_at]

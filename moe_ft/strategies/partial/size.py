@@ -70,7 +70,6 @@ class SavedModel:
     """A model and the ranks that save it.
 
     Attributes:
-        shape: of the model.
         stages: ``[stage]`` the parameters of its units (planning.model_size.stage_units).
         layout: of the ranks of each stage; expert-parallel ranks divide the experts of a layer.
         byte_model: of what a snapshot holds: master weights and moments.
@@ -85,11 +84,7 @@ class SavedModel:
     bucket_parameters: int | None = None
 
     def plan_workload(self, k: int) -> Workload:
-        """Return what every rank of every stage saves while sequential selection goes around the experts.
-
-        Args:
-            k: experts of each MoE layer in a snapshot.
-        """
+        """Return what every rank of every stage saves while sequential selection goes around the experts."""
         by_stage = [stage.rotation(k) for stage in self._stages()]
         return Workload(tuple(tuple(chain(*of_ranks)) for of_ranks in zip(*by_stage, strict=True)))
 
@@ -229,7 +224,6 @@ def largest_hidden_k(
     """Return a k whose snapshots end while the next iteration runs forward and backward.
 
     Args:
-        workload_of: returns what ranks save with k experts.
         budget_bytes: that each rank can copy in that time.
 
     Returns:

@@ -49,7 +49,6 @@ class PartialLoss(JobLoss):
 
     Attributes:
         repeated_tokens: tokens that some experts are trained with again.
-        total_lost_tokens: by all recoveries of the state so far.
         per_expert: lost by this recovery, ``[expert]`` by layer name.
         k_snapshot, k_persist: from now on.
     """
@@ -103,7 +102,6 @@ class _Turn:
     """Changes that one snapshot makes once it is complete.
 
     Attributes:
-        selection: experts in it.
         trained: ``[layer, expert]`` tokens of their versions.
         start: position of the first layer in the next snapshot.
         is_whole: whether it is part of the whole state of its iteration.
@@ -146,10 +144,7 @@ class PartialStrategy(Strategy):
         """Make the strategy of one rank at the start of a run.
 
         Args:
-            always: this rank's units that every snapshot holds.
             layers: names of the stage's MoE layers, in the order of the counts.
-            run: the plan of the whole run.
-            frozen: experts of the stage that are not trained.
         """
         self._always = dict.fromkeys(always, Level.FULL)
         self._own = tuple(sorted(rotating))

@@ -24,7 +24,6 @@ class Machine:
         hidden_s: its forward and backward pass, during which state can be copied.
         bandwidth: from device to host, bytes per second.
         network_bandwidth: to other nodes, bytes per second; not used without replicas.
-        replication_factor: replicas of every rank's state.
     """
 
     iteration_s: float
@@ -92,7 +91,6 @@ class Recovery:
 
     Attributes:
         restart_s: until the processes run again, detection included.
-        restore_s: reading the window.
         conversion_s: replays until every unit is at FULL, as if no unit were frozen.
         redo_s: iterations that run again after that.
         frozen_s: time that frozen units save in the conversion at best.

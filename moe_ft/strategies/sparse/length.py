@@ -12,8 +12,6 @@ class WindowLength:
     """Owned by the strategy. `now` is equal on all ranks of the job.
 
     Attributes:
-        now: snapshots in the windows that begin from now on.
-        longest: that automatic may choose.
         is_auto: whether `now` may change.
         budget_bytes: that a snapshot of this rank may have to cost no time; None until measured.
     """
@@ -42,7 +40,6 @@ class WindowLength:
         """Choose the shortest window whose snapshots of this rank fit into a budget.
 
         Args:
-            order: version of the order of the units.
             largest: returns the bytes of this rank's largest snapshot in windows of a length.
         """
         measured_for = order, self.now

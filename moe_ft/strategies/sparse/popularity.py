@@ -31,7 +31,6 @@ class Popularity:
         """Begin with nothing counted.
 
         Args:
-            measure: one of `MEASURES`.
             decay: alpha of "decayed", at least 0 and less than 1; other measures ignore it.
         """
         self._decay = decay if measure == "decayed" else None

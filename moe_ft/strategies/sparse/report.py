@@ -43,8 +43,6 @@ class SparsePlan:
     """The job and what follows from the options of the strategy.
 
     Attributes:
-        job: what is planned.
-        options: of the strategy.
         window: None for automatic.
         machine: None if no bandwidth was given.
     """

@@ -88,8 +88,6 @@ def position_work(
 
     Args:
         active_share: of the experts of a layer, those that a token goes to.
-        popularity: as of `position_sizes`.
-        is_grouped: as of `position_sizes`.
     """
     columns = _columns(units, layout, popularity, is_grouped=is_grouped)
     experts = np.zeros(len(columns[0].units))
@@ -241,9 +239,7 @@ def region_bytes(
 
     Args:
         stages: of the job, in the order that training begins with.
-        longest: snapshots that a window may have.
         margin: fraction that is also reserved, for other orders.
-        shortest: snapshots that a window may have.
     """
     lengths = [_longest(stage, longest) for stage in stages]
     most = max(

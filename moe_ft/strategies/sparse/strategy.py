@@ -45,7 +45,6 @@ class _Ordering:
     """An order of the units of the stage.
 
     Attributes:
-        order: the units and their sizes.
         version: larger than that of each order before.
         made_for: frequencies of the experts that it was made for; None before anything is counted.
         refused: frequencies for which a later order was refused since; None if none was.
@@ -77,7 +76,6 @@ class _Turn:
     Attributes:
         ordering: of its units, from its beginning.
         restarts_counts: whether popularity is counted again from its beginning.
-        is_whole: whether it holds everything in one snapshot.
     """
 
     ordering: _Ordering
@@ -89,9 +87,6 @@ class SparseStrategy(Strategy):
     """Owned by the training thread. All ranks of a stage make the same plans.
 
     A group of units is a run of positions of the stage's order, and the same for all its ranks.
-
-    Attributes:
-        length: of the windows.
     """
 
     def __init__(
@@ -104,9 +99,7 @@ class SparseStrategy(Strategy):
         """Make a strategy.
 
         Args:
-            rank: position of this rank among those of the stage.
             ranks: ``[rank of the stage]``.
-            layers: MoE layers of the stage in which experts are trained.
         """
         self._rank, self._own, self._options = rank, ranks[rank], options
         self.counted_layers = tuple(layers)

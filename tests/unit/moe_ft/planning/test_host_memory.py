@@ -13,10 +13,6 @@ def test_pool_has_slots_for_the_newest_versions_a_snapshot_and_what_is_written()
     assert num_slots(8, 2) == 12
 
 
-def test_rank_without_rotating_units_needs_no_slots() -> None:
-    assert num_slots(0, 0) == 0
-
-
 def test_slot_has_room_for_the_largest_format() -> None:
     assert slot_bytes(800, 3) == 3 * 800 * 4.125  # split into weight, remainder and a bit
 
@@ -32,13 +28,6 @@ def test_dense_checkpoints_take_24_to_84_bytes_of_a_parameter(
     share = MemoryShare(region_bytes=12)
     found = share.total_bytes(persists=persists, replication_factor=replication_factor)
     assert found == total
-
-
-def test_pool_is_there_once_for_the_rank_and_once_for_each_replica() -> None:
-    share = MemoryShare(region_bytes=10, pool_bytes=7)
-    assert share.own_bytes(persists=True) == 37
-    assert share.replica_bytes == 27
-    assert share.total_bytes(persists=True, replication_factor=2) == 91
 
 
 def test_breakpoint_is_a_part_of_what_a_rank_keeps_and_of_no_replica() -> None:

@@ -44,12 +44,3 @@ def test_overhead_that_binds_gives_the_interval_worked_by_hand() -> None:
     cost = CheckpointCost(iteration_s=0.5, overhead_s=0.125, completion_s=1.0)
     # 0.125 / (0.0625 x 0.5) = 4 iterations for the overhead, 1.0 / 0.5 = 2 for completion
     assert choose_interval(cost, 0.0625) == 4
-
-
-def test_completion_that_binds_gives_the_interval_worked_by_hand() -> None:
-    cost = CheckpointCost(iteration_s=0.5, overhead_s=0.125, completion_s=3.25)
-    assert choose_interval(cost, 0.25) == 7  # 3.25 / 0.5 = 6.5
-
-
-def test_checkpoint_that_costs_nothing_is_taken_every_iteration() -> None:
-    assert choose_interval(CheckpointCost(iteration_s=1, overhead_s=0, completion_s=0), 0.01) == 1

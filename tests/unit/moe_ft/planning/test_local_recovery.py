@@ -78,17 +78,6 @@ def test_dead_stage_recovers_alone_and_the_others_keep_their_breakpoints(dead: i
     assert (found.history, found.lineage) == (plans[0].history, plans[0].lineage)
 
 
-def test_numbers_that_were_found_with_a_log_answer_for_the_iterations_after_the_window() -> None:
-    remains = failure({1})
-    found, _, _ = plan_of(remains.versions, found_logs(remains))
-    assert found is not None
-    scope = found.scope_of(1)
-    assert scope is not None
-    five, six = scope.records[1]
-    assert (five.iteration, five.numbers) == (5, numbers_of(make_record(5)))
-    assert (six.iteration, six.numbers) == (6, None), "it is in a breakpoint"
-
-
 def test_states_that_a_local_recovery_rests_on_are_those_of_all_stages() -> None:
     remains = failure({1})
     found, _, plans = plan_of(remains.versions, found_logs(remains))
@@ -102,15 +91,6 @@ def test_global_recovery_is_taken_where_nothing_has_to_be_run_again() -> None:
     found, reason, plans = plan_of(remains.versions, found_logs(remains))
     assert (found, reason) == (None, "")
     assert (plans[0].iteration, plans[0].num_replays) == (NEWEST, 0)
-
-
-def test_stage_whose_log_is_lost_runs_again_too() -> None:
-    remains = failure({1})
-    logs = [each for each in found_logs(remains) if (each.rank, each.iteration) != (0, 4)]
-    found, reason, _ = plan_of(remains.versions, logs)
-    assert found is not None, reason
-    (scope,) = found.scope.scopes
-    assert scope.stages == (0, 1)
 
 
 def test_log_that_could_not_be_read_counts_as_lost_for_its_receiver_only() -> None:
@@ -186,13 +166,6 @@ def test_reason_is_given_also_where_only_a_part_of_a_stage_has_something_newer()
     assert reason == f"iteration {NEWEST + 1}: no stage has the state of all its ranks"
 
 
-def test_lost_logs_are_the_reason_for_a_global_recovery() -> None:
-    remains = failure({1})
-    found, reason, _ = plan_of(remains.versions, [])
-    assert found is None
-    assert "iteration 6: stage 1 has no record of iteration 5" in reason
-
-
 def test_logs_with_other_settings_or_of_a_branch_that_was_left_are_not_used() -> None:
     remains = failure({1})
     found, reason, _ = plan_of(remains.versions, found_logs(remains, settings="others"))
@@ -228,24 +201,6 @@ def test_iteration_that_ran_with_another_learning_rate_is_only_run_again_from_it
     assert found is None
     assert f"no record of its own of iteration {iteration + 1}" in reason
     assert plan("nothing has these")[0] is not None
-
-
-def test_change_of_the_learning_rate_before_the_last_record_does_not_matter() -> None:
-    remains = failure({1})
-    logs = [
-        replace(each, record_settings="others" if each.iteration < END else SETTINGS)
-        for each in found_logs(remains)
-    ]
-    plans, _ = plan_recovery(remains.versions, PIPELINES.node_of, [0, 1, 2])
-    found, reason = plan_local(
-        plans,
-        remains.versions,
-        logs,
-        PIPELINES,
-        lambda settings: True,
-        has_same_records=lambda settings: settings == SETTINGS,
-    )
-    assert found is not None, reason
 
 
 def test_window_with_other_settings_is_not_replayed() -> None:

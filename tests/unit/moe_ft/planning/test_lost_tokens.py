@@ -22,24 +22,12 @@ from moe_ft.strategies.partial.selection import advance, select_sequential
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def test_expert_from_before_the_iteration_loses_what_it_got_since() -> None:
-    assert gaps_after(100, 70, ()) == ((70, 100),)
-    assert gaps_after(100, 70, ((10, 20),)) == ((10, 20), (70, 100))
-    assert gaps_after(100, 70, ((10, 70),)) == ((10, 100),)
-
-
 def test_expert_from_beyond_the_iteration_loses_nothing_and_what_it_had_lost_there_is_trained_again() -> (
     None
 ):
     assert gaps_after(100, 130, ()) == ()
     assert gaps_after(100, 140, ((80, 120),)) == ((80, 100),)
     assert gaps_after(100, 140, ((110, 120),)) == ()
-
-
-def test_tokens_that_were_lost_before_are_not_new() -> None:
-    assert num_new(((50, 100),), ()) == 50
-    assert num_new(((50, 100),), ((70, 90),)) == 30
-    assert num_new(((80, 100),), ((80, 120),)) == 0
 
 
 def test_oldest_gaps_are_put_together_with_as_many_tokens() -> None:

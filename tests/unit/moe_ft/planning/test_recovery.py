@@ -271,15 +271,6 @@ def test_start_that_knew_of_another_comes_first_with_less_work() -> None:
     assert iterations(plan_recovery(versions, NODES)[0]) == [45, 55]
 
 
-def test_ranks_of_two_starts_from_the_same_iteration_are_never_mixed() -> None:
-    one = (*FIRST, Start(1, 50, "one"))
-    other = (*FIRST, Start(1, 50, "other"))
-    versions = [make_version(0, 55, history=one), make_version(1, 55, history=other)]
-    plans, rejected = plan_recovery(versions, NODES)
-    assert plans == []
-    assert len(rejected) == 2
-
-
 def test_state_beyond_where_a_later_start_resumed_is_used_where_that_has_left_nothing_whole() -> (
     None
 ):
@@ -317,23 +308,11 @@ def test_what_may_be_newer_than_the_plan_is_named_and_what_is_older_is_not() -> 
 # By hand
 
 
-def test_newest_iteration_that_all_ranks_have_comes_first_and_a_newer_one_is_rejected() -> None:
-    versions = [*everywhere(3), *everywhere(4), make_version(0, 5, node="a")]
-    plans, rejected = plan_recovery(versions, NODES)
-    assert iterations(plans) == [4, 3]
-    assert reasons(rejected) == ["iteration 5: no state of rank 1 in any tier"]
-
-
 def test_many_missing_ranks_are_named_up_to_a_limit() -> None:
     _, rejected = plan_recovery([make_version(0, 5)], ["a"] * 12)
     assert reasons(rejected) == [
         "iteration 5: no state of ranks 1, 2, 3, 4, 5, 6, 7, 8, ... (11 in all) in any tier"
     ]
-
-
-def test_state_at_the_point_where_a_later_start_resumed_is_alive() -> None:
-    versions = [*everywhere(4), make_version(0, 9, history=LATER)]
-    assert iterations(plan_recovery(versions, NODES)[0]) == [4]
 
 
 def test_plan_goes_on_from_the_history_of_the_newest_start() -> None:
@@ -357,81 +336,7 @@ def test_sources_of_one_rank_are_in_the_order_worked_by_hand() -> None:
     ]
 
 
-def test_rank_that_moved_reads_its_former_node_as_a_peer() -> None:
-    versions = [make_version(0, 4, node="a")]
-    (plan,), _ = plan_recovery(versions, ["b"])
-    assert plan.sources_of(0)[0].tier is Tier.PEER
-
-
-def test_nothing_found_gives_no_plan_and_no_complaint() -> None:
-    assert plan_recovery([], NODES) == ([], [])
-
-
 # Windows
-
-
-def test_windows_of_different_starts_are_not_combined() -> None:
-    # Each start orders the units by what it has counted: others are FULL in the same snapshot.
-    versions = [
-        make_version(0, 4, node="a", window=3),
-        make_version(1, 4, node="b", window=3, history=LATER),
-    ]
-    plans, rejected = plan_recovery(versions, NODES)
-    assert plans == []
-    assert sorted(reasons(rejected)) == [
-        "iteration 4: no state of rank 0 in any tier",
-        "iteration 4: no state of rank 1 in any tier",
-    ]
-
-
-def test_windows_of_different_lengths_are_not_combined() -> None:
-    versions = [make_version(0, 4, window=3), make_version(1, 4, window=4)]
-    assert plan_recovery(versions, NODES)[0] == []
-
-
-def test_window_and_single_snapshot_of_one_iteration_are_not_combined() -> None:
-    versions = [make_version(0, 4, window=3), make_version(1, 4)]
-    assert plan_recovery(versions, NODES)[0] == []
-
-
-def test_window_is_read_from_several_tiers() -> None:
-    versions = [
-        make_version(0, 4, window=3),
-        make_version(0, 4, window=3, node="b", is_replica=True),
-        make_version(1, 4, window=3, node="b"),
-    ]
-    (plan,), _ = plan_recovery(versions, NODES)
-    tiers = [[source.tier for source in plan.sources_of(rank)] for rank in (0, 1)]
-    assert tiers == [[Tier.PEER, Tier.STORAGE], [Tier.MEMORY]]
-
-
-def test_newer_window_comes_before_an_older_single_snapshot() -> None:
-    plans, _ = plan_recovery([*everywhere(4), *everywhere(6, window=3)], NODES)
-    assert iterations(plans) == [6, 4]
-
-
-def test_single_snapshot_comes_before_a_window_of_the_same_iteration() -> None:
-    # The state at the end of training is saved at once, and needs no replay.
-    plans, _ = plan_recovery([*everywhere(6, window=3), *everywhere(6)], NODES)
-    assert [plan.version.window for plan in plans] == [1, 3]
-
-
-def test_shorter_window_comes_before_a_longer_one_of_the_same_iteration() -> None:
-    plans, _ = plan_recovery([*everywhere(6, window=4), *everywhere(6, window=2)], NODES)
-    assert [plan.version.window for plan in plans] == [2, 4]
-
-
-def test_window_of_a_newer_start_comes_before_that_of_an_older_one() -> None:
-    versions = [*everywhere(4, window=3), *everywhere(4, LATER, window=3)]
-    plans, _ = plan_recovery(versions, NODES)
-    assert [plan.version.history for plan in plans] == [LATER, FIRST]
-
-
-def test_older_window_is_a_plan_where_a_rank_lacks_the_newer_one() -> None:
-    versions = [*everywhere(4, window=3), make_version(0, 7, node="a", window=3)]
-    plans, rejected = plan_recovery(versions, NODES)
-    assert iterations(plans) == [4]
-    assert reasons(rejected) == ["iteration 7: no state of rank 1 in any tier"]
 
 
 @given(inventories())

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from moe_ft.format.boundary import Direction
-from moe_ft.planning.remains import KeptRecord, Pipelines, Remains
+from moe_ft.planning.remains import Pipelines, Remains
 from moe_ft.planning.scope import ScopePlan, plan_scope
 from tests.unit.moe_ft.planning.failures import make_failure, make_pipelines, make_version
 
@@ -75,12 +75,6 @@ def test_stage_alone_reads_the_logs_of_both_neighbours_and_the_records_after_its
     assert {each.rank for each in scope.records[1]} == {0}, "of the nearest stage with a record"
 
 
-def test_healthy_ranks_of_a_preemption_lose_and_run_nothing() -> None:
-    pipelines = make_pipelines(4, 2)
-    found = plan(make_failure(pipelines, healthy(pipelines, ())), pipelines)
-    assert (found.target, found.num_replays, found.scopes) == (NEWEST, 0, ())
-
-
 def test_healthy_stages_that_are_one_behind_run_one_iteration_from_their_breakpoints() -> None:
     pipelines = make_pipelines(4)
     found = plan(make_failure(pipelines, {0: 5, 1: 6, 2: 5, 3: 5}), pipelines)
@@ -92,12 +86,6 @@ def test_healthy_stages_that_are_one_behind_run_one_iteration_from_their_breakpo
     }
 
 
-def test_single_stage_whose_breakpoints_are_equal_needs_no_replay() -> None:
-    pipelines = make_pipelines(1, 2)
-    found = plan(make_failure(pipelines, healthy(pipelines, ())), pipelines)
-    assert (found.target, found.num_replays) == (NEWEST, 0)
-
-
 def test_peers_of_a_dead_rank_go_back_to_its_window_although_they_have_breakpoints() -> None:
     pipelines = make_pipelines(3, 2)
     found = plan(make_failure(pipelines, healthy(pipelines, {2})), pipelines)
@@ -107,17 +95,6 @@ def test_peers_of_a_dead_rank_go_back_to_its_window_although_they_have_breakpoin
         for rank, sources in found.stages[1].sources.items()
     }
     assert windows == {2: {2}, 3: {2}}, "no rank of the stage restores its breakpoint"
-
-
-def test_stage_goes_back_to_the_whole_snapshot_of_its_dead_rank() -> None:
-    pipelines = make_pipelines(3, 2)
-    found = plan(make_failure(pipelines, healthy(pipelines, {2}), window=(5, 1)), pipelines)
-    assert begins(found) == [NEWEST, 5, NEWEST]
-    assert all(
-        each.version.iteration == 5
-        for sources in found.stages[1].sources.values()
-        for each in sources
-    )
 
 
 def test_peers_restore_breakpoints_beside_a_whole_replica_of_the_dead_rank_and_nothing_is_run() -> (
@@ -132,13 +109,6 @@ def test_peers_restore_breakpoints_beside_a_whole_replica_of_the_dead_rank_and_n
     assert [each.version.path for each in found.stages[1].sources[3]] == ["rank_3/6_1_0.json"]
 
 
-def test_breakpoints_of_a_stage_at_two_iterations_make_it_run_from_its_window() -> None:
-    pipelines = make_pipelines(3, 2)
-    at = healthy(pipelines, ()) | {2: 5}
-    found = plan(make_failure(pipelines, at), pipelines)
-    assert begins(found) == [NEWEST, BEGIN, NEWEST]
-
-
 def test_windows_of_two_starts_are_not_put_together() -> None:
     pipelines = make_pipelines(2, 2)
     versions = [make_version(rank, NEWEST) for rank in (0, 1, 3)]
@@ -147,51 +117,12 @@ def test_windows_of_two_starts_are_not_put_together() -> None:
     assert "stage 1 has no such or older state" in reason(remains, pipelines)
 
 
-def test_two_dead_stages_that_are_neighbours_are_one_segment_with_live_links() -> None:
-    pipelines = make_pipelines(4)
-    found = plan(make_failure(pipelines, healthy(pipelines, {1, 2})), pipelines)
-    assert segments(found) == [((1, 2),)]
-    assert found.replaying(BEGIN) == {1, 2}
-    assert {(each.sender, each.receiver) for each in found.scopes[0].logs} == {(0, 1), (3, 2)}
-
-
-def test_two_dead_stages_apart_are_two_scopes() -> None:
-    pipelines = make_pipelines(4)
-    found = plan(make_failure(pipelines, healthy(pipelines, {0, 2})), pipelines)
-    assert segments(found) == [((0,),), ((2,),)]
-    assert begins(found) == [BEGIN, NEWEST, BEGIN, NEWEST]
-
-
-def test_two_dead_ranks_of_one_stage_are_one_stage_that_runs_again() -> None:
-    pipelines = make_pipelines(3, 2)
-    found = plan(make_failure(pipelines, healthy(pipelines, {2, 3})), pipelines)
-    assert begins(found) == [NEWEST, BEGIN, NEWEST]
-
-
-@pytest.mark.parametrize("is_ring", [False, True])
-def test_lost_node_with_two_stages_is_one_segment(is_ring: bool) -> None:
-    pipelines = make_pipelines(6, is_ring=is_ring, stages_per_node=2)
-    remains = make_failure(pipelines, healthy(pipelines, {2, 3}), lost_nodes={"node-1"})
-    found = plan(remains, pipelines)
-    assert segments(found) == [((2, 3),)]
-    assert begins(found) == [NEWEST, NEWEST, BEGIN, BEGIN, NEWEST, NEWEST]
-
-
 def test_lost_node_without_replicas_leaves_no_local_recovery() -> None:
     pipelines = make_pipelines(4)
     remains = make_failure(
         pipelines, healthy(pipelines, {1}), lost_nodes={"node-1"}, is_replicated=False
     )
     assert "stage 1 has no such or older state of all its ranks" in reason(remains, pipelines)
-
-
-def test_lost_log_of_a_neighbour_widens_the_segment_from_its_iteration_on() -> None:
-    pipelines = make_pipelines(4)
-    remains = make_failure(pipelines, healthy(pipelines, {1}))
-    found = plan(without_logs(remains, sender=2, iterations=[5]), pipelines)
-    assert begins(found) == [NEWEST, BEGIN, BEGIN, NEWEST], "stage 2 has nothing between 3 and 6"
-    assert segments(found) == [((1, 2),)]
-    assert {(each.sender, each.receiver) for each in found.scopes[0].logs} == {(0, 1), (3, 2)}
 
 
 def test_neighbour_joins_late_if_it_has_a_state_of_the_iteration_whose_log_is_lost() -> None:
@@ -203,22 +134,6 @@ def test_neighbour_joins_late_if_it_has_a_state_of_the_iteration_whose_log_is_lo
     assert [found.replaying(each) for each in range(BEGIN, NEWEST)] == [{1}, {1}, {1, 2}]
     from_2 = [each.iteration for each in found.scopes[0].logs if each.sender == 2]
     assert from_2 == [3, 4], "from iteration 5 on the link is live"
-
-
-def test_neighbour_that_is_one_behind_joins_the_segment_for_its_one_iteration() -> None:
-    pipelines = make_pipelines(4)
-    at = {0: NEWEST, 2: 5, 3: NEWEST}
-    found = plan(make_failure(pipelines, at, lost_nodes={"node-1"}), pipelines)
-    assert begins(found) == [NEWEST, BEGIN, 5, NEWEST]
-    assert found.scopes[0].replay_from == BEGIN
-
-
-def test_widening_goes_on_as_far_as_logs_are_lost() -> None:
-    pipelines = make_pipelines(5)
-    remains = make_failure(pipelines, healthy(pipelines, {1}))
-    remains = without_logs(remains, sender=2, receiver=1, iterations=[3])
-    remains = without_logs(remains, sender=3, receiver=2, iterations=[5])
-    assert segments(plan(remains, pipelines)) == [((1, 2, 3),)]
 
 
 def test_neighbour_without_log_and_without_old_state_leaves_no_local_recovery() -> None:
@@ -241,17 +156,6 @@ def test_recovery_is_global_if_the_logs_of_all_stages_are_lost() -> None:
     )
 
 
-def test_missing_record_of_the_target_makes_an_older_one_the_target() -> None:
-    pipelines = make_pipelines(3, has_common_records=False)
-    remains = make_failure(pipelines, healthy(pipelines, {1}))
-    older = [make_version(rank, 5, node=f"node-{rank}") for rank in (0, 2)]
-    own = KeptRecord(rank=1, iteration=5, node="node-1", path="records_1.json")
-    remains = replace(remains, versions=[*remains.versions, *older], records=[own])
-    found = plan(remains, pipelines)
-    assert (found.target, begins(found)) == (5, [5, BEGIN, 5])
-    assert found.scopes[0].records == {1: (own,)}
-
-
 def test_missing_record_between_window_and_target_leaves_no_local_recovery() -> None:
     pipelines = make_pipelines(3)
     remains = make_failure(pipelines, healthy(pipelines, {1}))
@@ -270,74 +174,11 @@ def test_record_of_another_stage_does_not_answer_where_optimizers_have_other_par
     assert {each.rank for each in scope.records[1]} == {3}, "the peer's"
 
 
-@pytest.mark.parametrize(("dead", "neighbours"), [(0, {3, 1}), (3, {2, 0})])
-def test_first_and_last_stage_of_a_ring_read_the_logs_of_each_other(
-    dead: int, neighbours: set[int]
-) -> None:
-    pipelines = make_pipelines(4, is_ring=True)
-    found = plan(make_failure(pipelines, healthy(pipelines, {dead})), pipelines)
-    assert segments(found) == [((dead,),)]
-    assert {each.sender for each in found.scopes[0].logs} == neighbours
-    assert {each.direction for each in found.scopes[0].logs} == set(Direction)
-
-
-def test_segment_of_a_ring_passes_its_end() -> None:
-    pipelines = make_pipelines(4, is_ring=True)
-    found = plan(make_failure(pipelines, healthy(pipelines, {0, 3})), pipelines)
-    assert segments(found) == [((3, 0),)]
-    assert {(each.sender, each.receiver) for each in found.scopes[0].logs} == {(2, 3), (1, 0)}
-
-
-def test_stage_of_a_ring_of_two_reads_both_directions_from_the_same_neighbour() -> None:
-    pipelines = make_pipelines(2, is_ring=True)
-    found = plan(make_failure(pipelines, healthy(pipelines, {0})), pipelines)
-    read = [(each.iteration, each.direction) for each in found.scopes[0].logs]
-    assert read == [
-        (iteration, direction)
-        for iteration in range(BEGIN, NEWEST)
-        for direction in (Direction.BACKWARD, Direction.FORWARD)
-    ]
-
-
 def test_coupled_stages_run_the_same_iterations_in_one_scope_of_two_segments() -> None:
     pipelines = make_pipelines(4, couplings=[(0, 3)])
     found = plan(make_failure(pipelines, healthy(pipelines, {3})), pipelines)
     assert begins(found) == [BEGIN, NEWEST, NEWEST, BEGIN]
     assert segments(found) == [((0,), (3,))]
-
-
-def test_coupled_stages_do_nothing_if_another_stage_runs_again() -> None:
-    pipelines = make_pipelines(4, couplings=[(0, 3)])
-    found = plan(make_failure(pipelines, healthy(pipelines, {1})), pipelines)
-    assert begins(found) == [NEWEST, BEGIN, NEWEST, NEWEST]
-
-
-def test_coupling_of_both_stages_of_a_short_pipeline_makes_the_recovery_global() -> None:
-    pipelines = make_pipelines(2, couplings=[(0, 1)])
-    remains = make_failure(pipelines, healthy(pipelines, {1}))
-    assert "all stages would run the iterations from 3 again" in reason(remains, pipelines)
-
-
-def test_second_failure_next_to_the_first_widens_the_segment() -> None:
-    pipelines = make_pipelines(4)
-    remains = make_failure(pipelines, healthy(pipelines, {1}))
-    assert segments(plan(remains, pipelines)) == [((1,),)]
-    # The node of stage 2 is lost while stage 1 reads its logs; nothing newer was written meanwhile.
-    kept = Remains(
-        versions=[each for each in remains.versions if each.node != "node-2"],
-        logs=[each for each in remains.logs if each.node != "node-2"],
-        records=[each for each in remains.records if each.node != "node-2"],
-    )
-    again = plan(kept, pipelines)
-    assert (again.target, segments(again)) == (NEWEST, [((1, 2),)])
-
-
-def test_second_failure_apart_from_the_first_makes_a_scope_of_its_own() -> None:
-    pipelines = make_pipelines(4)
-    remains = make_failure(pipelines, healthy(pipelines, {0}))
-    kept = [each for each in remains.versions if (each.rank, each.iteration) != (2, NEWEST)]
-    again = plan(replace(remains, versions=kept), pipelines)
-    assert segments(again) == [((0,),), ((2,),)]
 
 
 def test_newest_window_that_all_stages_have_is_not_given_up_for_an_older_target() -> None:

@@ -212,12 +212,6 @@ def test_no_file_outside_of_the_strategies_knows_one_by_name() -> None:
     assert found == []
 
 
-def test_interface_imports_no_strategy() -> None:
-    path = ROOT / "moe_ft" / "strategies" / "interface.py"
-    imported = [each for each in words_in(path) if each.startswith("moe_ft.strategies.")]
-    assert not imported
-
-
 @pytest.mark.parametrize(
     ("config", "longest"),
     [

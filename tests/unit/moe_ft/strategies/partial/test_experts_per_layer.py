@@ -17,7 +17,6 @@ from tests.unit.moe_ft.strategies.partial.experts import (
     snapshot,
     strategy_of,
     take,
-    values,
 )
 
 
@@ -25,20 +24,6 @@ from tests.unit.moe_ft.strategies.partial.experts import (
 def test_largest_k_is_that_whose_bytes_fit(budget: float, k: int) -> None:
     strategy = strategy_of(ONE_LAYER, replace(SETTINGS, k_snapshot=None))
     assert strategy.largest_k(budget) == k
-
-
-def test_k_that_is_fixed_needs_no_agreement() -> None:
-    strategy = strategy_of(ONE_LAYER, SETTINGS)
-    assert values(strategy, 1e9) == []
-    assert strategy.agree([]) == {}
-
-
-def test_automatic_k_that_was_not_measured_yet_is_agreed_as_zero_and_changes_nothing() -> None:
-    strategy = strategy_of(ONE_LAYER, replace(SETTINGS, k_snapshot=None))
-    assert values(strategy, None) == [0]
-    for iteration in range(20):
-        take(strategy, iteration)
-    assert strategy.agree([0]) == {}
 
 
 def test_automatic_k_changes_to_the_agreed_one_after_some_snapshots() -> None:
@@ -92,11 +77,6 @@ def test_k_doubles_until_one_more_fault_stays_below_its_limit(
     strategy = strategy_of(ONE_LAYER, replace(SETTINGS, k_snapshot=k, raises_k=True))
     assert raise_k(strategy, accumulated, last) == (after > k)
     assert (strategy.k.snapshot, strategy.k.persist) == (after, after // k)
-
-
-def test_k_stays_without_dynamic_k() -> None:
-    strategy = strategy_of(ONE_LAYER, SETTINGS)
-    assert not raise_k(strategy, accumulated_plt=1.0)
 
 
 def test_automatic_k_does_not_fall_below_what_dynamic_k_has_raised_it_to() -> None:

@@ -10,11 +10,9 @@ from moe_ft.strategies.partial.selection import (
     fill_up,
     most_on_a_rank,
     rank_counts,
-    select_by_keys,
     select_load_aware,
     select_sequential,
     select_to_persist,
-    sequential_bottleneck,
 )
 
 FIGURE_4 = ExpertLayout(num_layers=4, num_experts=3, ep_size=3)
@@ -50,15 +48,6 @@ def test_first_two_snapshots_of_figure_4_hold_the_experts_that_it_shows() -> Non
     assert select_sequential(FIGURE_4, cursors, 1) == ((1,), (2,), (0,), (1,))
 
 
-def test_figure_4_has_rank_0_save_two_experts_and_the_others_one() -> None:
-    selection = select_sequential(FIGURE_4, FIGURE_4.first_cursors(1), 1)
-    assert rank_counts(FIGURE_4, selection) == [2, 1, 1]
-
-
-def test_interleaved_order_of_two_experts_on_each_of_two_ranks_alternates_ranks() -> None:
-    assert [FOUR_ON_TWO.expert_at(position) for position in range(6)] == [0, 2, 1, 3, 0, 2]
-
-
 @given(layouts())
 def test_interleaved_order_holds_every_expert_once_and_goes_around_the_ranks(
     drawn: tuple[ExpertLayout, int],
@@ -68,17 +57,6 @@ def test_interleaved_order_holds_every_expert_once_and_goes_around_the_ranks(
     assert sorted(order) == list(range(experts.num_experts))
     ranks = [experts.rank_of(expert) for expert in order]
     assert ranks == [position % experts.ep_size for position in range(experts.num_experts)]
-
-
-@given(layouts(), st.integers(0, 2**32 - 1))
-def test_sequential_selection_takes_k_different_experts_of_every_layer(
-    drawn: tuple[ExpertLayout, int], seed: int
-) -> None:
-    experts, k = drawn
-    for layer in select_sequential(experts, cursors_of(experts, seed), k):
-        assert len(set(layer)) == k
-        assert list(layer) == sorted(layer)
-        assert set(layer) <= set(range(experts.num_experts))
 
 
 @given(layouts(), st.integers(0, 2**32 - 1))
@@ -108,14 +86,6 @@ def test_sequential_selection_loads_ranks_evenly_in_every_snapshot(
         cursors = advance(experts, cursors, k)
 
 
-@given(layouts())
-def test_sequential_bottleneck_is_the_even_share_rounded_up(
-    drawn: tuple[ExpertLayout, int],
-) -> None:
-    experts, k = drawn
-    assert sequential_bottleneck(experts, k) == -(-k * experts.num_layers // experts.ep_size)
-
-
 @given(layouts(), st.integers(0, 2**32 - 1))
 def test_load_aware_selection_leaves_no_expert_with_more_unsaved_tokens_behind(
     drawn: tuple[ExpertLayout, int], seed: int
@@ -139,27 +109,6 @@ def test_load_aware_selection_among_equals_is_the_sequential_one(
     assert select_load_aware(experts, cursors, unsaved, k) == expected
 
 
-def test_load_aware_selection_breaks_ties_from_the_cursor_on() -> None:
-    unsaved = np.array([[5, 7, 5, 5]])
-    # After expert 1, the interleaved order from position 1 is 2, 1, 3, 0.
-    assert select_load_aware(FOUR_ON_TWO, (1,), unsaved, 2) == ((1, 2),)
-    assert select_load_aware(FOUR_ON_TWO, (3,), unsaved, 2) == ((1, 3),)
-
-
-def test_earlier_keys_are_more_important() -> None:
-    keys = [np.array([[1, 0, 1, 0]]), np.array([[0, 3, 0, 2]])]
-    assert select_by_keys(FOUR_ON_TWO, (0,), keys, 1) == ((3,),)
-    assert select_by_keys(FOUR_ON_TWO, (0,), keys[::-1], 1) == ((0,),)
-
-
-@given(layouts(), st.integers(0, 2**32 - 1))
-def test_no_selection_passes_the_most_on_a_rank(drawn: tuple[ExpertLayout, int], seed: int) -> None:
-    experts, k = drawn
-    unsaved = counts_of(experts, seed)
-    selection = select_load_aware(experts, cursors_of(experts, seed), unsaved, k)
-    assert max(rank_counts(experts, selection)) <= most_on_a_rank(experts, k)
-
-
 def test_most_on_a_rank_is_reached_when_one_rank_has_all_the_load() -> None:
     unsaved = np.array([[9, 9, 0, 0]])
     selection = select_load_aware(FOUR_ON_TWO, (0,), unsaved, 3)
@@ -177,14 +126,6 @@ def test_filling_up_gives_every_rank_as_many_experts_as_the_bottleneck_had(
     most = max(rank_counts(experts, selection))
     assert rank_counts(experts, filled) == [most] * experts.ep_size
     assert all(set(a) <= set(b) for a, b in zip(selection, filled, strict=True))
-
-
-def test_filling_up_figure_4_takes_the_next_experts_of_the_light_ranks() -> None:
-    cursors = FIGURE_4.first_cursors(1)
-    selection = select_sequential(FIGURE_4, cursors, 1)
-    # After it the layers continue with 1, 2, 0, 1: the first two are on the ranks that have room.
-    filled = fill_up(FIGURE_4, advance(FIGURE_4, cursors, 1), selection)
-    assert filled == ((0, 1), (1, 2), (2,), (0,))
 
 
 @given(layouts(), st.integers(0, 2**32 - 1), st.booleans())

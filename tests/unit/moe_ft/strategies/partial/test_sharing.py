@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.strategies.partial.sharing import RankShare
 from tests.unit.moe_ft.strategies.partial.experts import (
-    ONE_LAYER,
     SETTINGS,
     Settings,
     possible,
@@ -89,12 +88,6 @@ def test_k_that_regions_were_not_sized_for_divides_equally() -> None:
     resume(strategy, progress_in(plan), 1, {})
     assert strategy.k.snapshot == 5
     assert snapshot(strategy, 2).shares is None
-
-
-def test_strategy_without_replicated_state_divides_nothing() -> None:
-    strategy = strategy_of(ONE_LAYER, SETTINGS)
-    assert [plan.shares for plan in possible(strategy)] == [None]
-    assert snapshot(strategy, 1).shares is None
 
 
 def test_rank_with_fewer_selected_experts_takes_more_of_what_all_ranks_hold() -> None:

@@ -91,25 +91,6 @@ def test_rank_never_holds_more_in_a_snapshot_than_it_announces(
             assert len(take(each, iteration)) <= each.most_rotating
 
 
-def test_snapshot_holds_all_that_is_no_expert_and_k_experts_of_each_layer() -> None:
-    experts = ExpertLayout(num_layers=2, num_experts=4, ep_size=2)
-    plan = snapshot(strategy_of(experts, replace(SETTINGS, k_snapshot=2)), 1)
-    assert plan.levels == {DENSE: Level.FULL}
-    assert set(plan.rotating) == {expert(0, 0), expert(0, 2), expert(1, 1), expert(1, 3)}
-
-
-def test_snapshot_that_was_not_completed_is_planned_again() -> None:
-    strategy = strategy_of(ONE_LAYER, SETTINGS)
-    first = snapshot(strategy, 1).rotating
-    assert snapshot(strategy, 2).rotating == first
-
-
-def test_snapshot_says_how_many_tokens_its_experts_have_got() -> None:
-    strategy = strategy_of(ONE_LAYER, SETTINGS)
-    strategy.add_tokens(np.array([[5, 6, 7, 8]]))
-    assert snapshot(strategy, 1).rotating == {expert(0, 0): (5, ())}
-
-
 def test_load_aware_snapshot_holds_the_experts_with_most_unsaved_tokens() -> None:
     strategy = strategy_of(ONE_LAYER, replace(SETTINGS, is_load_aware=True))
     strategy.add_tokens(np.array([[5, 9, 7, 8]]))

@@ -51,13 +51,6 @@ def test_version_that_is_on_storage_is_not_written_again() -> None:
     assert strategy.plan_persist().units == frozenset()
 
 
-def test_version_whose_checkpoint_failed_is_chosen_again() -> None:
-    strategy = strategy_of(ONE_LAYER, SETTINGS)
-    take(strategy, 1)
-    for _ in range(2):
-        assert strategy.plan_persist().units == {expert(0, 0)}
-
-
 def test_version_that_was_saved_while_its_predecessor_was_written_is_not_taken_for_persisted() -> (
     None
 ):
@@ -67,12 +60,6 @@ def test_version_that_was_saved_while_its_predecessor_was_written_is_not_taken_f
     take(strategy, 2)
     strategy.note_persisted(plan)
     assert strategy.plan_persist().units == strategy.rotating
-
-
-def test_last_persist_takes_every_expert() -> None:
-    strategy = strategy_of(ONE_LAYER, replace(SETTINGS, k_snapshot=4))
-    take(strategy, 1)
-    assert strategy.plan_persist(is_whole=True).units == strategy.rotating
 
 
 def test_version_on_storage_that_is_newer_than_the_restored_one_is_not_taken_for_intact() -> None:

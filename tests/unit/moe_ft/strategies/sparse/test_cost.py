@@ -72,11 +72,6 @@ def test_snapshots_within_the_budget_cost_no_time(machine: Machine, snapshots: l
     assert machine.lag_iterations(fitting) <= 1
 
 
-@given(MACHINES, SNAPSHOTS)
-def test_windows_that_go_nowhere_are_never_late(machine: Machine, snapshots: list[int]) -> None:
-    assert replace(machine, replication_factor=0).lag_iterations(snapshots) == 0
-
-
 def test_work_to_redo_is_one_and_a_half_windows_on_average() -> None:
     assert work_to_redo(3, 0) == (3, 4.5, 6)
     assert work_to_redo(3, 1) == (4, 6.0, 8)

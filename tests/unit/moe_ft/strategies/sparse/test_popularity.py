@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.strategies.sparse.popularity import (
-    MEASURES,
     Popularity,
     fractions_of_layers,
     has_moved,
@@ -52,20 +51,6 @@ def test_scores_after_a_restart_are_those_of_what_came_after(measure: str) -> No
     assert np.array_equal(popularity.scores(), popularity_of(measure, [SECOND]).scores())
 
 
-def test_decayed_scores_go_on_after_a_restart() -> None:
-    popularity = popularity_of("decayed", [FIRST])
-    popularity.restart()
-    popularity.add(SECOND)
-    assert np.array_equal(popularity.scores(), popularity_of("decayed", [FIRST, SECOND]).scores())
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_restart_before_the_first_iteration_leaves_nothing_counted(measure: str) -> None:
-    popularity = popularity_of(measure, [])
-    popularity.restart()
-    assert not popularity.has_counts
-
-
 @pytest.mark.parametrize(("measure", "expected"), [("count", False), ("decayed", True)])
 def test_counts_are_gone_after_a_restart_unless_they_decay(measure: str, expected: bool) -> None:
     popularity = popularity_of(measure, [FIRST])
@@ -76,18 +61,6 @@ def test_counts_are_gone_after_a_restart_unless_they_decay(measure: str, expecte
 
 def test_iteration_in_which_no_expert_got_a_token_is_no_count() -> None:
     assert not popularity_of("count", [np.zeros((2, 3), np.int64)]).has_counts
-
-
-def test_soft_counts_add_up_fractions() -> None:
-    halves = np.full((1, 2), 0.5)
-    assert popularity_of("soft-count", [halves, halves, halves]).scores().tolist() == [[1.5, 1.5]]
-
-
-def test_scores_that_were_returned_do_not_change_later() -> None:
-    popularity = popularity_of("count", [FIRST])
-    before = popularity.scores()
-    popularity.add(SECOND)
-    assert np.array_equal(before, FIRST)
 
 
 def test_changing_returned_scores_does_not_change_popularity() -> None:
@@ -103,31 +76,11 @@ def test_frequencies_are_the_fractions_of_the_layers_worked_by_hand() -> None:
     ]
 
 
-@given(SEEDS, st.integers(0, 5), st.integers(1, 9))
-def test_fractions_of_every_layer_add_up_to_one(
-    seed: int, num_layers: int, num_experts: int
-) -> None:
-    fractions = fractions_of_layers(random_scores(seed, num_layers, num_experts))
-    np.testing.assert_allclose(fractions.sum(axis=1), np.ones(num_layers))
-
-
 def test_fractions_of_a_layer_without_tokens_are_equal() -> None:
     assert fractions_of_layers(np.array([[0.0] * 4, [0, 0, 0, 8]])).tolist() == [
         [0.25] * 4,
         [0, 0, 0, 1],
     ]
-
-
-def test_fractions_of_layers_without_experts_are_none() -> None:
-    assert fractions_of_layers(np.zeros((2, 0))).shape == (2, 0)
-
-
-@given(SEEDS, st.integers(1, 5), st.integers(1, 9))
-def test_frequencies_that_are_the_same_have_not_moved(
-    seed: int, num_layers: int, num_experts: int
-) -> None:
-    frequencies = fractions_of_layers(random_scores(seed, num_layers, num_experts))
-    assert not has_moved(frequencies, frequencies.copy())
 
 
 @pytest.mark.parametrize(("num_changed", "expected"), [(0, False), (1, False), (2, True)])
@@ -172,13 +125,6 @@ def test_stage_without_experts_never_moves() -> None:
     assert not has_moved(np.zeros((0, 8)), np.zeros((0, 8)), fraction=0)
 
 
-def test_experts_are_ordered_by_their_fraction_of_the_layer_worked_by_hand() -> None:
-    # Fractions 0.25, 0, 0.75 and 0.1, 0.25, 0.65: the tokens of layer 1 are ten times as many.
-    scores = np.array([[4.0, 0, 12], [16, 40, 104]])
-    experts = [(layer, expert) for layer in (1, 0) for expert in (2, 1, 0)]
-    assert order_experts(scores, experts) == [(0, 1), (1, 0), (0, 0), (1, 1), (1, 2), (0, 2)]
-
-
 def test_experts_of_one_rank_are_compared_by_fractions_of_the_whole_layer() -> None:
     # Of the whole layers 1/8 and 1/4; of what this rank holds it would be 1 and 1/2.
     scores = np.array([[1.0, 7, 0, 0], [2, 2, 2, 2]])
@@ -199,18 +145,3 @@ def test_order_is_of_all_experts_ascending_and_ties_by_layer_and_expert(
     ]
     assert keys == sorted(keys)
     assert {key[1:] for key in keys} == set(experts)
-
-
-def test_order_of_experts_without_counts_is_by_layer_and_expert() -> None:
-    experts = [(1, 0), (0, 1), (1, 1), (0, 0)]
-    assert order_experts(np.zeros((2, 2)), experts) == sorted(experts)
-
-
-def test_order_of_no_experts_is_empty() -> None:
-    assert order_experts(np.zeros((2, 4)), []) == []
-
-
-def test_decay_is_ignored_by_measures_without_it() -> None:
-    popularity = Popularity("count", 7.0)
-    popularity.add(FIRST)
-    assert np.array_equal(popularity.scores(), FIRST)

@@ -36,11 +36,6 @@ def runs(num_ranks: int, num_each: int) -> npt.NDArray[np.int64]:
     return np.kron(np.eye(num_ranks, dtype=np.int64), np.full((1, num_each), 600))
 
 
-@given(owned())
-def test_every_unit_has_one_place(full: npt.NDArray[np.int64]) -> None:
-    assert sorted(spread_over_ranks(full)) == list(range(full.shape[1]))
-
-
 @given(owned(shared=False))
 def test_units_of_one_owner_keep_their_order(full: npt.NDArray[np.int64]) -> None:
     order = spread_over_ranks(full)
@@ -60,10 +55,6 @@ def test_with_one_owner_nothing_changes(full: npt.NDArray[np.int64]) -> None:
 @given(owned(), st.integers(1, 8))
 def test_unit_of_bytes_does_not_matter(full: npt.NDArray[np.int64], factor: int) -> None:
     assert spread_over_ranks(full) == spread_over_ranks(factor * full)
-
-
-def test_runs_of_two_ranks_alternate() -> None:
-    assert spread_over_ranks(runs(2, 3)) == [0, 3, 1, 4, 2, 5]
 
 
 def test_rank_with_fewer_and_larger_units_has_them_as_far_apart() -> None:
@@ -123,17 +114,6 @@ def test_experts_are_spread_over_the_ranks_that_own_them() -> None:
     assert found == {0: [0, 2, 1, 3], 1: [7, 6, 5, 4]}
     assert order.sizes.full.tolist() == [[12, 0, 12, 0], [0, 12, 0, 12], [12] * 4]
     assert order.sizes.compute.tolist() == [[2, 0, 2, 0], [0, 2, 0, 2], [2] * 4]
-
-
-def test_layers_are_spread_over_the_ranks_that_own_them() -> None:
-    layers = [UnitId(kind=UnitKind.NON_EXPERT, layer=layer) for layer in range(4)]
-    ranks = [
-        RankUnits(ep_rank=0, sizes={unit: (12, 2) for unit in layers[:2]}),
-        RankUnits(ep_rank=0, sizes={unit: (12, 2) for unit in layers[2:]}),
-    ]
-    order = StageUnits(ranks, []).order(np.zeros((0, 0)))
-    # Back to front within what each rank owns.
-    assert [unit.layer for unit in order.columns[0] if unit] == [3, 1, 2, 0]
 
 
 def test_rank_with_fewer_experts_has_none_at_the_last_positions() -> None:
@@ -214,19 +194,3 @@ def test_only_the_layers_that_are_grouped_are_ordered_as_a_whole() -> None:
     assert order(frozenset()) == ([a, d, c, b], None)
     assert order(frozenset({"layer.0"})) == ([d, a, b, c], [0, 0, 1, 0, 0])
     assert order(frozenset({"layer.0", "layer.1"})) == ([a, b, c, d], [0, 1, 0, 1, 0])
-
-
-def test_experts_that_are_alone_on_their_rank_are_ordered_as_ever() -> None:
-    ranks = [
-        RankUnits(
-            ep_rank=rank,
-            sizes={
-                UnitId(kind=UnitKind.EXPERT, layer=layer, expert=rank): (12, 2) for layer in (0, 1)
-            },
-            grouped_layers=frozenset({"layer.0", "layer.1"}),
-        )
-        for rank in (0, 1)
-    ]
-    order = StageUnits(ranks, ["layer.0", "layer.1"]).order(np.array([[0.3, 0.7], [0.2, 0.8]]))
-    assert order.sizes.splits is None
-    assert [unit.layer for unit in order.columns[0] if unit] == [1, 0]

@@ -66,13 +66,6 @@ def test_all_ranks_have_a_shared_unit_at_full_in_the_same_snapshot(
 
 
 @settings(max_examples=20)
-@given(stages(window=st.integers(1, 6)))
-def test_window_of_a_fixed_length_has_it_on_every_rank(stage: Stage) -> None:
-    length = stage.window
-    assert [len(window.snapshots) for window in stage.plan()] == [length] * len(stage.ranks)
-
-
-@settings(max_examples=20)
 @given(stages(), SEEDS)
 def test_plans_of_one_key_are_equal_and_those_of_others_differ(
     stage: Stage, seed: random.Random
@@ -131,14 +124,6 @@ def test_last_window_of_a_training_holds_everything_at_once(stage: Stage) -> Non
 
 
 @settings(max_examples=20)
-@given(stages(window=st.just(1)))
-def test_window_of_one_snapshot_holds_what_a_dense_one_does(stage: Stage) -> None:
-    for rank, window in zip(stage.ranks, stage.plan(), strict=True):
-        (snapshot,) = window.snapshots
-        assert dict(snapshot.levels) == dict.fromkeys(rank.sizes, Level.FULL)
-
-
-@settings(max_examples=20)
 @given(stages())
 def test_possible_windows_are_the_longest_that_may_be_chosen_and_the_last_one(stage: Stage) -> None:
     for strategy in stage.strategies:
@@ -154,16 +139,6 @@ def test_longest_window_takes_the_most_memory(stage: Stage, budget: int) -> None
     stage.settle(budget)
     shorter = [sum(window_bytes(*each)) for each in zip(stage.plan(), sizes_of(stage), strict=True)]
     assert all(most >= other for most, other in zip(longest, shorter, strict=True))
-
-
-@settings(max_examples=20)
-@given(stages())
-def test_nothing_rotates(stage: Stage) -> None:
-    for strategy in stage.strategies:
-        assert strategy.saves_all
-        assert (strategy.rotating, strategy.most_rotating) == (frozenset(), 0)
-        assert strategy.plan_persist(is_whole=True).units == frozenset()
-        assert all(not each.rotating for each in strategy.plan_window(0).snapshots)
 
 
 # A stage worked by hand
@@ -203,12 +178,6 @@ def test_experts_are_ordered_by_their_share_of_the_tokens_of_their_layer() -> No
     stage.count([[9, 1], [400, 600]])
     expected = [expert(0, 1), expert(1, 0), expert(1, 1), expert(0, 0)]
     assert order(stage)[:4] == expected
-
-
-def test_experts_that_are_equally_popular_are_in_the_order_of_their_numbers() -> None:
-    stage = by_hand()
-    stage.count([[5, 5], [5, 5]])
-    assert order(stage)[:4] == UNITS
 
 
 def test_experts_of_layers_in_which_nothing_is_counted_come_first() -> None:
@@ -253,14 +222,3 @@ def test_last_window_leaves_its_iteration_whole_when_all_ranks_have_it() -> None
     assert not strategy.is_whole(9)
     strategy.note_complete(plan, 9)
     assert strategy.is_whole(9)
-
-
-@settings(max_examples=20)
-@given(SEEDS)
-def test_ranks_that_count_the_same_tokens_stay_in_the_same_order(seed: random.Random) -> None:
-    config = options_of(window=3, longest=3, measure="decayed")
-    stage = Stage([RankUnits(ep_rank=0, sizes=SIZES)] * 3, 2, 2, config)
-    for iteration in range(5):
-        stage.count(counts_of(stage, seed))
-        found = [groups(window) for window in stage.plan(iteration)]
-        assert found == [found[0]] * 3

@@ -30,7 +30,6 @@ def sizes_of(full: list[list[int]], compute: list[list[int]]) -> PositionSizes:
 
 # Six units of one parameter, which is figure 6 of the paper with operators of equal size.
 EQUAL = sizes_of([[12] * 6], [[2] * 6])
-NOTHING = PositionSizes(full=np.zeros((3, 0), np.int64), compute=np.zeros((3, 0), np.int64))
 
 
 @st.composite
@@ -100,16 +99,6 @@ def test_bytes_of_any_division_are_those_of_its_units(sizes: PositionSizes, leng
         assert found.max() == largest_of(sizes, ends)
 
 
-def test_equal_units_in_a_window_of_three_are_cut_into_pairs() -> None:
-    assert cut_window(EQUAL, 3) == WindowCuts(ends=(2, 4, 6), largest_bytes=32)
-
-
-def test_ranks_with_different_large_units_get_cuts_that_serve_both() -> None:
-    # Rank 0 alone would be cut after its first unit, rank 1 before its last one.
-    sizes = sizes_of([[9, 1, 1, 1], [1, 1, 1, 9]], [[0] * 4, [0] * 4])
-    assert cut_window(sizes, 3) == WindowCuts(ends=(1, 3, 4), largest_bytes=9)
-
-
 @given(small_sizes(), LENGTHS)
 def test_largest_snapshot_of_a_cut_window_is_the_least_of_all_divisions(
     sizes: PositionSizes, length: int
@@ -125,14 +114,6 @@ def test_largest_snapshot_of_terabytes_is_the_least_to_the_byte(
     sizes = random_sizes(seed, num_ranks, num_positions, 10**12)
     largest = cut_window(sizes, length).largest_bytes
     assert least_length(sizes, largest) <= length < least_length(sizes, largest - 1)
-
-
-@given(small_sizes(), LENGTHS)
-def test_largest_bytes_of_a_cut_window_are_those_of_its_snapshots(
-    sizes: PositionSizes, length: int
-) -> None:
-    cuts = cut_window(sizes, length)
-    assert snapshot_bytes(sizes, cuts.ends).max() == cuts.largest_bytes
 
 
 @given(small_sizes(), st.integers(1, 10))
@@ -159,45 +140,11 @@ def test_no_equally_good_cuts_without_empty_groups_end_a_group_later(
             assert np.all(np.array(ends) <= cuts.ends)
 
 
-@given(SEEDS, st.integers(1, 40))
-def test_longer_window_never_has_a_larger_largest_snapshot(seed: int, num_positions: int) -> None:
-    sizes = random_sizes(seed, 3, num_positions, 1000)
-    largest = [cut_window(sizes, length).largest_bytes for length in range(1, num_positions + 3)]
-    assert largest == sorted(largest, reverse=True)
-
-
-@given(small_sizes(), LENGTHS)
-def test_ranks_with_equal_sizes_are_cut_like_one_of_them(sizes: PositionSizes, length: int) -> None:
-    repeated = PositionSizes(
-        full=np.tile(sizes.full, (3, 1)), compute=np.tile(sizes.compute, (3, 1))
-    )
-    assert cut_window(repeated, length) == cut_window(sizes, length)
-
-
-def test_ranks_that_differ_only_at_compute_are_both_counted() -> None:
-    sizes = sizes_of([[10, 10], [10, 10]], [[0, 0], [0, 7]])
-    assert cut_window(sizes, 2) == WindowCuts(ends=(1, 2), largest_bytes=17)
-
-
 def test_sizes_that_are_views_of_another_array_are_cut_like_copies() -> None:
     pairs = np.array([[[12, 2], [5, 1], [8, 0]], [[1, 1], [9, 3], [4, 4]]], np.int64)
     views = PositionSizes(full=pairs[:, :, 0], compute=pairs[:, :, 1])
     copies = sizes_of([[12, 5, 8], [1, 9, 4]], [[2, 1, 0], [1, 3, 4]])
     assert cut_window(views, 2) == cut_window(copies, 2)
-
-
-@pytest.mark.parametrize("length", [1, 4])
-def test_stage_without_units_is_cut_into_empty_snapshots(length: int) -> None:
-    assert cut_window(NOTHING, length) == WindowCuts(ends=(0,) * length, largest_bytes=0)
-
-
-def test_units_without_bytes_are_divided_among_all_snapshots() -> None:
-    sizes = sizes_of([[0] * 4], [[0] * 4])
-    assert cut_window(sizes, 3) == WindowCuts(ends=(2, 3, 4), largest_bytes=0)
-
-
-def test_groups_of_a_window_name_the_snapshot_of_each_position() -> None:
-    assert WindowCuts(ends=(2, 3, 6), largest_bytes=0).groups().tolist() == [0, 0, 1, 2, 2, 2]
 
 
 def test_groups_of_a_window_with_empty_snapshots_name_only_the_others() -> None:
@@ -224,10 +171,6 @@ def test_group_ends_earlier_where_that_keeps_a_module_whole() -> None:
     sizes = sizes_of([[12, 12, 12, 12, 60]], [[2, 2, 2, 2, 10]])
     assert cut_window(sizes, 3) == WindowCuts(ends=(3, 4, 5), largest_bytes=60)
     assert cut_window(with_modules(sizes, 2), 3) == WindowCuts(ends=(2, 4, 5), largest_bytes=60)
-
-
-def test_module_is_divided_where_only_that_keeps_the_largest_snapshot_small() -> None:
-    assert cut_window(with_modules(EQUAL, 4), 3).ends == (2, 4, 6)
 
 
 @given(small_sizes(), st.integers(2, 5), st.integers(1, 3))
@@ -287,23 +230,9 @@ def test_shortest_window_is_the_first_that_fits_or_the_first_of_the_best(
     assert (fit.largest_bytes <= budget) == bool(fitting)
 
 
-@given(small_sizes(), LENGTHS)
-def test_budget_is_met_by_a_snapshot_of_just_that_size_and_missed_by_one_byte_more(
-    sizes: PositionSizes, length: int
-) -> None:
-    largest = cut_window(sizes, length).largest_bytes
-    assert shortest_window(sizes, largest, length).largest_bytes == largest
-    assert shortest_window(sizes, largest - 1, length).largest_bytes == largest
-
-
 def test_budget_without_limit_takes_everything_at_once() -> None:
     fit = shortest_window(EQUAL, math.inf, 6)
     assert fit.ends == (6,)
-
-
-def test_stage_without_units_fits_into_a_window_of_one_snapshot() -> None:
-    fit = shortest_window(NOTHING, 0, 5)
-    assert (fit.ends, fit.largest_bytes) == ((0,), 0)
 
 
 @pytest.mark.parametrize("compute", [-1, 13])
