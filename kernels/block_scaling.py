@@ -11,8 +11,7 @@ from enum import StrEnum
 
 import torch
 
-from kernels.number_formats import NumberFormat
-from kernels.rounding import round_to, widen
+from kernels.number_formats import NumberFormat, round_to, widen
 
 BLOCK = 128
 # Its product with the smallest number of a format is normal; a subnormal number over it rounds to 0.

@@ -182,7 +182,7 @@ def _pack_tile(row, number, buffer, num_wrong, TILE: tl.constexpr, BYTES: tl.con
 
 @triton.jit
 def _split(bits, weights):
-    """Return ``[TILE]`` remainders, carries and the number of wrong weights; see split_master.py."""
+    """Return ``[TILE]`` remainders, carries and the number of wrong weights; see packing.py."""
     lower, upper = bits & 0xFFFF, (bits >> 16) & 0xFFFF
     is_nan = (weights & 0x7FFF) > 0x7F80
     both_nan = is_nan & ((bits & 0x7FFFFFFF) > 0x7F800000)

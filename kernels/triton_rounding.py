@@ -1,4 +1,4 @@
-"""Rounding and scaling inside Triton kernels, in integers, to the bits that kernels/rounding.py defines.
+"""Rounding and scaling inside Triton kernels, in integers, to the bits of kernels/number_formats.py.
 
 Integers give the same bits on every GPU; hardware casts need not. A format is given as five numbers at run
 time, so that one launch can pack in several formats. The numbers are exponent bits, mantissa bits, largest
@@ -21,7 +21,7 @@ def _round_off(numbers, shift):
 
 @triton.jit
 def round_bits(bits, exponent_bits, mantissa_bits, max_code, infinity_code, nan_code):
-    """Return int32 codes of a format from the int32 bits of fp32 numbers; see `rounding.round_to`."""
+    """Return int32 codes of a format from the int32 bits of fp32 numbers; see `number_formats.round_to`."""
     shift = 23 - mantissa_bits
     rebias = 128 - (1 << (exponent_bits - 1))
     magnitude = bits & 0x7FFFFFFF

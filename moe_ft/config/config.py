@@ -7,7 +7,7 @@ rules about it, are with the strategy: see moe_ft/strategies/registry.py.
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, override
 
 from moe_ft.config.directories import check_directories
 from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
@@ -109,8 +109,8 @@ class MemoryConfig(Part):
                 return checked_name("node_id", source, name)
         return checked_name("node_id", "the host name", host)
 
+    @override
     def check(self, world_size: int) -> None:
-        """Raise ConfigError if the limit cannot be read."""
         _ = self.host_memory_limit_bytes
 
 
@@ -160,8 +160,8 @@ class StorageConfig(Part):
         """True if the newest whole state stays on storage besides the newest checkpoints."""
         return self.persists_dense and self.persist_interval > 0
 
+    @override
     def check(self, world_size: int) -> None:
-        """Raise ConfigError if whole states are to go to storage and there is none."""
         if self.persists_dense and self.persist_dir is None:
             raise ConfigError(
                 f"--moe-ft-persist-dense-interval={self.persist_dense_interval} writes to storage, and there "
@@ -222,8 +222,8 @@ class RecoveryConfig(Part):
             )
         return int(number)
 
+    @override
     def check(self, world_size: int) -> None:
-        """Raise ConfigError if the iteration cannot be read."""
         _ = self.only_iteration
 
 
@@ -248,8 +248,8 @@ class ObservabilityConfig(Part):
         False, "also write the tokens that every expert got from this rank in each iteration"
     )
 
+    @override
     def check(self, world_size: int) -> None:
-        """Raise ConfigError if something is to go to the event log and there is none."""
         for name in ("state_digest", "state_digest_interval", "router_log"):
             if getattr(self, name) and self.event_log is None:
                 raise ConfigError(
@@ -284,8 +284,8 @@ class FaultConfig(Part):
         """The parsed faults; raises ConfigError on the first that cannot be parsed."""
         return tuple(parse_fault(text) for text in self.inject_fault)
 
+    @override
     def check(self, world_size: int) -> None:
-        """Raise ConfigError on a fault that does not parse or names a rank that does not exist."""
         for fault in self.faults:
             if not fault.rank < world_size:
                 raise ConfigError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import override
 
 from moe_ft.config.fields import Part, flag_of, parse_size, setting
 from moe_ft.errors import ConfigError
@@ -74,8 +75,8 @@ class PrecisionConfig(Part):
         is_packed = any(each is not Packing.EXACT for each in self.packings.values())
         return parse_size(flag_of("staging_bytes"), _DEFAULT_STAGING) if is_packed else 0
 
+    @override
     def check(self, world_size: int) -> None:
-        """Raise ConfigError if a format or a size cannot be used."""
         for part in ("exp_avg", "exp_avg_sq"):
             if self.packings[part] is Packing.SPLIT:
                 raise ConfigError(

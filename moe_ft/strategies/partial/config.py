@@ -1,6 +1,7 @@
 """Options of the strategy `partial`: which experts a snapshot holds."""
 
 from dataclasses import dataclass
+from typing import override
 
 from moe_ft.config.fields import Bounds, Part, setting
 from moe_ft.errors import ConfigError
@@ -55,8 +56,8 @@ class PartialConfig(Part):
         """True if experts are selected by their unsaved tokens, and not in turn."""
         return self.selection == "load-aware"
 
+    @override
     def check(self, world_size: int) -> None:
-        """Raise ConfigError if storage wants more than memory has."""
         k_snapshot = self.k_in_memory
         if k_snapshot is not None and self.k_persist > k_snapshot:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import override
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
@@ -12,7 +13,7 @@ from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strateg
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.experts_per_layer import PlannedRun
 from moe_ft.strategies.partial.report import footprint, render
-from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.selection import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.units import Part, UnitId, UnitKind
 
@@ -40,25 +41,25 @@ def divide_units(
 class Partial(StrategyKind):
     """Needs a model with experts."""
 
+    @override
     def counting(self, config: MoeFtConfig) -> Counting:
-        """Return tokens: those of unsaved experts are lost in a recovery."""
         return Counting.TOKENS
 
+    @override
     def division(self, config: MoeFtConfig) -> str:
-        """Return the flags that the division follows from."""
         options: PartialConfig = self.options_in(config)
         flags = ["--moe-ft-partial-covers both"]  # a flag that there was: checkpoints hold the text
         flags += ["--moe-ft-master-always-full"] * options.master_always_full
         flags += ["--moe-ft-sharding none"] * (config.strategy.sharding == "none")
         return " ".join(flags)
 
+    @override
     def can_shard_adaptively(self, config: MoeFtConfig) -> bool:
-        """Return whether the selection is known in advance."""
         options: PartialConfig = self.options_in(config)
         return not options.is_load_aware
 
+    @override
     def check(self, config: MoeFtConfig, model: ModelFacts) -> None:
-        """Raise ConfigError if the model has too few experts."""
         options: PartialConfig = self.options_in(config)
         if model.num_experts == 0:
             raise ConfigError(
@@ -71,16 +72,16 @@ class Partial(StrategyKind):
                     "use --moe-ft-strategy dense to save all experts each time."
                 )
 
+    @override
     def report(self, job: PlannedJob) -> str:
-        """Return the plan of a job."""
         return render(job, self.options_in(job.config))
 
+    @override
     def footprint(self, job: PlannedJob) -> Footprint:
-        """Return the room that checkpoints of a job take, at most."""
         return footprint(job, self.options_in(job.config))
 
+    @override
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
-        """Return the strategy of a rank. Called by all ranks of a stage."""
         options: PartialConfig = self.options_in(config)
         catalog, experts = facts.catalog, facts.experts
         always, rotating = divide_units(

@@ -27,6 +27,7 @@ from moe_ft.strategies.interface import (
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.experts_per_layer import ExpertsPerLayer, PlannedRun
 from moe_ft.strategies.partial.selection import (
+    RankShare,
     Selection,
     Versions,
     advance,
@@ -39,7 +40,6 @@ from moe_ft.strategies.partial.selection import (
     select_to_persist,
     sequential_bottleneck,
 )
-from moe_ft.strategies.partial.sharing import RankShare
 from moe_ft.units import Level, UnitId, parse_unit
 
 
@@ -165,8 +165,8 @@ class PartialStrategy(Strategy):
         self._copied_bytes: float | None = None
 
     @property
+    @override
     def always(self) -> Collection[UnitId]:
-        """Everything but the experts, and the parts of experts that do not rotate."""
         return self._always.keys()
 
     @property
@@ -174,15 +174,15 @@ class PartialStrategy(Strategy):
         return self._experts.first_cursors(self.k.snapshot, self._start)
 
     @property
+    @override
     def most_rotating(self) -> int:
-        """The most rotating units that a snapshot of this rank may ever hold."""
         if self.k.may_grow or self._run.takes_whole:
             return len(self.rotating)
         by_layer = Counter(unit.layer_name for unit in self.rotating)
         return sum(min(self.k.snapshot, count) for count in by_layer.values())
 
+    @override
     def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
-        """Return one snapshot with the next experts; until it is complete, its experts are planned again."""
         selection = self._select(is_whole=is_whole)
         start = self._start if is_whole else self._start + self.k.snapshot
         start %= self._experts.num_experts
@@ -239,8 +239,8 @@ class PartialStrategy(Strategy):
     def _k_now(self) -> tuple[int, int, int, int]:
         return self.k.snapshot, self.k.persist, self.k.least, self._interval
 
+    @override
     def plan_breakpoint(self) -> PlanBreakpoint:
-        """Return what plans a snapshot of everything; see `Strategy.plan_breakpoint`."""
         routed, gaps, start, k_now = (
             self._ledger.routed,
             dict(self._ledger.gaps),
@@ -284,13 +284,13 @@ class PartialStrategy(Strategy):
             planned_tokens=self._run.planned_tokens,
         )
 
+    @override
     def possible_windows(self) -> list[WindowPlan]:
-        """Return a window for each division of the replicated state that snapshots will need."""
         plans = [SnapshotPlan(levels=self._always, shares=shares) for shares in self._divisions]
         return [WindowPlan(snapshots=(plan,), key=plan.shares) for plan in plans]
 
+    @override
     def is_whole(self, iteration: int) -> bool:
-        """Return whether the snapshots that were taken to hold every expert at this iteration do."""
         num_experts = self._num_whole * self._k_whole
         return iteration == self._whole_iteration and num_experts >= self._experts.num_experts
 
@@ -299,12 +299,12 @@ class PartialStrategy(Strategy):
         """Experts per layer in each of these snapshots: all where memory was made for that."""
         return self._experts.num_experts if self._run.takes_whole else self.k.snapshot
 
+    @override
     def add_tokens(self, counts: Counts) -> None:
-        """Note the tokens of an iteration."""
         self._ledger.add(counts)
 
+    @override
     def note_complete(self, plan: WindowPlan, iteration: int) -> None:
-        """Note that all ranks have a snapshot: the selection continues after it."""
         turn: _Turn = plan.memo
         self._start = turn.start
         if 0 <= self._saved_iteration < iteration:
@@ -316,8 +316,8 @@ class PartialStrategy(Strategy):
             self._whole_iteration = iteration
         self._saved = self._saved.replaced(turn.selection, Versions.of(turn.trained, iteration))
 
+    @override
     def plan_persist(self, *, is_whole: bool = False) -> PersistPlan:
-        """Choose the experts whose versions in memory go to storage now."""
         saved, persisted = self._saved, self._persisted
         selection = select_to_persist(
             self._experts,
@@ -330,20 +330,18 @@ class PartialStrategy(Strategy):
         units = frozenset(self._of_this_rank(selection, self._ledger.routed, self._ledger.gaps))
         return PersistPlan(units=units, memo=_Persist(selection=selection, versions=saved))
 
+    @override
     def note_persisted(self, plan: PersistPlan) -> None:
-        """Note that the chosen versions are on storage."""
         persist: _Persist = plan.memo
         self._persisted = self._persisted.replaced(persist.selection, persist.versions)
 
+    @override
     def note_measured(self, copied_bytes: float | None, flow_bytes: float | None) -> None:
-        """Note what this rank can copy while forward and backward run."""
         self._copied_bytes = copied_bytes
 
+    @override
     def values(self) -> list[int]:
-        """Return the largest k whose snapshots training hides on this rank (section 5.3), 0 until measured.
-
-        Nothing if k is fixed.
-        """
+        # The largest k whose snapshots training hides on this rank (section 5.3), 0 until measured.
         if not self.k.is_auto:
             return []
         return [0 if self._copied_bytes is None else self.largest_k(self._copied_bytes)]
@@ -361,13 +359,13 @@ class PartialStrategy(Strategy):
         ]
         return max(fitting, default=1)
 
+    @override
     def agree(self, values: list[int]) -> dict[str, int]:
-        """Take the least k over all ranks."""
         has_changed = bool(values) and self.k.agree(values[0])
         return {"k_snapshot": self.k.snapshot} if has_changed else {}
 
+    @override
     def resume(self, resumed: Resumed) -> Loss:
-        """Continue from a recovered state."""
         restored, persisted = by_expert(resumed.restored), by_expert(resumed.persisted)
         in_memory = restored if resumed.in_memory is None else by_expert(resumed.in_memory)
         intact = {
@@ -388,8 +386,8 @@ class PartialStrategy(Strategy):
         self.k.resume(progress)
         return self._ledger.recover(progress.routed_tokens, restored, resumed.gaps_before)
 
+    @override
     def settle_losses(self, losses: Sequence[Loss | None]) -> JobLoss:
-        """Add up what all stages have lost, and raise k if Dynamic-K asks for it."""
         found = (loss for loss in losses if loss is not None)
         cost = job_loss(found, self._run.planned_tokens, self.k.snapshot, self.k.persist)
         self.k.raise_for(cost.total_plt, cost.plt, self._interval)

@@ -1,6 +1,7 @@
 """The strategy `sparse` as the registry lists it: what it asks of a job, and how a rank builds it."""
 
 from dataclasses import dataclass
+from typing import override
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
@@ -20,13 +21,13 @@ from moe_ft.units import Level
 class Sparse(StrategyKind):
     """Needs a snapshot of every iteration."""
 
+    @override
     def counting(self, config: MoeFtConfig) -> Counting:
-        """Return tokens, or the gate's probabilities if popularity is measured by them."""
         options: SparseConfig = self.options_in(config)
         return Counting.PROBABILITIES if options.is_soft else Counting.TOKENS
 
+    @override
     def check(self, config: MoeFtConfig, model: ModelFacts) -> None:
-        """Raise ConfigError if iterations have no snapshot, or no window ends in training."""
         if config.strategy.interval != "1":
             raise ConfigError(
                 f"--moe-ft-interval={config.strategy.interval} must be 1 with --moe-ft-strategy sparse: a "
@@ -41,21 +42,21 @@ class Sparse(StrategyKind):
                 "use when it is complete. Lower it, or use auto."
             )
 
+    @override
     def report(self, job: PlannedJob) -> str:
-        """Return the plan of a job."""
         return render(job, self.options_in(job.config))
 
+    @override
     def longest_window(self, config: MoeFtConfig) -> int:
-        """Return the window, or the longest that auto may choose."""
         options: SparseConfig = self.options_in(config)
         return options.window_snapshots or options.max_window
 
+    @override
     def footprint(self, job: PlannedJob) -> Footprint:
-        """Return the room that checkpoints of a job take, at most."""
         return footprint(job, self.options_in(job.config))
 
+    @override
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
-        """Return the strategy of a rank. Called by all ranks of a stage."""
         catalog = facts.catalog
         sizes = {
             unit: (

@@ -1,20 +1,20 @@
 """Strategy `sparse` (MoEvement): windows of snapshots, each with one group of units at FULL. Pure.
 
-positions.py orders the units, windows.py cuts groups, length.py chooses the length of a window.
-recovery/replay.py turns a window into the state at its end.
+positions.py orders the units, windows.py cuts groups. `WindowLength` is the length of windows: fixed, or the
+shortest whose snapshots cost no time, measured while training. recovery/replay.py turns a window into the
+state at its end.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, override
 
 import numpy as np
 
 from moe_ft.planning.experts import Counts
 from moe_ft.strategies.interface import Resumed, SnapshotPlan, Strategy, WindowPlan
 from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.length import WindowLength
 from moe_ft.strategies.sparse.popularity import Popularity, has_moved
 from moe_ft.strategies.sparse.positions import RankUnits, StageOrder, StageUnits
 from moe_ft.strategies.sparse.windows import (
@@ -27,9 +27,88 @@ from moe_ft.strategies.sparse.windows import (
 )
 from moe_ft.units import Level, UnitId
 
+_SHRINK_MARGIN = 0.9  # a shorter window must fit with some room, or the length would swing
 MEMORY_MARGIN = 0.1  # beyond what a window takes whose order is as good as random
 _MARGIN_USED = 0.75  # of it, by the estimate; the rest is for what that leaves out
 _HINT = "A longer --moe-ft-window or --moe-ft-max-window, or more ranks, make them smaller."
+
+
+class WindowLength:
+    """Owned by the strategy. `now` is equal on all ranks of the job.
+
+    Attributes:
+        is_auto: whether `now` may change.
+        budget_bytes: that a snapshot of this rank may have to cost no time; None until measured.
+    """
+
+    def __init__(self, options: SparseConfig, num_positions: int, *, saves_nothing: bool) -> None:
+        """Begin with the fixed length, or the longest.
+
+        Args:
+            saves_nothing: whether this rank has nothing to save, and so will never measure anything.
+        """
+        fixed = options.window_snapshots
+        self._longest_possible = options.max_window
+        self.longest = max(1, min(options.max_window, num_positions))
+        self.is_auto = fixed is None
+        self.now = fixed or self.longest
+        self.budget_bytes: int | None = None
+        self._measured_for: Any = None  # order and length when the wanted length was chosen
+        self._wanted = 1 if saves_nothing else self.now
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The shortest and the longest window that there may be."""
+        return (1, self.longest) if self.is_auto else (self.now, self.now)
+
+    def measure(self, budget_bytes: int, order: int, largest: Callable[[int], int]) -> None:
+        """Choose the shortest window whose snapshots of this rank fit into a budget.
+
+        Args:
+            largest: returns the bytes of this rank's largest snapshot in windows of a length.
+        """
+        measured_for = order, self.now
+        has_moved = self.budget_bytes is None or _has_changed(budget_bytes, self.budget_bytes)
+        if has_moved or measured_for != self._measured_for:
+            self.budget_bytes, self._measured_for = budget_bytes, measured_for
+            wanted = self._shortest(budget_bytes, largest)
+            if wanted < self.now:
+                roomy = self._shortest(int(budget_bytes * _SHRINK_MARGIN), largest)
+                wanted = min(self.now, roomy)
+            self._wanted = wanted
+
+    def _shortest(self, budget_bytes: int, largest: Callable[[int], int]) -> int:
+        for length in range(1, self.longest):
+            if largest(length) <= budget_bytes:
+                return length
+        return self.longest
+
+    def values(self) -> list[int]:
+        """Return the length that this rank wants, negated: the longest that a rank wants is taken.
+
+        Nothing if the length is fixed.
+        """
+        return [-self._wanted] if self.is_auto else []
+
+    def agree(self, values: list[int]) -> bool:
+        """Take the longest window that a rank wants; return whether that is another one."""
+        if not values:
+            return False
+        before, self.now = self.now, -values[0]
+        return self.now != before
+
+    def resume(self, window: int) -> None:
+        """Begin with the window of the run that is continued, if the length is automatic.
+
+        One snapshot may be a whole state that was taken for storage, and says nothing of the length.
+        """
+        if self.is_auto and window > 1:
+            self.now = min(window, self._longest_possible)
+            self._wanted = min(self._wanted, self.now)
+
+
+def _has_changed(budget: int, planned: int, tolerance: float = 0.05) -> bool:
+    return abs(budget - planned) > tolerance * min(budget, planned)
 
 
 class _Reorder(Enum):
@@ -119,19 +198,19 @@ class SparseStrategy(Strategy):
         self._whole_iteration: int | None = None
 
     @property
+    @override
     def always(self) -> Collection[UnitId]:
-        """All units."""
         return self._own.sizes.keys()
 
     @property
+    @override
     def memory_margin(self) -> float:
-        """Fraction by which a window of this rank may take more memory than `possible_windows`."""
         longest = _window_bytes(self._ordering.sizes, self.length.limits[1])[self._rank]
         most = reserved_window_bytes(self._ordering.sizes, *self.length.limits)[self._rank]
         return float(most * (1 + MEMORY_MARGIN) / longest - 1) if longest else MEMORY_MARGIN
 
+    @override
     def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
-        """Return the snapshots of the next window; the last one of a training holds everything at once."""
         if is_whole:
             return self._whole()
         ordering, reorder = self._reordered()
@@ -171,8 +250,8 @@ class SparseStrategy(Strategy):
             ),
         )
 
+    @override
     def possible_windows(self) -> list[WindowPlan]:
-        """Return the longest window, which takes the most memory, and the one that ends a training."""
         return [self._plan(self.length.limits[1], self._ordering), self._whole()]
 
     def _reordered(self) -> tuple[_Ordering, _Reorder]:
@@ -210,28 +289,28 @@ class SparseStrategy(Strategy):
         ]
         return all(np.all(each <= self._limits) for each in found)
 
+    @override
     def note_begun(self, plan: WindowPlan) -> None:
-        """Keep the order of a window that was begun."""
         turn: _Turn = plan.memo
         self._ordering = turn.ordering
         if turn.restarts_counts:
             self._popularity.restart()
 
+    @override
     def is_whole(self, iteration: int) -> bool:
-        """Return whether a snapshot of this iteration holds everything."""
         return self._whole_iteration == iteration
 
+    @override
     def note_complete(self, plan: WindowPlan, iteration: int) -> None:
-        """Note that all ranks have a window."""
         if plan.memo.is_whole:
             self._whole_iteration = iteration
 
+    @override
     def resume(self, resumed: Resumed) -> None:
-        """Begin with windows as long as that of the run that is continued."""
         self.length.resume(resumed.window)
 
+    @override
     def note_measured(self, copied_bytes: float | None, flow_bytes: float | None) -> None:
-        """Measure how long windows must be, once both parts are known."""
         if self.length.is_auto and copied_bytes is not None and flow_bytes is not None:
             budget = int(min(copied_bytes, flow_bytes))
             self.length.measure(budget, self._ordering.version, self._largest_of_this_rank)
@@ -242,16 +321,16 @@ class SparseStrategy(Strategy):
         own_sizes = PositionSizes(full=sizes.full[own], compute=sizes.compute[own])
         return int(snapshot_bytes(own_sizes, self._ordering.cut(length).ends).max(initial=0))
 
+    @override
     def values(self) -> list[int]:
-        """Return the length that this rank wants, see `WindowLength.values`."""
         return self.length.values()
 
+    @override
     def agree(self, values: list[int]) -> dict[str, int]:
-        """Take the longest window that a rank wants, for the windows that begin from now on."""
         return {"window": self.length.now} if self.length.agree(values) else {}
 
+    @override
     def add_tokens(self, counts: Counts) -> None:
-        """Note the ``[layer, expert]`` tokens, or gate probabilities, of an iteration."""
         self._popularity.add(counts)
 
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 import torch
 
 from kernels.block_scaling import ScaleKind
-from kernels.number_formats import E4M3, E5M2, FORMATS, FP32
+from kernels.number_formats import E4M3, E5M2, FORMATS, FP32, round_to
 from kernels.packing import Segment
-from kernels.rounding import round_to
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOT_BYTES = 64

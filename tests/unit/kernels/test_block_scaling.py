@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from kernels.block_scaling import BLOCK, ScaleKind, num_blocks, round_to_blocks, widen_blocks
-from kernels.number_formats import E4M3, E5M2, NumberFormat
-from kernels.rounding import widen
+from kernels.number_formats import E4M3, E5M2, NumberFormat, widen
 
 EACH = pytest.mark.parametrize("of", [E4M3, E5M2], ids=lambda of: of.name)
 KINDS = pytest.mark.parametrize("kind", list(ScaleKind))

@@ -4,10 +4,18 @@ import pytest
 import torch
 
 from kernels.block_scaling import ScaleKind, round_to_blocks
-from kernels.number_formats import E4M3, FORMAT_OF, FORMATS, FP16, NumberFormat
+from kernels.number_formats import (
+    E4M3,
+    FORMAT_OF,
+    FORMATS,
+    FP16,
+    NumberFormat,
+    convert,
+    round_to,
+    widen,
+)
 from kernels.pack_table import PackTable
 from kernels.packing import Segment
-from kernels.rounding import convert, round_to, widen
 from tests.unit.kernels.packs import any_numbers, empty_buffer, in_a_row, of_all_kinds, same_bits
 
 SIZES = (0, 1, 7, 8, 127, 128, 129, 4095, 8192, 8193, (1 << 18) + 131)  # cut by the reference

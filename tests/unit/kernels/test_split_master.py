@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.split_master import SplitMasters, join_masters, split_masters
+from kernels.packing import SplitMasters, join_masters, split_masters
 
 ANY_BITS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=64)
 

@@ -7,8 +7,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.number_formats import FORMATS, NumberFormat
-from kernels.rounding import round_to, widen
+from kernels.number_formats import FORMATS, NumberFormat, round_to, widen
 from kernels.triton_rounding import round_bits, widen_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,7 +18,7 @@ from moe_ft.planning.host_memory import num_slots
 from moe_ft.planning.lost_tokens import limit_of_k
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.experts_per_layer import PlannedRun
-from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.selection import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import fill_region, put_in_slot

@@ -13,7 +13,7 @@ from moe_ft.planning.token_ledger import Loss, UnitVersion
 from moe_ft.strategies.interface import Resumed, SnapshotPlan
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.experts_per_layer import PlannedRun
-from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.selection import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.units import UnitId, UnitKind
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.planning.experts import ExpertLayout
-from moe_ft.strategies.partial.sharing import RankShare
+from moe_ft.strategies.partial.selection import RankShare
 from tests.unit.moe_ft.strategies.partial.experts import (
     SETTINGS,
     Settings,
