@@ -1,12 +1,20 @@
-"""The process gets what Megatron expects of it."""
+"""The process gets what Megatron expects of it; torchrun finds a whole report of an exception, or none."""
 
+import json
 import os
+import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron.core.datasets import utils as dataset_utils
+from torch.distributed.elastic.multiprocessing import errors
 
 from megatron.fault_tolerance.launch import environment
+from megatron.fault_tolerance.launch.environment import WholeErrorFile
+from megatron.fault_tolerance.launch.running import run
 from moe_ft.errors import ConfigError
 
 STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -71,3 +79,76 @@ def test_dataset_helper_is_compiled_only_where_there_is_a_makefile(
     monkeypatch.setattr(dataset_utils, "__file__", str(tmp_path / "utils.py"))
     environment._use_prebuilt_dataset_helper()
     assert (dataset_utils.compile_helpers is compile_helpers) == has_makefile
+
+
+SCRIPT = """
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    raise ValueError("of training")
+
+main()
+"""
+
+
+def _end_half_way(data: Any, file: Any) -> None:
+    file.write(json.dumps(data)[:20])
+    file.flush()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def report_of(main: Callable[[], None], handler: errors.ErrorHandler | None, path: Path) -> Any:
+    """Return what torchrun's agent makes of a process that SIGTERM ends while it writes its report."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(path)
+        errors.error_handler.json.dump = _end_half_way  # type: ignore[attr-defined]
+        (main if handler is None else errors.record(main, handler))()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return errors.ProcessFailure(local_rank=0, pid=pid, exitcode=code, error_file=str(path))
+
+
+def fail() -> None:
+    """Raise."""
+    raise ValueError("of training")
+
+
+def test_process_that_is_ended_while_it_writes_the_report_leaves_none(tmp_path: Path) -> None:
+    failure = report_of(fail, WholeErrorFile(), tmp_path / "error.json")
+    assert failure.exitcode == -signal.SIGTERM
+    assert "Signal 15 (SIGTERM)" in failure.message
+    with pytest.raises(json.JSONDecodeError):  # as torch itself does
+        report_of(fail, errors.ErrorHandler(), tmp_path / "error.json")
+
+
+def test_script_of_run_with_a_record_of_its_own_leaves_none_either(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    program = partial(run, str(tmp_path / "script.py"))
+    failure = report_of(program, None, tmp_path / "error.json")
+    assert failure.exitcode == -signal.SIGTERM
+    assert "Signal 15 (SIGTERM)" in failure.message
+
+
+def test_report_is_the_one_that_torch_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    with pytest.raises(ValueError, match="of training"):
+        errors.record(fail, WholeErrorFile())()
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == "ValueError: of training"
+    assert "in fail" in message["extraInfo"]["py_callstack"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_report_that_cannot_be_written_does_not_hide_the_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "absent" / "error.json"))
+    with pytest.raises(ValueError, match="of training"):
+        partial(errors.record, error_handler=WholeErrorFile())(fail)()
+    assert "torchrun's error file is not written" in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""Rules on --moe-ft-* values."""
+"""Rules on --moe-ft-* values, and on the directories that flags name."""
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from moe_ft.config.config import (
     StorageConfig,
     StrategyConfig,
 )
+from moe_ft.config.directories import check_directories
 from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.partial.config import PartialConfig
@@ -35,10 +37,6 @@ def test_defaults_are_valid() -> None:
             "--moe-ft-breakpoints needs a strategy: with --moe-ft-strategy=none nothing is recovered",
         ),
         (
-            MoeFtConfig(observability=ObservabilityConfig(state_digest=True)),
-            "--moe-ft-state-digest writes to the event log, and there is none",
-        ),
-        (
             MoeFtConfig(observability=ObservabilityConfig(state_digest_interval=5)),
             "--moe-ft-state-digest-interval writes to the event log",
         ),
@@ -51,44 +49,8 @@ def test_defaults_are_valid() -> None:
             "--moe-ft-inject-fault kill:0@1 needs the event log",
         ),
         (
-            MoeFtConfig(fault=FaultConfig(inject_fault=("kill:4@1",)), observability=LOG),
-            "rank 4 must be less than the world size 4. Name one of the ranks 0 to 3",
-        ),
-        (
-            MoeFtConfig(fault=FaultConfig(fault_report_grace_s=-1.0)),
-            "--moe-ft-fault-report-grace-s=-1.0 must be between 0 and 600",
-        ),
-        (
-            MoeFtConfig(strategy=StrategyConfig(interval="0")),
-            "--moe-ft-interval=0 must be a whole number, at least 1, or auto",
-        ),
-        (
-            MoeFtConfig(strategy=StrategyConfig(interval="often")),
-            "--moe-ft-interval=often must be a whole number",
-        ),
-        (
-            MoeFtConfig(strategy=StrategyConfig(overhead_limit=1.0)),
-            "--moe-ft-overhead-limit=1.0 must be a fraction between 0 and 1",
-        ),
-        (
-            MoeFtConfig(strategy=StrategyConfig(overhead_limit=float("nan"))),
-            "--moe-ft-overhead-limit=nan must be a fraction",
-        ),
-        (
             MoeFtConfig(strategy=StrategyConfig(on_error="ignore")),
             "--moe-ft-on-error=ignore must be one of degrade, raise",
-        ),
-        (
-            MoeFtConfig(memory=MemoryConfig(host_memory_limit="much")),
-            "--moe-ft-host-memory-limit=much must be a size in bytes. Write it like 512GiB",
-        ),
-        (
-            MoeFtConfig(memory=MemoryConfig(replication_factor="-1")),
-            "--moe-ft-replication-factor=-1 must be a whole number, at least 0, or auto",
-        ),
-        (
-            MoeFtConfig(storage=StorageConfig(persist_interval=-1)),
-            "--moe-ft-persist-interval=-1 must be at least 0",
         ),
         (
             MoeFtConfig(storage=StorageConfig(persist_dense_interval=-1)),
@@ -99,10 +61,6 @@ def test_defaults_are_valid() -> None:
             "--moe-ft-persist-dense-interval=50 writes to storage, and there is none. Add --moe-ft-pers",
         ),
         (
-            MoeFtConfig(storage=StorageConfig(keep=0)),
-            "--moe-ft-keep=0 must be at least 1",
-        ),
-        (
             MoeFtConfig(strategy=StrategyConfig(sharding="some")),
             "--moe-ft-sharding=some must be one of none, equal, adaptive",
         ),
@@ -111,16 +69,8 @@ def test_defaults_are_valid() -> None:
             "--moe-ft-router-log writes to the event log, and there is none. Add --moe-ft-event-log",
         ),
         (
-            MoeFtConfig(recovery=RecoveryConfig(recover_from="iter_")),
-            "--moe-ft-recover-from=iter_ must be auto, load or iter_N",
-        ),
-        (
             MoeFtConfig(recovery=RecoveryConfig(recover_from="120")),
             "--moe-ft-recover-from=120 must be auto, load or iter_N",
-        ),
-        (
-            MoeFtConfig(recovery=RecoveryConfig(on_missing="hope")),
-            "--moe-ft-on-missing=hope must be one of start, fail",
         ),
         (
             MoeFtConfig(memory=MemoryConfig(upstream_log=True)),
@@ -319,3 +269,61 @@ def test_setting_that_is_used_is_not_warned_about(config: MoeFtConfig) -> None:
 def test_fault_of_a_run_of_unknown_length_is_not_warned_about() -> None:
     config = MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@1000",)))
     assert config.warnings(None) == []
+
+
+@pytest.mark.parametrize(
+    ("memory_dir", "persist_dir"),
+    [
+        ("/dev/shm/x", None),
+        ("/dev/shm/x", "/scratch/x"),
+        ("/dev/shm/x", "/dev/shm/xy"),
+        ("/dev/shm/x", "/dev/shm/y"),
+        ("/dev/shm/x", "checkpoints"),
+        ("/dev/shm/x", "s3://dev/shm/x"),
+        ("/dev/shm/x", "file:///scratch/memory/x"),
+    ],
+)
+def test_directories_that_are_apart_are_accepted(memory_dir: str, persist_dir: str | None) -> None:
+    check_directories(memory_dir, persist_dir)
+
+
+@pytest.mark.parametrize("memory_dir", ["memory", ".", "../x", "~/x"])
+def test_memory_directory_that_depends_on_the_current_one_is_refused(memory_dir: str) -> None:
+    message = (
+        f"--moe-ft-memory-dir={memory_dir} must be an absolute path.*Write it like /dev/shm/NAME"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_directories(memory_dir, None)
+
+
+@pytest.mark.parametrize("url", ["memory://x", "simplecache::memory://x", "memory::x"])
+def test_storage_in_the_memory_of_a_process_is_refused(url: str) -> None:
+    message = f"--moe-ft-persist-dir={url} must be storage that outlives.*Name a directory"
+    with pytest.raises(ConfigError, match=message):
+        check_directories("/dev/shm/x", url)
+
+
+@pytest.mark.parametrize("prefix", ["", "file://", "local://", "file:"])
+@pytest.mark.parametrize(
+    ("memory", "persist"),
+    [("a", "a"), ("a", "a/b"), ("a/b", "a"), ("a", "c/../a/"), ("a", "link/b")],
+)
+def test_directories_that_are_one_or_one_in_the_other_are_refused(
+    tmp_path: Path, memory: str, persist: str, prefix: str
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    url = f"{prefix}{tmp_path}/{persist}"
+    message = (
+        f"--moe-ft-persist-dir={url} must not be the same directory or one in the other.*apart"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_directories(str(tmp_path / memory), url)
+
+
+def test_storage_that_is_relative_is_compared_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="must not be the same directory"):
+        check_directories(str(tmp_path), "checkpoints")

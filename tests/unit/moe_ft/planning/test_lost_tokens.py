@@ -17,6 +17,7 @@ from moe_ft.planning.lost_tokens import (
     num_new,
     plt,
 )
+from moe_ft.planning.token_ledger import job_plt
 from moe_ft.strategies.partial.selection import advance, select_sequential
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -141,3 +142,11 @@ def test_k_never_falls_and_one_more_fault_stays_below_its_limit(
     assert k <= raised <= num_experts
     if raised < num_experts:
         assert accumulated + expected(raised) <= limit_of_k(raised, num_experts, limit) <= limit
+
+
+def test_plt_of_a_job_is_the_mean_over_layers_of_all_stages() -> None:
+    assert job_plt({"layer.0": (5, 5), "layer.1": (0, 2)}, 100) == (12, pytest.approx(0.06))
+
+
+def test_plt_of_a_job_without_experts_is_zero() -> None:
+    assert job_plt({}, 100) == (0, 0.0)

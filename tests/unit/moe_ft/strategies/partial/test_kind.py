@@ -2,6 +2,7 @@
 
 import pytest
 
+from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import Counting
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.kind import PARTIAL
@@ -60,3 +61,17 @@ def test_replicated_state_is_divided_for_each_snapshot_with_adaptive_sharding_on
         config = config_of(PARTIAL, PartialConfig(k_snapshot="1"), sharding=sharding)
         (snapshot,) = PARTIAL.build(config, facts_of(CATALOG)).plan_window(0).snapshots
         assert snapshot.shares == shares
+
+
+def test_storage_cannot_be_fed_more_experts_than_snapshots_hold() -> None:
+    with pytest.raises(
+        ConfigError,
+        match="--moe-ft-k-persist=3 must be at most --moe-ft-k-snapshot=2: storage is fed from",
+    ):
+        PartialConfig(k_snapshot="2", k_persist=3).validate(world_size=4)
+    for options in (
+        PartialConfig(),
+        PartialConfig(k_snapshot="2", k_persist=2),
+        PartialConfig(k_snapshot="auto", k_persist=8),
+    ):
+        options.validate(world_size=4)

@@ -2,9 +2,12 @@
 
 import pytest
 
+from moe_ft.config.config import MoeFtConfig, StrategyConfig
+from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import Counting
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.kind import SPARSE
+from moe_ft.strategies.sparse.popularity import MEASURES
 from tests.unit.moe_ft.strategies.stage import CATALOG, OTHERS, Catalog, build, config_of, facts_of
 
 
@@ -38,3 +41,56 @@ def test_model_without_experts_counts_nothing() -> None:
     strategy = SPARSE.build(config, facts_of(catalog, num_experts=0))
     assert strategy.counted_layers == ()
     assert len(strategy.plan_window(0).snapshots) == 2
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (SparseConfig(window="-2"), "--moe-ft-window=-2 must be a whole number, at least 1"),
+        (
+            SparseConfig(window=""),
+            "--moe-ft-window= (must be a whole number, at least 1, or auto|is empty)",
+        ),
+        (SparseConfig(window="Auto"), "--moe-ft-window=Auto must be a whole number, at least 1"),
+        (SparseConfig(popularity_decay=-0.1), "--moe-ft-popularity-decay=-0.1 must be at least 0"),
+        (
+            SparseConfig(reorder_change=-0.1),
+            "--moe-ft-reorder-change=-0.1 must be at least 0. Write 0.1 for ten percent",
+        ),
+        (
+            SparseConfig(reorder_fraction=1.1),
+            "--moe-ft-reorder-fraction=1.1 must be between 0 and 1. Write 0.25 for a quarter",
+        ),
+        (SparseConfig(reorder_fraction=-0.1), "--moe-ft-reorder-fraction=-0.1 must be between 0"),
+        (SparseConfig(reorder_fraction=INFINITY), "--moe-ft-reorder-fraction=inf must be between"),
+    ],
+)
+def test_wrong_setting_of_windows_is_named_with_its_rule(
+    config: SparseConfig, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.validate(world_size=4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SparseConfig(),
+        SparseConfig(window="1", max_window=1),
+        SparseConfig(window="12"),  # auto's limit does not limit a fixed window
+        SparseConfig(popularity_decay=0.0, reorder_change=0.0, reorder_fraction=0.0),
+        SparseConfig(reorder_change=2.0, reorder_fraction=1.0),
+        *(SparseConfig(unit_order=order) for order in MEASURES),
+    ],
+)
+def test_settings_at_the_border_of_their_range_are_accepted(config: SparseConfig) -> None:
+    sparse = StrategyConfig(strategy="sparse")
+    MoeFtConfig(strategy=sparse, options={"sparse": config}).validate(world_size=4)
+
+
+@pytest.mark.parametrize(("text", "window"), [("auto", None), ("1", 1), ("16", 16)])
+def test_window_is_a_number_or_automatic(text: str, window: int | None) -> None:
+    assert SparseConfig(window=text).window_snapshots == window
