@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, override
 
-from moe_ft.config.directories import check_directories
 from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
 from moe_ft.config.precision import PrecisionConfig
-from moe_ft.config.rules import Rule, check_rules
+from moe_ft.config.rules import Rule, check_directories, check_rules
 from moe_ft.config.strategy import NO_STRATEGY, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault

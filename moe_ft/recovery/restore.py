@@ -8,8 +8,8 @@ from moe_ft.engine.memory.regions import own_directory
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.format.records import IterationRecord
+from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.planning.recovery import Plan, Tier, plan_to_keep
-from moe_ft.planning.token_ledger import UnitVersion
 from moe_ft.recovery.agree import Agreed
 from moe_ft.recovery.fetch import Fetched
 from moe_ft.recovery.meet import Met

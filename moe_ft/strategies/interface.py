@@ -18,8 +18,8 @@ from moe_ft.errors import ConfigError
 from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.experts import Counts, ExpertFacts
 from moe_ft.planning.host_memory import Footprint
+from moe_ft.planning.lost_tokens import Loss, UnitVersion
 from moe_ft.planning.planned_job import PlannedJob
-from moe_ft.planning.token_ledger import Loss, UnitVersion
 from moe_ft.units import Level, UnitId
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_ft.planning.experts import Counts, ExpertLayout
+from moe_ft.planning.lost_tokens import NEVER
 from moe_ft.planning.sharding import adaptive_shares
-from moe_ft.planning.token_ledger import NEVER
 
 Selection = tuple[tuple[int, ...], ...]  # per MoE layer the selected experts, ascending
 

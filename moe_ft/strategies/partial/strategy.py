@@ -1,6 +1,6 @@
 """The strategy `partial`: non-expert state and k experts per MoE layer in each snapshot (MoC-System).
 
-selection.py chooses the experts, token_ledger.py counts their tokens. All ranks of a stage have the same
+selection.py chooses the experts, lost_tokens.py counts their tokens. All ranks of a stage have the same
 numbers and so choose the same experts; only the experts that a rank has are different.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.experts import Counts, Expert, ExpertLayout
-from moe_ft.planning.token_ledger import Loss, TokenLedger, UnitVersion, job_plt
+from moe_ft.planning.lost_tokens import Loss, TokenLedger, UnitVersion, job_plt
 from moe_ft.strategies.interface import (
     JobLoss,
     PersistPlan,

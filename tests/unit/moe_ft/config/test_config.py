@@ -16,8 +16,8 @@ from moe_ft.config.config import (
     StorageConfig,
     StrategyConfig,
 )
-from moe_ft.config.directories import check_directories
 from moe_ft.config.fields import flag_of
+from moe_ft.config.rules import check_directories
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.sparse.config import SparseConfig

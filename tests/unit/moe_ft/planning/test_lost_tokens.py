@@ -11,13 +11,13 @@ from moe_ft.planning.lost_tokens import (
     Gaps,
     expected_plt,
     gaps_after,
+    job_plt,
     limit_of_k,
     next_k,
     num_lost,
     num_new,
     plt,
 )
-from moe_ft.planning.token_ledger import job_plt
 from moe_ft.strategies.partial.selection import advance, select_sequential
 
 SEEDS = st.integers(0, 2**32 - 1)

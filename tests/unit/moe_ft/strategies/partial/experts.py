@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from moe_ft.format.records import ExpertProgress
 from moe_ft.planning.experts import Counts, Expert, ExpertLayout
-from moe_ft.planning.lost_tokens import Gaps
-from moe_ft.planning.token_ledger import Loss, UnitVersion
+from moe_ft.planning.lost_tokens import Gaps, Loss, UnitVersion
 from moe_ft.strategies.interface import Resumed, SnapshotPlan
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.experts_per_layer import PlannedRun

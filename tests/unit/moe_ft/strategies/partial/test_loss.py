@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_ft.format.records import ExpertProgress
 from moe_ft.planning.experts import Expert, ExpertLayout
-from moe_ft.planning.token_ledger import UnitVersion
+from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.strategies.partial.strategy import PartialLoss
 from tests.unit.moe_ft.strategies.partial.experts import (
     ONE_LAYER,

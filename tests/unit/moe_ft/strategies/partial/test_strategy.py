@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.planning.experts import ExpertLayout
-from moe_ft.planning.token_ledger import UnitVersion
+from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.strategies.interface import Resumed
 from moe_ft.strategies.partial.strategy import PartialStrategy, by_expert
 from moe_ft.units import Level, UnitId
