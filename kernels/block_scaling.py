@@ -38,7 +38,6 @@ def round_to_blocks(
 
     Args:
         values: ``[n]`` fp32. NaN and infinities do not affect the scale and are converted as usual.
-        to: an 8-bit format.
 
     Returns:
         ``[n]`` numbers of the format, and ``[num_blocks(n)]`` scales, fp32 and > 0.

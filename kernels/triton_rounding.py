@@ -57,12 +57,7 @@ def widen_codes(codes, exponent_bits, mantissa_bits, max_code, infinity_code, na
 
 @triton.jit
 def scales_of(bits, largest, is_power_of_two):
-    """Return ``[block]`` fp32 scales of ``[block, 128]`` int32 bits of fp32 numbers.
-
-    Args:
-        largest: number of the format, fp32.
-        is_power_of_two: whether scales must be powers of two.
-    """
+    """Return ``[block]`` fp32 scales of ``[block, 128]`` int32 bits of fp32 numbers."""
     magnitudes = bits & 0x7FFFFFFF
     most = tl.max(tl.where(magnitudes < _INFINITY, magnitudes, 0), axis=1)
     scales = tl.div_rn(

@@ -17,11 +17,7 @@ SHIFTED_REMEDY = f"save without {FLAG} or without --overlap-grad-reduce"
 
 
 def lines_on_defects(args: argparse.Namespace) -> list[str]:
-    """Return one line for each defect that damages what a job saves with `--save`.
-
-    Args:
-        args: Megatron's arguments, or those of `read_saves`.
-    """
+    """Return one line for each defect that damages what a job saves with `--save`."""
     names = ("save", "use_distributed_optimizer", "overlap_grad_reduce", _FLAG_NAME)
     is_saved = args.ckpt_format == "torch_dist" and not args.no_save_optim
     if not is_saved or not all(getattr(args, name, None) for name in names):

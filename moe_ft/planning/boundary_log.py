@@ -71,9 +71,6 @@ def num_slots(longest_window: int, interval: int) -> int:
     the earliest one iteration after its last snapshot. A recovery by some stages alone rests on all these
     logs until a window after it is complete, whose own logs are needed besides. One slot more is for a window
     that comes late.
-
-    Args:
-        interval: iterations between a window and the next.
     """
     return 3 * longest_window - 1 + interval + _SPARE_ITERATIONS
 

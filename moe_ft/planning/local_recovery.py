@@ -93,12 +93,7 @@ def plan_local(
 
 
 def is_behind(plans: Sequence[Plan], versions: Sequence[Version]) -> bool:
-    """Return whether the best global recovery runs iterations again, or is older than the newest state.
-
-    Args:
-        plans: the global ones, best first.
-        versions: everything that was found, in any order.
-    """
+    """Return whether the best global recovery runs iterations again, or is older than the newest state."""
     if not versions:
         return False
     run = plans[0].history if plans else order_histories(versions)[0]

@@ -83,9 +83,6 @@ def expected_plt(
     When a fault comes, the versions of the N experts are 0, 1, ..., N/k - 1 snapshots old.
 
     Args:
-        num_experts: N, per layer.
-        interval: iterations between snapshots.
-        tokens_per_iteration: tokens times top-k.
         planned_tokens: tokens times top-k that the result is a fraction of.
     """
     if planned_tokens <= 0:
@@ -102,7 +99,6 @@ def limit_of_k(k: int, num_experts: int, limit: float) -> float:
 
     Args:
         k: experts of a layer in each snapshot, at least 1.
-        num_experts: N, per layer.
     """
     num_steps, num_left = _num_doublings(1, num_experts), _num_doublings(k, num_experts)
     return limit * ((num_steps - num_left + 1) / max(1, num_steps))  # never above the limit itself
@@ -179,7 +175,6 @@ class TokenLedger:
     Attributes:
         layers: names of the stage's MoE layers, in the order of the counts.
         routed: ``[layer, expert]`` tokens so far; replaced, never changed.
-        lost: those of them whose updates recoveries have dropped.
         gaps: the same as ranges, ``[expert]`` by layer name.
     """
 

@@ -24,11 +24,8 @@ class Measured:
     """Times and bandwidths that no flag of training gives; None for unknown ones.
 
     Attributes:
-        iteration_s: of an iteration without checkpoints.
         update_s: its optimizer step, during which no state can be copied.
         bandwidth: from device to host, bytes per second and rank.
-        mtbf_s: mean time between failures.
-        restart_s: from a failure until processes run again.
     """
 
     iteration_s: float | None = None

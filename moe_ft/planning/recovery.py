@@ -110,7 +110,6 @@ class Plan:
     """One way to recover a job.
 
     Attributes:
-        iteration: where training continues.
         history: starts of that run up to its newest, the base of the next one's.
         stages: the way of each pipeline stage. All have the same target.
         elsewhere: for every rank everything that the run has left, of any iteration, in the same order. Units
@@ -321,10 +320,6 @@ def plan_to_keep(plan: Plan, plans: Sequence[Plan]) -> Plan | None:
     A breakpoint is in no other node's memory. If a node is lost after a recovery from breakpoints, the next
     recovery needs the newest state of snapshots before them, which peers may have. After a local recovery the
     ranks have restored states of several iterations, and keep one that all of them have.
-
-    Args:
-        plan: what was recovered.
-        plans: all plans, best first.
     """
     if not plan.rests_on_breakpoints and not plan.is_local:
         return plan

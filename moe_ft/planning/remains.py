@@ -27,11 +27,7 @@ def place_of(version: Version) -> Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """One direction of a boundary between two stages.
-
-    Attributes:
-        sender, receiver: stages.
-    """
+    """One direction of a boundary between two stages."""
 
     sender: int
     receiver: int
@@ -43,7 +39,6 @@ class SentLog:
     """Tensors that one rank has sent to a neighbour in one direction, while one iteration ran; all of them.
 
     Attributes:
-        sender, receiver: global ranks.
         iteration: the one that ran: from the state of this number to the next.
         node: the node whose memory holds it; None for storage.
         path: its index, relative to the node's memory directory or the persist directory.
@@ -68,12 +63,9 @@ class FoundLog:
 
     Attributes:
         rank: the rank that has sent the tensors.
-        iteration: the one that ran.
         history: the starts of its run up to the one that wrote it.
-        node, path: as for `SentLog`.
         receivers: ranks that got something, each with the direction.
         numbers: of the state that the iteration began with; None if they were not known.
-        replay_settings: settings that the iteration ran with, as JSON.
         record_settings: likewise those whose effects are in records, such as learning rates.
     """
 
@@ -97,9 +89,7 @@ class KeptRecord:
     state, which has its own record.
 
     Attributes:
-        iteration: of the state that it describes.
         node: the node whose memory holds it; None for storage.
-        path: as for `SentLog`.
         numbers: what it answers, if that is known without reading it.
     """
 
@@ -145,7 +135,6 @@ class Pipelines:
             the next and the previous stage.
         node_of: ``[rank]`` the node of each rank now.
         is_ring: whether the first and the last stage are neighbours too, as with virtual stages.
-        couplings: stages that run iterations again together.
         has_common_records: whether a record answers for other stages than its own. It does not if the
             optimizers of the stages have other parts, since found-inf is recorded for each part.
     """

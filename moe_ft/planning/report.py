@@ -119,7 +119,6 @@ def smallest_interval(
     Args:
         bottleneck_bytes: that the rank with the most persists.
         bandwidth_bytes_per_s: from host to storage, of each rank.
-        iteration_s: of a whole iteration.
 
     Source: MoC-System, section 5.3.
     """

@@ -58,7 +58,6 @@ class ScopePlan:
     """Local recovery of a job.
 
     Attributes:
-        target: iteration at which training continues.
         stages: the way of every stage. One outside of every scope restores the target itself.
         scopes: ordered by their lowest stage; empty if nothing is run again.
     """

@@ -77,7 +77,6 @@ class Resumed:
     """State that a recovery has put back, as the strategy needs to know it.
 
     Attributes:
-        iteration: of the state.
         window: snapshots in the window that it was recovered from.
         progress: of its experts; None if the strategy that saved it counted no tokens.
         restored: versions of the rotating units of the stage, by unit name; a unit that is missing got the
@@ -152,7 +151,6 @@ class Strategy(ABC):
         """Return the contents of the next window.
 
         Args:
-            iteration: of the state in the first snapshot.
             is_whole: whether it must be one snapshot with every unit at this iteration: training has ended,
                 or the state goes to storage as a whole. At the end, where memory has no room for that,
                 windows are taken until `is_whole`.
@@ -181,11 +179,7 @@ class Strategy(ABC):
         return lambda tokens: plan
 
     def plan_persist(self, *, is_whole: bool = False) -> PersistPlan:
-        """Return the rotating units of this rank whose versions in memory go to storage now.
-
-        Args:
-            is_whole: whether everything goes.
-        """
+        """Return the rotating units of this rank whose versions in memory go to storage now."""
         return PersistPlan()
 
     def add_tokens(self, counts: Counts) -> None:
@@ -264,8 +258,6 @@ class RankFacts:
     """Facts about a rank that its strategy is built from.
 
     Attributes:
-        rank: global.
-        catalog: the rank's units.
         dp_ep_ranks: ``[data-parallel rank]`` its expert-parallel rank.
         grouped_layers: layers whose experts on this rank are one module and can be frozen only together.
         replicated_bytes: state outside experts that all data-parallel ranks hold, undivided.
@@ -286,7 +278,6 @@ class StrategyKind(ABC):
     """A strategy before any rank has built it: its name, its options, and what it asks of a job.
 
     Attributes:
-        name: value of --moe-ft-strategy.
         options: dataclass whose fields become flags, None for a strategy without flags of its own.
         is_exact: whether a recovery brings back the state as it was, bit for bit.
         replays: whether a recovery runs iterations again. Their settings must then be those of the run.

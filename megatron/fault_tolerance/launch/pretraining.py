@@ -90,11 +90,7 @@ def _command_line() -> list[str]:
 
 
 def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any]) -> Any:
-    """Call Megatron's `pretrain` with the seams installed, and return its result.
-
-    Args:
-        call: calls it, perhaps with further arguments.
-    """
+    """Call Megatron's `pretrain` with the seams installed, and return its result."""
     listeners = listeners_for(config, args.rank, on_sigterm=not _waits_for_sigterm(args))
     result, end = None, None
     with refusing():  # only the built model or the disks may tell

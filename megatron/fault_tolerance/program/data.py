@@ -29,7 +29,6 @@ def provide_datasets(num_samples: Any, vp_stage: int | None = None) -> Any:
 
     Args:
         num_samples: minimum for the training, validation and test dataset.
-        vp_stage: virtual pipeline stage that will read them.
 
     Returns:
         (train, validation, test); None on the ranks that read no data.

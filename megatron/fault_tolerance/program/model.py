@@ -88,10 +88,6 @@ def sequence_parallel_norm(
     """Build torch's LayerNorm or RMSNorm with parameters marked ``sequence_parallel``.
 
     Megatron calls it in place of its own norm, with these argument names.
-
-    Args:
-        config: the TransformerConfig; `normalization` names the kind.
-        hidden_size: size of the last dimension, which is normalized.
     """
     builders = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
     norm: torch.nn.Module = builders[config.normalization](hidden_size, eps=eps)

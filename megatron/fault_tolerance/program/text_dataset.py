@@ -35,7 +35,6 @@ class TextSource:
     """Text and its tokenizer.
 
     Attributes:
-        paths: files, and directories to search for text files.
         tokenizer: directory or name of a Hugging Face tokenizer; None for bytes.
     """
 

@@ -74,7 +74,6 @@ def checked_config(
     """Return the settings, checked without the model: it may still change. Nothing is built yet.
 
     Args:
-        args: Megatron's arguments, before or after its own validation.
         refusals: the rules on flags that the program does not support.
 
     Raises:

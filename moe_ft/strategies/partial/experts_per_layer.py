@@ -36,7 +36,6 @@ class ExpertsPerLayer:
     Attributes:
         snapshot, persist: experts of each layer in a snapshot, and of them in a checkpoint on storage.
         least: below which an automatic `snapshot` does not fall.
-        is_auto: whether `snapshot` is automatic.
         may_grow: whether `snapshot` may become larger than it is.
     """
 
@@ -94,7 +93,6 @@ class ExpertsPerLayer:
         Args:
             accumulated_plt: of the whole job and the whole planned run, by all recoveries.
             last_plt: likewise, by the last one.
-            interval: iterations between snapshots.
 
         Returns:
             Whether `snapshot` has changed.

@@ -53,7 +53,6 @@ def select_by_keys(
     Args:
         cursors: ``[layer]`` positions; among equals the next from there in the interleaved order.
         keys: ``[layer, expert]`` each, the most important first.
-        k: experts per layer, no more than there are.
     """
     steps = np.arange(experts.num_experts)
     positions = (np.array(cursors, np.int64).reshape(-1, 1) + steps) % experts.num_experts

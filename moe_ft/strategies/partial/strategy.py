@@ -50,7 +50,6 @@ class PartialLoss(JobLoss):
     Attributes:
         repeated_tokens: tokens that some experts are trained with again.
         per_expert: lost by this recovery, ``[expert]`` by layer name.
-        k_snapshot, k_persist: from now on.
     """
 
     repeated_tokens: int

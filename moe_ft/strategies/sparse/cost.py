@@ -20,7 +20,6 @@ class Machine:
     """Links that a snapshot goes through, for each rank.
 
     Attributes:
-        iteration_s: of a whole iteration.
         hidden_s: its forward and backward pass, during which state can be copied.
         bandwidth: from device to host, bytes per second.
         network_bandwidth: to other nodes, bytes per second; not used without replicas.
@@ -120,7 +119,6 @@ def expect_recovery(
 
     Args:
         works: ``[stage][position]`` as of `position_work`.
-        restart_s: until the processes run again.
     """
     slowest = machine.bandwidth
     if machine.replication_factor:
@@ -154,7 +152,6 @@ def ettr(overhead: float, recovery_s: float, mtbf_s: float) -> float:
     Args:
         overhead: fraction by which checkpoints lengthen training.
         recovery_s: E[R], that a failure costs on average.
-        mtbf_s: mean time between failures.
 
     Source: MoEvement, section 2.4 and Appendix C.
     """

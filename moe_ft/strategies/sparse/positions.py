@@ -29,7 +29,6 @@ class RankUnits:
     """The units of one rank of a stage.
 
     Attributes:
-        ep_rank: its expert-parallel rank.
         sizes: bytes that it saves at FULL and at COMPUTE, by unit; 0 where other ranks save all.
         grouped_layers: whose experts on a rank are one module, and can be frozen only together.
     """
@@ -45,7 +44,6 @@ class StageOrder:
 
     Attributes:
         columns: by expert-parallel rank, ``[position]`` its unit; None where other ranks have more experts.
-        sizes: of the stage's ranks, in that order.
     """
 
     columns: Mapping[int, tuple[UnitId | None, ...]]

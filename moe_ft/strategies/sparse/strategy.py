@@ -37,7 +37,6 @@ class WindowLength:
     """Owned by the strategy. `now` is equal on all ranks of the job.
 
     Attributes:
-        is_auto: whether `now` may change.
         budget_bytes: that a snapshot of this rank may have to cost no time; None until measured.
     """
 
@@ -153,7 +152,6 @@ class _Turn:
     """Changes that one window makes.
 
     Attributes:
-        ordering: of its units, from its beginning.
         restarts_counts: whether popularity is counted again from its beginning.
     """
 
