@@ -321,11 +321,11 @@ _RULES = (
         "Give --moe-ft-interval a number of iterations",
         problem="needs a fixed interval",
     ),
-    _needs_strategy(
-        "--moe-ft-repair=auto",
-        lambda config: config.recovery.repair != "off",
-        "a rank that replaces a dead one has no state",
-    ),
+)
+_OF_REPAIRS = _needs_strategy(
+    "--moe-ft-repair=auto",
+    lambda config: config.recovery.repair != "off",
+    "a rank that replaces a dead one has no state",
 )
 
 
@@ -372,6 +372,7 @@ class MoeFtConfig:
             )
         check_rules(_RULES, self)
         self._check_recovery()
+        check_rules([_OF_REPAIRS], self)
         if not self.strategy.is_on:
             for fault in self.fault.faults:
                 if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:
