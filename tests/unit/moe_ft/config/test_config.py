@@ -22,8 +22,6 @@ from moe_ft.errors import ConfigError
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.sparse.config import SparseConfig
 
-LOG = ObservabilityConfig(event_log="events")
-
 
 def test_defaults_are_valid() -> None:
     MoeFtConfig().validate(world_size=1)

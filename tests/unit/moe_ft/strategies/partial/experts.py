@@ -54,7 +54,6 @@ class Settings:
 DENSE = UnitId(kind=UnitKind.EMBEDDING)
 SETTINGS = Settings()
 SHARE = RankShare(always_bytes=100, unit_bytes=10)
-GAP = ((2, 5),)
 ONE_LAYER = ExpertLayout(num_layers=1, num_experts=4, ep_size=1)
 
 
