@@ -2,7 +2,8 @@
 
 import os
 import time
-from pathlib import Path
+
+from moe_ft.processes import has_ended
 
 _DEADLINE_S = 120
 
@@ -17,11 +18,7 @@ def wait_until_group_is_gone(group: int) -> None:
 
 def is_running(pid: int) -> bool:
     """Return whether a process runs; a dead one may still wait for its parent to notice."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
+    return not has_ended(pid)
 
 
 def _is_alive(group: int) -> bool:

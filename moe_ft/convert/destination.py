@@ -20,10 +20,10 @@ from moe_ft.convert.remote_path import AnyPath, RemotePath
 from moe_ft.errors import ConfigError
 from moe_ft.files.storage import sync_file
 from moe_ft.format.encoding import checksum
+from moe_ft.processes import boot_id
 
 JOURNAL = "conversion.json"
 SPARE_BYTES = 16 << 20  # for headers and indexes
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def signature_of(paths: Iterable[AnyPath]) -> str:
@@ -98,7 +98,7 @@ class Destination:
         try:
             journal = json.loads((self.work / JOURNAL).read_text(encoding="utf-8"))
             plan, shards = journal["plan"], dict(journal["shards"])
-            self._shards = shards if journal["boot"] == _boot() else {}
+            self._shards = shards if journal["boot"] == boot_id() else {}
             description = journal["description"]
         except (OSError, ValueError, KeyError, TypeError):
             plan, description = "", "something else"
@@ -159,7 +159,7 @@ class Destination:
         journal = {
             "description": self._description,
             "plan": self._plan,
-            "boot": _boot(),
+            "boot": boot_id(),
             "shards": self._shards,
         }
         temporary = self.work / f"{JOURNAL}.new"
@@ -209,8 +209,3 @@ def _lock(descriptor: int, destination: Path) -> None:
             f"DST={destination} must be on a file system with locks, without which two conversions could "
             f"write there at once: {error}. Mount it with them (Lustre: -o flock), or name another one."
         ) from error
-
-
-def _boot() -> str:
-    """Return what tells this start of the machine from others; empty where nothing does."""
-    return _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""

@@ -14,8 +14,8 @@ import moe_ft
 from moe_ft.config.config import MemoryConfig
 from moe_ft.doctor.place import Place
 from moe_ft.errors import ConfigError
+from moe_ft.processes import boot_id
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "fsspec")
 # Variables that change results or recoveries, and must be the same everywhere.
 _SHARED = re.compile(
@@ -68,7 +68,7 @@ def find_facts(place: Place, memory: MemoryConfig, environment: Mapping[str, str
         node_problem=problem,
         node_source="--moe-ft-node-id" if memory.node_id else source,
         host=host,
-        boot=_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
+        boot=boot_id(),
         local_world_size=place.local_world_size,
         versions=find_versions(),
         variables={

@@ -3,7 +3,6 @@
 Also reasons for which a process must not be forked.
 """
 
-import ctypes
 import os
 import random
 import runpy
@@ -19,9 +18,8 @@ from types import ModuleType
 
 from moe_ft.keeper.protocol import RankRequest
 from moe_ft.keeper.target import Target
+from moe_ft.processes import die_with_parent, set_process_name
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 _TASKS = "/proc/self/task"
 _ENDING_THREADS_S = 0.2  # from the end of a thread until the kernel has removed it
 
@@ -72,7 +70,8 @@ def become(request: RankRequest, streams: Sequence[int]) -> None:
     os.chdir(request.folder)
     os.umask(request.mask)
     os.sched_setaffinity(0, request.cpus)
-    call_itself(f"rank_{request.environment.get('RANK', '')}")
+    # The command line, which ps and top show too, is that of the process with the imports.
+    set_process_name(f"rank_{request.environment.get('RANK', '')}")
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
@@ -80,14 +79,9 @@ def become(request: RankRequest, streams: Sequence[int]) -> None:
 
 def follow_parent(parent_pid: int) -> None:
     """Have this process killed when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent_pid:
         os._exit(1)
-
-
-def call_itself(name: str) -> None:
-    """Set the name that ps and top show: the command line is that of the process with the imports."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def run(target: Target) -> None:

@@ -34,6 +34,7 @@ from moe_ft.keeper.protocol import (
     send_signal,
 )
 from moe_ft.keeper.target import Target, read_target
+from moe_ft.processes import process_name, start_ticks
 
 _FORWARDED = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
@@ -106,18 +107,13 @@ def socket_path(agent_pid: int) -> Path:
             raise
         folder = root / f"{folder.name}_{secret}"
         make_private(folder)
-    return folder / f"{agent_pid}_{_start_time(agent_pid)}.socket"
+    return folder / f"{agent_pid}_{start_ticks(agent_pid)}.socket"
 
 
 def _secret() -> str:
     """Return what an agent's workers know and no other user: the random name of torchrun's log folder."""
     folder, is_known, _ = os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")
     return hashlib.sha256(os.fsencode(folder)).hexdigest()[:16] if is_known else ""
-
-
-def _start_time(pid: int) -> str:
-    """Return when a process was started, which tells it from earlier ones of its number."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def _connect(target: Target, agent_pid: int) -> socket.socket:
@@ -208,7 +204,7 @@ def _wait_for_answer(connection: socket.socket) -> bool:
     """Wait for an answer that is due; kill the zygote and return False if there is none."""
     zygote, looks = peer_pid(connection), Counter[bool]()
     while not _can_read(connection, _LOOK_S):
-        is_importing = _name_of(zygote) == IMPORTING
+        is_importing = process_name(zygote) == IMPORTING
         looks[is_importing] += 1
         if is_importing and looks[True] % _LOOKS_PER_LINE == 0 and _is_first():
             _say(f"process {zygote} has been importing for {looks[True] * _LOOK_S:.0f} s")
@@ -225,12 +221,6 @@ def _wait_for_answer(connection: socket.socket) -> bool:
 def _can_read(connection: socket.socket, timeout_s: float) -> bool:
     """Return whether there is an answer, or the other end has closed the connection."""
     return bool(select.select([connection], [], [], timeout_s)[0])
-
-
-def _name_of(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
 
 
 def _kill(zygote: int, connection: socket.socket) -> None:

@@ -25,13 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.keeper.forked_rank import (
-    become,
-    call_itself,
-    follow_parent,
-    run,
-    why_not_to_fork,
-)
+from moe_ft.keeper.forked_rank import become, follow_parent, run, why_not_to_fork
 from moe_ft.keeper.heartbeat import Pulse, period_s
 from moe_ft.keeper.link import Link, set_own_link, wants_repair
 from moe_ft.keeper.protocol import (
@@ -43,6 +37,7 @@ from moe_ft.keeper.protocol import (
     send_answer,
 )
 from moe_ft.keeper.target import Target
+from moe_ft.processes import set_process_name
 
 _REQUEST_DEADLINE_S = 30.0  # from a connection to its request
 _LOOK_S = 1.0  # between two looks at connections without a request
@@ -59,7 +54,7 @@ def main(words: list[str]) -> None:
             import, and the command line of ranks after "--".
     """
     own, of_ranks = words[: words.index("--")], words[words.index("--") + 1 :]
-    call_itself(IMPORTING)
+    set_process_name(IMPORTING)
     listener = socket.socket(fileno=int(own[0]))
     listener.set_inheritable(False)
     listener.listen(_BACKLOG)  # not its worker: who listens is whom the others can kill
@@ -67,7 +62,7 @@ def main(words: list[str]) -> None:
     target = Target(words=tuple(of_ranks), preload=preload)
     begin = time.monotonic()
     blamed = import_modules(target)
-    call_itself("moe_ft_zygote")
+    set_process_name("moe_ft_zygote")
     _say(
         f"ranks are forked from process {os.getpid()}, which took {time.monotonic() - begin:.1f} s to import"
     )

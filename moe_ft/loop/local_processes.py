@@ -3,14 +3,12 @@
 import os
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+from moe_ft.processes import has_ended, process_namespace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +27,7 @@ class JobProcesses:
 
 def meet_processes() -> JobProcesses:
     """Meet the other ranks. Called by all ranks."""
-    own = (_namespace(), os.getpid(), secrets.token_hex(16))
+    own = (process_namespace(), os.getpid(), secrets.token_hex(16))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     pids = {
@@ -40,21 +38,6 @@ def meet_processes() -> JobProcesses:
     return JobProcesses(pids=pids, token=everyone[0][2])
 
 
-def _namespace() -> str:
-    """Return a name of the process ids that this process can see; empty if there is none."""
-    with suppress(OSError):
-        return f"{_BOOT.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino}"
-    return ""
-
-
 def gone_ranks(pids: Mapping[int, int]) -> frozenset[int]:
     """Return the ranks whose processes have ended, if only just."""
-    return frozenset(rank for rank, pid in pids.items() if _has_ended(pid))
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return True
-    return status.rpartition(")")[2].split()[0] in ("Z", "X")
+    return frozenset(rank for rank, pid in pids.items() if has_ended(pid))

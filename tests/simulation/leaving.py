@@ -68,14 +68,8 @@ def terminate(process: Process) -> None:
     kernel.spawn(process, leave, "sigterm")
 
 
-def _has_ended(world: World, pid: int) -> bool:
-    return not any(each.pid == pid and each.is_alive for each in world.kernel.processes)
-
-
 def install(patches: Patches) -> None:
     """Have ranks leave in simulated time."""
-    patches.divert(local_processes, "_has_ended", _has_ended)
-    patches.divert(local_processes, "_namespace", lambda world: world.process.node)
     for module in (local_processes, breakpoint_writer):
         patches.set(module, "dist", Distributed())
     patches.set(breakpoint_meeting, "_MIN_POLL_S", _POLL_S)

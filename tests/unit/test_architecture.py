@@ -28,6 +28,7 @@ BASE = (
     "events",
     "faults",
     "format",
+    "processes",
 )
 
 # Layer of each package or module; a file may import its own layer and those with a lower number.

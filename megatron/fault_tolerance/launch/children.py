@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
+
+from moe_ft.processes import has_ended
 
 RANK_POLL_S = 1.0
 _start, _bootstrap = BaseProcess.start, BaseProcess._bootstrap  # type: ignore[attr-defined]
@@ -63,17 +64,8 @@ def _watch(rank_pid: int) -> None:
     _watching_pid = os.getpid()
 
     def watch() -> None:
-        while _is_alive(rank_pid):
+        while not has_ended(rank_pid):
             time.sleep(RANK_POLL_S)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _is_alive(pid: int) -> bool:
-    """Return whether a process runs; a dead one may still wait for its parent to notice."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"

@@ -6,16 +6,13 @@ renews tells it: storage_lock.py.
 
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
 from moe_ft.format.encoding import checksum
+from moe_ft.processes import has_ended, process_namespace, start_ticks
 
 _MAX_AGENTS = 64  # that a lock names: a restart without any of these watches the lock
-_START_TICKS = 19  # in /proc/PID/stat after the name
-_STATE = 0
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -49,9 +46,7 @@ class Origin(msgspec.Struct, frozen=True):
         if self.scheduled and self.scheduled == own.scheduled and self.counts < own.counts:
             return True
         is_here = self.system and self.system == own.system
-        return bool(is_here and self.processes) and all(
-            _has_ended(*each) for each in self.processes
-        )
+        return bool(is_here and self.processes) and all(has_ended(*each) for each in self.processes)
 
 
 def own_origin(environment: Mapping[str, str], agents: Iterable[str] = ()) -> Origin:
@@ -66,8 +61,8 @@ def own_origin(environment: Mapping[str, str], agents: Iterable[str] = ()) -> Or
     count = 0 if is_torchruns else _count(environment, "TORCHELASTIC_RESTART_COUNT")
     job = environment.get("SLURM_JOB_ID", "")
     return Origin(
-        system=_system(),
-        processes=tuple((pid, _started(pid)) for pid in pids),
+        system=process_namespace(),
+        processes=tuple((pid, start_ticks(pid)) for pid in pids),
         agents=tuple(dict.fromkeys(filter(None, agents)))[:_MAX_AGENTS],
         scheduled=f"{environment.get('SLURM_CLUSTER_NAME', '')} {job}" if job else "",
         counts=(_count(environment, "SLURM_RESTART_COUNT"), count),
@@ -78,7 +73,7 @@ def agent_name(environment: Mapping[str, str]) -> str:
     """Return a name of torchrun's agent, or of its zygote, that nothing else has; empty without torchrun."""
     if not _is_torchruns(environment):
         return ""
-    return checksum(f"{os.getppid()} {_started(os.getppid())} {_system()}".encode())
+    return checksum(f"{os.getppid()} {start_ticks(os.getppid())} {process_namespace()}".encode())
 
 
 def _is_torchruns(environment: Mapping[str, str]) -> bool:
@@ -88,30 +83,3 @@ def _is_torchruns(environment: Mapping[str, str]) -> bool:
 def _count(environment: Mapping[str, str], name: str) -> int:
     value = environment.get(name, "")
     return int(value) if value.isdecimal() else 0
-
-
-def _system() -> str:
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
-    return ""
-
-
-def _started(pid: int) -> int:
-    # Ticks since boot: the time since 1970 changes when the clock is set.
-    return int(_status(pid)[_START_TICKS])
-
-
-def _has_ended(pid: int, started: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        status = _status(pid)
-    except ProcessLookupError:
-        return True
-    except OSError:  # another user's, which may be hidden
-        return False
-    return int(status[_START_TICKS]) != started or status[_STATE] in ("Z", "X")
-
-
-def _status(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -4,7 +4,6 @@ Requests and results are small files in a directory on tmpfs, so that either sid
 with low CPU and I/O priority, writes a heartbeat, and ends when the rank that started it does. No torch.
 """
 
-import ctypes
 import mmap
 import os
 import signal
@@ -32,6 +31,7 @@ from moe_ft.files.storage import Storage, rank_path
 from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import checksum, decode, encode
 from moe_ft.format.index import Index
+from moe_ft.processes import die_with_parent
 
 HEARTBEAT_NAME = "heartbeat"
 _POLL_S = 0.02
@@ -40,7 +40,6 @@ _HEARTBEAT_S = 0.5
 _MAX_THREADS = 4
 _NICENESS = 10  # with 19 a writer starves for seconds where all cores are busy
 _LOWEST_BEST_EFFORT = 7  # the idle class waits for as long as anybody else uses the disk
-_PR_SET_PDEATHSIG = 1
 _SIGNALS_FOR_RANKS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
     *(signal.SIGUSR1, signal.SIGUSR2),  # Megatron's --exit-signal, usually
@@ -376,7 +375,7 @@ class PersistWorker:
 
 def _read_settings() -> WriterSettings:
     """Return what the parent says; end with the parent, also if this process is stopped then."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     line = sys.stdin.buffer.readline()
     settings = _SETTINGS.decode(line) if line else None
     if settings is None or os.getppid() != settings.parent:

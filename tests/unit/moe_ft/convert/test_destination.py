@@ -57,7 +57,7 @@ def test_shards_of_before_a_restart_of_the_machine_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(make(tmp_path))
-    monkeypatch.setattr(destinations, "_boot", lambda: "another")
+    monkeypatch.setattr(destinations, "boot_id", lambda: "another")
     again = make(tmp_path)
     again.check(1)
     assert again.written("0") is None

@@ -1,0 +1,75 @@
+"""Processes of this machine: its boot, their start, end and name, and the parent that ends them.
+
+Standard library only; Linux.
+"""
+
+import ctypes
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_STATE, _START_TICKS = 0, 19  # in /proc/PID/stat after the name
+
+
+def boot_id() -> str:
+    """Return the id that the kernel draws when a machine starts; empty where there is none."""
+    with suppress(OSError):
+        return _BOOT_ID.read_text().strip()
+    return ""
+
+
+def process_namespace() -> str:
+    """Return a name of the boot and the process numbers that this process can see; empty if unknown."""
+    with suppress(OSError):
+        return f"{_BOOT_ID.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino}"
+    return ""
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process was started, which tells it from earlier ones of its number.
+
+    In ticks since boot: the time since 1970 changes when the clock is set. Raises OSError if it is gone.
+    """
+    return int(_status(pid)[_START_TICKS])
+
+
+def has_ended(pid: int, started: int | None = None) -> bool:
+    """Return whether a process has ended, also if its parent has not noticed yet.
+
+    Args:
+        started: its `start_ticks`; None if its number cannot be that of another one.
+    """
+    try:
+        os.kill(pid, 0)
+        status = _status(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's, which may be hidden
+        return False
+    is_other = started is not None and int(status[_START_TICKS]) != started
+    return is_other or status[_STATE] in ("Z", "X")
+
+
+def _status(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_process_name(name: str) -> None:
+    """Set the name that ps and top show, of which the kernel keeps 15 bytes."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
+def process_name(pid: int) -> str:
+    """Return the name that ps and top show of a process; empty if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
