@@ -11,7 +11,6 @@ import json
 import os
 import re
 import stat
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 
 from moe_ft.faults import Phase
 from moe_ft.format.json_values import finite_or_name
+from moe_ft.saying import say
 
 _RANK_FILE = re.compile(r"rank_(\d{5,})\.jsonl")
 _PROGRESS_BYTES = 64
@@ -129,11 +129,7 @@ class EventLog:
     def _give_up(self, error: OSError) -> None:
         """Print once that the log cannot be written, and continue without it."""
         self.close()
-        _say(f"rank {self.rank} writes no more events: {error} ({self.directory})")
-
-
-def _say(line: str) -> None:
-    print(f"moe_ft: {line}", file=sys.stderr, flush=True)
+        say(f"rank {self.rank} writes no more events: {error} ({self.directory})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +232,7 @@ def last_incarnation(directory: Path, rank: int) -> int:
         events = read_lines_backwards(path)
         last = next((event for event in events if event is not None), None)
         if last is None and path.stat().st_size:
-            _say(f"{path} holds no events that can be read: rank {rank} counts its starts from 0")
+            say(f"{path} holds no events that can be read: rank {rank} counts its starts from 0")
     except OSError:  # no log yet, or a bad one, about which `EventLog.start` complains
         return -1
     return -1 if last is None else int(last["incarnation"])

@@ -39,7 +39,7 @@ from moe_ft.errors import CallOrderError, ConfigError
 from moe_ft.faults import Phase
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.training_loop import LoopParts
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 from moe_ft.strategies.registry import kind_of, kinds
 
 __all__ = ["Checkpointer", "Position", "RunFacts"]

@@ -1,6 +1,5 @@
 """Messages of the engine: events for the log, and the warnings on stderr that a user should see."""
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -9,6 +8,7 @@ from moe_ft.engine.background import Report, Reports, describe
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.snapshots.profile import SnapshotProfile
 from moe_ft.errors import DegradedError
+from moe_ft.saying import say
 
 _PRINT_INTERVAL_S = 30.0
 _NOTABLE_STALL = 0.01  # of an iteration
@@ -89,4 +89,4 @@ class Messages:
 
     def _print(self, text: str) -> None:
         with suppress(OSError, ValueError):  # nobody reads standard error any more
-            print(f"moe_ft: rank {self._rank}{text}", file=sys.stderr, flush=True)
+            say(f"rank {self._rank}{text}")

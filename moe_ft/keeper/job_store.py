@@ -6,7 +6,6 @@ start has a port and a store of its own. What ranks say to each other there abou
 
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -18,6 +17,7 @@ from moe_ft.engine.links import addresses
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
 from moe_ft.keeper.link import Link
+from moe_ft.saying import say
 
 _PREFIX = "moe_ft"
 _BACKLOG = 4096
@@ -154,12 +154,8 @@ def _wait_for_listener(address: tuple[str, int], deadline_s: float) -> None:
                 ) from error
         if waited_s > _PATIENCE_S and not has_said:
             has_said = True
-            _say(
+            say(
                 f"waiting up to {deadline_s:.0f} s for the node of rank 0 to listen at {host}:{port}: it may "
                 "still import"
             )
         time.sleep(_POLL_S)
-
-
-def _say(line: str) -> None:
-    print(f"moe_ft: {line}", file=sys.stderr, flush=True)

@@ -35,6 +35,7 @@ from moe_ft.keeper.protocol import (
 )
 from moe_ft.keeper.target import Target, read_target
 from moe_ft.processes import process_name, start_ticks
+from moe_ft.saying import say
 
 _FORWARDED = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
@@ -234,7 +235,7 @@ def _kill(zygote: int, connection: socket.socket) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"moe_ft: keep: {line}", file=sys.stderr, flush=True)
+    say(f"keep: {line}")
 
 
 def _umask() -> int:

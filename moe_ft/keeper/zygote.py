@@ -38,6 +38,7 @@ from moe_ft.keeper.protocol import (
 )
 from moe_ft.keeper.target import Target
 from moe_ft.processes import set_process_name
+from moe_ft.saying import say
 
 _REQUEST_DEADLINE_S = 30.0  # from a connection to its request
 _LOOK_S = 1.0  # between two looks at connections without a request
@@ -419,7 +420,7 @@ def _run_rank(request: RankRequest, link: Link | None) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"moe_ft: keep: {line}", file=sys.stderr, flush=True)
+    say(f"keep: {line}")
 
 
 if __name__ == "__main__":

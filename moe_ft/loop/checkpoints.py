@@ -5,7 +5,6 @@ state_seam.py decides when the engine acts on a state.
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,6 +42,7 @@ from moe_ft.recovery.outcome import Outcome
 from moe_ft.recovery.running import Checkpointing
 from moe_ft.recovery.site import Site
 from moe_ft.recovery.start import start
+from moe_ft.saying import say
 from moe_ft.state.job_numbers import CapturedNumbers, capture_numbers
 from moe_ft.state.record import IterationFacts
 from moe_ft.strategies.interface import JobLoss
@@ -208,7 +208,7 @@ class Checkpoints(LoopListener):
         self._loop.stages_alone, self._loop.num_replayed = outcome.stages, num_replayed
         self._log.write("recovery", iteration, **_recovery_fields(outcome, num_replayed))
         if self._log.rank == 0:
-            print(f"moe_ft: {_continuation(outcome)}", file=sys.stderr, flush=True)
+            say(_continuation(outcome))
         if loss is not None:
             numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
             self._scalars.write(numbers, iteration=iteration)

@@ -32,7 +32,7 @@ from moe_ft.loop.local_processes import (
     meet_processes,
 )
 from moe_ft.recovery.failure_causes import is_timeout
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 
 _SOURCE_LINE = re.compile(r"\[\S+\.cc:\d+\] ")  # where in gloo's source an error was raised
 _STORE_DEADLINE_S = 5.0

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from moe_ft.loop.listeners import (
     Repair,
 )
 from moe_ft.loop.training_loop import TrainingLoop
+from moe_ft.saying import say
 
 
 class Progress(LoopListener):
@@ -72,7 +72,7 @@ class Progress(LoopListener):
         if is_printer and iteration == self._unlogged and self._training.is_logged(iteration):
             self._log.write("left_out", iteration, what="log line")
             line = f"the log line of iteration {iteration} may be missing: this rank ended where it was due"
-            print(f"moe_ft: {line}", file=sys.stderr, flush=True)
+            say(line)
         self._unlogged = None  # a repair recovers what this process has trained
 
     def enter_phase(self, iteration: int, phase: Phase) -> None:

@@ -36,7 +36,8 @@ from moe_ft.recovery.persist_directory import (
     take_lock,
     trouble_of,
 )
-from moe_ft.recovery.site import Site, say
+from moe_ft.recovery.site import Site
+from moe_ft.saying import say
 from moe_ft.strategies.registry import chosen
 
 _CLAIM_POLL_S = 0.05

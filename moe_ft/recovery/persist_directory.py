@@ -24,7 +24,8 @@ from moe_ft.engine.persist.storage_lock import (
 from moe_ft.errors import ConfigError
 from moe_ft.files.patience import PATIENCE_S
 from moe_ft.files.storage import Storage, hide_password
-from moe_ft.recovery.site import Site, say
+from moe_ft.recovery.site import Site
+from moe_ft.saying import say
 
 _LOCK_POLL_S = 0.5
 _LOCK_ATTEMPTS = 5

@@ -10,7 +10,8 @@ from moe_ft.errors import ConfigError
 from moe_ft.planning.remains import Pipelines
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.ranks import Ranks
-from moe_ft.recovery.site import Site, say
+from moe_ft.recovery.site import Site
+from moe_ft.saying import say
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.tensors import inner_optimizers
 

@@ -21,7 +21,7 @@ from moe_ft.recovery.meet import Met
 from moe_ft.recovery.outcome import Outcome
 from moe_ft.recovery.persist_directory import release_lock
 from moe_ft.recovery.replay import Conversion
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 from moe_ft.state.record import CapturedRecord, IterationFacts
 from moe_ft.state.scheduler_ahead import step_ahead
 

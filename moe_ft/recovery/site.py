@@ -1,11 +1,11 @@
 """The place of a rank in its job, and lines for the people who watch the job."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.saying import say
 from moe_ft.topology import Topology
 
 
@@ -40,8 +40,3 @@ def say_for_node(site: Site, lines: Sequence[str]) -> None:
     speakers = [info.rank for info in site.topology.on_node(site.node) if lines[info.rank]]
     if speakers and site.rank == min(speakers):
         say(lines[site.rank])
-
-
-def say(line: str) -> None:
-    """Print a line for the people who watch the job."""
-    print(f"moe_ft: {line}", file=sys.stderr, flush=True)

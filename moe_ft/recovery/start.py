@@ -45,8 +45,9 @@ from moe_ft.recovery.plan import (
 from moe_ft.recovery.protect import protect
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.recovery.running import Checkpointing, noting_failures
-from moe_ft.recovery.site import Site, say, say_for_node
+from moe_ft.recovery.site import Site, say_for_node
 from moe_ft.recovery.verdict import Verdict
+from moe_ft.saying import say
 
 _WAIT_S = 300.0  # for storage that may hold what is needed
 _PAUSE_S = 5.0  # between two looks

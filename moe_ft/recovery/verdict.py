@@ -7,7 +7,8 @@ from moe_ft.files.storage import hide_password
 from moe_ft.planning.recovery import Plan, Rejection, newer_than
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.inventory import Inventory
-from moe_ft.recovery.site import Site, say
+from moe_ft.recovery.site import Site
+from moe_ft.saying import say
 
 _MOST_REASONS = 12  # printed at a time
 _IGNORING = (

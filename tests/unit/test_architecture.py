@@ -29,6 +29,7 @@ BASE = (
     "faults",
     "format",
     "processes",
+    "saying",
 )
 
 # Layer of each package or module; a file may import its own layer and those with a lower number.

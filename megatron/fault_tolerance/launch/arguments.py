@@ -26,7 +26,7 @@ from megatron.fault_tolerance.seams.settings import (
     own_parser,
 )
 from moe_ft.loop.refusing import refuse, refusing
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 
 PREFIX = "--moe-ft-"
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]

@@ -14,7 +14,7 @@ from megatron.fault_tolerance.cpu import adam
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.children import end_children_with
 from moe_ft.errors import ConfigError
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 
 
 def prepare_environment() -> None:

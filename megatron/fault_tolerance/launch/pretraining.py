@@ -32,7 +32,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.errors import ConfigError
 from moe_ft.loop.refusing import EXIT_NOT_SAVED, refusing
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 
 END_GRACE_S = 2.0
 _NEW_CALL = (

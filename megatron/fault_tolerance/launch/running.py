@@ -17,7 +17,7 @@ from megatron.fault_tolerance.launch.environment import WholeErrorFile, prepare_
 from megatron.fault_tolerance.launch.pretraining import pretrain
 from moe_ft.keeper.forked_rank import run_script
 from moe_ft.loop.refusing import refuse
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 
 
 @partial(errors.record, error_handler=WholeErrorFile())

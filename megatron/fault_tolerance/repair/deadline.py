@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from moe_ft.files.waits import progress_s
 from moe_ft.keeper.link import Link
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 
 
 @contextmanager

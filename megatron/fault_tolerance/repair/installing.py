@@ -27,7 +27,7 @@ from moe_ft.keeper.heartbeat import Heart
 from moe_ft.keeper.link import own_link
 from moe_ft.keeper.rounds import Rounds
 from moe_ft.loop.listeners import Listeners
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
 from moe_ft.keeper.link import Link
 from moe_ft.loop.listeners import Built, Listeners, Repair
 from moe_ft.loop.training_loop import LoopParts
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 
 _CONNECT_S = 30.0  # for all ranks to make the connections of a group
 _REPAIR_S = 600.0  # without progress, until training runs again

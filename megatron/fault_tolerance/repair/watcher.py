@@ -16,7 +16,7 @@ from megatron.fault_tolerance.repair.links import Links
 from moe_ft.files.waits import excused_until_s
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 
 # From the end of its connections, and of what else it waits for (moe_ft/files/waits.py), until a thread that
 # is still in its iteration counts as one that hangs.

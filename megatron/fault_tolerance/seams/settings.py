@@ -25,7 +25,7 @@ from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 from moe_ft.planning.parallel_sizes import check_experts, check_world_size
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
 

@@ -8,11 +8,11 @@ once. A stranger can still overwrite and delete: a value is missing then, never 
 
 import hmac
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from moe_ft.errors import RepairError
+from moe_ft.saying import say
 
 MAX_VALUE_BYTES = 4 << 20  # torch's server takes 8 MiB
 _MAX_LIST_BYTES = 64 << 20
@@ -28,7 +28,7 @@ class SignedStore:
     """
 
     def __init__(
-        self, store: Any, token: Callable[[], str], say: Callable[[str], None] | None = None
+        self, store: Any, token: Callable[[], str], say: Callable[[str], None] = say
     ) -> None:
         """Prepare.
 
@@ -37,7 +37,7 @@ class SignedStore:
             token: returns the secret that the processes share. As long as it is empty, nothing is there.
             say: prints a line, by default on standard error.
         """
-        self._store, self._token, self._say = store, token, say or _say
+        self._store, self._token, self._say = store, token, say
         self._said: set[str] = set()
 
     def set(self, key: str, value: Any) -> None:
@@ -107,10 +107,6 @@ class SignedStore:
         if key not in self._said:
             self._said.add(key)
             self._say(f"a value of {key} in the job's store is ignored: {reason}")
-
-
-def _say(line: str) -> None:
-    print(f"moe_ft: {line}", file=sys.stderr, flush=True)
 
 
 def _counter(key: str) -> str:

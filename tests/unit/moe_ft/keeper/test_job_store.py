@@ -158,8 +158,8 @@ def test_rank_waits_while_the_node_of_rank_0_imports_and_says_so(
     given = environment()
     found: list[object] = []
     has_said = threading.Event()
-    say = job_store._say
-    monkeypatch.setattr(job_store, "_say", lambda line: (say(line), has_said.set()))
+    say = job_store.say
+    monkeypatch.setattr(job_store, "say", lambda line: (say(line), has_said.set()))
     rank = threading.Thread(
         target=lambda: found.append(job_store.connect(given, Link(), DEADLINE_S))
     )

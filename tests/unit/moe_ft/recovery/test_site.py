@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from moe_ft.config.config import MoeFtConfig, StorageConfig
-from moe_ft.recovery.site import Site, say, say_for_node
+from moe_ft.recovery.site import Site, say_for_node
+from moe_ft.saying import say
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.recovery import starts
 
