@@ -15,16 +15,23 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moe_ft.doctor.environment import check_store, check_variables
-from moe_ft.doctor.facts import RankFacts, find_facts
 from moe_ft.doctor.job import Job, peers_of_nodes
 from moe_ft.doctor.meeting import Meeting, OwnMeeting, StoreMeeting
-from moe_ft.doctor.names import check_job, check_names, check_ranks
+from moe_ft.doctor.network import serve
 from moe_ft.doctor.node_checks import NodeChecks, Roster, Times
 from moe_ft.doctor.place import TOKEN_NAME, Place
-from moe_ft.doctor.probe import serve
+from moe_ft.doctor.ranks import (
+    RankFacts,
+    check_gpus,
+    check_job,
+    check_names,
+    check_ranks,
+    check_store,
+    check_variables,
+    check_versions,
+    find_facts,
+)
 from moe_ft.doctor.rows import Row, exit_code, failed, fold, join_nodes, render
-from moe_ft.doctor.versions import check_gpus, check_versions
 from moe_ft.engine.links.addresses import own_host
 from moe_ft.engine.links.listener import PeerListener
 from moe_ft.errors import CorruptStateError

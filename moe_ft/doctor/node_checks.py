@@ -13,9 +13,8 @@ import msgspec
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.doctor.job import Job
-from moe_ft.doctor.limits import check_limits
+from moe_ft.doctor.machine import Demand, check_limits, check_memory
 from moe_ft.doctor.meeting import Meeting
-from moe_ft.doctor.memory import Demand, check_memory
 from moe_ft.doctor.network import (
     Peer,
     check_clocks,
@@ -26,8 +25,16 @@ from moe_ft.doctor.network import (
 )
 from moe_ft.doctor.place import TOKEN_NAME
 from moe_ft.doctor.rows import Row, failed, guarded, warned
-from moe_ft.doctor.storage import ProbeDirectory, check_lock, check_semantics, check_space
-from moe_ft.doctor.storage_speed import Written, check_read, check_write, write_file
+from moe_ft.doctor.storage import (
+    ProbeDirectory,
+    Written,
+    check_lock,
+    check_read,
+    check_semantics,
+    check_space,
+    check_write,
+    write_file,
+)
 from moe_ft.engine.memory.regions import node_directory
 from moe_ft.errors import ConfigError
 from moe_ft.files.storage import hide_password
@@ -175,12 +182,7 @@ class NodeChecks:
 
     def _alone(self, probe: ProbeDirectory) -> list[Row]:
         """Return the rows of what one node finds out for all."""
-        try:
-            job_id = self._config.memory.resolve_job_id(os.environ)
-        except ConfigError:
-            job_id = None
-        rows = check_semantics(probe.storage)
-        rows += check_lock(probe.root, job_id)
+        rows = check_semantics(probe.storage) + check_lock(probe.root)
         return rows + check_space(probe.root, self.job.stored_bytes, self.job.num_stored)
 
     def _write(self, probe: ProbeDirectory) -> list[Row]:

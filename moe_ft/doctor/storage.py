@@ -1,17 +1,23 @@
-"""Check of the persist directory by one node: what the product relies on, another job's lock, free space.
+"""Checks of the persist directory: what the product relies on, its lock and room, and how fast all nodes are.
 
-Several nodes at once, and bandwidth, are storage_speed.py.
+One node checks the first three. Every node writes a file and reads that of the next one, which shows at once
+that they have the same storage, and how fast it is out of no cache.
 """
 
 import os
 import re
 import secrets
 import shutil
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from moe_ft.config.fields import size_text
-from moe_ft.doctor.rows import Row, failed, passed, warned
+from moe_ft.doctor.rows import Row, failed, passed, rate_text, warned
+from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.storage_lock import (
     LOCK_NAME,
     LOCK_RENEWAL_S,
@@ -19,8 +25,9 @@ from moe_ft.engine.persist.storage_lock import (
     StorageLock,
     watch_lock,
 )
-from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.patience import PATIENCE_S, SLOWEST_BYTES_PER_S
 from moe_ft.files.storage import Storage
+from moe_ft.format.encoding import checksum
 
 _SEMANTICS, _LOCK, _SPACE = "storage", "storage lock", "storage room"
 _PLACE = "persist dir"
@@ -137,19 +144,18 @@ _OPERATIONS = {
 }
 
 
-def check_lock(root: Storage, job_id: str | None, watch_s: float = _WATCH_S) -> list[Row]:
-    """Return a row on the lock of the persist directory.
+def check_lock(root: Storage, watch_s: float = _WATCH_S) -> list[Row]:
+    """Return a row on the lock of the persist directory, which a start would watch too, also one of its job.
 
     Args:
-        job_id: of this job, None if it has no name.
-        watch_s: how long to watch another job's lock.
+        watch_s: how long to watch it; a start that runs renews it in that time.
     """
     lock = StorageLock(root)
     seen = lock.look()
     if seen is None:
         return [passed(_LOCK, _PLACE, "free")]
-    if seen.lock is not None and seen.lock.job_id == job_id:
-        return [passed(_LOCK, _PLACE, f"of {seen.holder}, which is this one")]
+    if seen.is_over(own_origin(os.environ)):
+        return [passed(_LOCK, _PLACE, f"of {seen.holder}, which is over: a start takes it at once")]
     now = watch_lock(lock, seen, watch_s)
     if now is None:
         return [passed(_LOCK, _PLACE, f"{seen.holder} has just given it up")]
@@ -166,7 +172,6 @@ def check_space(root: Storage, needed: int | None, num_checkpoints: int) -> list
 
     Args:
         needed: bytes of all of them; None if nothing is planned.
-        num_checkpoints: those that are kept, with the one that is being written.
     """
     place = root.local_path(LOCK_NAME)
     what = "" if needed is None else f"{size_text(needed)} for {num_checkpoints} checkpoints"
@@ -182,3 +187,100 @@ def check_space(root: Storage, needed: int | None, num_checkpoints: int) -> list
         remedy = "Lower --moe-ft-keep, remove old checkpoints (`moe_ft prune`), or name another directory."
         return [failed(_SPACE, _PLACE, found, remedy)]
     return [passed(_SPACE, _PLACE, found)]
+
+
+_WRITE, _READ = "storage write", "storage read"
+_PIECE_BYTES = 8 << 20
+_SHARE = "All nodes need the same storage at this path or URL: a mounted file system, or an object store."
+
+
+class Written(msgspec.Struct, frozen=True):
+    """File that a node has written; the path is in the persist directory."""
+
+    path: str
+    num_bytes: int
+    seconds: float
+    checksum: str
+
+
+def write_file(storage: Storage, path: str, num_bytes: int, most_s: float = 1.0) -> Written:
+    """Write a file as a checkpoint is written; raises OSError if that fails.
+
+    Args:
+        most_s: after which no more is written; bringing it to the disk may take longer.
+    """
+    content = secrets.token_bytes(min(_PIECE_BYTES, num_bytes))
+    pieces: list[memoryview] = []
+    start_s = time.perf_counter()
+
+    def produce() -> Iterator[memoryview]:
+        left = num_bytes
+        while left > 0 and (not pieces or time.perf_counter() - start_s < most_s):
+            pieces.append(memoryview(content)[:left])
+            left -= len(pieces[-1])
+            yield pieces[-1]
+
+    storage.write(path, produce())
+    took_s = time.perf_counter() - start_s
+    _forget(storage, path)
+    return Written(path, sum(map(len, pieces)), took_s, checksum(b"".join(pieces)))
+
+
+def _forget(storage: Storage, path: str) -> None:
+    """Drop a file from this machine's cache, where there is one."""
+    place = storage.local_path(path)
+    if place is None:
+        return
+    with suppress(OSError):
+        descriptor = os.open(place, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def check_write(node: str, written: Written, checkpoint_bytes: int | None) -> list[Row]:
+    """Return a row on the speed of a write; `checkpoint_bytes` of the node, None if nothing is planned."""
+    return [_speed(_WRITE, node, written.num_bytes, written.seconds, checkpoint_bytes)]
+
+
+def check_read(
+    node: str,
+    storage: Storage,
+    written: Mapping[str, Written],
+    checkpoint_bytes: int | None,
+) -> list[Row]:
+    """Return a row on reading the file of the next node; `written` has the same order on all nodes."""
+    nodes = list(written)
+    other = nodes[(nodes.index(node) + 1) % len(nodes)] if node in nodes else nodes[0]
+    if not is_path_of_a_probe(written[other].path):
+        found = f"{other} names '{written[other].path}', which is no file of doctor"
+        return [failed(_READ, node, found, "Look at that node, and who else writes to the store.")]
+    start_s = time.perf_counter()
+    try:
+        content = storage.read(written[other].path)
+    except FileNotFoundError:
+        return [failed(_READ, node, f"the file of {other} is not there", _SHARE)]
+    took_s = time.perf_counter() - start_s
+    if checksum(content) != written[other].checksum:
+        found = f"the file of {other} has another content than was written"
+        return [failed(_READ, node, found, "Do not use this storage: it damages files.")]
+    row = _speed(_READ, node, len(content), took_s, checkpoint_bytes)
+    if other == node:
+        return [row]
+    return [msgspec.structs.replace(row, found=f"{row.found}, from {other}")]
+
+
+def _speed(
+    check: str, node: str, num_bytes: int, seconds: float, checkpoint_bytes: int | None
+) -> Row:
+    rate = num_bytes / max(seconds, 1e-9)
+    found = rate_text(num_bytes, seconds)
+    if checkpoint_bytes is not None:
+        found += f"; the node's part of a checkpoint takes {checkpoint_bytes / rate:.1f} s"
+    if rate < SLOWEST_BYTES_PER_S:
+        remedy = (
+            f"Below {SLOWEST_BYTES_PER_S / 1e6:.0f} MB/s a write is given up. Name faster storage."
+        )
+        return warned(check, node, found, remedy)
+    return passed(check, node, found)

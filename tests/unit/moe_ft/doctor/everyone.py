@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from moe_ft.doctor.facts import RankFacts
-from moe_ft.doctor.versions import TESTED
+from moe_ft.doctor.ranks import TESTED, RankFacts
 
 VERSIONS = {"moe_ft": "0.1.0", "python": "3.12.1", **TESTED}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.doctor.cgroup import free_memory
+from moe_ft.doctor.machine import free_memory
 
 
 def lay_out(tmp_path: Path, groups: str, files: dict[str, str]) -> tuple[Path, Path]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_ft.doctor.environment import VARIABLE, check_store, check_variables
+from moe_ft.doctor.ranks import VARIABLE, check_store, check_variables
 from moe_ft.doctor.rows import Result
 from tests.unit.moe_ft.doctor.everyone import facts_of
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moe_ft.config.config import MemoryConfig
-from moe_ft.doctor.facts import count_gpus, find_facts, find_versions
 from moe_ft.doctor.place import Place
+from moe_ft.doctor.ranks import count_gpus, find_facts, find_versions
 
 
 def test_name_of_the_node_comes_with_its_source() -> None:

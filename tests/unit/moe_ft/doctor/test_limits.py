@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moe_ft.doctor import limits
-from moe_ft.doctor.limits import check_limits
+from moe_ft.doctor import machine
+from moe_ft.doctor.machine import check_limits
 from moe_ft.doctor.rows import Result, Row
 
 
@@ -16,7 +16,7 @@ def _limited(queue: Any, which: int, value: int, pattern: str, path: Path) -> No
     hard = resource.getrlimit(which)[1] if which != resource.RLIMIT_NOFILE else value
     resource.setrlimit(which, (value, hard))
     path.write_text(pattern)
-    limits.CORE_PATTERN = path
+    machine.CORE_PATTERN = path
     queue.put(check_limits("n0", 64, 32))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.doctor.memory import Demand, check_memory
+from moe_ft.doctor.machine import Demand, check_memory
 from moe_ft.doctor.rows import Result, Row
 from tests.unit.moe_ft.recovery.jobs import leave_job
 

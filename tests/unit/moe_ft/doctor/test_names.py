@@ -3,7 +3,7 @@
 import pytest
 
 from moe_ft.config.config import MemoryConfig
-from moe_ft.doctor.names import check_job, check_names, check_ranks
+from moe_ft.doctor.ranks import check_job, check_names, check_ranks
 from moe_ft.doctor.rows import Result
 from tests.unit.moe_ft.doctor.everyone import facts_of
 

@@ -4,13 +4,13 @@ import pytest
 
 from moe_ft.doctor.network import (
     Peer,
+    Trip,
     check_clocks,
     check_group,
     check_rates,
     check_reach,
     reach_all,
 )
-from moe_ft.doctor.probe import Trip
 from moe_ft.doctor.rows import Result
 from tests.ports import free_port
 from tests.unit.moe_ft.peer import HOST, TOKEN

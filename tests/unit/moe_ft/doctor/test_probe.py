@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_ft.doctor.probe import ping, transfer
+from moe_ft.doctor.network import ping, transfer
 from tests.unit.moe_ft.peer import TOKEN
 
 MIB = 1 << 20

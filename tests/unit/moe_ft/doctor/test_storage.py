@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moe_ft.doctor.rows import Result
@@ -14,6 +15,7 @@ from moe_ft.doctor.storage import (
     is_path_of_a_probe,
 )
 from moe_ft.engine.persist import storage_lock
+from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.files.storage import Storage
 from tests.object_store import ObjectStore
@@ -113,10 +115,11 @@ def test_operation_that_is_refused_is_named(s3: ObjectStore) -> None:
     assert row.found.partition(":")[0] in ("lock", "delete")
 
 
-def test_lock_of_a_living_job_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job_id", ["other", "mine"])
+def test_lock_of_a_living_start_fails_also_one_of_the_same_job(tmp_path: Path, job_id: str) -> None:
     root = Storage(str(tmp_path))
     owner = StorageLock(root)
-    owner.take("other", None)
+    owner.take(job_id, None)
     looks = iter(range(1000))
 
     class Renewing(Storage):
@@ -128,20 +131,29 @@ def test_lock_of_a_living_job_fails(tmp_path: Path) -> None:
                 owner.renew()
             return super().read(path, offset, num_bytes)
 
-    (row,) = check_lock(Renewing(str(tmp_path)), "mine", watch_s=30.0)
+    (row,) = check_lock(Renewing(str(tmp_path)), watch_s=30.0)
     assert row.result is Result.FAIL
-    assert "job 'other'" in row.found
+    assert f"job '{job_id}'" in row.found
 
 
 def test_lock_that_nobody_renews_is_warned_of(tmp_path: Path) -> None:
     root = Storage(str(tmp_path))
     StorageLock(root).take("other", None)
-    assert check_lock(root, "mine", watch_s=0.05)[0].result is Result.WARN
-    assert check_lock(root, "other")[0].result is Result.PASS
+    assert check_lock(root, watch_s=0.05)[0].result is Result.WARN
+
+
+def test_lock_of_a_start_that_is_over_passes_unwatched(tmp_path: Path) -> None:
+    root = Storage(str(tmp_path))
+    own = own_origin({})
+    ((number, started),) = own.processes
+    over = msgspec.structs.replace(own, processes=((number, started - 1),))
+    StorageLock(root).take("mine", None, over)
+    (row,) = check_lock(root, watch_s=1000.0)
+    assert (row.result, "which is over" in row.found) == (Result.PASS, True)
 
 
 def test_free_lock_passes(tmp_path: Path) -> None:
-    (row,) = check_lock(Storage(str(tmp_path)), "mine")
+    (row,) = check_lock(Storage(str(tmp_path)))
     assert (row.result, row.found) == (Result.PASS, "free")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.doctor.rows import Result
-from moe_ft.doctor.storage_speed import Written, check_read, check_write, write_file
+from moe_ft.doctor.storage import Written, check_read, check_write, write_file
 from moe_ft.files.storage import Storage
 from tests.object_store import ObjectStore
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_ft.doctor.ranks import TESTED, TESTED_PYTHON, check_gpus, check_versions
 from moe_ft.doctor.rows import Result
-from moe_ft.doctor.versions import TESTED, TESTED_PYTHON, check_gpus, check_versions
 from tests.unit.moe_ft.doctor.everyone import VERSIONS, facts_of
 
 ROOT = Path(__file__).parents[4]

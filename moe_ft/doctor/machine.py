@@ -1,0 +1,224 @@
+"""Checks of one machine: the memory directory and its room, and the limits of a process.
+
+The directory is used as a rank uses it, and is gone afterwards if it was not there before.
+"""
+
+import os
+import resource
+import secrets
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from moe_ft.config.fields import size_text
+from moe_ft.doctor.rows import Result, Row, failed, passed, refused, warned
+from moe_ft.engine.descriptors import allow_descriptors
+from moe_ft.engine.memory.regions import file_system_type
+from moe_ft.errors import ConfigError
+from moe_ft.files.private_files import make_private, make_root, read_private, write_atomically
+from moe_ft.recovery.inspect.cleaning import clean
+from moe_ft.recovery.job_memory import measure
+
+GROUPS, GROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
+_DIRECTORY, _ROOM, _LEFT = "memory dir", "memory room", "leftovers"
+_LOCKED, _OPEN_FILES, _CORES = "locked memory", "open files", "core files"
+_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
+_LEAST_BYTES = 1 << 30  # where no plan says more: containers have 64 MiB
+_LEAST_AGE_S = 3600.0
+_FILES_OF_A_RANK = 64
+_MOST_NAMED = 3
+_GROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+_NO_LIMIT = 1 << 60  # version 1 of control groups has a huge number for none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """Memory that a job takes on a node.
+
+    Attributes:
+        num_bytes: of the planned job; None if nothing is planned.
+        own: directory of an earlier start of the job, whose memory it takes over; None if it has no name.
+    """
+
+    num_ranks: int
+    num_bytes: int | None = None
+    own: Path | None = None
+
+
+def check_memory(node: str, directory: str, demand: Demand) -> list[Row]:
+    """Return rows on a node's memory directory."""
+    place = Path(directory)
+    rows = _leftovers(node, place)
+    missing = [each for each in (place, *place.parents) if not each.exists()]
+    try:
+        rows = [_use(node, place), *_room(node, place, demand), *rows]
+    except OSError as error:
+        remedy = "Name another --moe-ft-memory-dir, for example below /dev/shm."
+        found = f"{directory} cannot be used: {error}"
+        rows.insert(0, failed(_DIRECTORY, node, found, remedy))
+    finally:
+        for created in missing:
+            with suppress(OSError):  # somebody else uses it by now
+                created.rmdir()
+    return rows
+
+
+def _use(node: str, place: Path) -> Row:
+    """Write and read a file in a directory of its own, as a rank does; raises OSError if that fails."""
+    make_root(place)
+    probe = place / f"moe_ft_doctor_{secrets.token_hex(8)}"
+    try:
+        make_private(probe)
+        write_atomically(probe / "file", b"moe_ft")
+        if read_private(probe / "file") != b"moe_ft":
+            found = f"{place} does not give back what was written"
+            return failed(_DIRECTORY, node, found, "Name another --moe-ft-memory-dir.")
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+    kind = file_system_type(place)
+    if kind in _KINDS:
+        total = size_text(shutil.disk_usage(place).total)
+        return passed(_DIRECTORY, node, f"{place}: {kind} of {total}")
+    found = (
+        f"{place} is on {kind or 'an unknown file system'}, not on tmpfs: snapshots are no faster"
+    )
+    return warned(_DIRECTORY, node, found, "Name a directory below /dev/shm.")
+
+
+def _room(node: str, place: Path, demand: Demand) -> list[Row]:
+    """Return rows on the free space, on real memory, and on the number of files."""
+    rows = []
+    needed = demand.num_bytes
+    room = _free(place, 0 if demand.own is None else measure(demand.own)[0])
+    text = "" if needed is None else f"{size_text(needed)} needed"
+    for what, (free, remedy) in room.items():
+        found = f"{what}: {size_text(free)} free"
+        if needed is None and free < _LEAST_BYTES:
+            rows.append(warned(_ROOM, node, found, remedy))
+        elif needed is not None and free < needed:
+            remedy += " Or fewer replicas: see `moe_ft plan`."
+            rows.append(failed(_ROOM, node, f"{found}, {text}", remedy))
+    status = os.statvfs(place)
+    if status.f_files and status.f_favail < demand.num_ranks * _FILES_OF_A_RANK:
+        found = f"{place} has room for {status.f_favail} more files"
+        remedy = "Mount it with more (mount -o remount,nr_inodes=...)."
+        rows.append(failed(_ROOM, node, found, remedy))
+    tightest = min(room, key=lambda what: room[what][0])
+    found = f"{size_text(room[tightest][0])} free, the limit is {tightest}"
+    return rows or [passed(_ROOM, node, "; ".join(filter(None, [found, text])))]
+
+
+def _free(place: Path, own_bytes: int) -> dict[str, tuple[int, str]]:
+    """Return what limits memory: the bytes that are free, and how to get more."""
+    free = shutil.disk_usage(place).free + own_bytes
+    found = {f"{place}": (free, "Enlarge it (mount -o remount,size=...).")}
+    available = psutil.virtual_memory().available + own_bytes
+    found["memory of the node"] = (available, "Use more nodes.")
+    group = free_memory()
+    if group is not None:
+        remedy = "Ask for more memory: --mem of SLURM, limits.memory of Kubernetes."
+        found[f"memory limit of the job ({size_text(group[1])})"] = (group[0] + own_bytes, remedy)
+    return found
+
+
+def free_memory(groups: Path = GROUPS, root: Path = GROUP_ROOT) -> tuple[int, int] | None:
+    """Return the bytes that the tightest control group still allows, and its limit; None without a limit.
+
+    Memory on tmpfs counts against it.
+
+    Args:
+        groups: names the groups of this process.
+        root: where control groups are mounted.
+    """
+    if not groups.exists():
+        return None
+    found = []
+    for line in groups.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        group = top / path.lstrip("/")
+        # In a container the path may be that of the host: the mount then shows the own group at its top.
+        for directory in (group, *group.parents):
+            found += _free_in_group(directory)
+            if directory == top:
+                break
+    return min(found, default=None)
+
+
+def _free_in_group(directory: Path) -> list[tuple[int, int]]:
+    for limit_name, used_name in _GROUP_FILES:
+        limit, used = directory / limit_name, directory / used_name
+        if limit.is_file() and used.is_file():
+            text = limit.read_text().strip()
+            if text.isdecimal() and int(text) < _NO_LIMIT:
+                return [(max(0, int(text) - int(used.read_text())), int(text))]
+    return []
+
+
+def _leftovers(node: str, place: Path) -> list[Row]:
+    """Return a row on the memory of other jobs."""
+    try:
+        removable, left = clean(str(place), None, _LEAST_AGE_S)
+    except ConfigError as error:
+        return [refused(_LEFT, node, error, Result.WARN)]
+    if removable:
+        more = f" and {len(removable) - _MOST_NAMED} more" if len(removable) > _MOST_NAMED else ""
+        found = f"dead: {'; '.join(removable[:_MOST_NAMED])}{more}"
+        remedy = f"python -m moe_ft clean --memory-dir {place} --remove"
+        return [warned(_LEFT, node, found, remedy)]
+    if left:
+        return [passed(_LEFT, node, f"{len(left)} entries that stay, the first: {left[0]}")]
+    return [passed(_LEFT, node, "none")]
+
+
+def check_limits(node: str, world_size: int, stage_size: int) -> list[Row]:
+    """Return rows on the limits of this process, which are those of ranks that are started as it was.
+
+    Args:
+        world_size: ranks of the job.
+        stage_size: of them, those of one pipeline stage.
+    """
+    return [_locked_memory(node), _open_files(node, world_size, stage_size), _core_files(node)]
+
+
+def _locked_memory(node: str) -> Row:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return passed(_LOCKED, node, "no limit")
+    # CUDA registers host memory through its driver; InfiniBand counts what it registers.
+    found = f"{size_text(limit)} (ulimit -l): NCCL over InfiniBand and pinned memory may fail"
+    remedy = (
+        "ulimit -l unlimited; LimitMEMLOCK=infinity of slurmd, or --ulimit memlock=-1 of docker"
+    )
+    return warned(_LOCKED, node, found, remedy)
+
+
+def _open_files(node: str, world_size: int, stage_size: int) -> Row:
+    try:
+        allow_descriptors(world_size, stage_size)
+    except ConfigError as error:
+        return refused(_OPEN_FILES, node, error)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limit = "no limit" if hard == resource.RLIM_INFINITY else f"{hard} (ulimit -Hn)"
+    return passed(_OPEN_FILES, node, f"{limit}, enough for {world_size} ranks")
+
+
+def _core_files(node: str) -> Row:
+    limit = resource.getrlimit(resource.RLIMIT_CORE)[0]
+    if limit == 0:
+        return passed(_CORES, node, "none are written")
+    pattern = CORE_PATTERN.read_text().strip()
+    what = "no limit" if limit == resource.RLIM_INFINITY else size_text(limit)
+    if pattern.startswith("|"):
+        return passed(_CORES, node, f"{what}; they go to {pattern[1:].split()[0]}")
+    found = f"{what}, as {pattern}: a rank that dies first writes its memory, snapshots included, to disk"
+    return warned(_CORES, node, found, "ulimit -c 0")
