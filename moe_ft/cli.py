@@ -1,7 +1,7 @@
 """Command line of moe_ft: ``moe_ft COMMAND``, or ``python -m moe_ft COMMAND``.
 
-Each command is a file of moe_ft/commands/. None of them but `run`, `convert`, `diff` and, of several
-processes, `doctor` imports torch.
+They are in moe_ft/commands/. None of them but `run`, `convert`, `diff` and, of several processes, `doctor`
+imports torch.
 """
 
 import argparse
@@ -9,17 +9,13 @@ import io
 import sys
 from collections.abc import Sequence
 
-from moe_ft.commands.clean import add_clean_command
 from moe_ft.commands.convert import add_convert_command
-from moe_ft.commands.diff import add_diff_command
+from moe_ft.commands.directory import add_reading_commands
 from moe_ft.commands.doctor import add_doctor_command
-from moe_ft.commands.inspect import add_inspect_command
-from moe_ft.commands.keep import add_keep_command, keep_rank, keeps_rank
 from moe_ft.commands.plan import add_plan_command, split_command_line
-from moe_ft.commands.prune import add_prune_command
+from moe_ft.commands.ranks import add_rank_commands, keep_rank, keeps_rank, run_script, runs_script
+from moe_ft.commands.removal import add_removing_commands
 from moe_ft.commands.report import add_report_command
-from moe_ft.commands.run import add_run_command, run_script, runs_script
-from moe_ft.commands.verify import add_verify_command
 from moe_ft.errors import MoeFtError
 
 
@@ -53,15 +49,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m moe_ft", description="Commands of moe_ft.")
     commands = parser.add_subparsers(dest="command", required=True)
-    add_run_command(commands)
-    add_keep_command(commands)
-    add_inspect_command(commands)
-    add_verify_command(commands)
-    add_diff_command(commands)
-    add_convert_command(commands)
-    add_clean_command(commands)
-    add_prune_command(commands)
-    add_report_command(commands)
-    add_plan_command(commands)
-    add_doctor_command(commands)
+    for add in (
+        add_rank_commands,
+        add_reading_commands,
+        add_convert_command,
+        add_removing_commands,
+        add_report_command,
+        add_plan_command,
+        add_doctor_command,
+    ):
+        add(commands)
     return parser

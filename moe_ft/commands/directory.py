@@ -1,4 +1,7 @@
-"""The directory that `inspect` and `verify` read."""
+"""`moe_ft inspect`, `verify` and `diff`: commands that read directories of checkpoints.
+
+Others that read one turn its errors into those of its argument with `reading`.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -6,15 +9,81 @@ from contextlib import contextmanager
 
 from moe_ft.errors import ConfigError, MoeFtError
 from moe_ft.files.storage import hide_password
+from moe_ft.recovery.inspect.boundary_logs import render_logs
+from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
+from moe_ft.recovery.inspect.verification import verify
 
 
-def add_directory(parser: argparse.ArgumentParser) -> None:
-    """Add the directory to the arguments of a command."""
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        help="a persist directory (or fsspec URL), one of its iter_* directories, or a memory directory",
+def add_reading_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the three commands and their flags."""
+    inspecting = commands.add_parser("inspect", help="show what is in checkpoints")
+    verifying = commands.add_parser(
+        "verify", help="read and check everything; exit code 1 if something is wrong"
     )
+    for parser, run in ((inspecting, _inspect), (verifying, _verify)):
+        parser.add_argument(
+            "directory",
+            metavar="DIR",
+            help="a persist directory (or fsspec URL), one of its iter_* directories, or a memory directory",
+        )
+        parser.set_defaults(run=run)
+    inspecting.add_argument(
+        "--units", action="store_true", help="list every unit of the newest state"
+    )
+    comparing = commands.add_parser(
+        "diff", help="show which units of two states differ; exit code 1 if any does"
+    )
+    for name, which in (("first", "A"), ("second", "B")):
+        comparing.add_argument(
+            name,
+            metavar=which,
+            help="a persist directory (or fsspec URL), of which the newest checkpoint is taken, one of its "
+            "iter_* directories, or a memory directory",
+        )
+    comparing.add_argument(
+        "--what",
+        default="weights",
+        choices=("weights", "all"),
+        help="all: compare masters and moments too (default weights)",
+    )
+    comparing.set_defaults(run=_diff)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    with reading(options.directory):
+        text = render_holdings(find_holdings(options.directory), lists_units=options.units)
+        logs = render_logs(options.directory)
+    print("\n\n".join(filter(None, [text, logs])))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Print what is right and what is wrong; return 1 if something is."""
+    with reading(options.directory):
+        right, wrong = verify(options.directory)
+    for line in right:
+        print(f"ok     {line}")
+    for line in wrong:
+        print(f"WRONG  {line}")
+    return 1 if wrong else 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    """Print the differences; return 1 if there are any."""
+    # Here, since most commands need no torch.
+    from moe_ft.convert.difference import compare, render
+    from moe_ft.convert.source import open_source
+
+    with reading(options.first):
+        first = open_source(options.first)
+    with reading(options.second):
+        second = open_source(options.second)
+    print(f"A: {first.place}, iteration {first.iteration}")
+    print(f"B: {second.place}, iteration {second.iteration}")
+    with reading(f"{options.first} {options.second}"):
+        found = list(compare(first, second, with_optimizer=options.what == "all"))
+    print(render(found))
+    return int(any(not each.is_equal for each in found))
 
 
 @contextmanager

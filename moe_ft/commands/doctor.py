@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_ft.commands.command_line import TrainingCommand, read_command, read_settings
+from moe_ft.commands.command_line import Launch, TrainingCommand, read_command, read_settings
 from moe_ft.config.fields import parse_size
 from moe_ft.config.stock_defects import lines_on_defects, read_saves
 from moe_ft.doctor.examination import Request, examine
@@ -101,31 +101,24 @@ def _read_job(options: argparse.Namespace, words: Sequence[str], place: Place) -
         warned("saves", "command line", *line.split(". Instead, "))
         for line in lines_on_defects(read_saves(words))
     ]
+    command, footprint, rows = None, None, []
     try:
         command = read_command(words)
+        launch, config = command.launch, command.config
     except ConfigError as error:
         launch, config = read_settings(words)
-        rows = [_unplanned(error), *defects]
-        ranks = _ranks(options, launch.world_size, launch.ranks_per_node, place)
-        return Job(
-            config=config,
-            is_given=True,
-            rows=rows,
-            restarts=launch.restarts,
-            backend=launch.backend,
-            ranks=ranks,
-        )
-    launch = command.launch
-    ranks = _ranks(options, launch.world_size, launch.ranks_per_node, place)
-    footprint, rows = _plan(command, ranks)
+        rows = [_unplanned(error)]
+    ranks = _ranks(options, launch, place)
+    if command is not None:
+        footprint, rows = _plan(command, ranks)
     return Job(
-        config=command.config,
+        config=config,
         is_given=True,
         rows=[*rows, *defects],
         restarts=launch.restarts,
         backend=launch.backend,
         ranks=ranks,
-        num_stages=command.args.pipeline_model_parallel_size or 1,
+        num_stages=1 if command is None else command.args.pipeline_model_parallel_size or 1,
         footprint=footprint,
     )
 
@@ -135,12 +128,10 @@ def _unplanned(error: ConfigError) -> Row:
     return refused("plan", "command line", error, Result.WARN, remedy)
 
 
-def _ranks(
-    options: argparse.Namespace, world_size: int | None, per_node: int | None, place: Place
-) -> tuple[int, int] | None:
+def _ranks(options: argparse.Namespace, launch: Launch, place: Place) -> tuple[int, int] | None:
     """Return the ranks of the job and of a node: as given, as the launcher says, or as doctor was started."""
-    world_size = options.world_size or world_size
-    per_node = options.ranks_per_node or per_node
+    world_size = options.world_size or launch.world_size
+    per_node = options.ranks_per_node or launch.ranks_per_node
     if world_size is None and not place.is_alone:
         world_size, per_node = place.world_size, per_node or place.local_world_size
     if world_size is None or per_node is None:

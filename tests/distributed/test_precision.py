@@ -2,8 +2,7 @@
 
 import pytest
 
-from moe_ft.commands.report import render
-from moe_ft.commands.run_summary import summarize
+from moe_ft.commands.report import render, summarize
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
 from tests.checkpoint_job import NUM_ITERATIONS, CheckpointJob
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from moe_ft import cli
-from moe_ft.commands.keep import keeps_rank
+from moe_ft.commands.ranks import keeps_rank
 
 
 def test_all_words_go_to_the_worker_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ def test_all_words_go_to_the_worker_as_they_are(monkeypatch: pytest.MonkeyPatch)
         seen.append(words)
         raise SystemExit(0)
 
-    monkeypatch.setattr("moe_ft.commands.keep.main", run)
+    monkeypatch.setattr("moe_ft.commands.ranks.main", run)
     words = ["--", "train.py", "--help", "-m", "plan", "--lr=1"]
     with pytest.raises(SystemExit):
         cli.main(["keep", *words])

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.commands.report import render
-from moe_ft.commands.run_summary import summarize
+from moe_ft.commands.report import render, summarize
 from tests.unit.moe_ft.commands.bad_input import (
     Case,
     cases_of,

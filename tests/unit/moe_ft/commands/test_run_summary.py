@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.commands.report import render
-from moe_ft.commands.run_summary import summarize
+from moe_ft.commands.report import render, summarize
 from moe_ft.events import event_path
 from moe_ft.faults import Phase
 from tests.unit.moe_ft.commands.runs import write_run
