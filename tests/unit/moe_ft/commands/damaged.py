@@ -16,7 +16,8 @@ from tests.unit.moe_ft.builders import (
     persist_checkpoint,
     put_in_slot,
 )
-from tests.unit.moe_ft.commands.bad_input import Act
+
+Act = Callable[[Path], object]
 
 
 def change(path: Path, update: Callable[[Any], object]) -> None:

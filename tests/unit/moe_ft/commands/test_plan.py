@@ -1,16 +1,13 @@
-"""`plan` reads the command line of training, keeps its numbers, and answers bad input."""
+"""`plan` reads the command line of training, and keeps its numbers."""
 
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from moe_ft.cli import main
-from tests.unit.moe_ft.commands.bad_input import Case, cases_of, check_answer
 from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, SMALL
 
 ROOT = Path(__file__).parents[4]
@@ -194,30 +191,6 @@ def test_option_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--model", "x", "--", *LARGE])
     assert "unrecognized arguments: --model x" in capsys.readouterr().err
-
-
-GOOD = f"--world-size 16 {' '.join(SPEEDS)} --network-bandwidth 2GB --mtbf-s 1800"
-FLAGS = f"-- {' '.join(LARGE_OF_8)} --moe-ft-strategy"
-BAD_OPTIONS = (
-    *("--world-size -1", "--world-size abc", "--world-size 12", "--iteration-s 0"),
-    *("--iteration-s nan", "--iteration-s inf", "--bandwidth abc", "--bandwidth 0"),
-    *("--mtbf-s 0", "--mtbf-s -5", "--mtbf-s nan", "--restart-s -1", "--update-s 9"),
-)
-BAD_FLAGS = ("foo", "sparse --moe-ft-window 0", "sparse --expert-model-parallel-size 3", "partial")
-CASES = {
-    "nothing wrong": Case(f"{GOOD} {FLAGS} sparse", "ok"),
-    "nothing": Case("", "error"),
-    **{option: Case(f"{GOOD} {option} {FLAGS} sparse", "error") for option in BAD_OPTIONS},
-    **{flags: Case(f"{GOOD} {FLAGS} {flags}", "error") for flags in BAD_FLAGS},
-    "window of too many snapshots": Case(f"{GOOD} {FLAGS} sparse --moe-ft-window 1000", "ok"),
-}
-
-
-@cases_of("plan", CASES)
-def test_bad_input_is_answered_with_its_reason(
-    case: Case, directory: Path, nobody: Callable[[], ProcessPoolExecutor]
-) -> None:
-    check_answer(case, directory, nobody)
 
 
 @pytest.mark.parametrize(

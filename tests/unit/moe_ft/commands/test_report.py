@@ -1,47 +1,129 @@
-"""`report` prints a run, and answers bad input with its reason."""
+"""Summaries of runs from their event logs."""
 
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from moe_ft.cli import main
 from moe_ft.commands.report import render, summarize
-from tests.unit.moe_ft.commands.bad_input import (
-    Case,
-    cases_of,
-    check_answer,
-    made,
-    then_closed,
-    written,
-)
+from moe_ft.events import event_path
+from moe_ft.faults import Phase
 from tests.unit.moe_ft.commands.runs import write_run
 
-START = '{"event":"start","iteration":0,"incarnation":0,"time":1}\n'
-ITERATION = '{"event":"iteration","iteration":1,"incarnation":0}\n'
-LOSS_IN_WORDS = ITERATION[:-2] + ',"loss":"low","iteration_s":1,"num_tokens":1}\n'
-GARBAGE = bytes((7 * byte) % 256 for byte in range(4000))
-CASES = {
-    "no directory": Case("/nonexistent/x", "error"),
-    "file": Case("DIR/x", "error", written("x", "x")),
-    "no events": Case("DIR", "error"),
-    "garbage": Case("DIR", "error", written(GARBAGE)),
-    "no incarnation": Case("DIR", "error", written('{"event":"start","iteration":0}\n')),
-    "loss in words": Case("DIR", "ok", written(START + LOSS_IN_WORDS)),
-    "iterations without times": Case("DIR", "error", written(ITERATION * 2)),
-    "empty log": Case("DIR", "error", written("")),
-    "log of another user": Case("DIR", "error", written(START, mode=0o600), by_nobody=True),
-    "directory of another user": Case("DIR", "error", then_closed(written(START)), by_nobody=True),
-    "log that is a directory": Case("DIR", "error", made("rank_00000.jsonl")),
+
+def test_summary_of_a_finished_run_leaves_the_warming_up_out(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, [5.0, 4.0, 3.0]).write("end", 3, reason="finished")
+    summary = summarize(tmp_path)
+    assert (summary.num_iterations, summary.first_loss, summary.last_loss) == (3, 5.0, 3.0)
+    assert (summary.iteration_s, summary.tokens_per_s) == (0.5, 200.0)
+    assert [rank.ending for rank in summary.ranks] == ["finished"]
+    assert "how it ended" not in render(summary, tmp_path)
+
+
+def test_every_ending_is_told_apart(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, [5.0]).write(
+        "stopped", 1, phase="forward", reason="RuntimeError: lost", silent_ranks=[1, 2]
+    )
+    killed = write_run(tmp_path, 1, [5.0])
+    killed.progress(1, Phase.BACKWARD)
+    killed.write("fault_injected", 1, kind="kill", phase="backward")
+    write_run(tmp_path, 2, [5.0])
+    write_run(tmp_path, 3, [5.0]).write("end", 1, reason="exit flag")
+    ranks = summarize(tmp_path).ranks
+    assert [rank.ending for rank in ranks] == [
+        "stopped: RuntimeError: lost; heard nothing from 1, 2",
+        "fell silent after an injected kill",
+        "fell silent: running, killed or hung",
+        "exit flag",
+    ]
+    assert ranks[1].phase == "backward"
+    assert "how it ended" in render(summarize(tmp_path), tmp_path)
+
+
+def test_last_incarnation_decides_how_a_rank_ended(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, [5.0]).write("stopped", 1, phase="forward", reason="x", silent_ranks=[])
+    write_run(tmp_path, 0, [4.5, 4.0], incarnation=1).write("end", 2, reason="finished")
+    summary = summarize(tmp_path)
+    assert (summary.num_incarnations, summary.ranks[0].iteration) == (2, 2)
+    assert summary.ranks[0].ending == "finished"
+
+
+def test_repairs_are_told_from_restarts(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, [5.0])
+    assert "\nstarts                          1\n" in render(summarize(tmp_path), tmp_path)
+    write_run(tmp_path, 0, [4.5], incarnation=1)
+    write_run(tmp_path, 0, [4.0], incarnation=2).write(
+        *("repair", 7),
+        dead_ranks=[1, 3],
+        hung_s={"3": 5.02},
+        broken_iteration=6,
+        seconds=30.46,
+    )
+    summary = summarize(tmp_path)
+    assert summary.repairs == (
+        {
+            "start": 2,
+            "replaced ranks": "1, 3",
+            "that hung": "3",
+            "in iteration": 7,
+            "seconds": "30.5",
+        },
+    )
+    lines = render(summary, tmp_path).splitlines()
+    assert "starts                          3, 1 of them repairs in place" in lines
+    assert "start    replaced ranks    that hung    in iteration    seconds" in lines
+
+
+def test_rank_without_events_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, [5.0]).write("end", 1, reason="finished")
+    (tmp_path / "rank_00001.jsonl").touch()
+    assert [rank.rank for rank in summarize(tmp_path).ranks] == [0]
+
+
+ODD_LINES = {
+    "no incarnation": '{"event":"iteration","iteration":9}',
+    "no times": '{"event":"iteration","iteration":9,"incarnation":0}',
+    "loss in words": (
+        '{"event":"iteration","iteration":9,"incarnation":0,"loss":"low","iteration_s":1,"num_tokens":1}'
+    ),
+    "end without a reason": '{"event":"end","iteration":9,"incarnation":0}',
+    "silence of no ranks": (
+        '{"event":"stopped","iteration":9,"incarnation":0,"reason":"","silent_ranks":5}'
+    ),
+    "recovery without sources": '{"event":"recovery","iteration":9,"incarnation":0,"plt":0}',
+    "torn line": '{"event":"iteration","iter',
+    "nested brackets": "[" * 200_000,
 }
 
 
-@cases_of("report", CASES)
-def test_bad_input_is_answered_with_its_reason(
-    case: Case, directory: Path, nobody: Callable[[], ProcessPoolExecutor]
+@pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES)
+def test_line_that_is_no_event_is_left_out_and_counted(line: str, tmp_path: Path) -> None:
+    write_run(tmp_path, 0, [5.0, 4.0]).write("end", 2, reason="finished")
+    with event_path(tmp_path, 0).open("a") as file:
+        file.write(line + "\n")
+    summary = summarize(tmp_path)
+    assert (summary.num_iterations, summary.last_loss) == (2, 4.0)
+    assert summary.ranks[0].ending == "finished"
+    assert "left out: 1 line that is no event" in render(summary, tmp_path)
+
+
+def test_iterations_are_found_before_a_line_longer_than_what_is_read_at_once(
+    tmp_path: Path,
 ) -> None:
-    check_answer(case, directory, nobody)
+    for rank in (0, 1):
+        log = write_run(tmp_path, rank, [5.0, 4.0], incarnation=3)
+        log.write("router_load", 2, tokens={"layer.0": [10_000] * 30_000})
+    assert [(rank.iteration, rank.incarnation) for rank in summarize(tmp_path).ranks] == [
+        (2, 3)
+    ] * 2
+
+
+def test_rank_file_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, [5.0]).write("end", 1, reason="finished")
+    event_path(tmp_path, 1).mkdir()
+    summary = summarize(tmp_path)
+    assert [rank.rank for rank in summary.ranks] == [0]
+    assert "left out: rank_00001.jsonl: not a regular file" in render(summary, tmp_path)
 
 
 def test_command_prints_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
