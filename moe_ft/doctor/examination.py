@@ -55,14 +55,7 @@ _LEFT = msgspec.json.Decoder(bool)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """An examination as the command line asks for it.
-
-    Attributes:
-        timeout_s: for everything.
-        transfer_bytes: to send to each peer, and to write to storage.
-        is_strict: whether warnings count as failures.
-        is_json: whether rows are printed as JSON.
-    """
+    """An examination as the command line asks for it; the flags of commands/doctor.py say what each means."""
 
     job: Job
     timeout_s: float
@@ -84,7 +77,14 @@ def examine(request: Request, place: Place, environment: Mapping[str, str]) -> i
                 meeting: Meeting = (
                     OwnMeeting() if place.is_alone else StoreMeeting(place, times.end_of(_MET))
                 )
-                return _Examination(request, place, environment, meeting, times).run(opened)
+                return _Examination(
+                    request=request,
+                    place=place,
+                    environment=environment,
+                    meeting=meeting,
+                    times=times,
+                    token=place.token or (secrets.token_hex(16) if place.is_alone else _NO_SECRET),
+                ).run(opened)
         except CorruptStateError as error:  # of what somebody has shown
             return _end_without_table(place, request, str(error), _FOREIGN)
         except (RuntimeError, OSError) as error:  # of the store
@@ -128,76 +128,72 @@ def _print(rows: list[Row], *, is_json: bool) -> None:
         print(render(fold(rows)), flush=True)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Examination:
-    """One process's part."""
+    """One process's part; the token is that of the connections between nodes."""
 
-    def __init__(
-        self,
-        request: Request,
-        place: Place,
-        environment: Mapping[str, str],
-        meeting: Meeting,
-        times: Times,
-    ) -> None:
-        self._request, self._place, self._environment = request, place, environment
-        self._meeting, self._times = meeting, times
-        self._job = request.job
-        self._token = place.token or (secrets.token_hex(16) if place.is_alone else _NO_SECRET)
+    request: Request
+    place: Place
+    environment: Mapping[str, str]
+    meeting: Meeting
+    times: Times
+    token: str
 
     def run(self, opened: ExitStack) -> int:
         """Return the exit code."""
-        facts = find_facts(self._place, self._job.config.memory, self._environment)
-        listener = PeerListener(own_host(self._place.master[0]), serve, lambda reason: None)
+        facts = find_facts(self.place, self.request.job.config.memory, self.environment)
+        listener = PeerListener(own_host(self.place.master[0]), serve, lambda reason: None)
         opened.callback(listener.close)
         facts = self._listen(facts, listener)
-        self._meeting.show("facts", facts)
-        rows = self._lead() if self._place.rank == 0 else []
-        roster = self._read_roster()
+        self.meeting.show("facts", facts)
+        rows = self._lead() if self.place.rank == 0 else []
+        end_s = self.times.end_of(_ROSTER)
+        roster = self.meeting.collect("roster", [0], end_s, _ROSTERS).get(0)
         if roster is None:
-            line = f"rank 0 did not answer within {self._times.total_s * _ROSTER:.0f} s"
+            line = f"rank 0 did not answer within {self.times.total_s * _ROSTER:.0f} s"
             remedy = "Look at its output and its node."
-            _print([failed("meeting", f"rank {self._place.rank}", line, remedy)], is_json=False)
+            _print([failed("meeting", f"rank {self.place.rank}", line, remedy)], is_json=False)
             return 1
-        listener.admit(self._token)
-        if roster.speakers.get(facts.node) == self._place.rank:
-            self._meeting.show("rows", self._check_node(facts, roster, opened))
-        return self._conclude(rows, roster) if self._place.rank == 0 else self._wait()
+        listener.admit(self.token)
+        if roster.speakers.get(facts.node) == self.place.rank:
+            self.meeting.show("rows", self._check_node(facts, roster, opened))
+        return self._conclude(rows, roster) if self.place.rank == 0 else self._wait()
 
     def _listen(self, facts: RankFacts, listener: PeerListener) -> RankFacts:
         """Listen as a rank of training does; return the facts with the address, or why there is none."""
         try:
-            address = (own_host(self._place.master[0]), listener.start())
+            address = (own_host(self.place.master[0]), listener.start())
         except OSError as error:
             return msgspec.structs.replace(facts, address_problem=str(error))
         return msgspec.structs.replace(facts, address=address)
 
     def _check_node(self, facts: RankFacts, roster: Roster, opened: ExitStack) -> list[Row]:
         return NodeChecks(
-            job=self._job,
+            job=self.request.job,
             node=facts.node,
             num_local=facts.local_world_size,
-            token=self._token,
-            is_token_secret=self._token != _NO_SECRET,
+            token=self.token,
+            is_token_secret=self.token != _NO_SECRET,
             roster=roster,
-            meeting=self._meeting,
-            times=self._times,
-            transfer_bytes=self._request.transfer_bytes,
+            meeting=self.meeting,
+            times=self.times,
+            transfer_bytes=self.request.transfer_bytes,
             opened=opened,
         ).run()
 
     def _lead(self) -> list[Row]:
         """Show the roster, and return the rows that follow from what ranks say of themselves. Rank 0 only."""
-        ranks = range(self._place.world_size)
-        found = self._meeting.collect("facts", ranks, self._times.end_of(_MET), _FACTS)
+        ranks = range(self.place.world_size)
+        found = self.meeting.collect("facts", ranks, self.times.end_of(_MET), _FACTS)
         everyone = [found[rank] for rank in sorted(found)]
         speakers = {each.node: each for each in reversed(everyone)}
         roster = Roster(
             speakers={node: each.rank for node, each in reversed(speakers.items())},
             addresses={node: each.address for node, each in speakers.items() if each.address},
             problems={node: each.address_problem for node, each in speakers.items()},
-            peers=peers_of_nodes(self._job, [each.node for each in everyone]),
+            peers=peers_of_nodes(self.request.job, [each.node for each in everyone]),
         )
-        self._meeting.show("roster", roster)
+        self.meeting.show("roster", roster)
         silent = [rank for rank in ranks if rank not in found]
         return [*self._silent(silent, everyone), *self._rows_of(everyone)]
 
@@ -207,13 +203,13 @@ class _Examination:
             return []
         named = join_nodes([str(rank) for rank in silent])
         found = (
-            f"no answer within {self._times.total_s * _MET:.0f} s; {len(everyone)} ranks answered"
+            f"no answer within {self.times.total_s * _MET:.0f} s; {len(everyone)} ranks answered"
         )
         remedy = "Look at their nodes: those that are not named below, or have fewer ranks."
         return [failed("silent ranks", f"rank {named}", found, remedy)]
 
     def _rows_of(self, everyone: list[RankFacts]) -> list[Row]:
-        job, environment = self._job, self._environment
+        job, environment = self.request.job, self.environment
         return [
             *job.rows,
             *check_versions(everyone),
@@ -225,32 +221,31 @@ class _Examination:
             *check_variables(everyone),
         ]
 
-    def _read_roster(self) -> Roster | None:
-        return self._meeting.collect("roster", [0], self._times.end_of(_ROSTER), _ROSTERS).get(0)
-
     def _conclude(self, rows: list[Row], roster: Roster) -> int:
         """Print the table and tell the others the exit code. Rank 0 only."""
         speakers = roster.speakers
-        end_s = self._times.end_of(_ROWS)
-        found = self._meeting.collect("rows", speakers.values(), end_s, _ROWS_OF_A_NODE)
+        end_s = self.times.end_of(_ROWS)
+        found = self.meeting.collect("rows", speakers.values(), end_s, _ROWS_OF_A_NODE)
         for node, rank in speakers.items():
             if rank in found:
                 rows += found[rank]
             else:
-                line = f"rank {rank} answered, then fell silent for {self._times.total_s * _ROWS:.0f} s"
+                line = (
+                    f"rank {rank} answered, then fell silent for {self.times.total_s * _ROWS:.0f} s"
+                )
                 rows.append(failed("silent ranks", node, line, "Look at this node."))
-        code = exit_code(rows, strict=self._request.is_strict)
-        _print(rows, is_json=self._request.is_json)
-        self._meeting.show("end", code)
-        if not (self._place.is_alone or self._place.has_agent_store):
+        code = exit_code(rows, strict=self.request.is_strict)
+        _print(rows, is_json=self.request.is_json)
+        self.meeting.show("end", code)
+        if not (self.place.is_alone or self.place.has_agent_store):
             # They read the code from this process.
-            others = range(1, self._place.world_size)
-            end_s = min(time.monotonic() + 2.0, self._times.end_of(_LAST))
-            self._meeting.collect("left", others, end_s, _LEFT)
+            others = range(1, self.place.world_size)
+            end_s = min(time.monotonic() + 2.0, self.times.end_of(_LAST))
+            self.meeting.collect("left", others, end_s, _LEFT)
         return code
 
     def _wait(self) -> int:
         """Return the exit code that rank 0 tells."""
-        found = self._meeting.collect("end", [0], self._times.end_of(_LAST), _CODE)
-        self._meeting.show("left", value=True)
+        found = self.meeting.collect("end", [0], self.times.end_of(_LAST), _CODE)
+        self.meeting.show("left", value=True)
         return found.get(0, 1)

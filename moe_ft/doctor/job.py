@@ -17,11 +17,9 @@ class Job:
     """A training job that is about to start.
 
     Attributes:
-        is_given: whether its command line is known.
-        rows: what is wrong with that.
+        is_given: whether its command line is known; `rows` say what is wrong with that.
         restarts, backend: torchrun's, see `Launch`.
         ranks: of the job and of a node; None if they are not known.
-        num_stages: of the pipeline.
         footprint: None if it cannot be planned.
     """
 

@@ -1,6 +1,6 @@
 """Checks that one process of each node makes: memory, limits, network, storage.
 
-The order of a whole examination, and what all ranks say of themselves, is examination.py.
+examination.py has the order of a whole examination.
 """
 
 import os
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moe_ft.config.config import MoeFtConfig
 from moe_ft.doctor.job import Job
 from moe_ft.doctor.machine import Demand, check_limits, check_memory
 from moe_ft.doctor.meeting import Meeting
@@ -44,13 +43,13 @@ _NETWORK, _WRITTEN, _READ, _STORAGE = 0.6, 0.7, 0.8, 0.85
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """List of the processes that have answered, as rank 0 made it.
+    """List of the processes that have answered, as rank 0 made it, by node.
 
     Attributes:
         speakers: one rank of each node, which makes the checks.
         addresses: where they listen.
         problems: why a node cannot.
-        peers: nodes to which a node would send replicas.
+        peers: nodes to which it would send replicas.
     """
 
     speakers: dict[str, int]
@@ -103,7 +102,7 @@ class NodeChecks:
         rows = self._guarded("memory dir", self._memory, _NETWORK)
         rows += self._guarded("limits", self._limits, _NETWORK)
         rows += self._guarded("reach", self._network, _NETWORK)
-        if self._config.storage.persist_dir is not None:
+        if self.job.config.storage.persist_dir is not None:
             rows += self._guarded("storage", self._storage, _STORAGE)
         return rows
 
@@ -111,15 +110,11 @@ class NodeChecks:
         return guarded(check, self.node, act, self.times.end_of(part))
 
     @property
-    def _config(self) -> MoeFtConfig:
-        return self.job.config
-
-    @property
     def _is_first(self) -> bool:
         return self.roster.speakers[self.node] == 0
 
     def _memory(self) -> list[Row]:
-        memory = self._config.memory
+        memory = self.job.config.memory
         try:
             job_id = memory.resolve_job_id(os.environ)
             own = node_directory(memory.memory_dir, job_id, self.node)
@@ -162,7 +157,7 @@ class NodeChecks:
         )
 
     def _storage(self) -> list[Row]:
-        url = self._config.storage.persist_dir
+        url = self.job.config.storage.persist_dir
         assert url is not None
         probe = ProbeDirectory(url)
         self.opened.callback(probe.close)

@@ -16,7 +16,6 @@ class Place:
     """A process and where its launch meets.
 
     Attributes:
-        local_world_size: processes of the launch on this host.
         master: host and port where they meet.
         has_agent_store: whether the launcher listens there already.
         token: secret that all processes were given; empty if there is none.
@@ -69,8 +68,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
 
 def _check_is_first_start(environment: Mapping[str, str]) -> None:
     """Refuse a restart: torchrun's store still has what the processes before have shown."""
-    count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if count != "0":
+    if (count := environment.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
         raise ConfigError(
             f"TORCHELASTIC_RESTART_COUNT={count} must be 0: doctor has already run. Its table is above. "
             "Start it with torchrun --max-restarts 0, then it runs once."

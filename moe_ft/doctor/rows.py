@@ -25,12 +25,7 @@ class Result(StrEnum):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Outcome of one check at one place.
-
-    Attributes:
-        where: the node, rank or directory that it is about.
-        remedy: empty if there is nothing to do.
-    """
+    """Outcome of one check at one place, such as a node, a rank or a directory."""
 
     check: str
     where: str
@@ -69,7 +64,7 @@ def guarded(
 
     Args:
         act: the check. It runs on a thread of its own, which stays behind if it hangs.
-        deadline_s: end of the check, in seconds of the monotonic clock.
+        deadline_s: of the monotonic clock.
     """
     try:
         return list(call_within(act, max(0.1, deadline_s - time.monotonic()), "this check"))

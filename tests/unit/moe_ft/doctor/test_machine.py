@@ -1,0 +1,182 @@
+"""Memory directory and limits of a real process: too little room and leftovers are named; nothing stays."""
+
+import multiprocessing
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ft.doctor import machine
+from moe_ft.doctor.machine import Demand, check_limits, check_memory, free_memory
+from moe_ft.doctor.rows import Result, Row
+from tests.unit.moe_ft.recovery.jobs import leave_job
+
+MIB = 1 << 20
+
+
+def check(place: Path, num_bytes: int | None = MIB, own: Path | None = None) -> dict[str, Row]:
+    """Return the rows by check."""
+    demand = Demand(num_ranks=2, num_bytes=num_bytes, own=own)
+    return {row.check: row for row in check_memory("n0", str(place), demand)}
+
+
+def test_directory_on_tmpfs_passes_and_is_gone_afterwards(memory_dir: Path) -> None:
+    rows = check(memory_dir / "a" / "b")
+    assert {row.result for row in rows.values()} == {Result.PASS}
+    assert "tmpfs of" in rows["memory dir"].found
+    assert list(memory_dir.iterdir()) == []
+
+
+def test_directory_that_was_there_stays(memory_dir: Path) -> None:
+    check(memory_dir)
+    assert memory_dir.is_dir()
+
+
+def test_directory_on_a_disk_is_warned_of(tmp_path: Path) -> None:
+    if shutil.disk_usage(tmp_path).total == shutil.disk_usage("/dev/shm").total:
+        pytest.skip("temporary files of this machine are on tmpfs")
+    row = check(tmp_path / "a")["memory dir"]
+    assert row.result is Result.WARN
+    assert "not on tmpfs" in row.found
+
+
+def test_file_system_that_is_too_small_for_the_plan_fails(
+    mount_small: Callable[[str], Path],
+) -> None:
+    row = check(mount_small("6m"), 8 * MIB)["memory room"]
+    assert row.result is Result.FAIL
+    assert "8.00 MiB needed" in row.found
+    assert "remount,size" in row.remedy
+
+
+def test_memory_that_the_job_has_there_counts_as_free(mount_small: Callable[[str], Path]) -> None:
+    place = mount_small("6m")
+    own = place / "job" / "n0"
+    own.mkdir(parents=True)
+    (own / "region").write_bytes(bytes(4 * MIB))
+    assert check(place, 4 * MIB)["memory room"].result is Result.FAIL
+    assert check(place, 4 * MIB, own)["memory room"].result is Result.PASS
+
+
+def test_small_file_system_is_warned_of_if_nothing_is_planned(
+    mount_small: Callable[[str], Path],
+) -> None:
+    assert check(mount_small("6m"), None)["memory room"].result is Result.WARN
+
+
+def test_too_few_files_fail(mount_small: Callable[[str], Path]) -> None:
+    row = check(mount_small("6m,nr_inodes=40"))["memory room"]
+    assert row.result is Result.FAIL
+    assert "more files" in row.found
+
+
+def test_memory_of_dead_jobs_is_named_with_the_command_that_removes_it(memory_dir: Path) -> None:
+    leave_job(memory_dir, "dead")
+    row = check(memory_dir)["leftovers"]
+    assert row.result is Result.WARN
+    assert "job 'dead': 1.00 MiB" in row.found
+    assert f"clean --memory-dir {memory_dir} --remove" in row.remedy
+    assert (memory_dir / "dead").is_dir()
+
+
+def test_directory_in_which_others_could_replace_files_fails(memory_dir: Path) -> None:
+    os.chmod(memory_dir, 0o777)
+    row = check(memory_dir)["memory dir"]
+    assert row.result is Result.FAIL
+    assert "can be written by other users" in row.found
+
+
+def test_file_instead_of_a_directory_fails(memory_dir: Path) -> None:
+    (memory_dir / "file").touch()
+    assert check(memory_dir / "file" / "a")["memory dir"].result is Result.FAIL
+
+
+def lay_out(tmp_path: Path, groups: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """Write what the kernel shows; return the paths."""
+    (tmp_path / "cgroup").write_text(groups)
+    for name, content in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(f"{content}\n")
+    return tmp_path / "cgroup", tmp_path / "fs"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/job/step\n", {}, None),
+        ("0::/job/step\n", {"job/memory.max": "max", "job/memory.current": "5"}, None),
+        (
+            "0::/job/step\n",
+            {
+                "job/memory.max": "100",
+                "job/memory.current": "60",
+                "job/step/memory.max": "90",
+                "job/step/memory.current": "20",
+            },
+            (40, 100),
+        ),
+        ("0::/host/pod\n", {"memory.max": "100", "memory.current": "1"}, (99, 100)),
+        (
+            "5:cpu:/x\n3:memory:/job\n",
+            {"memory/job/memory.limit_in_bytes": "10", "memory/job/memory.usage_in_bytes": "12"},
+            (0, 10),
+        ),
+        (
+            "3:memory:/job\n",
+            {
+                "memory/job/memory.limit_in_bytes": "9223372036854771712",
+                "memory/job/memory.usage_in_bytes": "12",
+            },
+            None,
+        ),
+    ],
+    ids=["none", "no limit", "of the parent", "in a container", "version 1", "version 1, no limit"],
+)
+def test_free_memory_of_groups(
+    groups: str, files: dict[str, str], expected: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    assert free_memory(*lay_out(tmp_path, groups, files)) == expected
+
+
+def test_system_without_groups_has_no_limit(tmp_path: Path) -> None:
+    assert free_memory(tmp_path / "missing", tmp_path) is None
+
+
+def _limited(queue: Any, which: int, value: int, pattern: str, path: Path) -> None:
+    hard = resource.getrlimit(which)[1] if which != resource.RLIMIT_NOFILE else value
+    resource.setrlimit(which, (value, hard))
+    path.write_text(pattern)
+    machine.CORE_PATTERN = path
+    queue.put(check_limits("n0", 64, 32))
+
+
+@pytest.mark.parametrize(
+    ("which", "value", "pattern", "check", "result"),
+    [
+        (resource.RLIMIT_MEMLOCK, 65536, "core", "locked memory", Result.WARN),
+        (resource.RLIMIT_NOFILE, 200, "core", "open files", Result.FAIL),
+        (resource.RLIMIT_NOFILE, 2000, "core", "open files", Result.PASS),
+        (resource.RLIMIT_CORE, 0, "core", "core files", Result.PASS),
+        (resource.RLIMIT_CORE, 1 << 20, "core.%p", "core files", Result.WARN),
+        (resource.RLIMIT_CORE, 1 << 20, "|/bin/collect %p", "core files", Result.PASS),
+    ],
+)
+def test_limit_of_a_process(
+    which: int, value: int, pattern: str, check: str, result: Result, tmp_path: Path
+) -> None:
+    hard = resource.getrlimit(which)[1]
+    if hard != resource.RLIM_INFINITY and hard < value:
+        pytest.skip("the hard limit of this machine is lower")
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(
+        target=_limited, args=(queue, which, value, pattern, tmp_path / "pattern")
+    )
+    process.start()
+    rows: list[Row] = queue.get()
+    process.join()
+    assert {row.check: row.result for row in rows}[check] is result
