@@ -40,18 +40,7 @@ class Phase(StrEnum):
     REPLAY = "replay"  # an iteration was run again up to its optimizer step
 
 
-FAULT_PHASES = (
-    Phase.FORWARD,
-    Phase.BACKWARD,
-    Phase.BEFORE_STEP,
-    Phase.IN_STEP,
-    Phase.AFTER_STEP,
-    Phase.SNAPSHOT,
-    Phase.REPLICATE,
-    Phase.PERSIST,
-    Phase.RECOVERY,
-    Phase.REPLAY,
-)
+FAULT_PHASES = tuple(each for each in Phase if each not in (Phase.SETUP, Phase.BETWEEN))
 # Phases that every run enters, whatever its strategy.
 ITERATION_PHASES = FAULT_PHASES[:5]
 BACKGROUND_PHASES = FAULT_PHASES[5:]

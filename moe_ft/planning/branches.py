@@ -85,3 +85,18 @@ def order_starts(
         ordered.append(best)
         rest.remove(best)
     return ordered
+
+
+def order_written(found: Iterable[tuple[int, History, Sequence[str]]]) -> list[History]:
+    """Return the histories of the starts that wrote something, complete or not, the latest first.
+
+    Args:
+        found: the iteration of each thing, and of its writer the history and the names it has superseded.
+    """
+    progress: dict[Start, int] = {}
+    writers: dict[Start, tuple[History, Sequence[str]]] = {}
+    for iteration, history, superseded in found:
+        progress[history[-1]] = max(iteration, progress.get(history[-1], 0))
+        writers[history[-1]] = history, superseded
+    known = {start: known_names(*writer) for start, writer in writers.items()}
+    return [writers[start][0] for start in order_starts(progress, known)]

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from moe_ft.format.entries import FileEntry
 from moe_ft.format.identity import History, Start
-from moe_ft.planning.branches import is_alive, known_names, order_starts
+from moe_ft.planning.branches import is_alive, known_names, order_starts, order_written
 
 
 class Tier(StrEnum):
@@ -291,12 +291,7 @@ def _known_names(versions: Sequence[Version]) -> dict[Start, frozenset[str]]:
 
 def order_histories(versions: Sequence[Version]) -> list[History]:
     """Return the histories of everything that was found, complete or not, the latest first."""
-    known = _known_names(versions)
-    progress: dict[Start, int] = {}
-    for version in versions:
-        progress[version.start] = max(version.iteration, progress.get(version.start, 0))
-    history_of = {version.start: version.history for version in versions}
-    return [history_of[start] for start in order_starts(progress, known)]
+    return order_written((each.iteration, each.history, each.superseded) for each in versions)
 
 
 def left_of(

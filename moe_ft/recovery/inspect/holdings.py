@@ -19,11 +19,11 @@ from moe_ft.files.private_files import read_private
 from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import lossy_packings
-from moe_ft.format.identity import Identity, Start
+from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from moe_ft.format.packings import Packing
-from moe_ft.planning.branches import known_names, order_starts
+from moe_ft.planning.branches import order_written
 from moe_ft.recovery.inspect.experts import render_experts, summarize_experts
 from moe_ft.units import parse_unit
 
@@ -223,12 +223,10 @@ def newest_holding(holdings: list[Holding]) -> Holding:
     """Return the holding that a recovery would prefer."""
     whole = [each for each in holdings if each.num_snapshots == each.window] or holdings
     found = [(each, each.identity) for each in whole if each.identity is not None]
-    progress: dict[Start, int] = {}
-    for holding, identity in found:
-        progress[identity.start] = max(holding.iteration, progress.get(identity.start, 0))
-    known = {each.start: known_names(each.history, each.superseded) for _, each in found}
-    best = order_starts(progress, known)[0]
-    own = [holding for holding, identity in found if identity.start == best]
+    latest, *_ = order_written(
+        (holding.iteration, each.history, each.superseded) for holding, each in found
+    )
+    own = [holding for holding, each in found if each.start == latest[-1]]
     return max(own, key=lambda each: each.iteration)
 
 
