@@ -30,11 +30,6 @@ def test_name_of_any_unit_is_parsed_to_the_unit(unit: UnitId) -> None:
     assert parse_unit(str(unit)) == unit
 
 
-@given(st.lists(UNITS, unique=True))
-def test_names_of_different_units_are_different(units: list[UnitId]) -> None:
-    assert len(set(map(str, units))) == len(units)
-
-
 @pytest.mark.parametrize(
     ("unit", "name"),
     [

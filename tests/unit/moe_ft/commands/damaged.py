@@ -66,11 +66,6 @@ def file_of(iteration: Path, rank: int, suffix: str = "safetensors") -> Path:
     return path
 
 
-def swap_ranks(body: Any) -> None:
-    for file in body["files"]:
-        file["rank"] = 1 - file["rank"]
-
-
 def nest(iteration: Path) -> None:
     """Put brackets in brackets in brackets into a value that may have any type."""
     body = json.loads(manifest_of(iteration).read_bytes())["body"]

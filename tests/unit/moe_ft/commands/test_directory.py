@@ -10,6 +10,7 @@ from moe_ft.commands.directory import reading
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.builders import make_identity, persist_checkpoint
+from tests.unit.moe_ft.commands.damaged import flip
 from tests.unit.moe_ft.convert.models import persist_model
 
 
@@ -68,9 +69,6 @@ def test_state_that_does_not_say_how_tensors_fit_together_is_refused(
 
 def test_damaged_state_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     persist_model(Storage(str(tmp_path)))
-    data = max(tmp_path.glob("iter_*/rank_00001_*.safetensors"))
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 0xFF
-    data.write_bytes(content)
+    flip(max(tmp_path.glob("iter_*/rank_00001_*.safetensors")), -1)
     assert main(["diff", str(tmp_path), str(tmp_path), "--what", "all"]) == 2
     assert "does not match its checksum" in capsys.readouterr().err

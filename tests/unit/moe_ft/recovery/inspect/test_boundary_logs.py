@@ -11,6 +11,7 @@ from moe_ft.recovery.inspect.holdings import find_holdings
 from moe_ft.recovery.inspect.verification import verify
 from moe_ft.recovery.inventory import look_at_memory
 from tests.unit.moe_ft.builders import fill_region
+from tests.unit.moe_ft.commands.damaged import flip
 from tests.unit.moe_ft.engine.boundary.logs import small_log
 
 
@@ -22,12 +23,6 @@ def node_dir(tmp_path: Path) -> Path:
         log.take(4)
         log.take(5)
     return tmp_path
-
-
-def flip_last_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def test_logs_are_listed_by_rank(node_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +52,7 @@ def test_intact_log_is_verified_besides_the_state(node_dir: Path) -> None:
 
 
 def test_damaged_log_is_wrong_and_state_is_not(node_dir: Path) -> None:
-    flip_last_byte(own_directory(node_dir, 1) / "boundary_1.safetensors")
+    flip(own_directory(node_dir, 1) / "boundary_1.safetensors", -1)
     right, wrong = verify(str(node_dir))
     assert len(right) == 2
     (line,) = wrong
@@ -65,7 +60,7 @@ def test_damaged_log_is_wrong_and_state_is_not(node_dir: Path) -> None:
 
 
 def test_logs_are_no_state_for_a_recovery(node_dir: Path) -> None:
-    flip_last_byte(own_directory(node_dir, 1) / "boundary_1.safetensors")
+    flip(own_directory(node_dir, 1) / "boundary_1.safetensors", -1)
     (own_directory(node_dir, 1) / "boundary_0.json").write_bytes(b"{}")
     inventory = look_at_memory(node_dir, "node", "job")
     assert len(inventory.versions) == 1

@@ -1,6 +1,5 @@
 """Damage that `verify` finds, and that a recovery refuses as well."""
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -26,6 +25,8 @@ from tests.unit.moe_ft.builders import (
     persist_checkpoint,
     persist_window,
 )
+from tests.unit.moe_ft.commands.damaged import change as rewrite
+from tests.unit.moe_ft.commands.damaged import flip
 
 ENTRIES = list(make_window().index.entries())
 
@@ -71,9 +72,7 @@ def test_flipped_byte_in_any_version_of_a_window_is_found_and_named(
 ) -> None:
     data = in_memory(tmp_path)[0].data_path if tier == "memory" else on_storage(tmp_path)
     name, unit = ENTRIES[number]
-    content = bytearray(data.read_bytes())
-    content[unit.offset + place(unit)] ^= 0x40
-    data.write_bytes(content)
+    flip(data, unit.offset + place(unit))
     (problem,) = verify(str(tmp_path))[1]
     assert f"unit {name} does not match its checksum" in problem
 
@@ -100,14 +99,6 @@ def test_window_and_single_snapshot_side_by_side_are_both_verified(tmp_path: Pat
 
 
 # What a checksum alone does not show: verify and recovery ask the same code
-
-
-def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a file's content and its checksum."""
-    body = json.loads(path.read_bytes())["body"]
-    change(body)
-    encoded = json.dumps(body).encode()
-    path.write_bytes(b'{"xxh3_64":"%s","body":%s}\n' % (checksum(encoded).encode(), encoded))
 
 
 def recoverable(storage: Storage) -> list[int]:
@@ -204,7 +195,5 @@ def test_all_damage_of_a_checkpoint_is_reported(tmp_path: Path) -> None:
     manifest = persist_checkpoint(Storage(str(tmp_path)), 7, make_identity(world_size=3))
     (tmp_path / manifest.files[0].index).unlink()
     os.truncate(tmp_path / manifest.files[1].data, 0)
-    content = bytearray((tmp_path / manifest.files[2].data).read_bytes())
-    content[0] ^= 0xFF
-    (tmp_path / manifest.files[2].data).write_bytes(content)
+    flip(tmp_path / manifest.files[2].data, 0)
     assert len(verify(str(tmp_path))[1]) == 3
