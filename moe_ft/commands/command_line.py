@@ -17,11 +17,9 @@ _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Ranks that a launcher starts.
+    """Ranks that a launcher starts, None where its words do not say how many.
 
     Attributes:
-        world_size: None if its words do not say it.
-        ranks_per_node: None if they do not say that.
         reason: why the world size is not known.
         restarts: whether torchrun may start the ranks again.
         backend: torchrun's --rdzv-backend, empty for its default; None for other launchers.
@@ -39,9 +37,7 @@ class TrainingCommand:
     """A command line that starts training.
 
     Attributes:
-        launch: ranks that it starts.
         args: flags of Megatron that decide sizes.
-        config: flags of moe_ft.
         notes: lines on flags whose effect is not counted.
     """
 
@@ -111,11 +107,7 @@ def _runs_script(launcher: Sequence[str]) -> bool:
 
 
 def read_launch(words: Sequence[str]) -> Launch:
-    """Return the ranks that a launcher starts: torchrun, srun, or Python itself.
-
-    Args:
-        words: before the program's name; none if there are only flags.
-    """
+    """Return the ranks that a launcher starts: torchrun, srun, or Python itself."""
     names = [PurePath(word).name for word in words]
     start = next((place for place, name in enumerate(names) if name in _TORCHRUN), None)
     if start is not None:

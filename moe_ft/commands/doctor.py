@@ -63,11 +63,7 @@ def add_doctor_command(commands: "argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine; return 1 if something failed.
-
-    Raises:
-        ConfigError: if a flag cannot be.
-    """
+    """Examine; return 1 if something failed."""
     for name in ("world_size", "ranks_per_node"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ConfigError(

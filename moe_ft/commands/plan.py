@@ -69,9 +69,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of moe_ft itself and, for commands that take it, what follows the first ``--``.
-
-    That is the command line of training.
+    """Return the words of moe_ft itself, and the command line of training that follows the first ``--``.
 
     Raises:
         ConfigError: if `plan` is given flags of training without a ``--`` before them.
@@ -88,11 +86,7 @@ def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan of the job that a command line starts.
-
-    Raises:
-        ConfigError: if flags cannot be read, do not fit together, or cannot be planned.
-    """
+    """Print the plan of the job that a command line starts."""
     command = read_command(options.of_training)
     world_size, ranks_per_node = _ranks(options, command)
     command.config.validate(world_size)
@@ -115,11 +109,8 @@ def run(options: argparse.Namespace) -> int:
     text = _render(job, command)
     own = command.config.warnings(job.train_iterations)
     warnings = [*command.notes, *pipeline.notes(command.args), *own]
-    print(
-        "\n\n".join(
-            [text, *(["\n".join(f"note: {line}" for line in warnings)] if warnings else [])]
-        )
-    )
+    notes = "\n".join(f"note: {line}" for line in warnings)
+    print("\n\n".join(filter(None, [text, notes])))
     return 0
 
 
@@ -157,11 +148,7 @@ def _ranks(options: argparse.Namespace, command: TrainingCommand) -> tuple[int, 
 
 
 def _bandwidth(options: argparse.Namespace, name: str) -> float | None:
-    """Return the bytes per second that were given, None if none were.
-
-    Raises:
-        ConfigError: if it is no positive number of bytes.
-    """
+    """Return the bytes per second that were given, None if none were."""
     text = getattr(options, name)
     if text is None:
         return None

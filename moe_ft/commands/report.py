@@ -88,12 +88,7 @@ _KINDS: dict[str, type[_Line]] = {
 
 @dataclass(kw_only=True, slots=True)
 class _LeftOut:
-    """Parts of an event log that could not be read.
-
-    Attributes:
-        files: whole files and why.
-        num_lines: by rank, lines that are no events.
-    """
+    """Parts of an event log that could not be read: files and why, and by rank lines that are no events."""
 
     files: list[str] = field(default_factory=list)
     num_lines: dict[int, int] = field(default_factory=dict)
@@ -124,13 +119,7 @@ class _LeftOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSummary:
-    """Course of one rank's last incarnation.
-
-    Attributes:
-        iteration: iterations completed.
-        phase: the last phase that the rank entered, empty if unknown.
-        ending: "finished", why it stopped, or that it fell silent.
-    """
+    """Course of one rank's last incarnation: the iterations done, the last phase (or empty), and its end."""
 
     rank: int
     incarnation: int
@@ -146,7 +135,7 @@ class RunSummary:
     Attributes:
         recoveries: rows of a table for people.
         repairs: rows of another one; each has a recovery of the same start.
-        left_out: a line for people on each part of the log that could not be read.
+        left_out: a line on each part of the log that could not be read.
     """
 
     num_iterations: int

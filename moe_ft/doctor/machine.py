@@ -131,11 +131,7 @@ def _free(place: Path, own_bytes: int) -> dict[str, tuple[int, str]]:
 def free_memory(groups: Path = GROUPS, root: Path = GROUP_ROOT) -> tuple[int, int] | None:
     """Return the bytes that the tightest control group still allows, and its limit; None without a limit.
 
-    Memory on tmpfs counts against it.
-
-    Args:
-        groups: names the groups of this process.
-        root: where control groups are mounted.
+    Memory on tmpfs counts against it. `groups` names the groups of this process; `root` holds them.
     """
     if not groups.exists():
         return None

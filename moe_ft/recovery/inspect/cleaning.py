@@ -23,17 +23,15 @@ def clean(
     """Remove the memory of dead jobs, or only report it.
 
     Args:
-        memory_dir: --moe-ft-memory-dir of the jobs.
         job_id: the only job to remove, whatever its age; None for all jobs that are old enough.
         least_age_s: leave memory that changed more recently.
-        removes: whether to remove anything.
 
     Returns:
         Lines about what was or would be removed, and lines about what is left, with the reasons.
 
     Raises:
-        ConfigError: if the directory cannot be read, or holds only things that are not jobs of ours, if the
-            age is not a number of minutes, or if the named job has no memory here.
+        ConfigError: if the directory cannot be read or holds no jobs of ours, for an age that is none, or if
+            the named job has no memory here.
     """
     found = _find(memory_dir, job_id, least_age_s)
     removed, left = [], []

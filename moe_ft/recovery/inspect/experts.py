@@ -36,11 +36,7 @@ class ExpertSummary:
 
 
 def summarize_experts(indexes: Iterable[Index]) -> ExpertSummary | None:
-    """Return the summary of one state; None if every snapshot of its run holds every unit.
-
-    Args:
-        indexes: of the ranks' parts of the state.
-    """
+    """Return the summary of one state from its ranks' indexes; None if every snapshot holds every unit."""
     progress: dict[str, ExpertProgress] = {}
     versions: dict[tuple[str, int], tuple[int, int]] = {}
     planned_tokens = 0

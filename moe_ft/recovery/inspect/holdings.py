@@ -36,11 +36,10 @@ class Holding:
 
     Attributes:
         tier: "memory", "replica", "breakpoint" or "storage".
-        place: for people.
         ranks: owners of the state.
         problem: reason why it cannot be used; empty if nothing is known to be wrong.
-        window: number of snapshots that together hold everything.
-        num_snapshots: number of snapshots that are there.
+        window: snapshots that together hold everything.
+        num_snapshots: those that are there.
         storage, manifest: of a checkpoint.
     """
 
@@ -199,18 +198,8 @@ def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
         )
         for each in sorted(holdings, key=lambda each: (-each.iteration, each.tier, each.place))
     ]
-    headers = (
-        "iteration",
-        "tier",
-        "ranks",
-        "units",
-        "MiB",
-        "snapshots",
-        "start",
-        "lineage",
-        "where",
-    )
-    text = tabulate(rows, headers=headers, disable_numparse=True)
+    headers = ("iteration", "tier", "ranks", "units", "MiB", "snapshots", "start", "lineage")
+    text = tabulate(rows, headers=(*headers, "where"), disable_numparse=True)
     usable = [each for each in holdings if each.identity is not None]
     if not usable:
         return text

@@ -46,7 +46,7 @@ class Checkpoint:
     """A checkpoint, and its fate.
 
     Attributes:
-        path: of its manifest, relative to the persist directory.
+        path: of its manifest, in the persist directory.
         num_bytes: of its own data files.
         reason: why it stays; empty if it goes.
     """
@@ -69,10 +69,6 @@ def prune(url: str, rules: Rules, *, removes: bool) -> list[Checkpoint]:
     and then the files that no manifest names any more; so whatever stops this leaves only whole
     checkpoints, and once more does the rest. While it removes it has the lock of the directory, as a job
     would.
-
-    Args:
-        url: of the persist directory.
-        removes: whether to remove anything.
 
     Returns:
         All checkpoints, newest first.

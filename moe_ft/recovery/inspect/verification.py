@@ -67,11 +67,7 @@ def _damage_of(holding: Holding) -> Iterator[str]:
 def _damage(check: Callable[[], None]) -> Iterator[str]:
     try:
         check()
-    except (
-        OSError,
-        ValueError,
-        SafetensorError,
-    ) as error:  # ValueError: an empty file cannot be mapped
+    except (OSError, ValueError, SafetensorError) as error:  # an empty file cannot be mapped
         yield f"{error}"
 
 
