@@ -9,10 +9,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 
 from moe_ft.doctor.rows import Row, failed, join_nodes, passed, rate_text, warned
@@ -121,42 +120,36 @@ class Peer:
 
 
 def reach_all(peers: Sequence[Peer], token: str) -> dict[str, Trip | str]:
-    """Return a round trip to each node, or the reason why there is none."""
-
-    def visit(peer: Peer) -> Trip | str:
-        if peer.address is None:
-            return f"it cannot listen: {peer.problem}"
-        try:
-            return ping(peer.address, token)
-        except OSError as error:
-            return f"{peer.address[0]}:{peer.address[1]}: {type(error).__name__}: {error}"
-
-    return _at_once({peer.node: partial(visit, peer) for peer in peers})
-
-
-def _at_once[Found](acts: Mapping[str, Callable[[], Found]]) -> dict[str, Found]:
-    """Return what calls return, some at a time. Each must end by itself."""
-    found: dict[str, Found] = {}
-    waiting = list(acts.items())
-    lock = threading.Lock()
+    """Return a round trip to each node, or the reason why there is none; some nodes are asked at a time."""
+    found: dict[str, Trip | str] = {}
+    waiting = list(peers)
 
     def work() -> None:
         while True:
-            with lock:
-                if not waiting:
-                    return
-                name, act = waiting.pop()
-            found[name] = act()
+            try:
+                peer = waiting.pop()
+            except IndexError:
+                return
+            found[peer.node] = _visit(peer, token)
 
     threads = [
         threading.Thread(target=work, name="moe_ft-doctor", daemon=True)
-        for _ in range(min(_MOST_AT_ONCE, len(acts)))
+        for _ in range(min(_MOST_AT_ONCE, len(peers)))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return {name: found[name] for name in acts}
+    return {peer.node: found[peer.node] for peer in peers}
+
+
+def _visit(peer: Peer, token: str) -> Trip | str:
+    if peer.address is None:
+        return f"it cannot listen: {peer.problem}"
+    try:
+        return ping(peer.address, token)
+    except OSError as error:
+        return f"{peer.address[0]}:{peer.address[1]}: {type(error).__name__}: {error}"
 
 
 def check_reach(node: str, found: Mapping[str, Trip | str]) -> list[Row]:
