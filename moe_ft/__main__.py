@@ -2,7 +2,7 @@
 
 import sys
 
-from moe_ft.commands.ranks import keep_rank, keeps_rank
+from moe_ft.commands.keep import keep_rank, keeps_rank
 
 if keeps_rank(sys.argv[1:]):  # every restart waits for it: the other commands import half a second
     keep_rank(sys.argv[2:])

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.directory import add_reading_commands
 from moe_ft.commands.doctor import add_doctor_command
+from moe_ft.commands.keep import add_keep_command, keep_rank, keeps_rank
 from moe_ft.commands.plan import add_plan_command, split_command_line
-from moe_ft.commands.ranks import add_rank_commands, keep_rank, keeps_rank, run_script, runs_script
 from moe_ft.commands.removal import add_removing_commands
 from moe_ft.commands.report import add_report_command
+from moe_ft.commands.run import add_run_command, run_script, runs_script
 from moe_ft.errors import MoeFtError
 
 
@@ -50,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m moe_ft", description="Commands of moe_ft.")
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (
-        add_rank_commands,
+        add_run_command,
+        add_keep_command,
         add_reading_commands,
         add_convert_command,
         add_removing_commands,
