@@ -10,7 +10,7 @@ MoeFtError
 +-- UnsafePathError         another user owns a file or directory, or could replace it (also an OSError)
 +-- LockLostError           another job has taken the persist directory over (also an OSError)
 +-- UnrecoverableError      nothing usable to recover from; the message lists what was examined
-|   +-- StorageAwayError    not as long as storage does not answer: start the job again later
+|   +-- StorageAwayError    not as long as storage does not answer or is full: start the job again later
 +-- RepairError             a repair in place was given up: the launcher restarts the job
 +-- LinksEndedError         the links of this rank's process groups have ended, and the result with them
 |                           (also a RuntimeError)
@@ -57,7 +57,7 @@ class UnrecoverableError(MoeFtError):
 
 
 class StorageAwayError(UnrecoverableError):
-    """Storage may hold what a start needs, and does not answer; the same start may succeed later."""
+    """Storage that a start needs does not answer or is full; the same start may succeed later."""
 
 
 class RepairError(MoeFtError):

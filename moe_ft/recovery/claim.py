@@ -115,13 +115,14 @@ def take_over_lock(
         The lock and why it is not taken yet, which is empty if it is. Both on rank 0 only.
 
     Raises:
-        ConfigError: if another job has it, or storage cannot be used and that may not wait.
+        ConfigError: if another job has it, or a flag is wrong so that storage can never be used.
+        StorageAwayError: if storage cannot be used now, and that may not wait.
     """
 
     def take() -> tuple[StorageLock | None, str]:
         storage, trouble, lock = claimed.storage, claimed.trouble, claimed.lock
         if trouble is not None and not may_wait:
-            raise ConfigError(trouble.text)
+            raise trouble.refusal
         if storage is None or met.site.rank != 0 or not met.site.writes_to_storage:
             return None, ""
         if lock is None and trouble is None:
@@ -131,7 +132,7 @@ def take_over_lock(
             except OSError as error:
                 trouble = trouble_of(met.site, error)
                 if not may_wait:
-                    raise ConfigError(trouble.text) from error
+                    raise trouble.refusal from error
         if lock is None:
             lock = LateLock(storage, met.site.job_id, origin_of(met.site))
             lock.start(say)

@@ -21,7 +21,7 @@ from moe_ft.engine.persist.storage_lock import (
     StorageLock,
     watch_lock,
 )
-from moe_ft.errors import ConfigError
+from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.files.patience import PATIENCE_S
 from moe_ft.files.storage import Storage, hide_password
 from moe_ft.recovery.site import Site
@@ -48,6 +48,11 @@ class Trouble:
 
     text: str
     is_of_flags: bool
+
+    @property
+    def refusal(self) -> ConfigError | StorageAwayError:
+        """Exception for a start that cannot do without the directory."""
+        return ConfigError(self.text) if self.is_of_flags else StorageAwayError(self.text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from moe_ft.engine.agreement import Agreement, StageSum
-from moe_ft.errors import ConfigError
+from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.recovery.facts import JobFacts
 
 
@@ -22,14 +22,16 @@ class Ranks:
     stage: StageSum
 
     def check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
-        """Run a check on all ranks; if it fails on one, raise its ConfigError on all."""
+        """Run a check on all ranks; if it fails on one, raise its ConfigError or StorageAwayError on all."""
+        problem: tuple[type[Exception], str] | None = None
         try:
-            answer, problem = check(), ""
-        except ConfigError as error:
-            problem = str(error)
-        problems = list(dict.fromkeys(each for each in self.everyone.gather(problem) if each))
-        if problems:
-            raise ConfigError(problems[0])
+            answer = check()
+        except (ConfigError, StorageAwayError) as error:
+            problem = type(error), str(error)
+        for each in self.everyone.gather(problem):
+            if each is not None:
+                kind, text = each
+                raise kind(text)
         return answer
 
 

@@ -79,7 +79,8 @@ def start(
         ConfigError: if the flags do not fit this machine, or the state that is there is another model's.
         UnrecoverableError: if there is state and none of it is usable, or nothing is there and
             --moe-ft-on-missing=fail.
-        StorageAwayError: if storage may hold what is needed, and has not answered for a while.
+        StorageAwayError: if storage may hold what is needed, and has not answered for a while; or if it
+            cannot be written to, and nothing is recovered.
     """
     phases_s: dict[str, float] = {}
     with ExitStack() as opened:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_ft.engine.agreement import Agreement, StageSum
-from moe_ft.errors import ConfigError
+from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.recovery.ranks import Ranks, join_ranks
 from tests.unit.moe_ft.recovery.meetings import facts_of
 from tests.unit.moe_ft.together import run_together
@@ -51,6 +51,18 @@ def test_check_that_fails_on_one_rank_is_refused_by_all_with_its_message() -> No
         return "answer"
 
     assert check_on_all(check) == ["refused: --flag=1 is wrong"] * NUM_RANKS
+
+
+def test_check_that_fails_for_storage_on_one_rank_is_refused_as_such_by_all() -> None:
+    def run(rank: int, gather: Gather) -> None:
+        def check() -> None:
+            if rank == 2:
+                raise StorageAwayError("full")
+
+        with pytest.raises(StorageAwayError, match="full"):
+            Ranks(everyone=_Threads(gather), stage=StageSum(1.0)).check_together(check)
+
+    run_together(NUM_RANKS, run)
 
 
 def test_of_several_messages_all_ranks_raise_that_of_the_lowest_rank() -> None:

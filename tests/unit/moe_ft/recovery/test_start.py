@@ -1,9 +1,12 @@
 """A whole start on the only rank of a job, in one process; only the model and its optimizer are stand-ins."""
 
+import errno
 import gc
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +18,21 @@ import torch
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.memory.regions import node_directory
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
-from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.errors import ConfigError, StorageAwayError, UnrecoverableError
 from moe_ft.faults import Phase
 from moe_ft.files.private_files import write_atomically
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.planning.recovery import Tier
+from moe_ft.recovery import claim
 from moe_ft.recovery import start as phases
 from moe_ft.recovery.attempts import read_attempts
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.job_memory import is_alive
 from moe_ft.recovery.meet import Met
+from moe_ft.recovery.persist_directory import Opened, Trouble, open_storage
 from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.site import Site
 from moe_ft.recovery.units import FetchedUnit
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
 from tests.unit.moe_ft.recovery.meetings import (
@@ -207,6 +214,50 @@ def test_start_that_fails_otherwise_leaves_the_lock_of_storage_to_become_stale(r
     assert rank.closed == ["server while dead", "groups while dead"]
     assert rank.has_storage_lock
     assert not left_of(our_threads() - before)
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_first_start_with_full_storage_may_be_tried_again_later(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Storage, "write_atomically", full)
+    with pytest.raises(StorageAwayError, match="--moe-ft-persist-dir=.*No space left on device"):
+        rank.start(config_of(rank.folder, persists=True))
+
+
+def test_first_start_gives_the_lock_up_when_storage_is_full_for_another_node(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_there(site: Site) -> Opened:
+        opened = open_storage(site)
+        assert rank.has_storage_lock
+        return replace(opened, trouble=Trouble(text="full on node b", is_of_flags=False))
+
+    monkeypatch.setattr(claim, "open_storage", open_there)
+    with pytest.raises(StorageAwayError, match="full on node b"):
+        rank.start(config_of(rank.folder, persists=True))
+    assert not rank.has_storage_lock
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(OSError(errno.ENOSPC, "full"), StorageAwayError), (PermissionError("no"), ConfigError)],
+)
+def test_lock_of_an_earlier_start_that_cannot_be_taken_over_is_refused_as_the_error_asks(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, error: OSError, kind: type[Exception]
+) -> None:
+    def take(*_: object) -> None:
+        raise error
+
+    storage = Storage(str(rank.folder))
+    monkeypatch.setattr(claim, "open_storage", lambda site: Opened(storage=storage))
+    monkeypatch.setattr(claim, "take_lock", take)
+    with pytest.raises(kind, match=re.escape(str(error))) as refused:
+        rank.start(config_of(rank.folder, persists=True))
+    assert type(refused.value) is kind
 
 
 def our_threads() -> set[threading.Thread]:
