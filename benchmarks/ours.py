@@ -35,8 +35,14 @@ from moe_ft.planning.placement import place_replicas, sources_of
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.recovery.assembly import RankSizes, measure_sizes
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
-from moe_ft.recovery.readers import MemoryReader, Opener, PeerReader, Readers, StorageReader
-from moe_ft.recovery.units import fetch_unit
+from moe_ft.recovery.readers import (
+    MemoryReader,
+    Opener,
+    PeerReader,
+    Readers,
+    StorageReader,
+    fetch_unit,
+)
 from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.partial.config import PartialConfig

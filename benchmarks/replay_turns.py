@@ -26,7 +26,7 @@ from moe_ft.format.records import IterationRecord
 from moe_ft.loop import checkpoints
 from moe_ft.loop.listeners import Listeners
 from moe_ft.loop.training_loop import LoopParts
-from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.checkpointing import Checkpointing
 from moe_ft.recovery.start import start
 from moe_ft.state.record import CapturedRecord, IterationFacts, encode
 from moe_ft.units import UnitId

@@ -49,7 +49,7 @@ from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.loop import checkpoints
 from moe_ft.recovery import claim
-from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.checkpointing import Checkpointing
 from moe_ft.recovery.start import start
 from tests.harness import events, run_ranks
 

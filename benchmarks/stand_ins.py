@@ -26,7 +26,7 @@ from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.identity import Identity, Start
-from moe_ft.recovery.units import FetchedUnit
+from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.state import record as records
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter

@@ -23,7 +23,7 @@ from moe_ft.events import EventLog
 from moe_ft.loop.breakpoint_meeting import BreakpointMeeting
 from moe_ft.loop.listeners import LoopState
 from moe_ft.loop.local_processes import JobProcesses
-from moe_ft.recovery.failure_causes import is_not_finite
+from moe_ft.recovery.failures import is_not_finite
 from moe_ft.saying import say
 
 # Torchrun and SLURM kill a process 30 s after SIGTERM; its report needs some of that.

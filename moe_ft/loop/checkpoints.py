@@ -36,10 +36,9 @@ from moe_ft.loop.routers import Routers
 from moe_ft.loop.scalars import Scalars
 from moe_ft.loop.state_seam import StateSeam
 from moe_ft.loop.training_loop import LoopParts, TrainingLoop
+from moe_ft.recovery.checkpointing import Checkpointing, Outcome
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.recovery.failure_causes import is_not_finite
-from moe_ft.recovery.outcome import Outcome
-from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.failures import is_not_finite
 from moe_ft.recovery.site import Site
 from moe_ft.recovery.start import start
 from moe_ft.saying import say
@@ -376,7 +375,7 @@ def _recovery_fields(outcome: Outcome, num_replayed: int) -> dict[str, Any]:
     return {
         "scope": "local" if outcome.stages else "global",
         "stages": list(outcome.stages),
-        "reason": outcome.hindrance,
+        "reason": outcome.blocked_by,
         "target_iteration": outcome.iteration,
         "restored_iteration": outcome.iteration - num_replayed,
         "replayed_iterations": num_replayed,

@@ -31,7 +31,7 @@ from moe_ft.loop.local_processes import (
     gone_ranks,
     meet_processes,
 )
-from moe_ft.recovery.failure_causes import is_timeout
+from moe_ft.recovery.failures import is_timeout
 from moe_ft.saying import say
 
 _SOURCE_LINE = re.compile(r"\[\S+\.cc:\d+\] ")  # where in gloo's source an error was raised

@@ -1,7 +1,7 @@
-"""Borders of a local recovery: logs of the neighbours that keep their state, and numbers of the job.
+"""Borders of a local recovery: logs of the neighbours that keep their state, numbers of the job, and meetings.
 
-They are read and verified before any live state is overwritten, except for logs on other nodes: these are
-fetched while the replay runs.
+Logs and numbers are read and verified before any live state is overwritten, except for logs on other nodes:
+these are fetched while the replay runs.
 """
 
 from collections import defaultdict
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.boundary.fetching import FetchedLog
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.boundary.reading import LoggedIteration, NeighbourLog, open_slot
@@ -23,6 +24,34 @@ from moe_ft.planning.remains import KeptRecord, Place, SentLog
 from moe_ft.planning.scope import Scope
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.readers import Readers
+
+
+class Lockstep:
+    """Meetings of one local recovery. Owned by the training thread; every rank comes to each of them."""
+
+    def __init__(self, everyone: Agreement, first: int, target: int) -> None:
+        """Prepare.
+
+        Args:
+            everyone: all ranks of the job.
+            first: the first iteration that any stage runs again.
+            target: iteration of the state that all stages reach.
+        """
+        self._everyone, self._next, self._target = everyone, first, target
+
+    def before(self, iteration: int) -> None:
+        """Meet before an iteration that this rank runs again, and before those that only others have run.
+
+        Raises:
+            RuntimeError: if a rank does not come in time, or has died.
+        """
+        while self._next <= min(iteration, self._target):
+            self._everyone.barrier()
+            self._next += 1
+
+    def end(self) -> None:
+        """Wait until all ranks have the state of the target; see `before`."""
+        self.before(self._target)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """Choice among the plans of a recovery, as the flags of a start ask for. Pure.
 
-planning/recovery.py makes the plans; recovery/restarts.py tells whether this start repeats an earlier one.
+planning/recovery.py makes the plans; recovery/look.py tells whether this start repeats an earlier one.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Fifth phase of a start: a rank reads and verifies its part of the state that a plan names.
 
 Reading changes nothing, so that all ranks can agree on what they have before any live state is overwritten.
-recovery/rotating.py reads the units that only some snapshots hold, recovery/units.py a single unit.
+recovery/rotating.py reads the units that only some snapshots hold, recovery/readers.py a single unit.
 """
 
 from collections import Counter
@@ -17,9 +17,16 @@ from moe_ft.planning.remains import Place, place_of
 from moe_ft.recovery.borders import Borders, read_borders
 from moe_ft.recovery.claim import Claimed
 from moe_ft.recovery.meet import Met
-from moe_ft.recovery.readers import MemoryReader, PeerReader, Readers, StateReader, StorageReader
+from moe_ft.recovery.readers import (
+    FetchedUnit,
+    MemoryReader,
+    PeerReader,
+    Readers,
+    StateReader,
+    StorageReader,
+    fetch_unit,
+)
 from moe_ft.recovery.rotating import NO_ROTATION, Rotation, fetch_rotating
-from moe_ft.recovery.units import FetchedUnit, fetch_unit
 from moe_ft.state.catalog import Slices, UnitCatalog
 from moe_ft.units import UnitId
 

@@ -3,7 +3,7 @@
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.links.addresses import own_host
@@ -20,7 +21,7 @@ from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.regions import node_directory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.persist.origin import agent_name
-from moe_ft.errors import ConfigError, PlanError
+from moe_ft.errors import ConfigError, PlanError, StorageAwayError
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.planning.placement import default_replication_factor, place_replicas
@@ -33,16 +34,53 @@ from moe_ft.recovery.assembly import (
     slice_assignment,
 )
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.recovery.pipelines import meet_pipelines
-from moe_ft.recovery.ranks import Ranks, join_ranks
 from moe_ft.recovery.site import Site
+from moe_ft.saying import say
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.global_places import find_places, model_places, with_places
 from moe_ft.state.parameters import LocalParameter, local_parameters
 from moe_ft.state.record import RecordTaker
+from moe_ft.state.tensors import inner_optimizers
 from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.registry import chosen
 from moe_ft.topology import RankInfo, Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """The groups of this rank. All methods are called by all ranks of the group.
+
+    Attributes:
+        everyone: all ranks of the job.
+        stage: the ranks of this rank's stage.
+    """
+
+    everyone: Agreement
+    stage: StageSum
+
+    def check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
+        """Run a check on all ranks; if it fails on one, raise its ConfigError or StorageAwayError on all."""
+        problem: tuple[type[Exception], str] | None = None
+        try:
+            answer = check()
+        except (ConfigError, StorageAwayError) as error:
+            problem = type(error), str(error)
+        for each in self.everyone.gather(problem):
+            if each is not None:
+                kind, text = each
+                raise kind(text)
+        return answer
+
+
+def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
+    """Create the groups. Called by all ranks."""
+    ranks = Ranks(everyone=Agreement(facts.timeout_s), stage=StageSum(facts.timeout_s))
+    opened.callback(ranks.everyone.close)
+    ranks.everyone.start()
+    opened.callback(ranks.stage.close)
+    ranks.stage.start(ranks.everyone.gather(facts.stage), facts.rank)
+    return ranks
+
 
 # Everything else that decides which slices a rank has, such as the sizes of gradient buckets.
 _CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
@@ -286,3 +324,62 @@ def _place_replicas(config: MoeFtConfig, topology: Topology) -> list[tuple[int, 
         raise ConfigError(
             f"--moe-ft-replication-factor={factor}: {error}. Lower it, or start more nodes."
         ) from error
+
+
+def meet_pipelines(
+    site: Site, facts: JobFacts, optimizer: Any, parameters: Sequence[LocalParameter], ranks: Ranks
+) -> Pipelines | None:
+    """Return the pipelines of a job whose stages can recover alone; None for any other. Called by all ranks.
+
+    Says once if recoveries will be global although what the pipeline sends is logged.
+
+    Raises:
+        ConfigError: if --moe-ft-recovery=local can never be followed.
+    """
+    report, config = facts.couplings, site.config
+    mode = config.recovery.recovery
+    if report is None or facts.traffic is None:
+        return None
+    blocked_by = why_never_alone(facts, config)
+    if blocked_by and mode == "local":
+        raise ConfigError(
+            f"--moe-ft-recovery=local cannot be followed: {blocked_by}. Change the model's flags, or give "
+            "--moe-ft-recovery auto."
+        )
+    if (line := blocked_by or report.line) and mode != "global" and site.rank == 0:
+        say(line)
+    everyone = ranks.everyone.gather(
+        (
+            tuple(dist.get_process_group_ranks(facts.groups.pp)),
+            _parts_with_scale(optimizer, parameters),
+        )
+    )
+    if blocked_by or mode == "global":
+        return None
+    pipelines = sorted({pipeline for pipeline, _ in everyone})
+    return Pipelines(
+        stages=tuple(zip(*pipelines, strict=True)),
+        node_of=tuple(info.node for info in site.topology.ranks),
+        is_ring=facts.traffic.num_chunks > 1,
+        couplings=report.couplings,
+        has_common_records=len({parts for _, parts in everyone}) == 1,
+    )
+
+
+def why_never_alone(facts: JobFacts, config: MoeFtConfig) -> str:
+    """Return why no stage of a job that logs what its pipeline sends can recover alone; empty if one can."""
+    report = facts.couplings
+    if report is None or facts.traffic is None:
+        return ""
+    if not config.memory.breakpoints:
+        return "recoveries are global: without --moe-ft-breakpoints healthy stages lose their state"
+    return report.line if report.is_global else ""
+
+
+def _parts_with_scale(optimizer: Any, parameters: Sequence[LocalParameter]) -> tuple[bool, ...]:
+    """Return for each part of the optimizer that checks its gradients whether it is of experts."""
+    return tuple(
+        any(each.is_expert for each in parameters if each.optimizer is inner)
+        for inner in inner_optimizers(optimizer)
+        if getattr(inner, "grad_scaler", None)
+    )

@@ -23,9 +23,8 @@ from moe_ft.planning.remains import Place, place_of
 from moe_ft.recovery.choice import Choice, choose, follows, without_left
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import Found
-from moe_ft.recovery.meet import Met
-from moe_ft.recovery.pipelines import why_never_alone
-from moe_ft.recovery.verdict import Verdict
+from moe_ft.recovery.meet import Met, why_never_alone
+from moe_ft.recovery.notices import Notices
 from moe_ft.strategies.registry import chosen
 
 _MOST_UNREAD = 3  # named in a message
@@ -40,14 +39,14 @@ class Candidates:
         plans: all plans, best first.
         rejected: state that no plan uses, and plans that the flags or earlier failures exclude.
         most_iteration: latest iteration of versions of units that only some snapshots hold; None for any.
-        hindrance: reason why no newer state is reached, or no stage recovers alone; empty if neither is so.
+        blocked_by: reason why no newer state is reached, or no stage recovers alone; empty if neither is so.
     """
 
     choice: Choice
     plans: Sequence[Plan]
     rejected: Sequence[Rejection]
     most_iteration: int | None
-    hindrance: str = ""
+    blocked_by: str = ""
 
 
 def plan(found: Found, met: Met) -> Candidates:
@@ -65,7 +64,7 @@ def plan(found: Found, met: Met) -> Candidates:
         versions, [info.node for info in ranks], [info.stage for info in ranks]
     )
     rejected += later
-    local, hindrance = _plan_local(plans, versions, found, met)
+    local, blocked_by = _plan_local(plans, versions, found, met)
     if local is not None:
         plans.insert(0, local)
     failures = [found.failure_of(each) for each in plans]
@@ -82,7 +81,7 @@ def plan(found: Found, met: Met) -> Candidates:
         plans=plans,
         rejected=[*rejected, *left],
         most_iteration=None if choice.follows else wish.only_iteration,
-        hindrance="; ".join(dict.fromkeys(filter(None, (*_reasons(later), hindrance)))),
+        blocked_by="; ".join(dict.fromkeys(filter(None, (*_reasons(later), blocked_by)))),
     )
 
 
@@ -123,7 +122,7 @@ def _plan_local(
     def has_same_records(settings: str) -> bool:
         return not differing_settings(met.facts.record_settings, msgspec.json.decode(settings))
 
-    local, hindrance = plan_local(
+    local, blocked_by = plan_local(
         plans,
         versions,
         found.inventory.logs,
@@ -136,7 +135,7 @@ def _plan_local(
     if local is not None and (reason := found.local_failure_of(local)):
         return None, reason
     failure = None if local is None else found.failure_of(local)
-    return local, hindrance if failure is None else failure.reason
+    return local, blocked_by if failure is None else failure.reason
 
 
 def plan_without(
@@ -172,12 +171,12 @@ def plan_without(
     best = next(iter(candidates.choice.plans), None)
     is_worse = best is None or best.iteration < rejected.iteration
     is_worse |= rejected.is_local and best is not None and not best.is_local
-    if met.pipelines is not None and is_worse and not candidates.hindrance:
-        candidates = replace(candidates, hindrance=lacking[0].reason)
+    if met.pipelines is not None and is_worse and not candidates.blocked_by:
+        candidates = replace(candidates, blocked_by=lacking[0].reason)
     return found, candidates
 
 
-def check_plan(candidate: Plan, found: Found, met: Met, verdict: Verdict) -> None:
+def check_plan(candidate: Plan, found: Found, met: Met, notices: Notices) -> None:
     """Check that a plan belongs to this job, and that nothing unread may be newer.
 
     Raises:
@@ -188,11 +187,11 @@ def check_plan(candidate: Plan, found: Found, met: Met, verdict: Verdict) -> Non
     check_all_is_read(candidate, found)
     for _, identity in found.inventory.identities:
         if identity.start == candidate.start:
-            check_settings(identity, found.inventory, met, verdict)
+            check_settings(identity, found.inventory, met, notices)
             changes = changed_settings(met.facts.script_settings, identity.script_settings or {})
-            verdict.say_changed(changes)
+            notices.say_changed(changes)
     if not candidate.is_local:  # which was planned with what has the settings of this start
-        check_replay(candidate, met.facts.replay_settings, verdict)
+        check_replay(candidate, met.facts.replay_settings, notices)
 
 
 def unread(candidate: Plan | None, found: Found) -> str:
@@ -234,7 +233,7 @@ def check_all_is_read(candidate: Plan | None, found: Found) -> None:
     )
 
 
-def check_settings(identity: Identity, inventory: Inventory, met: Met, verdict: Verdict) -> None:
+def check_settings(identity: Identity, inventory: Inventory, met: Met, notices: Notices) -> None:
     """Raise ConfigError if an identity is that of another model, layout or data."""
     where = next(where for where, each in inventory.identities if each is identity)
     division = chosen(met.config).division(met.config)
@@ -245,7 +244,7 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, verdict: 
             "--moe-ft-recover-from load."
         )
     unknown = incomparable_settings(met.fingerprint, identity.fingerprint)
-    verdict.say_incomparable(where, unknown)
+    notices.say_incomparable(where, unknown)
     differences = differing_settings(met.fingerprint, identity.fingerprint)
     if differences:
         raise ConfigError(
@@ -256,17 +255,17 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, verdict: 
         )
 
 
-def check_replay(candidate: Plan, replay_settings: Mapping[str, Any], verdict: Verdict) -> None:
+def check_replay(candidate: Plan, replay_settings: Mapping[str, Any], notices: Notices) -> None:
     """Raise ConfigError if a plan replays iterations and they would not be the same.
 
     Args:
         replay_settings: settings of this start that the result of an iteration depends on, by flag.
-        verdict: says which settings cannot be compared.
+        notices: says which settings cannot be compared.
     """
     if candidate.num_replays == 0:
         return
     theirs = msgspec.json.decode(candidate.version.replay_settings)
-    verdict.say_incomparable(
+    notices.say_incomparable(
         f"the window of iteration {candidate.iteration}",
         incomparable_settings(replay_settings, theirs),
     )

@@ -24,9 +24,9 @@ from moe_ft.planning.recovery import Family, Source, Tier
 from moe_ft.recovery.claim import Claimed
 from moe_ft.recovery.fetch import Fetched
 from moe_ft.recovery.meet import Met
+from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.recovery.restore import Restored
 from moe_ft.recovery.site import Site
-from moe_ft.recovery.units import FetchedUnit
 from moe_ft.strategies.interface import Strategy
 from moe_ft.topology import RankInfo
 

@@ -14,7 +14,7 @@ from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.snapshots.packed import unpack_into
 from moe_ft.faults import Phase
 from moe_ft.format.entries import TensorEntry
-from moe_ft.recovery.units import FetchedUnit
+from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.state.catalog import Slices, UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import (

@@ -13,8 +13,7 @@ from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.planning.lost_tokens import Gaps, UnitVersion
 from moe_ft.planning.recovery import Source
-from moe_ft.recovery.readers import Readers
-from moe_ft.recovery.units import FetchedUnit, fetch_unit
+from moe_ft.recovery.readers import FetchedUnit, Readers, fetch_unit
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.units import UnitId
 

@@ -20,19 +20,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
+from msgspec import UNSET
+
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import PhaseHook
 from moe_ft.errors import ConfigError
+from moe_ft.format.identity import Identity, Start
+from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan, passed_over
 from moe_ft.recovery.agree import agree
+from moe_ft.recovery.borders import Lockstep
+from moe_ft.recovery.checkpointing import Checkpointing, make_outcome, noting_failures
 from moe_ft.recovery.claim import Claimed, claim, take_over_lock
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.fetch import fetch, open_readers
-from moe_ft.recovery.identity import make_identity
-from moe_ft.recovery.lockstep import Lockstep
+from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import Found, look, note_start
 from moe_ft.recovery.meet import Built, Met, meet
-from moe_ft.recovery.outcome import make_outcome
+from moe_ft.recovery.notices import Notices
 from moe_ft.recovery.plan import (
     Candidates,
     check_all_is_read,
@@ -44,10 +49,9 @@ from moe_ft.recovery.plan import (
 )
 from moe_ft.recovery.protect import protect
 from moe_ft.recovery.restore import Restored, restore
-from moe_ft.recovery.running import Checkpointing, noting_failures
 from moe_ft.recovery.site import Site, say_for_node
-from moe_ft.recovery.verdict import Verdict
 from moe_ft.saying import say
+from moe_ft.strategies.registry import chosen
 
 _WAIT_S = 300.0  # for storage that may hold what is needed
 _PAUSE_S = 5.0  # between two looks
@@ -91,13 +95,13 @@ def start(
         origins = {} if strategy.saves_all else met.live.catalog.origins(sorted(strategy.rotating))
         found, candidates = _find(met, claimed, most_iteration, phases_s)
         recovery = _recover(met, claimed, found, candidates, origins, phases_s)
-        restored, problems, hindrance = recovery.restored, recovery.problems, recovery.hindrance
+        restored, problems, blocked_by = recovery.restored, recovery.problems, recovery.blocked_by
         continued = None if restored is None else restored.plan
         with noting_failures(met, continued):
             may_wait = restored is not None or found.wish.has_last_memory
             lock, trouble = take_over_lock(met, claimed, opened, may_wait=may_wait)
             identity = make_identity(met, found.inventory, continued, is_chosen=recovery.is_chosen)
-            outcome = make_outcome(met, restored, identity, phases_s, problems, hindrance)
+            outcome = make_outcome(met, restored, identity, phases_s, problems, blocked_by)
             engine = protect(met, claimed, identity, lock, origins, restored, trouble)
         note_start(met, found, has_begun=True)
         conversion = None if restored is None else restored.conversion
@@ -162,13 +166,13 @@ class _Recovery:
         restored: None if nothing was recovered.
         is_chosen: whether the user has named where this start begins.
         problems: state that was found and is not used, with the reasons.
-        hindrance: see `Candidates`.
+        blocked_by: see `Candidates`.
     """
 
     restored: Restored | None
     is_chosen: bool
     problems: tuple[str, ...] = ()
-    hindrance: str = ""
+    blocked_by: str = ""
 
 
 def _recover(
@@ -182,9 +186,9 @@ def _recover(
     """Restore the first candidate that all ranks have intact. Called by all ranks."""
     inventory = found.inventory
     url = None if claimed.storage is None else claimed.storage.url
-    verdict = Verdict(met.site, found.wish, url)
+    notices = Notices(met.site, found.wish, url)
     if found.wish.ignores_all:
-        verdict.say_others(inventory, "")
+        notices.say_others(inventory, "")
         return _Recovery(restored=None, is_chosen=found.wish.is_choice)
     rejected, unread = list(candidates.rejected), list[str]()
 
@@ -194,7 +198,7 @@ def _recover(
 
     while candidates.choice.plans:
         candidate = candidates.choice.plans[0]
-        check_plan(candidate, found, met, verdict)
+        check_plan(candidate, found, met, notices)
         with _timed(phases_s, "restore"), open_readers(met, claimed) as readers:
             fetched = fetch(candidate, met, readers, origins, candidates.most_iteration)
             agreed, lacking = agree(candidate, fetched, met)
@@ -207,12 +211,12 @@ def _recover(
                     candidate, lacking, fetched.unreadable, found, candidates, met
                 )
                 if found is not before:
-                    verdict.say_unreadable(lacking)
+                    notices.say_unreadable(lacking)
                 continue
             rejected += passed_over(candidate, candidates.plans)
-            verdict.say_rejected(candidate, inventory, rejected)
-            verdict.say_others(inventory, candidate.lineage)
-            verdict.say_hindrance(candidate, candidates.hindrance)
+            notices.say_rejected(candidate, inventory, rejected)
+            notices.say_others(inventory, candidate.lineage)
+            notices.say_blocked_by(candidate, candidates.blocked_by)
             with noting_failures(met, candidate):
                 restored = restore(candidate, agreed, met, readers, candidates.plans)
             if inventory.is_unreadable:
@@ -223,23 +227,23 @@ def _recover(
             restored=restored,
             is_chosen=is_chosen,
             problems=problems(),
-            hindrance=candidates.hindrance,
+            blocked_by=candidates.blocked_by,
         )
-    _check_may_begin(met, found, candidates, verdict, problems())
+    _check_may_begin(met, found, candidates, notices, problems())
     return _Recovery(restored=None, is_chosen=found.wish.is_choice, problems=problems())
 
 
 def _check_may_begin(
-    met: Met, found: Found, candidates: Candidates, verdict: Verdict, problems: Sequence[str]
+    met: Met, found: Found, candidates: Candidates, notices: Notices, problems: Sequence[str]
 ) -> None:
     """Refuse to begin without state, unless there is none or the flags say so."""
     choice, inventory = candidates.choice, found.inventory
     if choice.prefers_load:
-        verdict.say_load(candidates.plans, problems)
+        notices.say_load(candidates.plans, problems)
     elif not choice.ignores_others:
         for _, identity in inventory.identities:
-            check_settings(identity, inventory, met, verdict)
-        verdict.check_is_empty(inventory, candidates.plans, problems)
+            check_settings(identity, inventory, met, notices)
+        notices.check_is_empty(inventory, candidates.plans, problems)
 
 
 def _warn_of_lossy(met: Met, restored: Restored) -> None:
@@ -254,3 +258,37 @@ def _timed(phases_s: dict[str, float], phase: str) -> Iterator[None]:
     start_s = time.perf_counter()
     yield
     phases_s[phase] = time.perf_counter() - start_s
+
+
+def make_identity(
+    met: Met, inventory: Inventory, plan: Plan | None, *, is_chosen: bool
+) -> Identity:
+    """Return the identity of a start.
+
+    Args:
+        met: this rank and its job.
+        inventory: everything that the start has found.
+        plan: the state that it continues; None if it begins a run.
+        is_chosen: whether the user has named where this start begins.
+    """
+    config, facts, kind = met.config, met.facts, chosen(met.config)
+    start = Start(
+        number=number_of_next(inventory.starts),
+        resumed_at=facts.iteration if plan is None else plan.iteration,
+        name=met.names.name,
+        is_chosen=is_chosen,
+    )
+    history = continue_history(() if plan is None else plan.history, start)
+    return Identity(
+        job_id=met.site.job_id,
+        lineage=met.names.lineage if plan is None else plan.lineage,
+        history=history,
+        fingerprint=dict(met.fingerprint),
+        world_size=facts.world_size,
+        strategy=config.strategy.strategy,
+        division=kind.division(config),
+        replay_settings=facts.replay_settings,
+        script_settings=facts.script_settings or UNSET,
+        superseded=names_to_supersede(inventory.names, history),
+        began_with=facts.began_with if plan is None else plan.began_with,
+    )

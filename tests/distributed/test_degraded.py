@@ -19,7 +19,7 @@ from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.persist import writer
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.loop.refusing import EXIT_NOT_SAVED
-from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.checkpointing import Checkpointing
 from moe_ft.state.record import CapturedRecord, IterationFacts
 from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob
 

@@ -10,7 +10,7 @@ import pytest
 import pretrain_gpt_moe
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
-from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.checkpointing import Checkpointing
 from tests.checkpoint_job import NUM_RANKS, CheckpointJob
 from tests.harness import events, run_training
 from tests.slow_copies import train_with_budgets

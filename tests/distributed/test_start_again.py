@@ -14,7 +14,7 @@ import pretrain_gpt_moe
 from megatron.fault_tolerance.seams import loop_facts
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig
 from moe_ft.config.strategy import StrategyConfig
-from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.checkpointing import Checkpointing
 from moe_ft.recovery.start import start
 from moe_ft.state.digest import digest_state
 from moe_ft.state.record import IterationFacts

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as real
 
 from moe_ft.engine import agreement
-from moe_ft.recovery import agree, meet, pipelines, put_back
+from moe_ft.recovery import agree, meet, put_back
 from tests.simulation.active import Patches, World, world
 from tests.simulation.groups import Group, Round, Shared, pack, unpack
 from tests.simulation.kernel import Kernel, Process
@@ -267,5 +267,5 @@ _SIMULATED["distributed_c10d"] = SimpleNamespace(_get_default_store=lambda: defa
 
 def install(patches: Patches, *modules: ModuleType) -> None:
     """Replace torch.distributed in the product, and in more modules."""
-    for module in (agreement, agree, meet, pipelines, put_back, *modules):
+    for module in (agreement, agree, meet, put_back, *modules):
         patches.set(module, "dist", Distributed())

@@ -12,7 +12,7 @@ from moe_ft.events import EventLog
 from moe_ft.loop import breakpoint_meeting, breakpoint_writer, local_processes
 from moe_ft.loop.breakpoint_writer import BreakpointWriter
 from moe_ft.loop.listeners import LoopState
-from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.checkpointing import Checkpointing
 from tests.simulation.active import Patches, World
 from tests.simulation.collectives import Distributed
 from tests.simulation.kernel import Process

@@ -20,10 +20,9 @@ from moe_ft.faults import Phase
 from moe_ft.planning.couplings import SharedWeights, report_couplings
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery import meet
+from moe_ft.recovery.checkpointing import Checkpointing, Outcome
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.recovery.failure_causes import is_not_finite
-from moe_ft.recovery.outcome import Outcome
-from moe_ft.recovery.running import Checkpointing
+from moe_ft.recovery.failures import is_not_finite
 from moe_ft.recovery.start import start
 from moe_ft.state import record as records
 from moe_ft.state.job_numbers import capture_numbers

@@ -15,7 +15,7 @@ from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher
 from moe_ft.errors import SnapshotError
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
-from moe_ft.recovery.failure_causes import is_timeout
+from moe_ft.recovery.failures import is_timeout
 from moe_ft.saying import say
 
 _NOTICE_S = 5.0  # from an exception until the keeper has said that a rank died

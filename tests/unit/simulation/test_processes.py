@@ -14,7 +14,7 @@ from moe_ft.engine.clock import Clock
 from moe_ft.engine.persist.client import PersistClient, WriterSupervisor, writer_command
 from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.files.storage import Storage, file_tag
-from moe_ft.recovery.restarts import note_launcher, recall_launcher
+from moe_ft.recovery.look import note_launcher, recall_launcher
 from tests.simulation.active import World
 from tests.simulation.kernel import Process
 from tests.simulation.processes import PARENT

@@ -22,7 +22,7 @@ from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.routers import Routers
 from moe_ft.loop.scalars import Scalars
 from moe_ft.planning.recovery import Tier
-from moe_ft.recovery.outcome import Outcome
+from moe_ft.recovery.checkpointing import Outcome
 from moe_ft.strategies.partial.strategy import PartialLoss
 from tests.unit.fault_tolerance.loops import events_in, last_event
 
@@ -36,7 +36,7 @@ RECOVERY = Outcome(
     problems=["storage: damaged"],
     is_deterministic=False,
     lossy={"exp_avg": "bf16"},
-    hindrance="iteration 14: stage 1 has no record",
+    blocked_by="iteration 14: stage 1 has no record",
 )
 LOSS = PartialLoss(
     lost_tokens=7,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ft.errors import ConfigError, CorruptStateError, UnrecoverableError
-from moe_ft.recovery.failure_causes import (
+from moe_ft.recovery.failures import (
     is_not_finite,
     is_timeout,
     speaks_against_logs,

@@ -8,8 +8,8 @@ import msgspec
 
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.recovery import Plan
-from moe_ft.recovery.identity import make_identity
 from moe_ft.recovery.inventory import Inventory
+from moe_ft.recovery.start import make_identity
 from tests.unit.moe_ft import builders
 from tests.unit.moe_ft.recovery.meetings import FINGERPRINT, config_of, facts_of, met_alone
 from tests.unit.moe_ft.recovery.starts import plans_of, start, versions_of

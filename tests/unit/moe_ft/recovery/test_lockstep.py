@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_ft.engine.agreement import Agreement
-from moe_ft.recovery.lockstep import Lockstep
+from moe_ft.recovery.borders import Lockstep
 from tests.unit.simulation.simulated import Simulated
 
 TIMEOUT_S = 60.0

@@ -10,13 +10,12 @@ import pytest
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.files.storage import Storage
 from moe_ft.planning.recovery import Plan
-from moe_ft.recovery.attempts import Attempt, note_attempt
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.claim import Claimed, claim
+from moe_ft.recovery.failures import Attempt, note_attempt
 from moe_ft.recovery.inventory import Inventory
-from moe_ft.recovery.look import Found, look, note_start
+from moe_ft.recovery.look import Found, look, note_start, recall_launcher
 from moe_ft.recovery.meet import Met
-from moe_ft.recovery.restarts import recall_launcher
 from tests.unit.moe_ft.builders import make_identity, persist_checkpoint
 from tests.unit.moe_ft.recovery.meetings import config_of, facts_of, leave_window, met_alone
 from tests.unit.moe_ft.recovery.starts import plans_of, start, versions_of, wish

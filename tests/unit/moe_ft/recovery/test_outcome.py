@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from moe_ft.recovery.outcome import Outcome, make_outcome
+from moe_ft.recovery.checkpointing import Outcome, make_outcome
 from tests.unit.moe_ft.builders import make_identity
 from tests.unit.moe_ft.recovery.meetings import config_of, facts_of, met_alone
 

@@ -14,7 +14,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.couplings import CouplingReport, SharedWeights, report_couplings
 from moe_ft.planning.remains import Pipelines
-from moe_ft.recovery.pipelines import meet_pipelines
+from moe_ft.recovery.meet import meet_pipelines
 from tests.unit.moe_ft.recovery.meetings import config_of, facts_of, initialized, met_alone
 
 TRAFFIC = PipelineTraffic(

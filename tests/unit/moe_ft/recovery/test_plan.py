@@ -18,8 +18,8 @@ from moe_ft.recovery.choice import Choice
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import Found
 from moe_ft.recovery.meet import Met
+from moe_ft.recovery.notices import Notices
 from moe_ft.recovery.plan import Candidates, check_replay, plan_without
-from moe_ft.recovery.verdict import Verdict
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.planning.test_local_recovery import (
     END,
@@ -34,8 +34,8 @@ from tests.unit.moe_ft.recovery.starts import plans_of, site, start, versions_of
 SETTINGS = {"--clip-grad": 1.0, "--global-batch-size": 8}
 
 
-def verdict() -> Verdict:
-    return Verdict(site(), wish(), None)
+def notices() -> Notices:
+    return Notices(site(), wish(), None)
 
 
 def plan(window: int, replay_settings: str) -> Plan:
@@ -50,7 +50,7 @@ MADE_WITH = '{"--clip-grad": 0.5, "--global-batch-size": 8}'
 
 def test_window_of_a_run_with_other_settings_is_refused_with_them_and_both_remedies() -> None:
     with pytest.raises(ConfigError) as refusal:
-        check_replay(plan(3, MADE_WITH), SETTINGS, verdict())
+        check_replay(plan(3, MADE_WITH), SETTINGS, notices())
     message = str(refusal.value)
     assert "iteration 7 is in a window of 3 snapshots" in message
     assert "--clip-grad: 0.5 there, 1.0 now" in message
@@ -60,19 +60,19 @@ def test_window_of_a_run_with_other_settings_is_refused_with_them_and_both_remed
 
 
 def test_single_snapshot_is_recovered_with_any_settings() -> None:
-    check_replay(plan(1, MADE_WITH), SETTINGS, verdict())
+    check_replay(plan(1, MADE_WITH), SETTINGS, notices())
 
 
 def test_window_is_recovered_with_the_settings_that_it_was_made_with() -> None:
     settings = {"--clip-grad": 0.5, "--global-batch-size": 8}
-    check_replay(plan(3, MADE_WITH), settings, verdict())
+    check_replay(plan(3, MADE_WITH), settings, notices())
 
 
 def test_window_of_a_version_that_noted_fewer_settings_is_recovered_and_the_gap_is_named_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = {"--clip-grad": 0.5, "--global-batch-size": 8, "--moe-z-loss-coeff": 0.1}
-    speaker = verdict()
+    speaker = notices()
     for _ in range(2):
         check_replay(plan(3, MADE_WITH), settings, speaker)
     (line,) = capsys.readouterr().err.splitlines()
@@ -149,7 +149,7 @@ def test_breakpoints_of_an_iteration_that_not_all_have_finished_are_left_out_wit
     assert [(each.iteration, each.is_local) for each in candidates.choice.plans] == [(END, False)]
     reason = f"iteration {NEWEST}: not finished on all ranks"
     assert reason in [each.reason for each in candidates.rejected]
-    assert candidates.hindrance.startswith(f"{reason}; iteration {END}: all stages would run")
+    assert candidates.blocked_by.startswith(f"{reason}; iteration {END}: all stages would run")
 
 
 def test_older_breakpoints_are_used_where_others_are_one_iteration_further(
@@ -176,10 +176,10 @@ def test_log_that_a_rank_cannot_read_is_left_out_of_a_new_plan_with_more_stages(
     known, again = without(unreadable, found, before, met)
     assert known.unreadable == {*unreadable}
     assert [each.stages for each in first_of(again).scope.scopes] == [(0, 1)]
-    assert again.hindrance == "", "the target is the same"
+    assert again.blocked_by == "", "the target is the same"
     _, of_all = without([log_of(again, 2, 4)], known, again, met)
     assert kinds(of_all) == [(END, False)], "no stage is left"
-    assert "all stages would run the iterations from 3 again" in of_all.hindrance
+    assert "all stages would run the iterations from 3 again" in of_all.blocked_by
 
 
 def breakpoint_of(found: Found, rank: int) -> Place:
@@ -220,7 +220,7 @@ def test_nothing_is_planned_again_where_nothing_new_is_left_out(met: Met, found:
     known, others = without([], found, before, met)
     assert known is found
     assert kinds(others) == [(END, False)]
-    assert others.hindrance == f"iteration {NEWEST}: rank 7 has no intact record"
+    assert others.blocked_by == f"iteration {NEWEST}: rank 7 has no intact record"
     place = ("node-0", "any.json", 4, 1)
     known = replace(found, unreadable=frozenset({place}))
     assert without([place], known, before, met)[0] is known
@@ -242,11 +242,11 @@ def test_job_whose_stages_share_weights_says_so_where_all_of_them_run_iterations
     )
     facts = replace(met.facts, couplings=tied, traffic=traffic)
     job = replace(met, pipelines=None, facts=facts, config=config)
-    assert phase.plan(found, job).hindrance == tied.line
+    assert phase.plan(found, job).blocked_by == tied.line
     all_left = replace(found.inventory, versions=[*failure(()).versions])
-    assert phase.plan(replace(found, inventory=all_left), job).hindrance == ""
+    assert phase.plan(replace(found, inventory=all_left), job).blocked_by == ""
     asked = replace(config, recovery=replace(config.recovery, recovery="global"))
-    assert phase.plan(found, replace(job, config=asked)).hindrance == ""
+    assert phase.plan(found, replace(job, config=asked)).blocked_by == ""
 
 
 def test_local_recovery_that_has_failed_for_its_logs_leaves_that_of_all_with_the_reason(
@@ -256,7 +256,7 @@ def test_local_recovery_that_has_failed_for_its_logs_leaves_that_of_all_with_the
     failed = {(first.start.name, NEWEST): "iteration 4: CorruptStateError: a checksum"}
     candidates = phase.plan(replace(found, failed_locally=failed), met)
     assert [(each.iteration, each.is_local) for each in candidates.choice.plans] == [(END, False)]
-    assert candidates.hindrance == (
+    assert candidates.blocked_by == (
         "iteration 6: a start failed to recover some stages alone (iteration 4: CorruptStateError: a "
         "checksum)"
     )

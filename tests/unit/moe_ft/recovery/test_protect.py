@@ -16,8 +16,8 @@ from moe_ft.planning.recovery import Plan, Source, StagePlan, Tier, Version
 from moe_ft.planning.scope import ScopePlan
 from moe_ft.recovery.fetch import Fetched
 from moe_ft.recovery.protect import hand_over
+from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.recovery.restore import Restored
-from moe_ft.recovery.units import FetchedUnit
 from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.topology import RankInfo
 from moe_ft.units import parse_unit

@@ -8,7 +8,7 @@ import pytest
 
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.errors import ConfigError, StorageAwayError
-from moe_ft.recovery.ranks import Ranks, join_ranks
+from moe_ft.recovery.meet import Ranks, join_ranks
 from tests.unit.moe_ft.recovery.meetings import facts_of
 from tests.unit.moe_ft.together import run_together
 

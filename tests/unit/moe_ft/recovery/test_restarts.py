@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine.persist import origin
-from moe_ft.recovery.restarts import is_counted_restart, note_launcher, recall_launcher
+from moe_ft.recovery.look import is_counted_restart, note_launcher, recall_launcher
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
 

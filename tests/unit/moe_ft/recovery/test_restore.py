@@ -9,11 +9,11 @@ import pytest
 
 from moe_ft.planning.recovery import Plan, Tier
 from moe_ft.recovery.agree import Agreed, agree
+from moe_ft.recovery.checkpointing import make_outcome
 from moe_ft.recovery.claim import claim
 from moe_ft.recovery.fetch import fetch, open_readers
 from moe_ft.recovery.look import look
 from moe_ft.recovery.meet import Met
-from moe_ft.recovery.outcome import make_outcome
 from moe_ft.recovery.plan import plan
 from moe_ft.recovery.readers import Readers
 from moe_ft.recovery.restore import Restored, restore

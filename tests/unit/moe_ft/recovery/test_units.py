@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_ft.planning.recovery import Tier
-from moe_ft.recovery.units import fetch_unit
+from moe_ft.recovery.readers import fetch_unit
 from moe_ft.state.catalog import UnitCatalog
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_optimizer, make_parameter
 from tests.unit.moe_ft.recovery.window_copies import (

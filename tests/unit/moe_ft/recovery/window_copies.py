@@ -11,8 +11,7 @@ from moe_ft.format.entries import UnitEntry
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery.fetch import Fetched, read_window
 from moe_ft.recovery.inventory import look_at_memory
-from moe_ft.recovery.readers import MemoryReader, Readers
-from moe_ft.recovery.units import FetchedUnit
+from moe_ft.recovery.readers import FetchedUnit, MemoryReader, Readers
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level

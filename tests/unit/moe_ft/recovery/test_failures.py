@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from moe_ft.recovery.attempts import (
+from moe_ft.recovery.failures import (
     Attempt,
     describe,
     failed_locally,

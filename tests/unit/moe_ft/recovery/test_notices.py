@@ -7,7 +7,7 @@ from moe_ft.errors import UnrecoverableError
 from moe_ft.planning.recovery import Plan, Rejection, Version
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.inventory import Inventory
-from moe_ft.recovery.verdict import Verdict
+from moe_ft.recovery.notices import Notices
 from tests.unit.moe_ft.builders import make_identity
 from tests.unit.moe_ft.recovery.starts import plans_of, site, start, versions_of, wish
 
@@ -16,10 +16,10 @@ SECOND = (*FIRST, start(1, 8))
 KNOWN = (FIRST[0].name,)
 
 
-def verdict(
+def notices(
     asked: Wish | None = None, *, rank: int = 0, url: str | None = None, on_missing: str = "start"
-) -> Verdict:
-    return Verdict(site(rank, on_missing=on_missing), asked or wish(), url)
+) -> Notices:
+    return Notices(site(rank, on_missing=on_missing), asked or wish(), url)
 
 
 def inventory(text: str = "", *, is_state: bool = False) -> Inventory:
@@ -33,7 +33,7 @@ def plans(*versions: Version) -> list[Plan]:
     return plans_of(versions)[0]
 
 
-def refusal(speaker: Verdict, found: Inventory, plans: list[Plan], problems: list[str]) -> str:
+def refusal(speaker: Notices, found: Inventory, plans: list[Plan], problems: list[str]) -> str:
     with pytest.raises(UnrecoverableError) as refused:
         speaker.check_is_empty(found, plans, problems)
     return str(refused.value)
@@ -43,7 +43,7 @@ def refusal(speaker: Verdict, found: Inventory, plans: list[Plan], problems: lis
 
 
 def test_start_that_finds_nothing_begins_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    verdict().check_is_empty(inventory(), [], [])
+    notices().check_is_empty(inventory(), [], [])
     assert capsys.readouterr().err == ""
 
 
@@ -51,14 +51,14 @@ def test_start_that_finds_only_what_not_all_ranks_had_says_so_and_begins(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     problems = ["iteration 2: no state of rank 1 in any tier"]
-    verdict().check_is_empty(inventory(), [], problems)
+    notices().check_is_empty(inventory(), [], problems)
     said = capsys.readouterr().err
     assert "nothing to recover from was found in the memory of job 'job' on nodes a, b" in said
     assert problems[0] in said
 
 
 def test_start_that_finds_nothing_and_is_to_fail_then_says_where_it_looked_and_the_remedy() -> None:
-    speaker = verdict(on_missing="fail", url="/persist")
+    speaker = notices(on_missing="fail", url="/persist")
     message = refusal(speaker, inventory(), [], [])
     assert message.startswith("--moe-ft-on-missing=fail: nothing to recover from in the memory")
     assert "nodes a, b and /persist: it is empty" in message
@@ -67,7 +67,7 @@ def test_start_that_finds_nothing_and_is_to_fail_then_says_where_it_looked_and_t
 
 def test_start_refuses_to_begin_without_state_that_cannot_be_used_and_names_why() -> None:
     found = inventory("region_0.json is cut off", is_state=True)
-    message = refusal(verdict(), found, [], ["region_0.json is cut off"])
+    message = refusal(notices(), found, [], ["region_0.json is cut off"])
     assert "none of it can be used: region_0.json is cut off." in message
     assert "add --moe-ft-recover-from load: what is on storage stays" in message
 
@@ -75,30 +75,30 @@ def test_start_refuses_to_begin_without_state_that_cannot_be_used_and_names_why(
 def test_start_refuses_to_begin_where_a_place_cannot_be_looked_at() -> None:
     found = Inventory()
     found.add_problem("storage is away", is_state=True, is_unread=True)
-    assert "storage is away" in refusal(verdict(), found, [], ["storage is away"])
+    assert "storage is away" in refusal(notices(), found, [], ["storage is away"])
 
 
 def test_start_refuses_to_begin_where_all_plans_were_given_up() -> None:
     given_up = plans(*versions_of(FIRST, 7))
-    assert "two starts failed" in refusal(verdict(), inventory(), given_up, ["two starts failed"])
+    assert "two starts failed" in refusal(notices(), inventory(), given_up, ["two starts failed"])
 
 
 def test_refusal_names_a_few_of_very_many_reasons() -> None:
     reasons = [f"reason {number};" for number in range(50)]
-    message = refusal(verdict(), inventory("damaged", is_state=True), [], reasons)
+    message = refusal(notices(), inventory("damaged", is_state=True), [], reasons)
     assert ("reason 11;" in message, "reason 12;" in message) == (True, False)
 
 
 def test_iteration_that_is_not_there_is_refused_with_those_that_are() -> None:
     there = plans(*versions_of(FIRST, 12, 8))
-    message = refusal(verdict(wish("iter_9")), inventory(), there, ["iteration 9: rank 1 has none"])
+    message = refusal(notices(wish("iter_9")), inventory(), there, ["iteration 9: rank 1 has none"])
     assert message.startswith("--moe-ft-recover-from=iter_9 cannot be used.")
     assert ": 8, 12. Rejected: iteration 9: rank 1 has none. Name one of them, or auto." in message
     assert "add --moe-ft-recover-from load: what is on storage stays" in message
 
 
 def test_iteration_where_nothing_is_there_is_refused_with_that() -> None:
-    message = refusal(verdict(wish("iter_9")), inventory(), [], [])
+    message = refusal(notices(wish("iter_9")), inventory(), [], [])
     assert "nodes a, b: none. Name one" in message
 
 
@@ -108,10 +108,10 @@ def test_state_of_another_strategy_is_refused_only_if_all_ranks_had_one(had_stat
     identity = msgspec.structs.replace(make_identity(), strategy="sparse")
     found.add_identity("the memory of a", identity)
     if not had_state:
-        verdict().check_is_empty(found, [], [])
+        notices().check_is_empty(found, [], [])
         return
     found.lineages.add(identity.lineage)
-    message = refusal(verdict(), found, [], [])
+    message = refusal(notices(), found, [], [])
     assert "cannot continue from the memory of a, which was written with sparse" in message
     assert "Start with that strategy" in message
 
@@ -134,7 +134,7 @@ def said(
 ) -> list[str]:
     """Return what a rank that continues from iteration 9 of the second start has printed."""
     (plan,) = plans(*versions_of(SECOND, 9, superseded=KNOWN))
-    verdict(rank=rank).say_rejected(plan, found or inventory(), rejected)
+    notices(rank=rank).say_rejected(plan, found or inventory(), rejected)
     return capsys.readouterr().err.splitlines()
 
 
@@ -176,7 +176,7 @@ def test_log_that_cannot_be_read_is_said_by_the_first_rank_when_it_is_planned_ag
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for rank in range(2):
-        verdict(rank=rank).say_unreadable([rejection(10), rejection(11)])
+        notices(rank=rank).say_unreadable([rejection(10), rejection(11)])
     assert capsys.readouterr().err == (
         "moe_ft: planning again without what cannot be read: iteration 10: rank 1 lacks it\n"
     )
@@ -187,7 +187,7 @@ def test_hindrance_of_a_better_recovery_is_said_in_one_line(
 ) -> None:
     (plan,) = plans(*versions_of(FIRST, 7))
     for text in ("iteration 9: stage 1 has no record of iteration 8", ""):
-        verdict().say_hindrance(plan, text)
+        notices().say_blocked_by(plan, text)
     assert capsys.readouterr().err == (
         "moe_ft: all stages recover, up to iteration 7; iteration 9: stage 1 has no record of iteration 8\n"
     )
@@ -197,7 +197,7 @@ def test_load_that_is_preferred_is_said_with_the_state_that_it_is_newer_than(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     left = plans(*versions_of(FIRST, 12), *versions_of(SECOND, 9, superseded=KNOWN))
-    verdict(wish(loaded_iteration=11)).say_load(left, ["iteration 10: rank 1 lacks it"])
+    notices(wish(loaded_iteration=11)).say_load(left, ["iteration 10: rank 1 lacks it"])
     first, second = capsys.readouterr().err.splitlines()
     assert "continuing from --load at iteration 11, as a new run" in first
     assert first.endswith("newer than moe_ft's usable state of iteration 9")
@@ -206,16 +206,16 @@ def test_load_that_is_preferred_is_said_with_the_state_that_it_is_newer_than(
 
 def test_other_ranks_than_the_first_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, [rejection(10)], inventory("damaged", is_state=True), rank=1) == []
-    verdict(wish(loaded_iteration=11), rank=1).say_load(plans(*versions_of(FIRST, 9)), ["reason"])
-    verdict(rank=1).check_is_empty(inventory(), [], ["reason"])
+    notices(wish(loaded_iteration=11), rank=1).say_load(plans(*versions_of(FIRST, 9)), ["reason"])
+    notices(rank=1).check_is_empty(inventory(), [], ["reason"])
     assert capsys.readouterr().err == ""
 
 
 def test_changed_flags_of_the_script_are_said_once_with_both_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    verdict(rank=1).say_changed(["--corpus: a there, b now"])
-    speaker = verdict()
+    notices(rank=1).say_changed(["--corpus: a there, b now"])
+    speaker = notices()
     speaker.say_changed([])
     for _ in range(2):
         speaker.say_changed(["--corpus: a there, b now", "--log: x there, y now"])

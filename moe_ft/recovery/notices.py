@@ -17,7 +17,7 @@ _IGNORING = (
 )
 
 
-class Verdict:
+class Notices:
     """Messages and refusals of one start; prints on rank 0 only."""
 
     def __init__(self, site: Site, wish: Wish, url: str | None) -> None:
@@ -47,11 +47,11 @@ class Verdict:
         if rejected and self._site.rank == 0:
             say(f"planning again without what cannot be read: {rejected[0].reason}")
 
-    def say_hindrance(self, plan: Plan, hindrance: str) -> None:
+    def say_blocked_by(self, plan: Plan, blocked_by: str) -> None:
         """Print why no newer state is reached, or why no stage recovers alone; nothing if that is empty."""
-        if hindrance and self._site.rank == 0:
+        if blocked_by and self._site.rank == 0:
             recovery = "some stages recover alone" if plan.is_local else "all stages recover"
-            say(f"{recovery}, up to iteration {plan.iteration}; {hindrance}")
+            say(f"{recovery}, up to iteration {plan.iteration}; {blocked_by}")
 
     def say_load(self, plans: Sequence[Plan], problems: Sequence[str]) -> None:
         """Print that --load comes before the state of moe_ft."""

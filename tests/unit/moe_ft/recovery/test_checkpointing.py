@@ -16,11 +16,10 @@ from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan
 from moe_ft.planning.scope import ScopePlan
 from moe_ft.recovery import start as phases
-from moe_ft.recovery.attempts import Attempt, read_attempts
+from moe_ft.recovery.checkpointing import Checkpointing, note_failure, noting_failures
+from moe_ft.recovery.failures import Attempt, read_attempts
 from moe_ft.recovery.job_memory import is_alive
-from moe_ft.recovery.meet import Met
-from moe_ft.recovery.ranks import Ranks
-from moe_ft.recovery.running import Checkpointing, note_failure, noting_failures
+from moe_ft.recovery.meet import Met, Ranks
 from tests.unit.moe_ft.recovery.meetings import (
     config_of,
     facts_of,
