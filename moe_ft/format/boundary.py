@@ -61,7 +61,6 @@ class BoundaryIndex(Body, frozen=True, forbid_unknown_fields=True):
     Attributes:
         rank: global rank that has sent the tensors.
         iteration: the one that ran: it made the state of the next number.
-        file: name of the data file, in the directory of the index.
         header_bytes, header_checksum: of the safetensors header, with its length field and padding.
         sent: in the order in which they were sent.
         numbers: of the state that the iteration began with; unset if they were not known, as in the first

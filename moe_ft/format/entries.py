@@ -20,7 +20,6 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     """One tensor of a unit version: a flat range of one parameter's weight, master or moment.
 
     Attributes:
-        parameter: global name of the parameter.
         key: "param" (fp32 master), "weight" (the one that forward uses) or the optimizer's own name.
         start, end: flat range in the parameter as this rank holds it, in elements.
         dtype: safetensors' name of the type that the live tensor has.
@@ -44,7 +43,6 @@ class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         offset: in bytes, from the start of the file.
-        iteration: of the state that the version is part of.
         checksum: XXH3-64 of its num_bytes bytes.
         incarnation: number of the start whose processes saved it.
         file: the data file: on storage relative to the persist directory, in memory a name in the directory

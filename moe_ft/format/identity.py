@@ -30,11 +30,9 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The run that wrote something.
 
     Attributes:
-        job_id: --moe-ft-job-id.
         lineage: the fresh start that the run goes back to.
         history: the starts of the run up to the writer's own, which is the last.
         fingerprint: the settings that state depends on, by flag.
-        strategy: --moe-ft-strategy.
         division: how a strategy that saves experts in parts divides them; empty if it saves them whole.
             Versions of runs that divide differently do not fit together.
         replay_settings: the further settings, by flag, that the result of an iteration depends on: those of

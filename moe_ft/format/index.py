@@ -29,10 +29,8 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
         rank: global rank whose state it is.
         iteration: of the snapshot; of the last snapshot in a window.
         file: name of the data file, in the directory of the index.
-        file_bytes: size of the data file.
         header_bytes, header_checksum: of the safetensors header, with its length field and padding.
         units: unit versions by unit name; those of a window are FULL at different iterations.
-        parameters: by global name.
         records: ``[snapshot]`` of consecutive iterations; the last is the record of `iteration`.
         origins: checksums, by unit name, of this rank's weights in the state that the run began with. A
             unit without a version has not changed since then, or all its changes are lost.

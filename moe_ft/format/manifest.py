@@ -30,7 +30,6 @@ class Manifest(Body, frozen=True, forbid_unknown_fields=True):
     """The files of a checkpoint; written last.
 
     Attributes:
-        files: of this checkpoint.
         older: files of other checkpoints that this one needs.
         units: by name; a unit that was never saved is not listed.
         window: number of snapshots in each file. With more than one, units are FULL at different

@@ -73,8 +73,6 @@ class Piece:
 
     Attributes:
         name: empty if the tensor has only one part.
-        dtype: safetensors' name of its type.
-        count: number of its elements.
         offset: in bytes, from the start of the packed tensor.
     """
 
@@ -95,7 +93,6 @@ def pieces(dtype: str, count: int, packing: Packing) -> tuple[Piece, ...]:
 
     Args:
         dtype: safetensors' name of the type that the live tensor has; all packings but EXACT require F32.
-        count: number of its elements.
     """
     if packing is Packing.EXACT:
         return (Piece("", dtype, count, 0),)

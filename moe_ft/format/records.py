@@ -51,8 +51,6 @@ class IterationRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         grad_norm, grad_norms_by_group: as clipping used them; None after a skipped step.
         num_tokens: with --calculate-per-token-loss, over the whole batch.
         consumed_valid_samples: after the evaluation that follows the iteration, if one does.
-        rng: states of python, numpy, torch, the device and Megatron's tracker.
-        buffers: all buffers of the model chunks by name.
         extra_state: FP8 tensors of Transformer Engine's modules, by module and tensor name.
         tokens_per_expert: ``[expert]`` by MoE layer name, counted on this rank.
         loop_state: state that a custom loop has given for itself on this rank. Without any, the field is not

@@ -22,7 +22,6 @@ class Agreed:
     """A window that the ranks have completely, as one rank puts it back.
 
     Attributes:
-        fetched: this rank's part.
         slices: ``[snapshot]`` the slices that the ranks have read of parameters that several of them hold, at
             FULL and at COMPUTE.
         positions: for each unit of the stage the snapshot that has it at FULL.
@@ -126,8 +125,6 @@ def find_gaps(
     """Return the names of shared parameters of which a part is missing, or was found twice.
 
     Args:
-        parameters: parameters of this rank.
-        restored: slices that the ranks have found, in all snapshots together.
         kept: names of parameters that stay as they are.
     """
     gaps = []

@@ -92,8 +92,6 @@ def measure_sizes(
     """Return what a rank's memory must hold for any plan of its strategy.
 
     Args:
-        traffic: what the pipeline sends, if that is logged.
-        stage: of the rank.
         interval: iterations between windows; only a boundary log depends on it.
     """
     plans = strategy.possible_windows()

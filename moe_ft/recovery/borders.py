@@ -1,4 +1,4 @@
-"""Borders of a local recovery: logs of the neighbours that keep their state, numbers of the job, and meetings.
+"""Borders of a local recovery: logs of neighbours that keep their state, and meetings.
 
 Logs and numbers are read and verified before any live state is overwritten, except for logs on other nodes:
 these are fetched while the replay runs.
@@ -30,13 +30,7 @@ class Lockstep:
     """Meetings of one local recovery. Owned by the training thread; every rank comes to each of them."""
 
     def __init__(self, everyone: Agreement, first: int, target: int) -> None:
-        """Prepare.
-
-        Args:
-            everyone: all ranks of the job.
-            first: the first iteration that any stage runs again.
-            target: iteration of the state that all stages reach.
-        """
+        """Prepare."""
         self._everyone, self._next, self._target = everyone, first, target
 
     def before(self, iteration: int) -> None:
@@ -60,9 +54,7 @@ class Borders:
 
     Attributes:
         ranks: that run iterations again together; links and collectives reach no others.
-        player: answers for the neighbours outside.
         tail: numbers of the job after each iteration that follows the rank's own window.
-        fetched: logs that come from other nodes.
     """
 
     ranks: frozenset[int]

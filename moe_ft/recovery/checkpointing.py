@@ -36,15 +36,9 @@ class Outcome:
     """Report of a start about its recovery, on one rank.
 
     Attributes:
-        iteration: where training continues.
         record: record of that state; None if nothing was recovered.
-        start: number of this start.
         writer: number of the start that wrote the recovered state.
-        sources: number of units by tier.
-        phases_s: seconds by phase.
-        problems: state that was looked at and rejected, with the reasons.
         blocked_by: reason why no newer state was reached, or no stage recovers alone; empty if neither is so.
-        is_deterministic: whether a replay computes the same bits.
         loss: cost of the recovery; None where every snapshot holds every unit.
         stages: pipeline stages that run iterations again alone; none in a global recovery.
         lossy: formats of this rank's tensors that were kept in fewer bits than they have, by tensor key.
@@ -77,16 +71,7 @@ def make_outcome(
     problems: Sequence[str],
     blocked_by: str = "",
 ) -> Outcome:
-    """Return the outcome of a start.
-
-    Args:
-        met: this rank and its job.
-        restored: state that was recovered; None if nothing was.
-        identity: identity of the start.
-        phases_s: seconds by phase so far.
-        problems: state that was looked at and rejected, with the reasons.
-        blocked_by: see `Outcome`.
-    """
+    """Return the outcome of a start."""
     return Outcome(
         iteration=met.facts.iteration if restored is None else restored.plan.iteration,
         start=identity.start.number,
@@ -108,11 +93,8 @@ class Checkpointing:
     """A start that has recovered and takes checkpoints. Owned by the training thread.
 
     Attributes:
-        met: this rank, its job and its live state.
-        engine: takes the checkpoints.
         lock: lock of the persist directory, on rank 0.
         plan: the state that was recovered; None if nothing was.
-        outcome: for the training loop and the event log.
         borders: answers to a replay by some stages alone; None if there is none, or if all take part.
         lockstep: meetings while some stages run iterations again alone; None if there is no such replay.
         opened: closes everything that the start has opened.
@@ -162,12 +144,7 @@ class Checkpointing:
         return self.met.live.records.capture(facts)
 
     def capture_ahead(self, facts: IterationFacts, increment: int) -> CapturedRecord:
-        """Copy the record of the state as it will be when the scheduler has stepped.
-
-        Args:
-            facts: of the iteration, as they will be.
-            increment: with which the scheduler will step.
-        """
+        """Copy the record of the state as it will be when the scheduler has stepped."""
         captured = self.capture(facts)
         step_ahead(captured, self.met.live.built[2], increment)
         return captured
@@ -185,12 +162,7 @@ class Checkpointing:
         *,
         is_complete: bool,
     ) -> Ending:
-        """Bring the last state to storage; training has ended. Called by all ranks.
-
-        Args:
-            log: gets what is reported meanwhile.
-            is_complete: whether training has reached its last iteration.
-        """
+        """Bring the last state to storage; training has ended. Called by all ranks."""
         ending = self.engine.finish(
             iteration, lambda: self.capture(facts), log, is_complete=is_complete
         )
@@ -244,7 +216,6 @@ def note_failure(met: Met, plan: Plan, where: str, error: Exception) -> None:
     stages alone is, after one start in which it has failed for its logs.
 
     Args:
-        met: this rank and its job.
         where: the moment of the failure, the same for equal failures.
     """
     is_local = plan.is_local and speaks_against_logs(error)

@@ -18,7 +18,6 @@ class Wish:
     """Wish of the user: the state that a start is to continue from, according to the flags.
 
     Attributes:
-        recover_from: --moe-ft-recover-from.
         only_iteration: the iteration that it names; None if it names none.
         is_restart: whether a launcher has started the job with these flags before.
         known_before: names of the starts that had left something before its first start.
@@ -65,11 +64,7 @@ class Choice:
 
 
 def without_left(plans: Sequence[Plan], wish: Wish) -> tuple[list[Plan], list[Rejection]]:
-    """Leave out states that the user has left by naming where to continue, unless one is named now.
-
-    Args:
-        plans: all plans, best first.
-    """
+    """Leave out states that the user has left by naming where to continue, unless one is named now."""
     names_one = wish.only_iteration is not None and not wish.is_restart
     chosen = [start for start in plans[0].history if start.is_chosen] if plans else []
     if names_one or not chosen:
@@ -99,7 +94,6 @@ def choose(
     --moe-ft-recover-from holds for the first start only: later ones continue what it began.
 
     Args:
-        plans: all plans, best first.
         has_begun: whether the run that an earlier start by this launcher has chosen has had a state.
         newest_iteration: the newest that was found, usable or not; None if that is not known.
 

@@ -50,7 +50,6 @@ class Claimed:
 
     Attributes:
         memory: this rank's share of the node's memory, not opened yet.
-        storage: the persist directory, None without one.
         lock: lock of the persist directory; None on all ranks but rank 0, and as long as it is that of an
             earlier start which is over.
         trouble: reason why some rank cannot use the persist directory, the same on all ranks; None if there
@@ -65,9 +64,6 @@ class Claimed:
 
 def claim(met: Met, opened: ExitStack) -> Claimed:
     """Check this machine's directories, claim them, and open what the flags name. Called by all ranks.
-
-    Args:
-        met: this rank and its job.
 
     Raises:
         ConfigError: if a directory in memory cannot be used, any is used by another job, or there is too
@@ -165,11 +161,7 @@ class _Unlocking:
 
 
 def warn_of_inexactness(site: Site, *, is_deterministic: bool) -> None:
-    """Warn of settings that make recoveries less than bit for bit exact.
-
-    Args:
-        is_deterministic: whether an iteration that is run again computes the same bits.
-    """
+    """Warn of settings that make recoveries less than bit for bit exact."""
     if site.rank != 0:
         return
     kind = chosen(site.config)

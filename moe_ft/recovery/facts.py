@@ -16,20 +16,15 @@ class JobFacts:
 
     Attributes:
         stage: pipeline rank.
-        places: this rank's places in the process groups that divide state.
-        groups: Megatron's ProcessGroupCollection.
         fingerprint: settings that the state depends on, by flag.
         replay_settings: further settings that the result of an iteration depends on, by flag.
         record_settings: settings that decide what the records of iterations hold, and which states are
             evaluated, by flag.
-        script_settings: settings of a training script, by flag, of which nobody knows what depends on them.
-        experts: the model's experts and the number of their tokens.
+        script_settings: a training script's own flags; nobody can tell what depends on them.
         iteration: where training continues if nothing is recovered; --load may have set it.
         began_with: flags with values that begin a run from the weights of another run, such as --finetune;
             empty without.
         is_deterministic: whether a replay computes the same bits.
-        timeout_s: timeout of the job's process groups.
-        traffic: what the pipeline sends, if that is logged.
         is_evaluated: whether the loop may evaluate the state of an iteration.
         couplings: stages that run iterations again together; None if what the pipeline sends is not logged.
     """

@@ -43,8 +43,6 @@ class Fetched:
         units: versions at FULL by unit name.
         compute: ``[snapshot]`` by unit name, the weights of units that only a later snapshot has at FULL;
             empty for a window of one.
-        rotation: versions of the units that only some snapshots hold.
-        missing: units that no source had intact.
         borders: of a rank that runs iterations again with some stages alone.
         unreadable: places of logs and records that these lack, and of the state if some of it is missing.
     """
@@ -141,9 +139,6 @@ def fetch(
     """Read and verify what this rank needs for a plan. Called by all ranks.
 
     Args:
-        met: this rank and its strategy.
-        readers: sources of this rank.
-        origins: checksums of the weights that this start has begun with.
         most_iteration: latest iteration of versions of units that only some snapshots hold; None for any.
     """
     rank, catalog, strategy = met.site.rank, met.live.catalog, met.strategy
@@ -191,8 +186,6 @@ def read_window(
 
     Args:
         sources: places of this rank's window, best first.
-        units: units that every window holds.
-        catalog: parameters and units of this rank.
     """
     opened = (readers.open(source) for source in sources)
     index = next((reader.index for reader in opened if reader is not None), None)

@@ -27,7 +27,6 @@ class Problem:
     """Something that was found and cannot be used.
 
     Attributes:
-        text: the place and the reason.
         is_state: whether all ranks may once have had this state, so that something is lost with it.
         iteration: iteration of the state; None if that is not known.
         is_unread: whether it could not be read, so that it may be in order.
@@ -46,7 +45,6 @@ class Inventory:
     Attributes:
         versions: versions that look usable; their data has not been read yet.
         logs: boundary logs that look usable, likewise.
-        problems: everything that cannot be used.
         lineages: runs of which all ranks had a state once, according to something that was found.
         identities: one for each (lineage, fingerprint) that was found, with its place.
         starts: all starts in the histories that were found.
@@ -124,8 +122,6 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
     """Return the state of any ranks in a node's memory directory.
 
     Args:
-        node_dir: the directory of this job on this node.
-        node: id of the node.
         job_id: of this job; state that another job left there is not used.
     """
     inventory = Inventory()

@@ -30,8 +30,6 @@ class Found:
     """Findings of a start, the same on all ranks.
 
     Attributes:
-        inventory: state that exists, usable or not.
-        wish: what the flags ask for.
         failed: failures that two starts had in the same way when they continued from a state, by the name of
             the start that wrote it and its iteration.
         failed_locally: likewise the failures of recoveries by some stages alone.
@@ -165,11 +163,7 @@ def _number(environment: Mapping[str, str]) -> tuple[str, int, int]:
 
 
 def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher | None:
-    """Return a node's note of its launcher; None if that has not started its ranks before.
-
-    Args:
-        node_dir: the memory directory of the job on this node.
-    """
+    """Return a node's note of its launcher; None if that has not started its ranks before."""
     known = _read(node_dir)
     if known is None:
         return None
@@ -213,9 +207,7 @@ def note_launcher(
     """Note the launcher that starts a node's ranks. Called by one rank of a node, in each start.
 
     Args:
-        node_dir: the memory directory of the job on this node.
         known: names of the starts that had left something when it first did so.
-        has_begun: see `Launcher`.
     """
     launcher = Launcher(
         process=agent_name(environment),

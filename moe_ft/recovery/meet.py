@@ -48,12 +48,7 @@ from moe_ft.topology import RankInfo, Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """The groups of this rank. All methods are called by all ranks of the group.
-
-    Attributes:
-        everyone: all ranks of the job.
-        stage: the ranks of this rank's stage.
-    """
+    """The groups of this rank. All methods are called by all ranks of the group."""
 
     everyone: Agreement
     stage: StageSum
@@ -94,7 +89,6 @@ class LiveState:
     """The live objects of a rank that snapshots are taken of and that a recovery writes to.
 
     Attributes:
-        built: model chunks, Megatron's outermost optimizer and its scheduler.
         model_places: what Megatron's checkpoints hold besides parameters.
         phase_hook: called in the middle of background work and of putting back state.
     """
@@ -114,7 +108,6 @@ class StartNames:
     """Random names of a start, the same on all ranks.
 
     Attributes:
-        name: of the start.
         lineage: of the run, if this start begins one.
     """
 
@@ -129,7 +122,6 @@ class Met:
     Attributes:
         fingerprint: settings that the state depends on, the cuts of the state included.
         peers: ``[rank]`` the ranks that keep its replicas.
-        server: listens, and answers peers that know the token.
         token: secret that the ranks of this start share.
         breakpoint: layout of this rank's breakpoint; None without --moe-ft-breakpoints.
         pipelines: of a job whose stages can recover alone; None for any other.
@@ -160,9 +152,6 @@ def meet(
     """Meet the other ranks. Called by all ranks.
 
     Args:
-        facts: about the job and this rank.
-        built: model chunks, Megatron's outermost optimizer and its scheduler.
-        phase_hook: called in the middle of background work and of putting back state.
         opened: closes the groups and the server.
 
     Raises:

@@ -112,9 +112,7 @@ class Notices:
         """Raise unless there is nothing to continue from, and the flags allow that.
 
         Args:
-            inventory: everything that was found.
             plans: all plans, whatever the flags ask for.
-            problems: state that was found and is not used, with the reasons.
 
         Raises:
             UnrecoverableError: with the reasons for which what was found is not used.

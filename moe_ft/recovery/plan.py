@@ -153,7 +153,6 @@ def plan_without(
 
     Args:
         rejected: the best of the candidates.
-        lacking: what some ranks do not have intact of it.
         unreadable: places of that plan that this rank could not read.
 
     Returns:
@@ -199,9 +198,6 @@ def unread(candidate: Plan | None, found: Found) -> str:
 
     Going back to an older state would let retention delete it. But the memory of the start before this one is
     newer than all that storage may have, unless it is known to be there.
-
-    Args:
-        candidate: None if there is no plan.
     """
     wish = found.wish
     if wish.ignores_all or (candidate is not None and wish.only_iteration is not None):
@@ -256,12 +252,7 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, notices: 
 
 
 def check_replay(candidate: Plan, replay_settings: Mapping[str, Any], notices: Notices) -> None:
-    """Raise ConfigError if a plan replays iterations and they would not be the same.
-
-    Args:
-        replay_settings: settings of this start that the result of an iteration depends on, by flag.
-        notices: says which settings cannot be compared.
-    """
+    """Raise ConfigError if a plan replays iterations and they would not be the same."""
     if candidate.num_replays == 0:
         return
     theirs = msgspec.json.decode(candidate.version.replay_settings)

@@ -43,10 +43,6 @@ def protect(
     """Start the engine, which the caller closes. Called by all ranks.
 
     Args:
-        met: this rank and its job.
-        lock: of the persist directory, on rank 0 only.
-        origins: checksums of the weights that this start has begun with.
-        restored: state that was recovered; None after a fresh start.
         trouble: why the persist directory cannot be used yet; empty if it can be.
 
     Raises:
@@ -146,14 +142,7 @@ def hand_over(
     rank: int,
     peers: Sequence[RankInfo],
 ) -> Handover | None:
-    """Return what the engine of a rank must know about the recovered state; None if nothing was recovered.
-
-    Args:
-        restored: state of this rank.
-        strategy: strategy of this start.
-        node_dir: memory directory of the rank's node.
-        peers: ranks that keep its replicas.
-    """
+    """Return what the engine of a rank must know about the recovered state; None if nothing was recovered."""
     if restored is None:
         return None
     rotating = {str(unit) for unit in strategy.rotating}

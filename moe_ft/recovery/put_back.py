@@ -45,13 +45,7 @@ class SharedSlices:
 def exchange_state(
     parameters: Sequence[LocalParameter], restored: SharedSlices, level: Level, groups: Any
 ) -> None:
-    """Exchange slices of parameters that several data-parallel ranks hold. Called by all ranks of a stage.
-
-    Args:
-        parameters: all parameters of this rank.
-        restored: slices that the ranks have put back.
-        level: level of the units that the slices belong to.
-    """
+    """Exchange slices of parameters that several data-parallel ranks hold. Called by all ranks of a stage."""
     replicated = [local for local in parameters if not local.is_sharded]
     for is_expert, slices, group in (
         (False, restored.dp, groups.dp_cp),

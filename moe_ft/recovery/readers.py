@@ -55,8 +55,6 @@ def read_unit(
     """Return a unit version and its bytes.
 
     Args:
-        reader: reader of the place.
-        name: name of the unit.
         position: number of the snapshot that has it at COMPUTE; None for FULL.
 
     Raises:
@@ -263,8 +261,6 @@ def fetch_unit(
     """Read and verify a unit from one source; return None, and remember why, if it is not intact there.
 
     Args:
-        source: the place to look at.
-        catalog: parameters and units of this rank.
         version: the only version to accept; None for any.
         iteration: the only iteration to accept; None for any.
         position: number of the snapshot that has the unit at COMPUTE; None for FULL.

@@ -21,12 +21,7 @@ class Conversion:
     """
 
     def __init__(self, agreed: Agreed, live: LiveState) -> None:
-        """Prepare a conversion; nothing is put back yet.
-
-        Args:
-            agreed: window that the ranks have completely.
-            live: model and optimizer that the window goes into.
-        """
+        """Prepare a conversion; nothing is put back yet."""
         assert agreed.fetched.index is not None
         self._agreed, self._live = agreed, live
         self.records: tuple[IterationRecord, ...] = agreed.fetched.index.records[

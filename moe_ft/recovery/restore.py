@@ -24,8 +24,6 @@ class Restored:
     """State that is live again on this rank; a replay may still be due.
 
     Attributes:
-        plan: where the state came from.
-        fetched: units that were put back.
         conversion: the window; its first snapshot was put back.
         persisted_index: path of this rank's index in the newest checkpoint on storage; empty without one,
             None if storage could not be read.

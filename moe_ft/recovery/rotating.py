@@ -28,7 +28,6 @@ class Rotation:
     """Versions of the units that only some snapshots hold.
 
     Attributes:
-        units: this rank's, read and verified, by unit name.
         versions: versions that the units of the whole stage get, by name; a unit that keeps the weights that
             the run began with is left out.
         kept: names of the units that keep these weights, of the whole stage.
@@ -60,10 +59,6 @@ def fetch_rotating(
 
     Args:
         sources: everything that the run has left of this rank, best first.
-        units: units that only some snapshots hold, of which this rank saves something.
-        catalog: parameters and units of this rank.
-        origins: checksums of the weights that this start has begun with.
-        gather: exchanges values within the stage.
         most_iteration: latest iteration of snapshots that may be used; None for any.
     """
     offers = _find_offers(sources, units, readers, origins, most_iteration)

@@ -72,9 +72,6 @@ def start(
     iteration. A process may start again after it has closed what an earlier start has returned.
 
     Args:
-        facts: about the job and this rank.
-        built: model chunks, Megatron's outermost optimizer and its scheduler.
-        phase_hook: called in the middle of background work and of putting back state.
         note_site: called with this rank's place as soon as it is known.
         most_iteration: the latest that may be recovered; None for any. A loop that has not finished an
             iteration yet must run it again, not skip it.
@@ -163,10 +160,7 @@ class _Recovery:
     """Result of trying the candidates.
 
     Attributes:
-        restored: None if nothing was recovered.
         is_chosen: whether the user has named where this start begins.
-        problems: state that was found and is not used, with the reasons.
-        blocked_by: see `Candidates`.
     """
 
     restored: Restored | None
@@ -266,8 +260,6 @@ def make_identity(
     """Return the identity of a start.
 
     Args:
-        met: this rank and its job.
-        inventory: everything that the start has found.
         plan: the state that it continues; None if it begins a run.
         is_chosen: whether the user has named where this start begins.
     """

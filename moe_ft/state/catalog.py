@@ -71,7 +71,6 @@ class UnitCatalog:
         """Return the tensors of a unit that this rank saves, without offsets; none if others save all.
 
         Args:
-            unit: a whole unit or a part of one.
             slices: ranges of parameters that a plan divides differently than at start.
         """
         found = []

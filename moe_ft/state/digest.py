@@ -42,10 +42,6 @@ def digest_state(
     """Return the digests of this rank's current state.
 
     With --overlap-param-gather the parameters that other ranks own are those of the last gather.
-
-    Args:
-        model: model chunks of this rank.
-        counters: other integers of the state, such as consumed samples.
     """
     digest = hashlib.sha256()
     _add_tensors(digest, named_parameters(model))

@@ -40,11 +40,7 @@ def modules_with_extra_state(model: Sequence[torch.nn.Module]) -> dict[str, torc
 
 
 def check_at_start(modules: Mapping[str, torch.nn.Module]) -> None:
-    """Raise ConfigError if a module already has state that cannot be kept.
-
-    Args:
-        modules: result of `modules_with_extra_state`.
-    """
+    """Raise ConfigError if a module already has state that cannot be kept."""
     for name, module in modules.items():
         if problem := _problem(name, module):
             raise ConfigError(problem)
@@ -52,9 +48,6 @@ def check_at_start(modules: Mapping[str, torch.nn.Module]) -> None:
 
 def clone_state(name: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of a module's FP8 tensors, on their device, without waiting.
-
-    Args:
-        module: one of `modules_with_extra_state`.
 
     Raises:
         SnapshotError: if the module has state of another kind.

@@ -48,10 +48,6 @@ def find_places(model: Sequence[torch.nn.Module], dp_cp_group: Any) -> Places:
     """Return the places of the parameters and buffers of a rank, as far as Megatron saves them.
 
     Training needs none of it: a model that Megatron cannot describe has no places, and a problem.
-
-    Args:
-        model: model chunks of this rank.
-        dp_cp_group: its data-parallel group, with context parallelism.
     """
     try:
         return _find_places(model, dp_cp_group)

@@ -50,12 +50,7 @@ class CapturedNumbers:
 
 
 def capture_numbers(optimizer: Any, facts: IterationFacts) -> CapturedNumbers:
-    """Copy the numbers before the next iteration changes them. Training thread; waits for no GPU.
-
-    Args:
-        optimizer: Megatron's outermost.
-        facts: of the iteration that has just ended.
-    """
+    """Copy the numbers before the next iteration changes them. Training thread; waits for no GPU."""
     return CapturedNumbers(
         facts=facts,
         grad_norms_by_group=dict(getattr(optimizer, "grad_norms_by_group", None) or {}),

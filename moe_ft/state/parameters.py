@@ -96,8 +96,6 @@ def local_parameters(
     ranks save the same part.
 
     Args:
-        model: model chunks of this rank.
-        places: this rank's places in its groups.
         assign_slices: a function of planning/sharding.py, called with the number of elements of each such
             parameter and the number of ranks.
 
@@ -138,7 +136,6 @@ def global_name(local_name: str, modules: Mapping[str, torch.nn.Module]) -> tupl
 
     Args:
         local_name: its name in its model chunk, wrappers (``module.``) included.
-        modules: the chunk's modules by name.
     """
     name = local_name
     while name.startswith("module."):

@@ -48,12 +48,9 @@ class IterationFacts:
     """Facts that the training loop knows about the iteration that has just ended.
 
     Attributes:
-        iteration: of the state now.
         grad_norm: as train_step returned it; None after a skipped step.
         num_tokens: with --calculate-per-token-loss, on the device; else None.
-        num_floating_point_operations: so far.
         tokens_per_expert: local counts ``[expert]`` by MoE layer.
-        counters: of the loop, this iteration included.
     """
 
     iteration: int
@@ -99,9 +96,6 @@ class RecordTaker:
         """Copy the values that change before the next optimizer step. Training thread; waits for no GPU.
 
         The next forward pass changes FP8 scales and histories, so they are cloned here, like buffers.
-
-        Args:
-            facts: of the iteration that has just ended.
 
         Raises:
             SnapshotError: if a module has state that cannot be kept.

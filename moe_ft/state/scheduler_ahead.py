@@ -17,7 +17,6 @@ def step_ahead(captured: CapturedRecord, scheduler: Any, increment: int) -> None
     Args:
         captured: shares no memory with the training state.
         scheduler: Megatron's OptimizerParamScheduler; stays as it is.
-        increment: with which it will step.
     """
     ahead = copy.copy(scheduler)
     groups = [group for each in captured.values["optimizers"] for group in each["groups"]]
