@@ -30,9 +30,8 @@ from benchmarks.output import markdown_table, parse_options, show
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
 from moe_ft.files.storage import Storage, file_tag
-from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode
-from moe_ft.format.index import Index
+from moe_ft.format.index import Index, check_units
 from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery.fetch import Fetched, read_window
 from moe_ft.recovery.inspect.verification import verify

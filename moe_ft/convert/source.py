@@ -16,11 +16,10 @@ from moe_ft.engine.persist.soundness import check_references, check_region, read
 from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock, watch_lock
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.storage import Storage
-from moe_ft.format.contents import check_header
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.identity import Identity
-from moe_ft.format.index import Index
+from moe_ft.format.index import Index, check_header
 from moe_ft.format.manifest import Manifest
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings, newest_holding
 from moe_ft.recovery.job_memory import is_alive

@@ -44,7 +44,7 @@ from moe_ft.convert.read_ahead import read_ahead
 from moe_ft.convert.safetensors_set import facts_of
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.verifying import Part, WrittenFile
-from moe_ft.format.json_values import convert_leaves
+from moe_ft.format.encoding import convert_leaves
 from moe_ft.state.slices import DTYPES
 
 _TRACKER = "latest_checkpointed_iteration.txt"

@@ -4,17 +4,9 @@ import numpy as np
 
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.entries import UnitEntry, tensor_pieces
+from moe_ft.format.packings import DTYPES
 
 _BLOCK_BYTES = 1 << 20  # stays in a processor's cache
-# The unsigned type of a number's bits, and those that are all set if it is not finite, and only then.
-_BITS: dict[str, tuple[type[np.unsignedinteger], int]] = {
-    "F64": (np.uint64, 0x7FF0_0000_0000_0000),
-    "F32": (np.uint32, 0x7F80_0000),
-    "F16": (np.uint16, 0x7C00),
-    "BF16": (np.uint16, 0x7F80),
-    "F8_E4M3": (np.uint8, 0x7F),  # has no infinity
-    "F8_E5M2": (np.uint8, 0x7C),
-}
 
 
 def check_is_finite(unit: str, entry: UnitEntry, content: memoryview) -> None:
@@ -25,7 +17,7 @@ def check_is_finite(unit: str, entry: UnitEntry, content: memoryview) -> None:
     """
     for tensor in entry.tensors:
         for piece in tensor_pieces(tensor) if not tensor.is_absent else ():
-            if piece.dtype not in _BITS:
+            if not DTYPES[piece.dtype].not_finite:
                 continue
             start = tensor.offset + piece.offset
             if not _are_finite(piece.dtype, content[start : start + piece.num_bytes]):
@@ -35,8 +27,8 @@ def check_is_finite(unit: str, entry: UnitEntry, content: memoryview) -> None:
 
 
 def _are_finite(dtype: str, content: memoryview) -> bool:
-    kind, mask = _BITS[dtype]
-    bits, all_set = np.frombuffer(content, kind), kind(mask)
+    kind = np.dtype(f"u{DTYPES[dtype].num_bytes}")
+    bits, all_set = np.frombuffer(content, kind), kind.type(DTYPES[dtype].not_finite)
     block = min(len(bits), _BLOCK_BYTES // bits.itemsize)
     room = np.empty(block, kind)
     for start in range(0, len(bits), block or 1):

@@ -1,10 +1,13 @@
 """Files of JSON with a checksum: the envelope that all indexes and manifests share.
 
 Reading validates types, names and paths, and the checksum over the body finds every flipped byte. There is no
-pickle. The bodies are defined in format/index.py and format/manifest.py.
+pickle. The bodies are defined in format/index.py and format/manifest.py. Values that JSON lacks, such as NaN
+and tuples, are converted here too.
 """
 
+import math
 import re
+from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -104,3 +107,17 @@ def check_path(path: str, where: str) -> None:
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path:
         raise CorruptStateError(f"{where} names '{path}', which leaves its directory")
+
+
+def finite_or_name(value: Any) -> Any:
+    """Return a value, but "nan", "inf" or "-inf" for a float that is not finite."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def convert_leaves(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return nested mappings and sequences as dicts and lists, with each leaf converted."""
+    if isinstance(value, Mapping):
+        return {str(key): convert_leaves(item, convert) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [convert_leaves(item, convert) for item in value]
+    return convert(value)

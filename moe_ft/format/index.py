@@ -1,16 +1,17 @@
 """The index of a data file: the unit versions in the file, the iterations, and the run that wrote it.
 
 A data file is a valid safetensors file; its index is a separate file in the same directory. The entries of an
-index are in format/entries.py, its records in format/records.py, its encoding in format/encoding.py.
+index are in format/entries.py, its records in format/records.py, its encoding in format/encoding.py. The
+bytes of a data file are checked against their checksums here, without any I/O.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated
 
 import msgspec
 
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.encoding import Body, Checksum, check_path, decodable
+from moe_ft.format.encoding import Body, Checksum, check_path, checksum, decodable
 from moe_ft.format.entries import (
     FileEntry,
     ModelPlaces,
@@ -151,3 +152,42 @@ def _check_file_name(file: str, where: str) -> None:
         raise CorruptStateError(
             f"{where}: the data file '{file}' is not in the directory of its index"
         )
+
+
+def check_units(
+    index: Index,
+    contents: Mapping[str, memoryview],
+    where: str,
+    entries: Iterable[tuple[str, UnitEntry]] | None = None,
+) -> None:
+    """Raise CorruptStateError if the header or a unit does not have the checksum of the index.
+
+    Args:
+        contents: of the index's own file, under an empty name, and of others that it names.
+        entries: the unit versions to check, with names; by default all that are in the contents.
+    """
+    check_header(index, contents[""][: index.header_bytes], where)
+    if entries is None:
+        entries = [(name, unit) for name, unit in index.entries() if unit.file in contents]
+    check_places(contents, where, entries)
+
+
+def check_header(index: Index, header: memoryview | bytes, where: str) -> None:
+    """Raise CorruptStateError if a safetensors header does not have the checksum of the index."""
+    if checksum(header) != index.header_checksum:
+        raise CorruptStateError(f"{where}: the safetensors header does not match its checksum")
+
+
+def check_places(
+    contents: Mapping[str, memoryview], where: str, entries: Iterable[tuple[str, UnitEntry]]
+) -> None:
+    """Raise CorruptStateError if a unit does not have the checksum of the index; see `check_units`."""
+    for name, unit in entries:
+        content = contents[unit.file]
+        check_unit(name, unit, content[unit.offset : unit.offset + unit.num_bytes], where)
+
+
+def check_unit(name: str, unit: UnitEntry, content: memoryview | bytes, where: str) -> None:
+    """Raise CorruptStateError if the bytes of a unit do not have the checksum of the index."""
+    if checksum(content) != unit.checksum:
+        raise CorruptStateError(f"{where}: unit {name} does not match its checksum")

@@ -7,23 +7,40 @@ packed by kernels/packing.py and chosen by moe_ft/config/precision.py.
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from typing import NamedTuple
 
 from moe_ft.arithmetic import ceil_div, round_up
 
-DTYPE_BYTES = {
-    "F64": 8,
-    "I64": 8,
-    "F32": 4,
-    "I32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
+
+class DType(NamedTuple):
+    """Type of numbers.
+
+    Attributes:
+        torch_name: its attribute of torch, and its name in the settings of models.
+        not_finite: bits of a number that are all set if it is NaN or infinite, and only then; 0 for integers.
+    """
+
+    torch_name: str
+    num_bytes: int
+    not_finite: int = 0
+
+
+# By safetensors' name.
+DTYPES = {
+    "F64": DType("float64", 8, 0x7FF0_0000_0000_0000),
+    "I64": DType("int64", 8),
+    "F32": DType("float32", 4, 0x7F80_0000),
+    "I32": DType("int32", 4),
+    "F16": DType("float16", 2, 0x7C00),
+    "BF16": DType("bfloat16", 2, 0x7F80),
+    "I16": DType("int16", 2),
+    "F8_E4M3": DType("float8_e4m3fn", 1, 0x7F),  # has no infinity
+    "F8_E5M2": DType("float8_e5m2", 1, 0x7C),
+    "I8": DType("int8", 1),
+    "U8": DType("uint8", 1),
+    "BOOL": DType("bool", 1),
 }
+DTYPE_BYTES = {name: each.num_bytes for name, each in DTYPES.items()}
 ALIGNMENT_BYTES = 64  # of tensors in a file, and of their pieces
 SCALED_BLOCK = 128  # numbers that share a scale
 

@@ -105,18 +105,11 @@ Counted = IterationRecord | JobNumbers
 
 def numbers_of(record: IterationRecord) -> JobNumbers:
     """Return the numbers of the whole job in a record."""
+    names = set(JobNumbers.__struct_fields__) - {"found_inf"}
     checked = [each.found_inf for each in record.optimizers]
     return JobNumbers(
-        iteration=record.iteration,
-        grad_norm=record.grad_norm,
-        num_microbatches=record.num_microbatches,
-        consumed_train_samples=record.consumed_train_samples,
-        grad_norms_by_group=record.grad_norms_by_group,
-        num_tokens=record.num_tokens,
+        **{name: getattr(record, name) for name in names},
         found_inf=tuple(bool(each) for each in checked) if None not in checked else (),
-        consumed_valid_samples=record.consumed_valid_samples,
-        skipped_train_samples=record.skipped_train_samples,
-        num_floating_point_operations=record.num_floating_point_operations,
     )
 
 

@@ -42,8 +42,7 @@ from moe_ft.recovery.failures import is_not_finite
 from moe_ft.recovery.site import Site
 from moe_ft.recovery.start import start
 from moe_ft.saying import say
-from moe_ft.state.job_numbers import CapturedNumbers, capture_numbers
-from moe_ft.state.record import IterationFacts
+from moe_ft.state.record import CapturedNumbers, IterationFacts, capture_numbers
 from moe_ft.strategies.interface import JobLoss
 
 

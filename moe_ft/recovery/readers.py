@@ -17,10 +17,9 @@ from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import open_private, read_private
 from moe_ft.files.storage import Storage
 from moe_ft.files.waits import note_progress
-from moe_ft.format.contents import check_header
 from moe_ft.format.encoding import checksum, decode
 from moe_ft.format.entries import UnitEntry
-from moe_ft.format.index import Index
+from moe_ft.format.index import Index, check_header
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter

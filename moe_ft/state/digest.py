@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from moe_ft.format.json_values import convert_leaves
+from moe_ft.format.encoding import convert_leaves
 from moe_ft.state.tensors import (
     NamedTensors,
     inner_optimizers,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moe_ft.format.json_values import convert_leaves
+from moe_ft.format.encoding import convert_leaves
 from moe_ft.format.records import RecordTensor
 from moe_ft.state.slices import DTYPES, dtype_name
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from moe_ft.format.json_values import finite_or_name
+from moe_ft.format.encoding import finite_or_name
 from moe_ft.format.records import RandomStates
 from moe_ft.state.packed_values import copied, from_json, on_cpu, to_json
 

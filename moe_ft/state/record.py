@@ -3,19 +3,21 @@
 The training thread calls `RecordTaker.capture` at the end of train_step, because buffers, random numbers,
 counters and the loss scale change before the weights do. `capture` only copies. `encode` converts the copies
 to the form in files and may run on any thread. `apply` restores a record but for its random numbers, which
-random_states.py does.
+random_states.py does. `step_ahead` makes a record of an iteration whose scheduler has not stepped yet.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import torch
 
 from moe_ft.errors import ConfigError, SnapshotError
-from moe_ft.format.json_values import finite_or_name
-from moe_ft.format.records import IterationRecord, OptimizerRecord
+from moe_ft.format.encoding import finite_or_name
+from moe_ft.format.records import IterationRecord, JobNumbers, OptimizerRecord
 from moe_ft.state import fp8_state
 from moe_ft.state.packed_values import copied, from_json, on_cpu, pack, to_json, unpack
 from moe_ft.state.parameters import LocalParameter
@@ -101,9 +103,7 @@ class RecordTaker:
             SnapshotError: if a module has state that cannot be kept.
         """
         values = {
-            "grad_norms_by_group": dict(
-                getattr(self._optimizer, "grad_norms_by_group", None) or {}
-            ),
+            "grad_norms_by_group": _grad_norms(self._optimizer),
             "optimizers": [_capture_scalars(inner) for inner in self._inner],
             "scheduler": dict(self._scheduler.state_dict()),
             "rng": capture_rng(),
@@ -136,6 +136,10 @@ class RecordTaker:
             captured.values[name] = on_cpu(value)
 
 
+def _grad_norms(optimizer: Any) -> dict[str, Any]:
+    return dict(getattr(optimizer, "grad_norms_by_group", None) or {})
+
+
 def _capture_scalars(inner: Any) -> dict[str, Any]:
     scaler = getattr(inner, "grad_scaler", None)
     return {
@@ -146,11 +150,11 @@ def _capture_scalars(inner: Any) -> dict[str, Any]:
         "scaler": {key: copied(value) for key, value in scaler.state_dict().items()}
         if scaler
         else None,
-        "found_inf": capture_found_inf(inner),
+        "found_inf": _capture_found_inf(inner),
     }
 
 
-def capture_found_inf(inner: Any) -> torch.Tensor | None:
+def _capture_found_inf(inner: Any) -> torch.Tensor | None:
     """Return a copy of what an optimizer with a loss scale has found in its gradients; None for any other."""
     found_inf = getattr(inner, "found_inf", None) if getattr(inner, "grad_scaler", None) else None
     return None if found_inf is None else found_inf.detach().clone()
@@ -178,24 +182,83 @@ def encode(captured: CapturedRecord) -> IterationRecord:
     """Return the record in the form that files have. Any thread."""
     facts, values = captured.facts, captured.values
     return IterationRecord(
-        iteration=facts.iteration,
-        grad_norm=None if facts.grad_norm is None else finite_or_name(float(facts.grad_norm)),
-        grad_norms_by_group={
-            name: finite_or_name(float(value))
-            for name, value in values["grad_norms_by_group"].items()
-        },
-        num_tokens=None if values["num_tokens"] is None else int(values["num_tokens"]),
         optimizers=tuple(_encode_optimizer(each) for each in values["optimizers"]),
         scheduler=to_json(values["scheduler"]),
-        num_floating_point_operations=float(facts.num_floating_point_operations),
         rng=encode_rng(values["rng"]),
         buffers={name: pack(tensor) for name, tensor in values["buffers"].items()},
         extra_state={name: pack(tensor) for name, tensor in values["extra_state"].items()},
         tokens_per_expert={
             name: tuple(counts.tolist()) for name, counts in values["tokens_per_expert"].items()
         },
-        **msgspec.structs.asdict(facts.counters),
+        loop_state=facts.counters.loop_state,
+        **_encode_numbers(facts, values["grad_norms_by_group"], values["num_tokens"]),
     )
+
+
+def _encode_numbers(
+    facts: IterationFacts, grad_norms: Mapping[str, Any], num_tokens: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return what a record and the numbers of the job have in common, by field."""
+    counters = msgspec.structs.asdict(facts.counters)
+    del counters["loop_state"]
+    return {
+        "iteration": facts.iteration,
+        "grad_norm": None if facts.grad_norm is None else finite_or_name(float(facts.grad_norm)),
+        "grad_norms_by_group": {
+            name: finite_or_name(float(value)) for name, value in grad_norms.items()
+        },
+        "num_tokens": None if num_tokens is None else int(num_tokens),
+        "num_floating_point_operations": float(facts.num_floating_point_operations),
+        **counters,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapturedNumbers:
+    """Numbers of the whole job, equal to those of the record, of which some may still be on the device."""
+
+    facts: IterationFacts
+    grad_norms_by_group: Mapping[str, Any]
+    num_tokens: torch.Tensor | None
+    found_inf: tuple[torch.Tensor | None, ...]
+
+    def encode(self) -> JobNumbers:
+        """Return them in the form that files have. Any thread."""
+        checked = [bool(each) for each in self.found_inf if each is not None]
+        return JobNumbers(
+            found_inf=tuple(checked) if len(checked) == len(self.found_inf) else (),
+            **_encode_numbers(self.facts, self.grad_norms_by_group, self.num_tokens),
+        )
+
+
+def capture_numbers(optimizer: Any, facts: IterationFacts) -> CapturedNumbers:
+    """Copy the numbers before the next iteration changes them. Training thread; waits for no GPU.
+
+    They cost nothing: the boundary log keeps them of every iteration, for stages that run it again alone.
+    """
+    return CapturedNumbers(
+        facts=facts,
+        grad_norms_by_group=_grad_norms(optimizer),
+        num_tokens=copied(facts.num_tokens),
+        found_inf=tuple(map(_capture_found_inf, inner_optimizers(optimizer))),
+    )
+
+
+def step_ahead(captured: CapturedRecord, scheduler: Any, increment: int) -> None:
+    """Step a copy of the scheduler on captured parameter groups, and put its results into the record.
+
+    Between the optimizer step and the scheduler's a rank may hang in a collective. Everything else that is
+    captured is final by then.
+
+    Args:
+        captured: shares no memory with the training state.
+        scheduler: Megatron's OptimizerParamScheduler; stays as it is.
+    """
+    ahead = copy.copy(scheduler)
+    groups = [group for each in captured.values["optimizers"] for group in each["groups"]]
+    ahead.optimizer = SimpleNamespace(param_groups=groups)
+    ahead.step(increment)
+    captured.values["scheduler"] = dict(ahead.state_dict())
 
 
 def _encode_optimizer(values: Mapping[str, Any]) -> OptimizerRecord:

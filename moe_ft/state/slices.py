@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moe_ft.format import packings
 from moe_ft.format.entries import TensorEntry
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.tensors import raw_tensor
@@ -18,26 +19,16 @@ from moe_ft.units import Level, Part
 MASTER_KEYS = ("param", "master_param")
 WEIGHT_KEYS = (*MASTER_KEYS, "weight")
 _STATE_KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum_buffer",)}
-_SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+# By safetensors' name.
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, each.torch_name) for name, each in packings.DTYPES.items()
 }
-DTYPES = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return safetensors' name of a type."""
-    return _SAFETENSORS_NAMES[dtype]
+    return _NAMES[dtype]
 
 
 def is_precision_aware(optimizer: Any) -> bool:

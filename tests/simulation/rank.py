@@ -25,8 +25,7 @@ from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.failures import is_not_finite
 from moe_ft.recovery.start import start
 from moe_ft.state import record as records
-from moe_ft.state.job_numbers import capture_numbers
-from moe_ft.state.record import IterationFacts, LoopCounters
+from moe_ft.state.record import IterationFacts, LoopCounters, capture_numbers
 from moe_ft.strategies import registry
 from tests.simulation.active import Patches, World
 from tests.simulation.leaving import Leaving

@@ -19,9 +19,7 @@ from moe_ft.convert.safetensors_set import facts_of, write_file, write_index
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.verifying import WrittenFile
 from moe_ft.errors import ConfigError
-
-# Names that `config.json` has for types of safetensors.
-_TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+from moe_ft.format.packings import DTYPES
 
 
 class HuggingFace:
@@ -117,7 +115,7 @@ class HuggingFace:
             "model_type": self.family.model_type,
             **self.family.config(self._model.settings),
             **tokens_of(self._model.facts),
-            "torch_dtype": _TORCH_DTYPES[max(set(dtypes), key=dtypes.count)],
+            "torch_dtype": DTYPES[max(set(dtypes), key=dtypes.count)].torch_name,
         }
         text = json.dumps(config, indent=2) + "\n"
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")

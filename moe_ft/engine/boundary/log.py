@@ -27,7 +27,7 @@ from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
 from moe_ft.format.encoding import FORMAT, checksum, decode, encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.packings import ALIGNMENT_BYTES
-from moe_ft.state.job_numbers import CapturedNumbers
+from moe_ft.state.record import CapturedNumbers
 from moe_ft.state.slices import dtype_name
 
 _PART = BackgroundPart.BOUNDARY_LOG

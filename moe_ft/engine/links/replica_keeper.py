@@ -23,10 +23,9 @@ from moe_ft.engine.links.messages import (
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.entries import UnitEntry
-from moe_ft.format.index import Index, IndexHead
+from moe_ft.format.index import Index, IndexHead, check_units
 from moe_ft.planning.recovery import Family, family_of
 
 _MAX_INDEX_BYTES = 1 << 30

@@ -1,6 +1,6 @@
 """Checks of what is stored: recovery, retention and `verify` all ask here whether it is sound.
 
-Bytes of units against their checksums are format/contents.py; here they are read for that.
+Bytes of units against their checksums are format/index.py; here they are read for that.
 """
 
 from collections.abc import Mapping
@@ -9,11 +9,10 @@ from pathlib import Path, PurePosixPath
 from moe_ft.engine.memory.regions import rank_and_holder
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Listings, Storage, iteration_directory
-from moe_ft.format.contents import check_header, check_unit
 from moe_ft.format.encoding import checksum, decode
 from moe_ft.format.entries import FileEntry
 from moe_ft.format.identity import History
-from moe_ft.format.index import Index, IndexHead
+from moe_ft.format.index import Index, IndexHead, check_header, check_unit
 from moe_ft.format.manifest import Manifest
 
 

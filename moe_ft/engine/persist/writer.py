@@ -28,10 +28,9 @@ from moe_ft.engine.persist.stored_file import PreviousCheckpoint, StoredFile, as
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage, rank_path
-from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import checksum, decode, encode
-from moe_ft.format.index import Index
 from moe_ft.processes import die_with_parent
+from moe_ft.format.index import Index, check_units
 
 HEARTBEAT_NAME = "heartbeat"
 _POLL_S = 0.02

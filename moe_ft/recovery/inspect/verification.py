@@ -17,9 +17,8 @@ from moe_ft.engine.persist.soundness import check_references, check_region, read
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import open_private, open_regular, read_private
 from moe_ft.files.storage import Storage
-from moe_ft.format.contents import check_places, check_units
 from moe_ft.format.encoding import decode
-from moe_ft.format.index import Index
+from moe_ft.format.index import Index, check_places, check_units
 from moe_ft.format.manifest import Manifest
 from moe_ft.recovery.inspect.boundary_logs import verify_logs
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings

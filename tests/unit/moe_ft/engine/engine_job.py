@@ -26,10 +26,9 @@ from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.persist.writer import PersistWorker, request_path
 from moe_ft.faults import Phase
 from moe_ft.files.storage import Storage
-from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import ModelPlaces
-from moe_ft.format.index import Index
+from moe_ft.format.index import Index, check_units
 from moe_ft.planning.boundary_log import PipelineTraffic, num_slots
 from moe_ft.recovery.assembly import lay_out_breakpoint
 from moe_ft.state.record import CapturedRecord, IterationFacts, LoopCounters

@@ -7,9 +7,8 @@ import pytest
 
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.contents import check_places, check_units
 from moe_ft.format.entries import UnitEntry
-from moe_ft.format.index import Index
+from moe_ft.format.index import Index, check_places, check_units
 from tests.unit.moe_ft.builders import WindowState, make_window, put_in_slot
 
 WINDOW = make_window(length=3)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from moe_ft.format.json_values import convert_leaves, finite_or_name
+from moe_ft.format.encoding import convert_leaves, finite_or_name
 
 
 @pytest.mark.parametrize("value", [0.0, -1.5, 1e300, 7, True, None, "nan", [math.inf]])

@@ -13,8 +13,7 @@ from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine.boundary.reading import open_log
 from moe_ft.loop.listeners import LoopState
 from moe_ft.loop.pipeline_log import PipelineLog
-from moe_ft.state.job_numbers import CapturedNumbers
-from moe_ft.state.record import IterationFacts, LoopCounters
+from moe_ft.state.record import CapturedNumbers, IterationFacts, LoopCounters
 from tests.unit.fault_tolerance.loops import ended
 from tests.unit.moe_ft.engine.boundary.logs import NEXT, PREVIOUS, SmallLog, small_log
 

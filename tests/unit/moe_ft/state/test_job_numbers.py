@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from moe_ft.format.records import JobNumbers, numbers_of
-from moe_ft.state.job_numbers import capture_numbers
-from moe_ft.state.record import IterationFacts, LoopCounters, RecordTaker, encode
+from moe_ft.state.record import IterationFacts, LoopCounters, RecordTaker, capture_numbers, encode
 
 
 class Scaler:

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from moe_ft.state.record import CapturedRecord
-from moe_ft.state.scheduler_ahead import step_ahead
+from moe_ft.state.record import CapturedRecord, step_ahead
 
 FACTS: Any = None
 

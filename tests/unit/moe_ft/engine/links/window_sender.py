@@ -9,10 +9,9 @@ from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import PeerReplicator, Replica
 from moe_ft.engine.memory.regions import Region
 from moe_ft.faults import Phase
-from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.identity import Identity
-from moe_ft.format.index import Index
+from moe_ft.format.index import Index, check_units
 from tests.unit.moe_ft.builders import (
     WINDOW_FILE_BYTES,
     WindowState,

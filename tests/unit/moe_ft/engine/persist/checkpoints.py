@@ -7,9 +7,9 @@ import pytest
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest
 from moe_ft.engine.persist.retention import Retention
 from moe_ft.files.storage import Storage, iteration_directory
-from moe_ft.format.contents import check_units
 from moe_ft.format.encoding import checksum
 from moe_ft.format.identity import Identity
+from moe_ft.format.index import check_units
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from tests.unit.moe_ft.builders import persist_checkpoint
 

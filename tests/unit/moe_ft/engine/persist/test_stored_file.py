@@ -11,9 +11,8 @@ from safetensors import safe_open
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.stored_file import PreviousCheckpoint, StoredFile, assemble
-from moe_ft.format.contents import check_units
 from moe_ft.format.entries import UnitEntry
-from moe_ft.format.index import Index
+from moe_ft.format.index import Index, check_units
 from tests.unit.moe_ft.builders import add_units, fill_region, put_in_slot
 
 NAME = "rank_00000_01234567.safetensors"

@@ -7,7 +7,7 @@ import torch
 
 from moe_ft.config.precision import PARTS
 from moe_ft.engine.snapshots.packed import unpack_into
-from moe_ft.format.contents import check_units
+from moe_ft.format.index import check_units
 from moe_ft.format.packings import Packing
 from moe_ft.strategies.interface import SnapshotPlan
 from moe_ft.units import Level

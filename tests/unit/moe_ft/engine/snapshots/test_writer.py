@@ -12,7 +12,7 @@ import torch
 from moe_ft.engine.memory.layout import FileLayout, LazyLayout
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.snapshots.job import SnapshotJob
-from moe_ft.format.contents import check_units
+from moe_ft.format.index import check_units
 from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
     COMPLETE,
     DEADLINE_S,
