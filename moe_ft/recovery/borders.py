@@ -19,7 +19,7 @@ from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
 from moe_ft.format.records import JobNumbers, numbers_of
 from moe_ft.planning.local_recovery import LocalPlan
-from moe_ft.planning.recovery import Source, Tier
+from moe_ft.planning.recovery import Plan, Source, Tier
 from moe_ft.planning.remains import KeptRecord, Place, SentLog
 from moe_ft.planning.scope import Scope
 from moe_ft.recovery.meet import Met
@@ -27,11 +27,18 @@ from moe_ft.recovery.readers import Readers
 
 
 class Lockstep:
-    """Meetings of one local recovery. Owned by the training thread; every rank comes to each of them."""
+    """Meetings of one local recovery; there are none in any other. Owned by the training thread.
 
-    def __init__(self, everyone: Agreement, first: int, target: int) -> None:
-        """Prepare."""
-        self._everyone, self._next, self._target = everyone, first, target
+    All ranks meet before each iteration that some stage runs again. Ranks that run nothing again learn from
+    these meetings that the others make progress. So they wait for many iterations, but never longer for one
+    than the timeout of the job's groups; and they hear of a rank that has died at the next meeting. The plan
+    says which iterations these are, the same on all ranks.
+    """
+
+    def __init__(self, everyone: Agreement, plan: Plan | None) -> None:
+        self._everyone, self._next, self._target = everyone, 0, -1
+        if plan is not None and plan.is_local:
+            self._next, self._target = plan.replay_from, plan.iteration
 
     def before(self, iteration: int) -> None:
         """Meet before an iteration that this rank runs again, and before those that only others have run.

@@ -95,7 +95,7 @@ class Checkpointing:
         lock: lock of the persist directory, on rank 0.
         plan: the state that was recovered; None if nothing was.
         borders: answers to a replay by some stages alone; None if there is none, or if all take part.
-        lockstep: meetings while some stages run iterations again alone; None if there is no such replay.
+        lockstep: meetings while some stages run iterations again alone.
         opened: closes everything that the start has opened.
     """
 
@@ -105,19 +105,18 @@ class Checkpointing:
     plan: Plan | None
     outcome: Outcome
     opened: ExitStack
+    lockstep: Lockstep
     _replay: Conversion | None
     borders: Borders | None = None
-    lockstep: Lockstep | None = None
 
     @property
     def is_local(self) -> bool:
         """True if some stages run iterations again alone; the others wait for them."""
-        return self.lockstep is not None
+        return self.plan is not None and self.plan.is_local
 
     def meet_before(self, iteration: int) -> None:
         """Let ranks that wait know that this one is about to run an iteration again; see `Lockstep`."""
-        if self.lockstep is not None:
-            self.lockstep.before(iteration)
+        self.lockstep.before(iteration)
 
     def wait_for_all(self) -> None:
         """Wait until every stage has the state of the target. Called by all ranks after a local recovery.
@@ -127,8 +126,7 @@ class Checkpointing:
         """
         if self.borders is not None:
             self.borders.close()
-        if self.lockstep is not None:
-            self.lockstep.end()
+        self.lockstep.end()
 
     def take_replay(self) -> Conversion | None:
         """Return the window whose iterations must be run again before training continues, if there is one.

@@ -6,11 +6,10 @@ of them raises. recovery/persist_directory.py opens the persist directory and ta
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import filelock
 
@@ -76,7 +75,7 @@ def claim(met: Met, opened: ExitStack) -> Claimed:
     def open_persist_directory() -> Opened:
         directory = open_storage(site)
         if directory.lock is not None:  # at once: another rank may refuse
-            opened.push(_Unlocking(directory.lock))
+            opened.push(_unlocking(directory.lock))
         return directory
 
     directory = together(open_persist_directory)
@@ -124,7 +123,7 @@ def take_over_lock(
         if lock is None and trouble is None:
             try:
                 lock = take_lock(met.site.job_id, storage, origin_of(met.site))
-                opened.push(_Unlocking(lock))
+                opened.push(_unlocking(lock))
             except OSError as error:
                 trouble = trouble_of(met.site, error)
                 if not may_wait:
@@ -132,32 +131,25 @@ def take_over_lock(
         if lock is None:
             lock = LateLock(storage, met.site.job_id, origin_of(met.site))
             lock.start(say)
-            opened.push(_Unlocking(lock))
+            opened.push(_unlocking(lock))
         return lock, "" if trouble is None else trouble.text
 
     return met.ranks.check_together(take)
 
 
-class _Unlocking:
-    """Ends the renewals of a lock; after a refusal, when nothing was written, also removes the lock."""
+def _unlocking(lock: StorageLock) -> Callable[..., None]:
+    """Return an exit that ends a lock's renewals, and after a refusal, when nothing was written, removes it.
 
-    def __init__(self, lock: StorageLock) -> None:
-        self._lock = lock
+    Otherwise the lock becomes stale, unless it was released before.
+    """
 
-    def __enter__(self) -> None:
-        """Do nothing: the lock is held already."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Remove the lock after a refusal; otherwise it becomes stale, unless it was released before."""
+    def end(kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, ConfigError | UnrecoverableError):
-            release_lock(self._lock)
+            release_lock(lock)
         else:
-            self._lock.close()
+            lock.close()
+
+    return end
 
 
 def warn_of_inexactness(site: Site, *, is_deterministic: bool) -> None:

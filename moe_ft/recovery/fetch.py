@@ -110,23 +110,20 @@ def _slices_of(units: Iterable[FetchedUnit], shared: Collection[str]) -> Slices:
 def open_readers(met: Met, claimed: Claimed) -> Readers:
     """Return readers of this rank's sources; each source is opened when it is first read."""
 
-    def open_memory(source: Source) -> StateReader:
-        pool = [claimed.memory.pool] if claimed.memory.pool is not None else []
-        reusable = [*claimed.memory.regions, *pool]
-        return MemoryReader(met.site.node_dir / source.version.path, reusable)
-
-    def open_peer(source: Source) -> StateReader:
-        assert source.version.node is not None
-        address = met.site.topology.lowest_on_node(source.version.node).address
+    def open_source(source: Source) -> StateReader:
+        version = source.version
+        if source.tier is Tier.MEMORY:
+            pool = [claimed.memory.pool] if claimed.memory.pool is not None else []
+            return MemoryReader(met.site.node_dir / version.path, [*claimed.memory.regions, *pool])
+        if source.tier is Tier.STORAGE:
+            assert claimed.storage is not None
+            return StorageReader(claimed.storage, version)
+        assert version.node is not None
+        address = met.site.topology.lowest_on_node(version.node).address
         assert address is not None
-        return PeerReader(PeerConnection(address, met.token), source.version)
+        return PeerReader(PeerConnection(address, met.token), version)
 
-    def open_storage(source: Source) -> StateReader:
-        assert claimed.storage is not None
-        return StorageReader(claimed.storage, source.version)
-
-    tiers = {Tier.MEMORY: open_memory, Tier.PEER: open_peer, Tier.STORAGE: open_storage}
-    return Readers(lambda source: tiers[source.tier](source))
+    return Readers(open_source)
 
 
 def fetch(

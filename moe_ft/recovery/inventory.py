@@ -69,19 +69,6 @@ class Inventory:
         self.identities.append((where, identity))
         return identity
 
-    def add_problem(
-        self,
-        text: str,
-        *,
-        is_state: bool,
-        iteration: int | None = None,
-        is_unread: bool = False,
-    ) -> None:
-        """Remember a problem; see `Problem` for the arguments."""
-        self.problems.append(
-            Problem(text=text, is_state=is_state, iteration=iteration, is_unread=is_unread)
-        )
-
     def merge(self, other: "Inventory") -> None:
         """Add the findings of another look."""
         self.versions += other.versions
@@ -127,7 +114,7 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
     inventory = Inventory()
     paths, refused = index_paths(node_dir)
     for problem in refused:
-        inventory.add_problem(f"memory of node {node}: {problem}", is_state=True)
+        inventory.problems.append(Problem(text=f"memory of node {node}: {problem}", is_state=True))
     for path in paths:
         where = f"memory of node {node}: {path.parent.name}/{path.name}"
         try:
@@ -135,11 +122,11 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
             open_private(path.parent / index.file).close()  # raises for a file that is not ours
             check_region(index, path)
         except OSError as error:
-            inventory.add_problem(_describe(error, where), is_state=True)
+            inventory.problems.append(Problem(text=_describe(error, where), is_state=True))
             continue
         if index.identity.job_id != job_id:
             reason = f"{where} is of another job, '{index.identity.job_id}'"
-            inventory.add_problem(reason, is_state=False)
+            inventory.problems.append(Problem(text=reason, is_state=False))
             continue
         identity = inventory.add_identity(where, index.identity)
         has_state = index.complete_iteration is not None
@@ -150,7 +137,9 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
                 f"{where} has {index.num_snapshots} of the {index.window} snapshots of a window, up to "
                 f"iteration {index.iteration}"
             )
-            inventory.add_problem(reason, is_state=has_state, iteration=index.iteration)
+            inventory.problems.append(
+                Problem(text=reason, is_state=has_state, iteration=index.iteration)
+            )
             continue
         version = _version(
             identity, index.rank, index.iteration, index.window, str(path.relative_to(node_dir))
@@ -200,7 +189,7 @@ def look_at_storage(storage: Storage) -> Inventory:
             _look_at_iteration(storage, iteration, inventory)
     except Exception as error:  # back ends raise anything
         reason = f"{storage.url} cannot be read: {type(error).__name__}: {error}"
-        inventory.add_problem(reason, is_state=True, is_unread=True)
+        inventory.problems.append(Problem(text=reason, is_state=True, is_unread=True))
     return inventory
 
 
@@ -209,16 +198,18 @@ def _look_at_iteration(storage: Storage, iteration: int, inventory: Inventory) -
     paths = find_manifests(storage, iteration)
     if not paths:
         reason = f"{directory} has no manifest: it was never completed"
-        inventory.add_problem(reason, is_state=False)
+        inventory.problems.append(Problem(text=reason, is_state=False))
     for path in paths:
         try:
             manifest = read_manifest(storage, path)
         except CorruptStateError as error:
-            inventory.add_problem(str(error), is_state=True, iteration=iteration)
+            inventory.problems.append(Problem(text=str(error), is_state=True, iteration=iteration))
             continue
         except Exception as error:  # back ends raise anything
             reason = f"{storage.url}/{path} cannot be read: {type(error).__name__}: {error}"
-            inventory.add_problem(reason, is_state=True, iteration=iteration, is_unread=True)
+            inventory.problems.append(
+                Problem(text=reason, is_state=True, iteration=iteration, is_unread=True)
+            )
             continue
         inventory.lineages.add(manifest.identity.lineage)
         identity = inventory.add_identity(directory, manifest.identity)

@@ -5,7 +5,7 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -275,12 +275,7 @@ def _exchange_places(
         pid=os.getpid(),
         agent=agent_name(os.environ),
         address=server.address,
-        region_bytes=sizes.region_bytes,
-        slot_bytes=sizes.slot_bytes,
-        num_slots=sizes.num_slots,
-        breakpoint_bytes=sizes.breakpoint_bytes,
-        boundary_slot_bytes=sizes.boundary_slot_bytes,
-        num_boundary_slots=sizes.num_boundary_slots,
+        **asdict(sizes),
     )
     return Topology(ranks=tuple(ranks.everyone.gather(info)))
 

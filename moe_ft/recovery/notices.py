@@ -85,24 +85,18 @@ class Notices:
     def say_incomparable(self, where: str, names: Sequence[str]) -> None:
         """Print, once for each place, the settings that could not be compared with those of its state."""
         if names and self._site.rank == 0 and where not in self._incomparable:
-            shown = ", ".join(names[:_MOST_REASONS])
-            more = f" and {len(names) - _MOST_REASONS} more" if len(names) > _MOST_REASONS else ""
             say(
                 f"warning: {where} comes from another version, which noted other settings. These are not "
-                f"compared, and must be the same for an exact recovery: {shown}{more}"
+                f"compared, and must be the same for an exact recovery: {_shorten(names, ', ')}"
             )
         self._incomparable.add(where)
 
     def say_changed(self, changes: Sequence[str]) -> None:
         """Print, once, the settings of the training script that have changed since a state was written."""
         if changes and self._site.rank == 0 and not self._has_said_changes:
-            shown = "; ".join(changes[:_MOST_REASONS])
-            more = (
-                f" and {len(changes) - _MOST_REASONS} more" if len(changes) > _MOST_REASONS else ""
-            )
             say(
                 "warning: flags of the training script have changed. If they decide data or loss, the run is "
-                f"no longer that of an undisturbed job: {shown}{more}"
+                f"no longer that of an undisturbed job: {_shorten(changes, '; ')}"
             )
         self._has_said_changes = self._has_said_changes or bool(changes)
 
@@ -152,6 +146,11 @@ class Notices:
                     "missing. Start with that strategy until training ends, which saves everything, or "
                     "ignore this state with --moe-ft-recover-from load."
                 )
+
+
+def _shorten(texts: Sequence[str], separator: str) -> str:
+    more = f" and {len(texts) - _MOST_REASONS} more" if len(texts) > _MOST_REASONS else ""
+    return separator.join(texts[:_MOST_REASONS]) + more
 
 
 def _say_all(reasons: Sequence[str]) -> None:

@@ -113,7 +113,7 @@ def start(
             opened=opened.pop_all(),
             _replay=conversion if conversion is not None and has_replays else None,
             borders=borders,
-            lockstep=_lockstep_of(continued, met),
+            lockstep=Lockstep(met.ranks.everyone, continued),
         )
 
 
@@ -147,12 +147,6 @@ def _find(
             say(f"waiting for storage, at most {_WAIT_S:.0f} s: {reasons}")
             said = reasons
         time.sleep(_PAUSE_S)
-
-
-def _lockstep_of(plan: Plan | None, met: Met) -> Lockstep | None:
-    if plan is None or not plan.is_local:
-        return None
-    return Lockstep(met.ranks.everyone, plan.replay_from, plan.iteration)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

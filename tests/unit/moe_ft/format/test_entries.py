@@ -1,5 +1,7 @@
 """Entries: the order of versions, and the sizes and packings of tensors."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -10,7 +12,10 @@ from moe_ft.format.entries import (
     tensor_bytes,
     tensor_pieces,
 )
+from moe_ft.format.identity import changed_settings, differing_settings, incomparable_settings
 from moe_ft.format.packings import Packing
+from moe_ft.format.records import IterationRecord, JobNumbers, OptimizerRecord, numbers_of
+from tests.unit.moe_ft.builders import make_record
 from tests.unit.moe_ft.format.bodies import small_index
 
 
@@ -48,3 +53,70 @@ def test_packings_that_lose_bits_are_named_by_key_in_ascending_order() -> None:
 
 def test_absent_tensor_has_no_packing_to_name() -> None:
     assert lossy_packings([unit(tensor("exp_avg", Packing.BF16, is_absent=True))]) == {}
+
+
+def reread(record: IterationRecord) -> IterationRecord:
+    return msgspec.json.decode(msgspec.json.encode(record), type=IterationRecord)
+
+
+@pytest.mark.parametrize("norm", [0.0, 1.5, None, "inf", "-inf", "nan"])
+def test_gradient_norm_of_any_kind_is_read_as_it_was_written(norm: Any) -> None:
+    record = msgspec.structs.replace(make_record(5), grad_norm=norm)
+    assert reread(record) == record
+
+
+def test_gradient_norm_of_another_name_is_refused() -> None:
+    record = msgspec.structs.replace(make_record(5), grad_norm="infinity")  # type: ignore[arg-type]
+    with pytest.raises(msgspec.ValidationError, match=r"\$\.grad_norm"):
+        reread(record)
+
+
+def test_unknown_field_of_an_optimizer_is_refused() -> None:
+    content = msgspec.json.encode({"groups": [], "steps": {}, "momentum": 1})
+    with pytest.raises(msgspec.ValidationError, match="momentum"):
+        msgspec.json.decode(content, type=OptimizerRecord)
+
+
+def test_state_of_a_loop_is_read_as_it_was_written() -> None:
+    state = {"epoch": 1, "shards": ["a", None], "rates": {"x": 0.5}}
+    record = msgspec.structs.replace(make_record(5), loop_state=state)
+    assert reread(record).loop_state == state
+
+
+def test_record_of_a_loop_without_state_is_written_as_before_there_was_any() -> None:
+    record = msgspec.structs.replace(make_record(5), loop_state={})
+    assert b"loop_state" not in msgspec.json.encode(record)
+    assert reread(record) == record
+
+
+def test_numbers_of_the_job_are_those_of_the_record() -> None:
+    record = msgspec.structs.replace(make_record(5), grad_norm="inf", num_tokens=77)
+    numbers = numbers_of(record)
+    assert msgspec.json.decode(msgspec.json.encode(numbers), type=JobNumbers) == numbers
+    for name in {*JobNumbers.__struct_fields__} - {"found_inf"}:
+        assert getattr(numbers, name) == getattr(record, name), name
+
+
+def test_numbers_say_which_optimizers_have_found_an_infinity_only_if_all_have_looked() -> None:
+    looked = OptimizerRecord(groups=(), steps={}, found_inf=True)
+    optimizers = (looked, msgspec.structs.replace(looked, found_inf=False))
+    record = msgspec.structs.replace(make_record(5), optimizers=optimizers)
+    assert numbers_of(record).found_inf == (True, False)
+    optimizers = (looked, msgspec.structs.replace(looked, found_inf=None))
+    assert numbers_of(msgspec.structs.replace(record, optimizers=optimizers)).found_inf == ()
+
+
+def test_settings_that_differ_are_described_and_those_that_one_side_lacks_are_named() -> None:
+    ours, theirs = {"--a": 1, "--b": 2, "--d": 4}, {"--a": 1, "--b": 3, "--c": None}
+    assert differing_settings(ours, theirs) == ["--b: 3 there, 2 now"]
+    assert incomparable_settings(ours, theirs) == ["--c", "--d"]
+
+
+def test_settings_that_were_changed_added_or_left_out_are_described() -> None:
+    ours, theirs = {"--a": "1", "--b": "2", "--d": "4"}, {"--a": "1", "--b": "3", "--c": "None"}
+    assert changed_settings(ours, theirs) == [
+        "--b: 3 there, 2 now",
+        "--c: None there, not given now",
+        "--d: not given there, 4 now",
+    ]
+    assert changed_settings(ours, dict(ours)) == []

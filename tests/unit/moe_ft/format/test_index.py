@@ -1,14 +1,18 @@
 """Indexes: those that break the schema or the rules of windows are refused."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_ft.engine.memory.pool import Pool
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import decode, encode
-from moe_ft.format.index import Index, IndexHead
+from moe_ft.format.entries import UnitEntry
+from moe_ft.format.index import Index, IndexHead, check_places, check_units
 from moe_ft.format.manifest import Manifest
-from tests.unit.moe_ft.builders import make_window
+from tests.unit.moe_ft.builders import WindowState, make_window, put_in_slot
 from tests.unit.moe_ft.format.bodies import (
     ESCAPES,
     Change,
@@ -167,13 +171,6 @@ def test_window_up_to_any_snapshot_is_read_as_it_was_written(
     assert decode(encode(index), Index, "a file") == index
 
 
-@pytest.mark.parametrize("num_snapshots", [1, 2, 3])
-def test_window_is_whole_with_its_last_snapshot_only(num_snapshots: int) -> None:
-    content = encode(make_window(length=3).up_to(num_snapshots))
-    assert decode(content, Index, "a file").is_whole == (num_snapshots == 3)
-    assert decode(content, IndexHead, "a file").is_whole == (num_snapshots == 3)
-
-
 @pytest.mark.parametrize("kind", [Index, IndexHead])
 def test_index_that_does_not_speak_of_windows_is_of_a_whole_one(
     kind: type[Index] | type[IndexHead],
@@ -182,22 +179,6 @@ def test_index_that_does_not_speak_of_windows_is_of_a_whole_one(
     for name in ("window", "num_snapshots", "compute"):
         del body[name]
     assert decode(seal(body), kind, "a file").is_whole
-
-
-def test_entries_of_an_index_are_those_of_all_levels_and_snapshots() -> None:
-    index = make_window(length=3).index
-    found = [(name, unit.iteration, unit.level) for name, unit in index.entries()]
-    assert sorted(found) == sorted(
-        [
-            (FIRST, 5, "full"),
-            ("layer.0.expert.1", 5, "full"),
-            (SECOND, 5, "compute"),
-            (SECOND, 6, "full"),
-            (LAST, 5, "compute"),
-            (LAST, 6, "compute"),
-            (LAST, 7, "full"),
-        ]
-    )
 
 
 def test_unit_in_another_file_may_lie_behind_the_end_of_the_indexs_own() -> None:
@@ -233,3 +214,68 @@ def test_index_whose_data_file_is_elsewhere_is_refused(path: str) -> None:
     body = body_of(small_index()) | {"file": path}
     with pytest.raises(CorruptStateError, match="which leaves its directory"):
         decode(seal(body), Index, "a file")
+
+
+WINDOW = make_window(length=3)
+ENTRIES = list(WINDOW.index.entries())
+
+
+def contents_of(content: bytes) -> dict[str, memoryview]:
+    return {"": memoryview(content)}
+
+
+def flipped(window: WindowState, position: int) -> bytes:
+    content = bytearray(window.content)
+    content[position] ^= 0x40
+    return bytes(content)
+
+
+def test_window_as_it_was_written_is_right() -> None:
+    check_units(WINDOW.index, contents_of(WINDOW.content), "a region")
+
+
+@pytest.mark.parametrize("number", range(len(ENTRIES)))
+@pytest.mark.parametrize("place", [lambda unit: 0, lambda unit: unit.num_bytes - 1])
+def test_flipped_byte_at_either_end_of_any_version_is_found_and_its_unit_named(
+    number: int, place: Callable[[UnitEntry], int]
+) -> None:
+    name, unit = ENTRIES[number]
+    content = flipped(WINDOW, unit.offset + place(unit))
+    with pytest.raises(CorruptStateError, match=f"a region: unit {name} does not match"):
+        check_units(WINDOW.index, contents_of(content), "a region")
+
+
+@pytest.mark.parametrize("position", [0, 100, WINDOW.index.header_bytes - 1])
+def test_flipped_byte_of_the_header_is_found(position: int) -> None:
+    with pytest.raises(CorruptStateError, match="a region: the safetensors header does not match"):
+        check_units(WINDOW.index, contents_of(flipped(WINDOW, position)), "a region")
+
+
+def test_versions_that_are_not_asked_for_may_be_wrong() -> None:
+    name, unit = ENTRIES[-1]
+    others = [entry for entry in ENTRIES if entry[1] is not unit]
+    check_units(WINDOW.index, contents_of(flipped(WINDOW, unit.offset)), "a region", others)
+
+
+def test_content_that_is_cut_off_is_found() -> None:
+    name, unit = ENTRIES[0]
+    content = WINDOW.content[: unit.offset + unit.num_bytes - 1]
+    with pytest.raises(CorruptStateError, match=f"unit {name} does not match"):
+        check_places(contents_of(content), "a region", ENTRIES[:1])
+
+
+@pytest.fixture
+def pooled(tmp_path: Path) -> tuple[Index, Pool]:
+    """Return the index of a snapshot with a unit in a pool, and the pool."""
+    pool = Pool(tmp_path, 4 * 33, 2)
+    pool.open()
+    name, unit = put_in_slot(pool, 1, 0)
+    index = make_window(length=1).index
+    index.units[name] = unit
+    return index, pool
+
+
+def test_versions_in_a_file_that_is_not_there_are_left_out(pooled: tuple[Index, Pool]) -> None:
+    index, pool = pooled
+    pool.mapping[pool.offset_of(1)] ^= 0x40
+    check_units(index, contents_of(make_window(length=1).content), "a region")

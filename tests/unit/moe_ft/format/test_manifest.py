@@ -14,13 +14,6 @@ def test_manifest_that_does_not_speak_of_windows_is_of_single_snapshots() -> Non
     assert decode(seal(body), Manifest, "a file").window == 1
 
 
-def test_unit_of_a_manifest_may_be_in_an_older_file() -> None:
-    body = body_of(small_manifest())
-    body["older"] = body["files"]
-    body["units"]["embedding"]["files"] = [0, 1]
-    assert decode(seal(body), Manifest, "a file").units["embedding"].files == (0, 1)
-
-
 def test_unit_of_a_manifest_beyond_its_older_files_is_refused() -> None:
     body = body_of(small_manifest())
     body["older"] = body["files"]

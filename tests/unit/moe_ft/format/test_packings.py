@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.block_scaling import BLOCK
-from kernels.packing import ALIGNMENT
 from moe_ft.format.packings import (
     ALIGNMENT_BYTES,
-    DTYPE_BYTES,
-    SCALED_BLOCK,
     Packing,
     Piece,
     pieces,
@@ -20,14 +16,6 @@ from moe_ft.format.packings import (
 COUNTS = st.sampled_from([0, 1, 7, 8, 9, 31, 32, 33, 127, 128, 129, 8192]) | st.integers(0, 10**7)
 BLOCKS_OF_E4M3 = [Packing.E4M3_BLOCKS, Packing.E4M3_POWER_BLOCKS]
 BLOCKS_OF_E5M2 = [Packing.E5M2_BLOCKS, Packing.E5M2_POWER_BLOCKS]
-
-
-@pytest.mark.parametrize("count", [0, 1, 128, 129])
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_exact_tensor_of_any_type_is_one_piece_without_a_name(dtype: str, count: int) -> None:
-    (piece,) = pieces(dtype, count, Packing.EXACT)
-    assert piece == Piece("", dtype, count, 0)
-    assert piece.num_bytes == count * DTYPE_BYTES[dtype]
 
 
 @pytest.mark.parametrize(
@@ -78,11 +66,6 @@ def test_split_masters_are_weights_remainders_and_a_bit_for_each(
 
 
 @given(packing=st.sampled_from(Packing), count=COUNTS)
-def test_pieces_begin_at_whole_lines(packing: Packing, count: int) -> None:
-    assert all(each.offset % ALIGNMENT_BYTES == 0 for each in pieces("F32", count, packing))
-
-
-@given(packing=st.sampled_from(Packing), count=COUNTS)
 def test_pieces_lie_one_behind_the_other_and_never_overlap(packing: Packing, count: int) -> None:
     found = pieces("F32", count, packing)
     assert found[0].offset == 0
@@ -91,15 +74,5 @@ def test_pieces_lie_one_behind_the_other_and_never_overlap(packing: Packing, cou
         assert 0 <= gap < ALIGNMENT_BYTES
 
 
-@given(packing=st.sampled_from(Packing), count=COUNTS)
-def test_pieces_of_one_tensor_have_different_names(packing: Packing, count: int) -> None:
-    names = [each.name for each in pieces("F32", count, packing)]
-    assert len(set(names)) == len(names)
-
-
 def test_formats_that_lose_something_are_all_but_exact_and_split() -> None:
     assert {each for each in Packing if not each.is_lossy} == {Packing.EXACT, Packing.SPLIT}
-
-
-def test_lines_and_blocks_are_those_of_the_kernels() -> None:
-    assert (ALIGNMENT_BYTES, SCALED_BLOCK) == (ALIGNMENT, BLOCK)

@@ -17,7 +17,6 @@ from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.recovery.assembly import (
     build_strategy,
-    ep_ranks_by_dp,
     measure_sizes,
 )
 from moe_ft.state.catalog import UnitCatalog
@@ -102,13 +101,6 @@ def strategies_of(config: MoeFtConfig) -> list[Strategy]:
     )
 
 
-def test_dense_strategy_saves_all_units() -> None:
-    strategy = strategies_of(config_of(strategy="dense"))[0]
-    assert isinstance(strategy, DenseStrategy)
-    assert set(strategy.plan_window(0).snapshots[0].levels) == set(catalog_of(0).units)
-    assert set(strategy.always) == set(catalog_of(0).units)
-
-
 def test_experts_of_which_this_rank_saves_nothing_do_not_rotate_here() -> None:
     for dp_rank, strategy in enumerate(strategies_of(config_of())):
         catalog = catalog_of(dp_rank)
@@ -137,17 +129,6 @@ def test_every_snapshot_fits_into_the_region_and_its_slots(k: str, sharding: str
             places = [layouts.place(unit, 0) for unit in rotating]
             assert all(place.num_bytes <= sizes.slot_bytes for place in places)
             strategy.note_complete(window, iteration)
-
-
-def test_dense_strategy_needs_no_slots() -> None:
-    strategy = strategies_of(config_of(strategy="dense"))[0]
-    sizes = measure_sizes(strategy, UnitLayouts(catalog_of(0), 0))
-    assert (sizes.slot_bytes, sizes.num_slots) == (0, 0)
-
-
-def test_expert_parallel_ranks_are_those_of_the_own_group_in_its_order() -> None:
-    everyone = [("a", 1, 5), ("b", 0, 7), ("a", 0, 6)]
-    assert ep_ranks_by_dp(everyone, "a") == [6, 5]
 
 
 # Sparse windows
@@ -208,13 +189,6 @@ def test_ranks_of_a_stage_have_each_unit_at_full_in_the_same_snapshot() -> None:
     assert all(len(positions) == 1 for positions in found.values())
 
 
-def test_sparse_strategy_counts_the_tokens_of_the_layers_with_experts_and_needs_no_slots() -> None:
-    strategy = sparse_strategies("3")[0]
-    assert strategy.counted_layers == ("layer.0", "layer.1", "layer.2")
-    sizes = measure_sizes(strategy, UnitLayouts(catalog_of(0), 0))
-    assert (sizes.slot_bytes, sizes.num_slots) == (0, 0)
-
-
 @pytest.mark.parametrize(
     ("name", "groups"),
     [
@@ -249,17 +223,6 @@ def test_experts_of_one_module_are_saved_together_which_is_known_by_their_names(
         for each in strategy.plan_window(0).snapshots
     ]
     assert found == groups
-
-
-def test_sparse_strategy_of_a_model_without_experts_is_planned() -> None:
-    dense = UnitCatalog(
-        [parameter(UnitId(kind=UnitKind.EMBEDDING), 10, (0, 10))], leaves_out_frozen=False
-    )
-    strategy = build_strategy(
-        sparse_config("2"), dense, facts(0, num_experts=0), [0], lambda value: [value], 5
-    )
-    assert strategy.counted_layers == ()
-    assert len(strategy.plan_window(0).snapshots) == 2
 
 
 def test_sizes_of_units_are_those_that_they_take_in_a_file() -> None:

@@ -11,14 +11,13 @@ import pytest
 
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
-from moe_ft.errors import ConfigError, CorruptStateError, UnrecoverableError
+from moe_ft.errors import CorruptStateError, UnrecoverableError
 from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan
 from moe_ft.planning.scope import ScopePlan
 from moe_ft.recovery import start as phases
 from moe_ft.recovery.checkpointing import Checkpointing, note_failure, noting_failures
 from moe_ft.recovery.failures import Attempt, read_attempts
-from moe_ft.recovery.job_memory import is_alive
 from moe_ft.recovery.meet import Met, Ranks
 from tests.unit.moe_ft.recovery.meetings import (
     config_of,
@@ -67,22 +66,6 @@ def test_results_that_are_not_finite_are_one_failure_whatever_the_words(
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        OSError("disk"),
-        ConfigError("--flag"),
-        UnrecoverableError("nothing there"),
-        RuntimeError("gloo: Connection reset"),
-    ],
-)
-def test_failure_of_the_machine_or_of_a_flag_is_not_noted(
-    met: Met, plan: Plan, error: Exception
-) -> None:
-    note_failure(met, plan, "recovery", error)
-    assert read_attempts(met.site.node_dir) == []
-
-
-@pytest.mark.parametrize(
     ("error", "noted"),
     [
         (UnrecoverableError("tensor 3 is missing"), [True]),
@@ -105,19 +88,6 @@ def test_failure_that_cannot_be_noted_does_not_hide_itself(met: Met, plan: Plan)
     met.site.node_dir.touch()
     with pytest.raises(ValueError, match="bad"), noting_failures(met, plan):
         raise ValueError("bad")
-
-
-@pytest.mark.parametrize("is_recovering", [True, False])
-def test_failures_within_a_block_are_noted_if_a_state_is_recovered(
-    met: Met, plan: Plan, is_recovering: bool
-) -> None:
-    with (
-        pytest.raises(ValueError, match="bad"),
-        noting_failures(met, plan if is_recovering else None),
-    ):
-        raise ValueError("bad")
-    noted = [each.failure for each in read_attempts(met.site.node_dir)]
-    assert noted == (["recovery: ValueError: bad"] if is_recovering else [])
 
 
 # The end
@@ -152,14 +122,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         yield Job(tmp_path, monkeypatch)
 
 
-def test_end_without_removal_leaves_memory_and_the_lock_of_storage(job: Job) -> None:
-    assert is_alive(job.node_dir)
-    job.running.close()
-    assert not is_alive(job.node_dir)
-    assert job.has_state
-    assert job.lock_path.exists()
-
-
 def test_end_with_removal_leaves_neither_memory_nor_the_lock_of_storage(job: Job) -> None:
     job.running.close(removes_memory=True)
     assert not job.node_dir.exists()
@@ -183,10 +145,3 @@ def test_rank_learns_whether_all_others_have_ended_cleanly(
     job.running.close()
     said = capsys.readouterr().err
     assert "rank 0 keeps its memory: another rank did not end cleanly: rank 1 did not come" in said
-
-
-def test_failure_of_training_is_noted_against_the_state_that_was_recovered(job: Job) -> None:
-    job.running.note_failure("iteration 6", RuntimeError("found NaN in gradients"))
-    job.running.close()
-    (noted,) = read_attempts(job.node_dir)
-    assert (noted.iteration, noted.failure) == (5, "iteration 6: a result that is not finite")

@@ -32,47 +32,32 @@ def test_auto_is_all_plans_in_their_order() -> None:
 
 # iter_N
 
-
-def test_iteration_that_is_named_is_the_only_one_on_the_first_start() -> None:
-    choice = chosen(versions_of(FIRST, 8, 12), wish("iter_8"))
-    assert (iterations(choice), choice.follows) == ([8], False)
+LEFT_12 = [*versions_of(FIRST, 8, 12), *versions_of(CHOSEN, 9, superseded=KNOWN)]
 
 
-def test_iteration_that_is_named_again_by_hand_is_gone_back_to_again() -> None:
-    versions = [*versions_of(FIRST, 8), *versions_of(CHOSEN, 9, 10)]
-    assert iterations(chosen(versions, wish("iter_8"))) == [8]
-
-
-def test_restart_after_a_named_iteration_continues_what_that_start_has_done() -> None:
-    versions = [*versions_of(FIRST, 8), *versions_of(CHOSEN, 9, 10)]
-    choice = chosen(versions, wish("iter_8", is_restart=True))
-    assert iterations(choice) == [10, 9, 8]
-    assert choice.follows
-
-
-def test_restart_after_a_named_iteration_never_falls_to_the_newer_branch_that_was_left() -> None:
-    versions = [*versions_of(FIRST, 8, 12), *versions_of(CHOSEN, 9, superseded=KNOWN)]
-    assert iterations(chosen(versions, wish("iter_8", is_restart=True))) == [9, 8]
-
-
-def test_second_restart_after_a_named_iteration_continues_the_first() -> None:
-    versions = [*versions_of(FIRST, 8, 12), *versions_of(LATER, 11)]
-    assert iterations(chosen(versions, wish("iter_8", is_restart=True))) == [11, 8]
-
-
-def test_restart_begins_with_the_named_iteration_where_nothing_was_written_since() -> None:
-    choice = chosen(versions_of(FIRST, 8, 12), wish("iter_8", is_restart=True))
-    assert (iterations(choice), choice.follows) == ([8], False)
-
-
-def test_restart_does_not_follow_a_start_from_another_named_iteration() -> None:
-    versions = [*versions_of(FIRST, 6, 8), *versions_of(CHOSEN, 9)]
-    assert iterations(chosen(versions, wish("iter_6", is_restart=True))) == [6]
-
-
-def test_restart_does_not_follow_a_start_that_came_to_the_named_iteration_by_itself() -> None:
-    versions = [*versions_of(FIRST, 8), *versions_of((*FIRST, start(1, 8)), 9)]
-    assert iterations(chosen(versions, wish("iter_8", is_restart=True))) == [8]
+@pytest.mark.parametrize(
+    ("versions", "named", "is_restart", "expected"),
+    [
+        # The first start has that iteration alone, also where an earlier one has named it.
+        (versions_of(FIRST, 8, 12), 8, False, [8]),
+        ([*versions_of(FIRST, 8), *versions_of(CHOSEN, 9, 10)], 8, False, [8]),
+        # Restarts continue what it has done, and never fall to the newer branch that was left.
+        ([*versions_of(FIRST, 8), *versions_of(CHOSEN, 9, 10)], 8, True, [10, 9, 8]),
+        (LEFT_12, 8, True, [9, 8]),
+        ([*versions_of(FIRST, 8, 12), *versions_of(LATER, 11)], 8, True, [11, 8]),
+        # Nothing was written since.
+        (versions_of(FIRST, 8, 12), 8, True, [8]),
+        # The start after is from another named iteration, or has come to this one by itself.
+        ([*versions_of(FIRST, 6, 8), *versions_of(CHOSEN, 9)], 6, True, [6]),
+        ([*versions_of(FIRST, 8), *versions_of((*FIRST, start(1, 8)), 9)], 8, True, [8]),
+    ],
+)
+def test_iteration_that_is_named_is_gone_back_to_once_and_then_continued(
+    versions: list[Version], named: int, is_restart: bool, expected: list[int]
+) -> None:
+    choice = chosen(versions, wish(f"iter_{named}", is_restart=is_restart))
+    assert iterations(choice) == expected
+    assert choice.follows == (len(expected) > 1)
 
 
 # load
@@ -103,14 +88,12 @@ def test_restart_after_load_continues_the_run_that_it_began() -> None:
     assert choice.follows
 
 
-def test_restart_after_load_begins_again_where_the_run_has_had_no_state() -> None:
-    choice = chosen(versions_of(FIRST, 12), wish("load", is_restart=True))
-    assert (iterations(choice), choice.ignores_others) == ([], True)
-
-
-def test_restart_after_load_does_not_begin_again_where_the_run_has_lost_its_state() -> None:
-    choice = chosen(versions_of(FIRST, 12), wish("load", is_restart=True), has_begun=True)
-    assert (iterations(choice), choice.ignores_others) == ([], False)
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_restart_after_load_begins_again_only_where_the_run_has_had_no_state(
+    has_begun: bool,
+) -> None:
+    choice = chosen(versions_of(FIRST, 12), wish("load", is_restart=True), has_begun=has_begun)
+    assert (iterations(choice), choice.ignores_others) == ([], not has_begun)
 
 
 def test_restart_does_not_follow_what_was_chosen_before_its_launcher_came() -> None:
@@ -146,25 +129,20 @@ def test_run_that_began_with_the_same_flags_is_continued_with_and_without_them(a
     assert iterations(chosen(versions, wish(began_with=asked))) == [12]
 
 
-def test_load_that_is_newer_comes_before_the_plans() -> None:
-    choice = chosen(versions_of(FIRST, 8, 12), wish(loaded_iteration=13))
-    assert (iterations(choice), choice.prefers_load) == ([], True)
-
-
-def test_load_of_the_same_iteration_comes_after_moe_fts_own_state() -> None:
-    choice = chosen(versions_of(FIRST, 8, 12), wish(loaded_iteration=12))
-    assert (iterations(choice), choice.prefers_load) == ([12], True)
-
-
-def test_load_comes_before_a_newer_branch_that_the_run_has_left() -> None:
-    versions = [*versions_of(FIRST, 12), *versions_of(CHOSEN, 9, superseded=KNOWN)]
-    choice = chosen(versions, wish(loaded_iteration=11))
-    assert (iterations(choice), choice.prefers_load) == ([], True)
-
-
-def test_load_that_is_older_than_everything_is_not_preferred() -> None:
-    choice = chosen(versions_of(FIRST, 8, 12), wish(loaded_iteration=8))
-    assert (iterations(choice), choice.prefers_load) == ([12, 8], False)
+@pytest.mark.parametrize(
+    ("versions", "loaded", "expected", "prefers_load"),
+    [
+        (versions_of(FIRST, 8, 12), 13, [], True),
+        (versions_of(FIRST, 8, 12), 12, [12], True),
+        (versions_of(FIRST, 8, 12), 8, [12, 8], False),
+        (LEFT_12, 11, [], True),  # 12 was left
+    ],
+)
+def test_load_comes_before_older_state_of_the_run(
+    versions: list[Version], loaded: int, expected: list[int], prefers_load: bool
+) -> None:
+    choice = chosen(versions, wish(loaded_iteration=loaded))
+    assert (iterations(choice), choice.prefers_load) == (expected, prefers_load)
 
 
 def test_load_that_is_newer_than_all_that_was_found_is_taken_where_nothing_of_that_is_usable() -> (
@@ -184,16 +162,14 @@ def test_load_is_not_taken_in_place_of_unusable_state_that_may_be_newer(newest: 
 
 
 def test_branch_that_was_left_by_choice_is_no_way_out_later() -> None:
-    versions = [*versions_of(FIRST, 8, 12), *versions_of(CHOSEN, 9, superseded=KNOWN)]
-    kept, left = without_left(plans_of(versions)[0], wish())
+    kept, left = without_left(plans_of(LEFT_12)[0], wish())
     assert [plan.iteration for plan in kept] == [9, 8]
     assert [each.iteration for each in left] == [12]
     assert "left when --moe-ft-recover-from named another one" in left[0].reason
 
 
 def test_branch_that_was_left_is_there_for_who_names_it() -> None:
-    versions = [*versions_of(FIRST, 8, 12), *versions_of(CHOSEN, 9, superseded=KNOWN)]
-    kept, left = without_left(plans_of(versions)[0], wish("iter_12"))
+    kept, left = without_left(plans_of(LEFT_12)[0], wish("iter_12"))
     assert ([plan.iteration for plan in kept], left) == ([9, 12, 8], [])
 
 

@@ -135,23 +135,6 @@ def test_job_that_is_being_removed_all_the_time_is_refused(
         claim_memory(site_of(tmp_path))
 
 
-def test_lines_on_other_jobs_are_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(9):
-        leave_job(tmp_path, f"other{number}")
-    claim_memory(site_of(tmp_path)).release()
-    lines = [line for line in capsys.readouterr().err.splitlines() if "memory of" in line]
-    assert len(lines) == 6
-    assert "other0': 1.00 MiB, 120 minutes old; not touched" in lines[0]
-    assert "also holds memory of 4 more jobs; not touched" in lines[-1]
-
-
-def test_sizes_that_do_not_fit_the_limit_are_named_in_a_unit_that_fits(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="limit=5kB: snapshots and replicas take 8.00 KiB on node"
-    ):
-        check_memory(site_of(tmp_path, limit="5kB"), [()])
-
-
 def test_room_is_not_made_by_removing_what_a_link_leads_to(tmp_path: Path) -> None:
     site = site_of(tmp_path / "memory")
     claim_memory(site).release()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import msgspec
 import pytest
 
 from moe_ft.engine.memory.regions import Region, own_directory, replica_directory
+from moe_ft.errors import UnsafePathError
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode
 from moe_ft.recovery.inventory import Inventory, Problem, look_at_memory, look_at_storage
+from moe_ft.recovery.readers import MemoryReader
 from tests.unit.moe_ft.builders import (
     fill_region,
     fill_window,
@@ -31,13 +34,6 @@ def look(node_dir: Path, job_id: str = "job") -> Inventory:
 # Memory
 
 
-def test_regions_of_all_ranks_of_a_node_are_found(tmp_path: Path) -> None:
-    for rank in (2, 3):
-        fill_region(own_directory(tmp_path, rank), rank=rank, iteration=5 + rank)
-    versions = look(tmp_path).versions
-    assert [(version.rank, version.iteration) for version in versions] == [(2, 7), (3, 8)]
-
-
 def test_version_says_where_it_is_and_which_run_it_belongs_to(tmp_path: Path) -> None:
     identity = make_identity("run-b", ((0, 0), (1, 4)))
     fill_region(own_directory(tmp_path, 2), 1, rank=2, iteration=5, identity=identity)
@@ -52,11 +48,6 @@ def test_version_says_whether_it_is_a_replica(tmp_path: Path, is_replica: bool) 
     fill_region(directory, rank=2)
     (version,) = look(tmp_path).versions
     assert (version.rank, version.is_replica) == (2, is_replica)
-
-
-def test_region_without_a_commit_is_neither_found_nor_a_problem(tmp_path: Path) -> None:
-    Region(own_directory(tmp_path, 0), 0, 4096).open()
-    assert look(tmp_path) == Inventory()
 
 
 def test_node_without_memory_has_nothing(tmp_path: Path) -> None:
@@ -156,21 +147,6 @@ def test_checkpoint_on_storage_is_found_for_every_rank(tmp_path: Path) -> None:
     assert found == [(0, 5, None), (1, 5, None)]
 
 
-def test_index_that_a_stored_version_names_is_that_of_its_rank(tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path))
-    persist_checkpoint(storage, 5, make_identity(world_size=2))
-    for version in look_at_storage(storage).versions:
-        assert storage.index(version.path).rank == version.rank
-
-
-def test_checkpoint_on_storage_is_state_that_all_ranks_had(tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path))
-    persist_rank(storage, 0, 4, make_identity())
-    assert not look_at_storage(storage).has_state
-    persist_checkpoint(storage, 5, make_identity())
-    assert look_at_storage(storage).has_state
-
-
 def test_iteration_without_a_manifest_is_a_problem_and_no_version(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     persist_rank(storage, 0, 5, make_identity())
@@ -195,17 +171,6 @@ def test_manifest_that_is_corrupt_is_a_problem_and_others_are_found(tmp_path: Pa
 
 def test_storage_that_was_never_written_has_nothing(tmp_path: Path) -> None:
     assert look_at_storage(Storage(str(tmp_path / "missing"))) == Inventory()
-
-
-def test_storage_that_cannot_be_listed_is_a_problem(tmp_path: Path) -> None:
-    with install() as injector:
-        storage = Storage(faulty_urls(tmp_path)["objects"])
-        persist_checkpoint(storage, 5, make_identity())
-        injector.broken = (("ls", "p"),)
-        inventory = look_at_storage(storage)
-    assert inventory.versions == []
-    assert [problem for problem in inventory.problems if "cannot be read" in problem.text]
-    assert (inventory.is_unreadable, inventory.has_state) == (True, True)
 
 
 @pytest.mark.parametrize("back_end", ["local", "objects"])
@@ -245,47 +210,6 @@ def test_window_that_is_not_whole_is_a_problem_and_no_version(
     assert problem.text.startswith(f"memory of node node-a: {directory.name}/region_0.json")
 
 
-def test_whole_window_is_found_beside_one_that_is_not(tmp_path: Path) -> None:
-    directory = own_directory(tmp_path, 0)
-    fill_window(directory, 0, first_iteration=2)
-    fill_window(directory, 1, first_iteration=5, num_snapshots=2)
-    inventory = look(tmp_path)
-    assert [(each.iteration, each.path) for each in inventory.versions] == [
-        (4, "rank_00000/region_0.json")
-    ]
-    assert len(inventory.problems) == 1
-
-
-def test_run_of_a_window_that_is_not_whole_is_known(tmp_path: Path) -> None:
-    # Its settings must be those of this start, also if another window is used.
-    fill_window(own_directory(tmp_path, 0), num_snapshots=1)
-    assert len(look(tmp_path).identities) == 1
-
-
-def test_window_whose_data_is_cut_off_is_a_problem(tmp_path: Path) -> None:
-    region, _ = fill_window(own_directory(tmp_path, 0))
-    os.truncate(region.data_path, region.num_bytes - 1)
-    inventory = look(tmp_path)
-    assert inventory.versions == []
-    assert re.search(r"has \d+ bytes, not \d+", inventory.problems[0].text)
-
-
-def test_window_on_storage_is_found_for_every_rank_with_its_length(tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path))
-    persist_window(storage, 7, make_identity(world_size=2))
-    versions = look_at_storage(storage).versions
-    assert [(each.rank, each.iteration, each.window) for each in versions] == [(0, 7, 3), (1, 7, 3)]
-
-
-def test_window_in_memory_and_on_storage_are_of_one_family(tmp_path: Path) -> None:
-    identity = make_identity()
-    storage = Storage(str(tmp_path / "storage"))
-    persist_window(storage, 7, identity)
-    fill_window(own_directory(tmp_path, 0), identity=identity)
-    (stored,), (here,) = look_at_storage(storage).versions, look(tmp_path).versions
-    assert stored.family == here.family
-
-
 @pytest.mark.parametrize("tier", ["memory", "storage"])
 def test_window_says_with_which_settings_it_must_be_replayed(tmp_path: Path, tier: str) -> None:
     replay_settings = {"--seq-length": 64, "--lr": 1e-3}
@@ -300,23 +224,6 @@ def test_window_says_with_which_settings_it_must_be_replayed(tmp_path: Path, tie
 
 
 # Several looks, other jobs
-
-
-def test_merged_inventory_has_everything_of_both() -> None:
-    problems = [Problem(text=text, is_state=False) for text in ("one", "two")]
-    first, second = (Inventory(problems=[problem]) for problem in problems)
-    first.add_identity("here", make_identity("run-a"))
-    second.add_identity("there", make_identity("run-b"))
-    first.merge(second)
-    assert first.problems == problems
-    assert [where for where, _ in first.identities] == ["here", "there"]
-
-
-def test_start_that_was_seen_in_several_places_is_listed_once() -> None:
-    inventory = Inventory()
-    found = [inventory.add_identity(where, make_identity()) for where in ("here", "there")]
-    assert [where for where, _ in inventory.identities] == ["here"]
-    assert found[0] is found[1]
 
 
 def test_run_with_other_settings_is_listed_again() -> None:
@@ -334,3 +241,46 @@ def test_names_of_starts_are_all_that_were_seen_or_remembered_the_latest_last() 
     second.add_identity("there", make_identity(history=((0, 0), (1, 3)), superseded=("old",)))
     first.merge(second)
     assert first.names == ["old", "run-a-0-0", "run-a-1-3", "run-a-2-4"]
+
+
+STRANGER = 65534
+
+
+def link(path: Path) -> None:
+    """Put a link in the place of something, to the same elsewhere."""
+    target = path.parent.parent.parent / f"elsewhere_{path.name}"
+    shutil.move(path, target)
+    path.symlink_to(target)
+
+
+def open_to_others(path: Path) -> None:
+    path.chmod(0o777)
+
+
+def give_away(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    os.chown(path, STRANGER, STRANGER)
+
+
+@pytest.mark.parametrize("name", ["", "region_0.json", "region_0.safetensors"])
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (link, "is a symbolic link"),
+        (open_to_others, "can be written by other users"),
+        (give_away, f"belongs to user {STRANGER}"),
+    ],
+)
+def test_state_that_is_not_safely_ours_is_not_used_and_said_to_be_there(
+    tmp_path: Path, name: str, spoil: Callable[[Path], None], reason: str
+) -> None:
+    region, _ = fill_region(own_directory(tmp_path / "node", 0))
+    spoil(region.directory / name)
+    found = look_at_memory(tmp_path / "node", "node-a", "job")
+    assert found.versions == []
+    (problem,) = found.problems
+    assert reason in problem.text
+    assert "memory of node node-a: rank_00000" in problem.text
+    with pytest.raises(UnsafePathError, match=reason):
+        MemoryReader(region.index_path)

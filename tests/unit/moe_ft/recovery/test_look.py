@@ -1,5 +1,6 @@
 """Look for state: what the flags ask for, what exists, and what has failed before."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -8,15 +9,19 @@ from pathlib import Path
 import pytest
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.files.storage import Storage
 from moe_ft.planning.recovery import Plan
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.claim import Claimed, claim
-from moe_ft.recovery.failures import Attempt, note_attempt
 from moe_ft.recovery.inventory import Inventory
-from moe_ft.recovery.look import Found, look, note_start, recall_launcher
+from moe_ft.recovery.look import (
+    Found,
+    is_counted_restart,
+    look,
+    note_launcher,
+    note_start,
+    recall_launcher,
+)
 from moe_ft.recovery.meet import Met
-from tests.unit.moe_ft.builders import make_identity, persist_checkpoint
 from tests.unit.moe_ft.recovery.meetings import config_of, facts_of, leave_window, met_alone
 from tests.unit.moe_ft.recovery.starts import plans_of, start, versions_of, wish
 
@@ -55,17 +60,6 @@ def rank() -> Iterator[Rank]:
     rank = Rank()
     yield rank
     rank.close()
-
-
-def test_state_in_memory_and_on_storage_is_found(rank: Rank, tmp_path: Path) -> None:
-    config = config_of(tmp_path, persists=True)
-    leave_window(config, length=3)
-    storage = Storage(str(tmp_path / "storage"), 5.0)
-    storage.make_root()
-    persist_checkpoint(storage, 4, make_identity("run-b"))
-    inventory = rank.look(config).inventory
-    found = {(each.node, each.iteration, each.lineage) for each in inventory.versions}
-    assert found == {("node", 7, "run-a"), (None, 4, "run-b")}
 
 
 def test_flags_and_facts_are_the_wish_of_a_first_start(rank: Rank, tmp_path: Path) -> None:
@@ -110,24 +104,6 @@ def test_restart_does_not_overwrite_what_its_node_knows_of_the_launcher(
     assert known.known == ("run-a-0-0",)
 
 
-def test_failures_that_two_starts_had_in_the_same_way_are_found(rank: Rank, tmp_path: Path) -> None:
-    met, claimed = rank.claim(config_of(tmp_path))
-    for by in ("first", "second"):
-        attempt = Attempt(start="writer", iteration=7, failure=FAILURE, by=by)
-        note_attempt(met.site.node_dir, 0, attempt)
-    assert look(met, claimed).failed == {("writer", 7): FAILURE}
-
-
-def test_failure_of_a_local_recovery_for_its_logs_is_found_after_one_start(
-    rank: Rank, tmp_path: Path
-) -> None:
-    met, claimed = rank.claim(config_of(tmp_path))
-    attempt = Attempt(start="writer", iteration=7, failure=FAILURE, by="first", is_local=True)
-    note_attempt(met.site.node_dir, 0, attempt)
-    found = look(met, claimed)
-    assert (found.failed, found.failed_locally) == ({}, {("writer", 7): FAILURE})
-
-
 # Plans that are passed over
 
 
@@ -154,11 +130,6 @@ def test_state_that_the_user_names_is_used_whatever_has_failed(plan: Plan) -> No
     assert found_with(wish("iter_7"), {("writer", 7): FAILURE}).failure_of(plan) is None
 
 
-@pytest.mark.parametrize("failed", [("writer", 6), ("other", 7)])
-def test_failures_from_other_states_count_nothing(plan: Plan, failed: tuple[str, int]) -> None:
-    assert found_with(wish(), {failed: FAILURE}).failure_of(plan) is None
-
-
 @pytest.mark.parametrize("asked", [wish(), wish("iter_7", is_restart=True)])
 def test_local_recovery_that_has_failed_for_its_logs_is_passed_over(
     plan: Plan, asked: Wish
@@ -174,3 +145,57 @@ def test_local_recovery_that_has_not_failed_or_is_insisted_on_is_tried(plan: Pla
     found = replace(found_with(wish("iter_7"), {}), failed_locally={("writer", 7): FAILURE})
     assert found.local_failure_of(plan) == ""
     assert found_with(wish(), {("writer", 7): FAILURE}).local_failure_of(plan) == ""
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "0"}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, True),
+        ({"SLURM_RESTART_COUNT": "1"}, True),
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"}, True),
+        ({"SLURM_RESTART_COUNT": ""}, False),
+        ({"SLURM_RESTART_COUNT": "-1"}, False),
+    ],
+)
+def test_restart_is_what_torchrun_or_slurm_have_counted(
+    environment: dict[str, str], expected: bool
+) -> None:
+    assert is_counted_restart(environment) == expected
+
+
+def test_launcher_that_starts_a_node_again_is_known_with_what_there_was_before(
+    tmp_path: Path,
+) -> None:
+    assert recall_launcher(tmp_path, TORCHRUN) is None
+    note_launcher(tmp_path, TORCHRUN, ["a", "b"])
+    launcher = recall_launcher(tmp_path, TORCHRUN)
+    assert launcher is not None
+    assert launcher.known == ("a", "b")
+
+
+def test_launcher_after_another_one_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_launcher(tmp_path, TORCHRUN, [])
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    assert recall_launcher(tmp_path, TORCHRUN) is None
+
+
+def test_what_torchrun_did_not_start_is_known_only_where_restarts_are_counted(
+    tmp_path: Path,
+) -> None:
+    note_launcher(tmp_path, {"SLURM_JOB_ID": "7"}, ["a"])
+    assert recall_launcher(tmp_path, {"SLURM_JOB_ID": "7"}) is None
+    assert recall_launcher(tmp_path, {"SLURM_RESTART_COUNT": "1"}) is not None
+
+
+@pytest.mark.parametrize("content", [b"4711 12.5", b'{"process":"\xff"}'])
+def test_note_that_cannot_be_read_is_none(tmp_path: Path, content: bytes) -> None:
+    note_launcher(tmp_path, TORCHRUN, [])
+    (tmp_path / "launcher").write_bytes(content)
+    assert recall_launcher(tmp_path, TORCHRUN) is None

@@ -1,7 +1,7 @@
 """The ranks meet: names, places and checks, on the only rank of a job whose model has no parameters."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +9,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.config import MoeFtConfig, RecoveryConfig
+from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.memory.regions import node_directory
-from moe_ft.errors import ConfigError
-from moe_ft.recovery.meet import Met, meet
-from tests.unit.moe_ft.recovery.meetings import FINGERPRINT, config_of, facts_of
+from moe_ft.errors import ConfigError, StorageAwayError
+from moe_ft.planning.boundary_log import PipelineTraffic
+from moe_ft.planning.couplings import CouplingReport, SharedWeights, report_couplings
+from moe_ft.planning.remains import Pipelines
+from moe_ft.recovery.meet import Met, Ranks, join_ranks, meet, meet_pipelines
+from tests.unit.moe_ft.recovery.meetings import (
+    FINGERPRINT,
+    config_of,
+    facts_of,
+    initialized,
+    met_alone,
+)
+from tests.unit.moe_ft.together import run_together
 
 
 @pytest.fixture
@@ -38,17 +50,6 @@ def test_rank_learns_its_place(tmp_path: Path, opened: ExitStack) -> None:
     assert site.node_dir == node_directory(str(tmp_path / "memory"), "job", "node")
     (info,) = site.topology.ranks
     assert (info.node, info.pid) == ("node", os.getpid())
-
-
-def test_job_and_node_that_no_flag_names_are_those_of_the_environment(
-    tmp_path: Path, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(tmp_path)
-    config = replace(config, memory=replace(config.memory, job_id=None, node_id=None))
-    monkeypatch.setenv("SLURM_JOB_ID", "123")
-    monkeypatch.setenv("MOE_FT_NODE_ID", "node7")
-    site = meet_alone(config, opened).site
-    assert (site.job_id, site.node) == ("123", "node7")
 
 
 @pytest.mark.parametrize("name", ["a/b", ".."])
@@ -102,7 +103,121 @@ def test_more_replicas_than_other_nodes_are_refused_with_flag_and_remedy(
         meet_alone(config_of(tmp_path, replication_factor="1"), opened)
 
 
-def test_replicas_are_left_out_on_a_single_node_by_default(
-    tmp_path: Path, opened: ExitStack
+NUM_RANKS = 3
+Gather = Callable[[Any], list[Any]]
+
+
+class _Threads(Agreement):
+    """Agreement among ranks that are threads."""
+
+    def __init__(self, gather: Gather) -> None:
+        super().__init__(1.0)
+        self._gather = gather
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._gather(value)
+
+
+def check_on_all(check: Callable[[int], str]) -> list[str]:
+    """Return what each rank gets of a check: its answer, or the message of a refusal."""
+
+    def run(rank: int, gather: Gather) -> str:
+        ranks = Ranks(everyone=_Threads(gather), stage=StageSum(1.0))
+        try:
+            return ranks.check_together(lambda: check(rank))
+        except ConfigError as error:
+            return f"refused: {error}"
+
+    return run_together(NUM_RANKS, run)
+
+
+def test_check_that_fails_on_one_rank_is_refused_by_all_with_its_message() -> None:
+    def check(rank: int) -> str:
+        if rank == 1:
+            raise ConfigError("--flag=1 is wrong")
+        return "answer"
+
+    assert check_on_all(check) == ["refused: --flag=1 is wrong"] * NUM_RANKS
+
+
+def test_check_that_fails_for_storage_on_one_rank_is_refused_as_such_by_all() -> None:
+    def run(rank: int, gather: Gather) -> None:
+        def check() -> None:
+            if rank == 2:
+                raise StorageAwayError("full")
+
+        with pytest.raises(StorageAwayError, match="full"):
+            Ranks(everyone=_Threads(gather), stage=StageSum(1.0)).check_together(check)
+
+    run_together(NUM_RANKS, run)
+
+
+def test_only_rank_of_a_job_exchanges_values_with_itself_until_the_groups_are_closed() -> None:
+    with ExitStack() as opened:
+        ranks = join_ranks(facts_of(), opened)
+        assert ranks.everyone.gather("value") == ["value"]
+        assert ranks.stage.gather("value") == ["value"]
+        assert ranks.check_together(lambda: 7) == 7
+    for group in (ranks.everyone, ranks.stage):
+        with pytest.raises(AssertionError):
+            group.gather("value")
+
+
+TRAFFIC = PipelineTraffic(
+    num_stages=3, num_chunks=1, num_microbatches=1, shape=(1, 1, 1), element_bytes=2
+)
+UNTIED = SharedWeights(num_stages=3, is_tied=False)
+TIED = SharedWeights(num_stages=2, is_tied=True)
+
+
+def meet_with(tmp_path: Path, weights: SharedWeights | None, **settings: Any) -> Pipelines | None:
+    """Return the pipelines of a job of one rank whose model has these weights."""
+    report: CouplingReport | None = None if weights is None else report_couplings(weights)
+    with initialized(), ExitStack() as opened:
+        facts = facts_of()
+        groups = SimpleNamespace(**{**vars(facts.groups), "pp": dist.group.WORLD})
+        traffic = None if weights is None else TRAFFIC
+        facts = replace(facts, groups=groups, traffic=traffic, couplings=report)
+        mode = RecoveryConfig(recovery=settings.pop("recovery", "auto"))
+        config = replace(config_of(tmp_path, **settings), recovery=mode)
+        met = met_alone(config, facts_of(), opened)
+        return meet_pipelines(met.site, facts, met.live.built[1], met.live.parameters, met.ranks)
+
+
+def test_job_that_logs_nothing_recovers_globally_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert list(meet_alone(config_of(tmp_path), opened).peers) == [()]
+    assert meet_with(tmp_path, None) is None
+    assert capsys.readouterr().err == ""
+
+
+def test_stages_without_couplings_can_recover_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = meet_with(tmp_path, UNTIED, breakpoints=True, upstream_log=True)
+    assert found is not None
+    assert (found.stages, found.node_of) == (((0,),), ("node",))
+    assert (found.is_ring, found.has_common_records) == (False, True)
+    assert capsys.readouterr().err == ""
+
+
+def test_job_whose_stages_share_weights_is_told_that_its_recoveries_are_global(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert meet_with(tmp_path, TIED, breakpoints=True, upstream_log=True) is None
+    assert "recoveries that run iterations again are global: all 2 stages share tied" in (
+        capsys.readouterr().err
+    )
+
+
+def test_log_without_breakpoints_is_of_no_use_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert meet_with(tmp_path, UNTIED, upstream_log=True) is None
+    assert "without --moe-ft-breakpoints healthy stages lose their state" in capsys.readouterr().err
+
+
+def test_local_recovery_that_can_never_be_refuses_the_start(tmp_path: Path) -> None:
+    settings = {"breakpoints": True, "upstream_log": True, "recovery": "local"}
+    with pytest.raises(ConfigError, match=r"--moe-ft-recovery=local .*tied.*recovery auto"):
+        meet_with(tmp_path, TIED, **settings)

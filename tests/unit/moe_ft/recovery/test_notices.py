@@ -6,7 +6,7 @@ import pytest
 from moe_ft.errors import UnrecoverableError
 from moe_ft.planning.recovery import Plan, Rejection, Version
 from moe_ft.recovery.choice import Wish
-from moe_ft.recovery.inventory import Inventory
+from moe_ft.recovery.inventory import Inventory, Problem
 from moe_ft.recovery.notices import Notices
 from tests.unit.moe_ft.builders import make_identity
 from tests.unit.moe_ft.recovery.starts import plans_of, site, start, versions_of, wish
@@ -25,7 +25,7 @@ def notices(
 def inventory(text: str = "", *, is_state: bool = False) -> Inventory:
     found = Inventory()
     if text:
-        found.add_problem(text, is_state=is_state)
+        found.problems.append(Problem(text=text, is_state=is_state))
     return found
 
 
@@ -72,21 +72,9 @@ def test_start_refuses_to_begin_without_state_that_cannot_be_used_and_names_why(
     assert "add --moe-ft-recover-from load: what is on storage stays" in message
 
 
-def test_start_refuses_to_begin_where_a_place_cannot_be_looked_at() -> None:
-    found = Inventory()
-    found.add_problem("storage is away", is_state=True, is_unread=True)
-    assert "storage is away" in refusal(notices(), found, [], ["storage is away"])
-
-
 def test_start_refuses_to_begin_where_all_plans_were_given_up() -> None:
     given_up = plans(*versions_of(FIRST, 7))
     assert "two starts failed" in refusal(notices(), inventory(), given_up, ["two starts failed"])
-
-
-def test_refusal_names_a_few_of_very_many_reasons() -> None:
-    reasons = [f"reason {number};" for number in range(50)]
-    message = refusal(notices(), inventory("damaged", is_state=True), [], reasons)
-    assert ("reason 11;" in message, "reason 12;" in message) == (True, False)
 
 
 def test_iteration_that_is_not_there_is_refused_with_those_that_are() -> None:
@@ -95,11 +83,6 @@ def test_iteration_that_is_not_there_is_refused_with_those_that_are() -> None:
     assert message.startswith("--moe-ft-recover-from=iter_9 cannot be used.")
     assert ": 8, 12. Rejected: iteration 9: rank 1 has none. Name one of them, or auto." in message
     assert "add --moe-ft-recover-from load: what is on storage stays" in message
-
-
-def test_iteration_where_nothing_is_there_is_refused_with_that() -> None:
-    message = refusal(notices(wish("iter_9")), inventory(), [], [])
-    assert "nodes a, b: none. Name one" in message
 
 
 @pytest.mark.parametrize("had_state", [True, False])
@@ -148,21 +131,14 @@ def test_state_that_may_be_newer_is_said_with_the_reason(
     ]
 
 
-def test_older_state_that_is_not_used_is_not_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, [rejection(3)], inventory("another job's")) == []
-
-
-def test_state_that_is_damaged_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    found = inventory("region_0.json is cut off", is_state=True)
-    assert said(capsys, [], found)[1:] == ["moe_ft:   region_0.json is cut off"]
-
-
 def test_unfinished_window_is_said_only_if_it_goes_further(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = inventory()
     for iteration in (9, 10):
-        found.add_problem(f"window up to {iteration}", is_state=True, iteration=iteration)
+        found.problems.append(
+            Problem(text=f"window up to {iteration}", is_state=True, iteration=iteration)
+        )
     assert said(capsys, [], found)[1:] == ["moe_ft:   window up to 10"]
 
 
@@ -170,16 +146,6 @@ def test_very_many_states_are_said_up_to_a_limit(capsys: pytest.CaptureFixture[s
     lines = said(capsys, [rejection(each, of=1) for each in range(10, 60)])
     assert len(lines) == 14
     assert lines[-1] == "moe_ft:   and 38 more: the event log has all of them"
-
-
-def test_log_that_cannot_be_read_is_said_by_the_first_rank_when_it_is_planned_again(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for rank in range(2):
-        notices(rank=rank).say_unreadable([rejection(10), rejection(11)])
-    assert capsys.readouterr().err == (
-        "moe_ft: planning again without what cannot be read: iteration 10: rank 1 lacks it\n"
-    )
 
 
 def test_hindrance_of_a_better_recovery_is_said_in_one_line(

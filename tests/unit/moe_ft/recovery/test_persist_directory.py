@@ -147,23 +147,6 @@ def test_lock_of_an_earlier_start_is_left_until_the_start_is_not_refused_any_mor
         earlier.check()
 
 
-def test_lock_of_another_start_of_the_same_name_that_changes_is_refused_with_who_has_it(
-    opener: Opener,
-) -> None:
-    alive = opener.open("job", agent="one agent")
-    with pytest.raises(ConfigError, match="job 'job' on .*, since 2.*two starts of one job.*wait"):
-        opener.open("job", agent="another agent")
-    alive.check()
-
-
-def test_lock_of_another_start_of_the_same_name_that_does_not_change_is_taken_over(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(persist_directory, "LOCK_STALE_S", 0.2)
-    opener.leave_lock("job")
-    opener.open("job").check()
-
-
 def test_lock_that_two_jobs_want_at_the_same_moment_goes_to_one(opener: Opener) -> None:
     barrier, answers = threading.Barrier(2), list[str]()
 
@@ -213,17 +196,6 @@ def test_lock_of_a_job_whose_clock_is_wrong_is_refused_when_it_changes(
         thread.join()
 
 
-def test_lock_of_an_earlier_start_by_the_same_agent_is_taken_over_at_once_and_lost_to_that(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(persist_directory, "LOCK_STALE_S", 1e6)
-    zombie = opener.open("job", agent="agent")
-    present = opener.open("job", agent="agent")
-    with pytest.raises(LockLostError):
-        zombie.check()
-    present.check()
-
-
 @pytest.mark.parametrize("content", [b"", b'{"job_id":"live","lin', b'{"job_id": [], "pid": 1}'])
 def test_lock_that_cannot_be_understood_is_watched_and_taken_over(
     opener: Opener,
@@ -239,33 +211,6 @@ def test_lock_that_cannot_be_understood_is_watched_and_taken_over(
     printed = capsys.readouterr().err
     assert "watching for 0 s" in printed
     assert f"taking over {opener.url} from an unknown job" in printed
-
-
-def test_lock_that_cannot_be_understood_and_changes_is_refused(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = Path(opener.url) / LOCK_NAME
-    path.parent.mkdir()
-    path.write_bytes(b"1")
-    monkeypatch.setattr(persist_directory, "say", lambda line: path.write_bytes(b"2"))
-    with pytest.raises(ConfigError, match="is used by an unknown job .*Name another one, or wait"):
-        opener.open("new")
-    assert path.read_bytes() == b"2"
-
-
-def test_directory_in_the_place_of_the_lock_is_refused(opener: Opener) -> None:
-    (Path(opener.url) / LOCK_NAME).mkdir(parents=True)
-    with pytest.raises(ConfigError, match="cannot be used on node n: IsADirectoryError"):
-        opener.open("new")
-
-
-def test_lock_that_goes_away_while_it_is_watched_is_free(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = opener.leave_lock("other")
-    monkeypatch.setattr(persist_directory, "LOCK_STALE_S", 1e6)
-    monkeypatch.setattr(persist_directory, "say", lambda line: other.release())
-    opener.open("new").check()
 
 
 def test_lock_that_always_changes_hands_is_given_up(
@@ -291,16 +236,6 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
     yield act
     ended.set()
-
-
-def test_storage_that_does_not_answer_is_refused(
-    opener: Opener, silent: Callable[[], None]
-) -> None:
-    silent()
-    with pytest.raises(
-        ConfigError, match=f"--moe-ft-persist-dir={opener.url} cannot be used .*: read {LOCK_NAME}"
-    ):
-        opener.open("new")
 
 
 def test_lock_on_storage_that_does_not_answer_at_the_end_is_said_to_stay(
@@ -380,10 +315,3 @@ def test_lock_is_taken_when_storage_answers_and_nothing_may_be_written_before(
     lock.check()
     lock.release()
     assert os.listdir(opener.url) == []
-
-
-def test_lock_that_is_not_taken_yet_forbids_to_write_and_says_so(opener: Opener) -> None:
-    storage = Storage(opener.url)
-    storage.make_root()
-    with pytest.raises(LockLostError, match="is not taken yet, or somebody has removed it"):
-        LateLock(storage, "job", Origin()).check()

@@ -14,7 +14,6 @@ from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.planning.remains import Place, place_of
 from moe_ft.recovery import plan as phase
-from moe_ft.recovery.choice import Choice
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import Found
 from moe_ft.recovery.meet import Met
@@ -57,15 +56,6 @@ def test_window_of_a_run_with_other_settings_is_refused_with_them_and_both_remed
     assert "--global-batch-size" not in message
     assert "--exit-interval" in message
     assert "--moe-ft-recover-from load" in message
-
-
-def test_single_snapshot_is_recovered_with_any_settings() -> None:
-    check_replay(plan(1, MADE_WITH), SETTINGS, notices())
-
-
-def test_window_is_recovered_with_the_settings_that_it_was_made_with() -> None:
-    settings = {"--clip-grad": 0.5, "--global-batch-size": 8}
-    check_replay(plan(3, MADE_WITH), settings, notices())
 
 
 def test_window_of_a_version_that_noted_fewer_settings_is_recovered_and_the_gap_is_named_once(
@@ -152,22 +142,6 @@ def test_breakpoints_of_an_iteration_that_not_all_have_finished_are_left_out_wit
     assert candidates.blocked_by.startswith(f"{reason}; iteration {END}: all stages would run")
 
 
-def test_older_breakpoints_are_used_where_others_are_one_iteration_further(
-    met: Met, found: Found
-) -> None:
-    """Rank 2 has stepped: its stage runs again with that of the dead rank, and rank 0 keeps its state."""
-    before = NEWEST - 1
-    versions = [
-        replace(each, iteration=before) if (each.rank, each.iteration) == (0, NEWEST) else each
-        for each in found.inventory.versions
-    ]
-    inventory = replace(found.inventory, versions=versions)
-    candidates = phase.plan(replace(found, inventory=inventory, most_iteration=before), met)
-    first = first_of(candidates)
-    assert first.iteration == before
-    assert [each.stages for each in first.scope.scopes] == [(1, 2)]
-
-
 def test_log_that_a_rank_cannot_read_is_left_out_of_a_new_plan_with_more_stages(
     met: Met, found: Found
 ) -> None:
@@ -213,22 +187,6 @@ def test_damage_to_the_state_of_all_stages_leaves_those_alone_that_are_not_damag
     _, again = without([breakpoint_of(found, 1)], found, before, met)
     assert kinds(again) == [(NEWEST, True), (END, False)]
     assert [each.stages for each in first_of(again).scope.scopes] == [(1,)]
-
-
-def test_nothing_is_planned_again_where_nothing_new_is_left_out(met: Met, found: Found) -> None:
-    before = phase.plan(found, met)
-    known, others = without([], found, before, met)
-    assert known is found
-    assert kinds(others) == [(END, False)]
-    assert others.blocked_by == f"iteration {NEWEST}: rank 7 has no intact record"
-    place = ("node-0", "any.json", 4, 1)
-    known = replace(found, unreadable=frozenset({place}))
-    assert without([place], known, before, met)[0] is known
-    alone = replace(met, pipelines=None)
-    assert without([place], found, phase.plan(found, alone), alone) == (
-        found,
-        replace(phase.plan(found, alone), choice=Choice(plans=())),
-    )
 
 
 def test_job_whose_stages_share_weights_says_so_where_all_of_them_run_iterations_again(

@@ -38,7 +38,6 @@ PEERS = [
 ]
 WINDOW = make_window()
 HISTORY = make_history(FRESH)
-Contents = dict[int, bytes]
 
 
 def source(tier: Tier, node: str | None, path: str, window: int = 3) -> Source:
@@ -151,10 +150,6 @@ def test_peers_without_the_state_are_named(sources: list[Source], lacking: set[i
     assert hand(sources).peers_without == lacking
 
 
-def test_family_is_that_of_the_versions_that_were_put_back() -> None:
-    assert hand([AT_2, OWN]).family == (7, -3, HISTORY[-1])
-
-
 def test_window_that_is_intact_in_own_memory_is_not_handed_over_and_goes_to_peers() -> None:
     told = hand([OWN, AT_2], fetched(origin=OWN))
     assert (told.window, told.peers_without) == (None, {5})
@@ -166,12 +161,6 @@ def test_window_of_which_a_part_came_from_elsewhere_is_handed_over() -> None:
     name = next(iter(first))
     changed = {**first, name: replace(first[name], source=AT_2)}
     assert hand([OWN, AT_2], replace(state, compute=[changed, *others])).window is not None
-
-
-def test_window_of_a_stage_that_recovers_alone_is_handed_over_like_any_other() -> None:
-    told = hand([AT_2], kept=[AT_2])
-    assert told.window is not None and told.window.index == WINDOW.index
-    assert told.peers_without == {5}
 
 
 def test_window_of_a_stage_that_recovers_alone_from_its_own_memory_stays_there() -> None:
@@ -205,11 +194,6 @@ def test_breakpoints_stay_if_one_is_all_that_a_rank_has() -> None:
     assert not hand([own, OWN], fetched(origin=own)).needs_breakpoint
 
 
-def test_replica_on_the_own_node_is_not_the_ranks_own_memory() -> None:
-    here = source(Tier.MEMORY, "a", "replica_00000_at_00001/region_0.json")
-    assert hand([here], fetched(origin=here)).window is not None
-
-
 def test_nothing_is_brought_back_where_a_state_is_in_more_than_a_region() -> None:
     told = hand([AT_2], saves_all=False)
     assert (told.window, told.peers_without) == (None, frozenset())
@@ -233,12 +217,6 @@ def test_window_of_several_sources_that_differ_is_not_handed_over() -> None:
     changed = replace(unit, source=AT_5, entry=other)
     told = hand([AT_2, AT_5], replace(state, units={**state.units, name: changed}))
     assert (told.window, told.peers_without) == (None, frozenset())
-
-
-def test_window_of_which_this_rank_read_a_part_only_is_not_handed_over() -> None:
-    state = fetched()
-    fewer = dict(list(state.units.items())[:-1])
-    assert hand([AT_2], replace(state, units=fewer)).window is None
 
 
 def test_state_that_is_partly_in_a_pool_is_not_handed_over() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
@@ -20,19 +21,30 @@ from moe_ft.recovery.readers import (
     PeerReader,
     StateReader,
     StorageReader,
+    fetch_unit,
     read_unit,
 )
+from moe_ft.state.catalog import UnitCatalog
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
+    WINDOW_UNITS,
     add_units,
     fill_region,
     fill_window,
     make_identity,
+    make_optimizer,
+    make_parameter,
     make_state,
     make_window,
     persist_checkpoint,
     persist_window,
     put_in_slot,
+)
+from tests.unit.moe_ft.recovery.window_copies import (
+    NUM_ELEMENTS,
+    WINDOW,
+    Copies,
+    make_catalog,
 )
 
 TIERS = ["memory", "peer", "storage"]
@@ -168,35 +180,6 @@ def test_versions_of_a_window_are_read_bit_for_bit_at_both_levels(
     reader.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "position"), [("layer.0.expert.0", 0), ("layer.0.expert.2", 1), ("embedding", 2)]
-)
-def test_weights_of_a_unit_in_or_behind_its_own_snapshot_are_not_there(
-    window_place: WindowPlace, name: str, position: int
-) -> None:
-    reader = window_place.reader()
-    with pytest.raises(CorruptStateError, match=f"there is no unit {name}"):
-        read_unit(reader, name, position)
-    reader.close()
-
-
-@pytest.mark.parametrize("position", [None, 0, 1])
-def test_version_of_a_window_with_a_flipped_byte_is_refused_and_its_others_are_read(
-    window_place: WindowPlace, position: int | None
-) -> None:
-    index = make_window().index
-    unit = index.units["embedding"] if position is None else index.compute[position]["embedding"]
-    content = bytearray(window_place.data.read_bytes())
-    content[unit.offset + 1] ^= 0x40
-    window_place.data.write_bytes(content)
-    reader = window_place.reader()
-    with pytest.raises(CorruptStateError, match="unit embedding does not match its checksum"):
-        read_unit(reader, "embedding", position)
-    for other in {None, 0, 1} - {position}:
-        read_unit(reader, "embedding", other)
-    reader.close()
-
-
 @pytest.mark.parametrize("position", [None, 0])
 def test_version_that_is_said_to_be_of_the_other_level_is_refused(
     tmp_path: Path, position: int | None
@@ -228,12 +211,6 @@ def pooled(tmp_path: Path) -> tuple[Region, Pool, str]:
     return region, pool, name
 
 
-def test_version_in_a_pool_is_read_from_memory(tmp_path: Path) -> None:
-    region, pool, name = pooled(tmp_path)
-    entry, found = read_unit(MemoryReader(region.index_path), name)
-    assert found == pool.mapping[entry.offset : entry.offset + entry.num_bytes]
-
-
 def test_version_in_a_pool_is_read_from_a_peer(tmp_path: Path) -> None:
     _, pool, name = pooled(tmp_path)
     (version,) = look_at_memory(tmp_path / "node", "node-a", "job").versions
@@ -258,14 +235,51 @@ def test_version_stays_only_in_a_pool_that_this_rank_will_use_again(tmp_path: Pa
     assert not once.stays(once.index.units[name])
 
 
-def test_pool_that_has_vanished_is_an_oserror(tmp_path: Path) -> None:
-    region, pool, name = pooled(tmp_path)
-    pool.data_path.unlink()
-    with pytest.raises(OSError, match=r"No such file"):
-        read_unit(MemoryReader(region.index_path), name)
+UNIT = WINDOW_UNITS[2]  # FULL at iteration 6, COMPUTE in the snapshot of iteration 5
+ENTRY = WINDOW.index.units[str(UNIT)]
 
 
-def test_memory_that_is_read_through_its_own_mapping_is_the_same_bytes(tmp_path: Path) -> None:
-    region, pool, name = pooled(tmp_path)
-    own = read_unit(MemoryReader(region.index_path, [region, pool]), name)
-    assert own == read_unit(MemoryReader(region.index_path), name)
+@pytest.fixture
+def copies(tmp_path: Path) -> Copies:
+    return Copies(tmp_path, 1)
+
+
+def catalog_with(num_elements: int) -> UnitCatalog:
+    """Return a rank's units, each cut to a number of elements."""
+    master = torch.zeros(num_elements)
+    parameter = make_parameter(
+        UNIT,
+        parameter=torch.zeros(num_elements, dtype=torch.bfloat16),
+        optimizer=make_optimizer(master, kind="lion"),
+        master=master,
+        is_sharded=True,
+    )
+    return UnitCatalog([parameter], leaves_out_frozen=False)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_unit_of_another_version_or_iteration_is_refused(copies: Copies, number: int) -> None:
+    wanted = [{"version": (9, 9)}, {"iteration": 9}][number]
+    found = fetch_unit(copies.sources[0], UNIT, make_catalog(), copies.readers, **wanted)  # type: ignore[arg-type]
+    assert found is None
+    assert f"unit {UNIT} is of iteration 6 there" in copies.readers.problems[0]
+
+
+@pytest.mark.parametrize("num_elements", [NUM_ELEMENTS - 1, NUM_ELEMENTS + 1])
+def test_slices_of_another_size_than_the_ranks_own_are_refused(
+    copies: Copies, num_elements: int
+) -> None:
+    found = fetch_unit(copies.sources[0], UNIT, catalog_with(num_elements), copies.readers)
+    assert found is None
+    assert f"unit {UNIT} is cut differently there" in copies.readers.problems[0]
+
+
+def test_any_range_of_a_parameter_that_several_ranks_hold_is_accepted(copies: Copies) -> None:
+    tensors = tuple(
+        msgspec.structs.replace(each, start=3, end=NUM_ELEMENTS) for each in ENTRY.tensors
+    )
+    changed = msgspec.structs.replace(ENTRY, tensors=tensors)
+    copies.change_index(0, units={**WINDOW.index.units, str(UNIT): changed})
+    shared = make_catalog(is_sharded=False)
+    found = fetch_unit(copies.sources[0], UNIT, shared, copies.readers)
+    assert found is not None, copies.readers.problems

@@ -130,23 +130,11 @@ def test_window_takes_one_replay_less_than_it_has_snapshots(
     assert Rank(tmp_path, monkeypatch, length).conversion.num_replays == length - 1
 
 
-def test_records_are_those_of_the_snapshots_in_their_order(rank: Rank) -> None:
-    assert [record.iteration for record in rank.conversion.records] == [5, 6, 7]
-
-
 @pytest.mark.parametrize(("position", "expected"), [(0, {MIDDLE, LATE}), (1, {LATE}), (2, set())])
 def test_units_are_frozen_until_their_snapshot_has_been_put_back(
     rank: Rank, position: int, expected: set[UnitId]
 ) -> None:
     assert rank.conversion.frozen_units(position) == expected
-
-
-def test_units_that_only_other_ranks_hold_are_frozen_alike(rank: Rank) -> None:
-    # All ranks of the stage must agree on what is frozen, whoever read it.
-    elsewhere = UnitId(kind=EARLY.kind, layer=8, expert=8)
-    rank.positions[elsewhere] = 1
-    assert elsewhere in rank.conversion.frozen_units(0)
-    assert elsewhere not in rank.conversion.frozen_units(1)
 
 
 def test_first_snapshot_puts_back_masters_and_moments_of_its_group_only(rank: Rank) -> None:
@@ -179,32 +167,3 @@ def test_later_snapshot_leaves_what_a_replay_has_made_of_earlier_groups(rank: Ra
     assert torch.equal(rank.masters[EARLY], torch.full((NUM_ELEMENTS,), 3.0))
     assert same(rank.masters[MIDDLE], rank.saved(MIDDLE, "param"))
     assert torch.equal(rank.masters[LATE], torch.full((NUM_ELEMENTS,), GARBAGE))
-
-
-def test_all_units_are_full_behind_the_last_snapshot(rank: Rank) -> None:
-    for position in range(3):
-        rank.conversion.load(position)
-    for unit in WINDOW_UNITS:
-        assert same(rank.masters[unit], rank.saved(unit, "param"))
-        assert same(rank.weights[unit].data, rank.saved(unit, "param").to(torch.bfloat16))
-
-
-def test_record_of_each_snapshot_is_put_back_with_it(rank: Rank) -> None:
-    for position in range(3):
-        rank.conversion.load(position)
-    assert rank.applied == [5, 6, 7]
-
-
-def test_fault_may_be_inflicted_in_every_snapshot_that_is_put_back(rank: Rank) -> None:
-    for position in range(3):
-        rank.conversion.load(position)
-    assert rank.faults == [(Phase.RECOVERY, 5), (Phase.RECOVERY, 6), (Phase.RECOVERY, 7)]
-
-
-def test_single_snapshot_is_the_state_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = Rank(tmp_path, monkeypatch, length=1)
-    rank.conversion.load(0)
-    assert rank.conversion.frozen_units(0) == frozenset()
-    assert all(same(rank.masters[unit], rank.saved(unit, "param")) for unit in WINDOW_UNITS)

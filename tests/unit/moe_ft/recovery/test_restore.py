@@ -66,25 +66,6 @@ def test_reading_and_agreeing_change_nothing(recovery: Recovery) -> None:
     assert not any(local.parameter.any() for local in recovery.met.live.parameters)
 
 
-def test_units_of_the_first_snapshot_are_live_afterwards(recovery: Recovery, length: int) -> None:
-    restored = recovery.restore()
-    masters = {local.unit: local.master for local in recovery.met.live.parameters}
-    full, _ = recovery.agreed.fetched.snapshot(0)
-    assert len(full) == (len(WINDOW_UNITS) if length == 1 else 2)
-    for each in full:
-        (entry,) = [tensor for tensor in each.entry.tensors if tensor.key == "param"]
-        master = masters[each.unit]
-        assert master is not None
-        content = each.content[entry.offset : entry.offset + 4 * entry.end]
-        assert bytes(master.numpy().data) == bytes(content)
-    assert restored.conversion.num_replays == length - 1
-
-
-def test_record_is_that_of_the_last_iteration(recovery: Recovery, length: int) -> None:
-    restored = recovery.restore()
-    assert restored.record.iteration == 4 + length == restored.plan.iteration
-
-
 def test_strategy_that_saves_everything_loses_nothing_and_looks_for_no_checkpoint(
     recovery: Recovery,
 ) -> None:

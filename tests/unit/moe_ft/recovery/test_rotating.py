@@ -7,8 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import own_directory
@@ -18,10 +16,9 @@ from moe_ft.format.identity import Identity
 from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.recovery.readers import MemoryReader, Readers
-from moe_ft.recovery.rotating import Rotation, fetch_rotating, versions_in
+from moe_ft.recovery.rotating import Rotation, fetch_rotating
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.units import UnitId
 from tests.unit.moe_ft.builders import fill_region, make_identity, put_in_slot, rotating_unit
 from tests.unit.moe_ft.together import run_together
 
@@ -189,12 +186,6 @@ def test_version_of_a_later_incarnation_is_preferred_to_one_of_a_later_iteration
     assert iterations(rank.fetch()) == {NAMES[0]: 6, NAMES[1]: 7}
 
 
-def test_version_from_beyond_that_a_permitted_snapshot_names_is_used(rank: Rank) -> None:
-    # After a recovery, in which an expert came from beyond it.
-    rank.save(5, {0: 7, 1: 4})
-    assert iterations(rank.fetch(most_iteration=5)) == {NAMES[0]: 7, NAMES[1]: 4}
-
-
 def test_ranks_put_back_the_newest_version_that_all_of_them_have(tmp_path: Path) -> None:
     ranks = [Rank(tmp_path, 0), Rank(tmp_path, 1)]
     for each in ranks:
@@ -202,50 +193,3 @@ def test_ranks_put_back_the_newest_version_that_all_of_them_have(tmp_path: Path)
     ranks[0].save(5, {0: 5, 1: 4})
     first, second = fetch_all(ranks)
     assert iterations(first) == iterations(second) == {NAMES[0]: 4, NAMES[1]: 4}
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sets(st.integers(0, 1)), st.sampled_from([(), (0,), (1,), (0, 1)]), st.booleans()
-        ),
-        max_size=4,
-    )
-)
-@settings(max_examples=25)
-def test_ranks_agree_on_the_newest_version_that_is_intact_on_all_of_them(
-    tmp_path_factory: pytest.TempPathFactory,
-    history: list[tuple[set[int], tuple[int, ...], bool]],
-) -> None:
-    tmp_path = tmp_path_factory.mktemp("node")
-    ranks = [Rank(tmp_path, 0), Rank(tmp_path, 1)]
-    expected: dict[str, int] = {}
-    for each in ranks:
-        each.save(0, {})
-    for iteration, (experts, on_ranks, is_spoiled) in enumerate(history, 1):
-        versions = dict.fromkeys(sorted(experts), iteration)
-        for number in on_ranks:
-            first = ranks[number]._slot
-            ranks[number].save(iteration, versions)
-            for slot in range(first, ranks[number]._slot):
-                if is_spoiled and number == 1:
-                    ranks[number].spoil(slot)
-        if len(on_ranks) == 2 and not is_spoiled:
-            expected.update({NAMES[expert]: iteration for expert in experts})
-    states = fetch_all(ranks)
-    for state in states:
-        assert iterations(state) == read_iterations(state) == expected
-        assert state.kept == set(NAMES) - set(expected)
-
-
-def test_versions_in_an_index_are_those_of_the_units_that_it_names(rank: Rank) -> None:
-    rank.save(5, {1: 4})
-    reader = rank.readers.open(rank.sources[0])
-    assert reader is not None
-    found = versions_in(reader.index, UNITS)
-    assert found == {NAMES[1]: UnitVersion(iteration=4, routed_tokens=0)}
-
-
-def test_no_index_has_no_versions() -> None:
-    units: list[UnitId] = UNITS
-    assert versions_in(None, units) == {}

@@ -25,10 +25,6 @@ def sites() -> list[Site]:
     ]
 
 
-def test_lowest_rank_of_each_node_acts_for_it() -> None:
-    assert [each.rank for each in sites() if each.is_lowest_on_node] == [0, 1, 4]
-
-
 @pytest.mark.parametrize(
     ("storage", "expected"),
     [

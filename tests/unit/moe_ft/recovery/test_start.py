@@ -23,12 +23,14 @@ from moe_ft.faults import Phase
 from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum, encode
-from moe_ft.planning.recovery import Tier
+from moe_ft.format.identity import Identity, Start
+from moe_ft.planning.recovery import Plan, Tier
 from moe_ft.recovery import claim
 from moe_ft.recovery import start as phases
 from moe_ft.recovery.checkpointing import Checkpointing
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.failures import read_attempts
+from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.job_memory import is_alive
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.persist_directory import Opened, Trouble, open_storage
@@ -36,12 +38,14 @@ from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.recovery.site import Site
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
 from tests.unit.moe_ft.recovery.meetings import (
+    FINGERPRINT,
     config_of,
     facts_of,
     initialized,
     leave_window,
     met_alone,
 )
+from tests.unit.moe_ft.recovery.starts import plans_of, start, versions_of
 
 SETTLING_S = 60.0  # threads may take a moment to end
 
@@ -287,29 +291,6 @@ def test_failure_to_put_back_is_noted_and_the_second_one_excludes_the_state(rank
     assert noted == ["recovery: ValueError: this cannot be put back"]
 
 
-def test_failure_after_a_state_was_put_back_is_noted_too(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> None:
-        raise ValueError("the engine rejects the state")
-
-    config = config_of(rank.folder)
-    leave_window(config)
-    monkeypatch.setattr(phases, "protect", fail)
-    noted = attempts_after(rank, lambda: rank.start(config), ValueError)
-    assert noted == ["recovery: ValueError: the engine rejects the state"]
-
-
-def test_failure_of_a_start_that_recovers_nothing_is_not_noted(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> None:
-        raise ValueError("no engine")
-
-    monkeypatch.setattr(phases, "protect", fail)
-    assert attempts_after(rank, lambda: rank.start(config_of(rank.folder)), ValueError) == []
-
-
 # State that the flags leave out
 
 
@@ -334,3 +315,57 @@ def test_state_of_another_model_is_refused_unless_it_is_ignored(rank: Rank) -> N
     running = rank.start(config_of(rank.folder, "load"))
     running.close()
     assert running.plan is None
+
+
+FIRST, LEFT = start(0, 0, "first"), start(4, 9, "left")
+
+
+def identity_of(
+    folder: Path,
+    plan: Plan | None = None,
+    inventory: Inventory | None = None,
+    *,
+    is_chosen: bool = False,
+) -> Identity:
+    """Return the identity of a start that has found something."""
+    config = config_of(folder)
+    facts = replace(
+        facts_of(iteration=3, began_with="--finetune"), replay_settings={"--clip-grad": 1.0}
+    )
+    with ExitStack() as opened:
+        met = met_alone(config, facts, opened)
+        return phases.make_identity(met, inventory or Inventory(), plan, is_chosen=is_chosen)
+
+
+def test_start_that_begins_a_run_names_it(tmp_path: Path) -> None:
+    found = identity_of(tmp_path)
+    assert found == Identity(
+        job_id="job",
+        lineage="run-new",
+        history=(Start(number=0, resumed_at=3, name="new"),),
+        fingerprint=FINGERPRINT,
+        world_size=1,
+        strategy="dense",
+        replay_settings={"--clip-grad": 1.0},
+        began_with="--finetune",
+    )
+
+
+def test_start_that_continues_a_run_keeps_its_name_and_what_it_began_with(tmp_path: Path) -> None:
+    (plan,), _ = plans_of(versions_of((FIRST,), 7, began_with="--seed-from"))
+    found = identity_of(tmp_path, plan, is_chosen=True)
+    assert (found.lineage, found.began_with) == ("run-a", "--seed-from")
+    assert found.history == (FIRST, Start(number=0, resumed_at=7, name="new", is_chosen=True))
+
+
+def test_start_counts_on_from_all_that_it_has_found_and_remembers_what_it_leaves(
+    tmp_path: Path,
+) -> None:
+    inventory = Inventory()
+    for history in ((FIRST,), (FIRST, LEFT)):
+        other = msgspec.structs.replace(make_identity(), history=history)
+        inventory.add_identity("somewhere", other)
+    (plan,), _ = plans_of(versions_of((FIRST,), 7))
+    found = identity_of(tmp_path, plan, inventory)
+    assert found.start.number == 5
+    assert found.superseded == ("left",)

@@ -7,7 +7,7 @@ from moe_ft.format.entries import FROZEN, tensor_bytes
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.units import Level, Part, UnitId, UnitKind
+from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_optimizer, make_parameter
 
 EXPERT = UnitId(kind=UnitKind.EXPERT, layer=0, expert=1)
@@ -30,22 +30,8 @@ def trained(
     )
 
 
-def keys(catalog: UnitCatalog, unit: UnitId, level: Level = Level.FULL) -> list[tuple[str, str]]:
-    return [(each.key, each.packing) for each in catalog.tensors(unit, level)]
-
-
 def catalog_of(*parameters: LocalParameter, leaves_out_frozen: bool = True) -> UnitCatalog:
     return UnitCatalog(parameters, leaves_out_frozen=leaves_out_frozen, packings=PACKINGS)
-
-
-def test_unit_has_all_its_parameters_in_their_order() -> None:
-    first, other, second = trained(EXPERT, name="a"), trained(NORM), trained(EXPERT, name="b")
-    catalog = catalog_of(first, other, second)
-    assert catalog.units == (EXPERT, NORM)
-    assert catalog.parameters_of(EXPERT) == [first, second]
-    part = UnitId(kind=UnitKind.EXPERT, layer=0, expert=1, part=Part.MOMENTS)
-    assert catalog.has(part)
-    assert not catalog.has(EMBEDDING)
 
 
 @pytest.mark.parametrize("leaves_out_frozen", [True, False])
@@ -57,14 +43,6 @@ def test_frozen_parameter_is_in_a_unit_only_if_frozen_ones_are_saved(
     assert catalog.has(EMBEDDING) != leaves_out_frozen
     assert catalog.frozen_names == ({"frozen"} if leaves_out_frozen else set())
     assert (FROZEN in catalog.origins([NORM])) == leaves_out_frozen
-
-
-def test_masters_are_split_only_from_bf16_weights() -> None:
-    catalog = catalog_of(trained(EXPERT), trained(NORM, dtype=torch.float32))
-    moments = [("exp_avg", "bf16"), ("exp_avg_sq", "exact")]
-    assert keys(catalog, EXPERT) == [("param", "split"), *moments]
-    assert keys(catalog, NORM) == [("param", "exact"), *moments]
-    assert keys(catalog, EXPERT, Level.COMPUTE) == [("weight", "exact")]
 
 
 def test_slices_of_a_plan_replace_those_from_the_start() -> None:
@@ -103,10 +81,3 @@ def test_origin_changes_with_a_master_that_rounds_to_the_same_weight() -> None:
     after = catalog.origins([EXPERT, NORM])
     assert after[str(EXPERT)] != before[str(EXPERT)]
     assert after[str(NORM)] == before[str(NORM)]
-
-
-def test_unit_of_which_other_ranks_save_all_has_no_origin_here() -> None:
-    elsewhere = make_parameter(EXPERT, slice_=(0, 0), optimizer=make_optimizer())
-    catalog = catalog_of(elsewhere)
-    assert not catalog.owns(EXPERT)
-    assert catalog.origins([EXPERT]) == {}

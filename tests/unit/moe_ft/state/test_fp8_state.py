@@ -125,13 +125,6 @@ def test_layer_that_is_in_use_gets_its_state_back_in_place() -> None:
     assert train(recovered(record, layer), range(4, 6)) == expected
 
 
-def test_state_of_a_recovery_that_nothing_was_trained_after_is_kept() -> None:
-    layer = Linear()
-    train(layer, range(4))
-    record = record_of(layer)
-    assert record_of(recovered(record, Linear())).extra_state == record.extra_state
-
-
 def test_forward_pass_without_fp8_does_not_lose_what_waits_for_one_with_it() -> None:
     layer = Linear()
     train(layer, range(4))
@@ -140,17 +133,6 @@ def test_forward_pass_without_fp8_does_not_lose_what_waits_for_one_with_it() -> 
     train(other, range(1))
     other.is_on = True
     assert train(other, range(4, 6)) == train(layer, range(4, 6))
-
-
-def test_layer_is_left_as_it_was_after_its_first_forward_pass() -> None:
-    layer = Linear()
-    train(layer, range(4))
-    other = recovered(record_of(layer), Linear())
-    train(other, range(4, 5))
-    assert "init_fp8_meta_tensors" not in vars(other)
-    assert not other._forward_hooks
-    other.init_fp8_meta_tensors("delayed")  # with other settings: begins again
-    assert other.fp8_meta["scaling_fwd"].scale.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("history_length", [2, 5])
@@ -163,12 +145,6 @@ def test_history_of_another_length_keeps_its_newest_rows(history_length: int) ->
     history = other.fp8_meta["scaling_bwd"].amax_history
     assert history[:num_rows].tolist() == [[4, 4], [3, 3], [2, 2]][:num_rows]
     assert not history[num_rows:].any()
-
-
-def test_layer_without_delayed_scaling_has_nothing_to_keep() -> None:
-    layer = Linear()
-    layer.fp8_meta["scaling_fwd"] = SimpleNamespace(scale=None)
-    assert record_of(layer).extra_state == {}
 
 
 # What is not Transformer Engine's

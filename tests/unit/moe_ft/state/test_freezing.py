@@ -71,13 +71,6 @@ def test_parameter_whose_gradient_is_reduced_with_others_is_never_frozen(mark: s
     assert frozen_names(freezing([coupled, free]), [coupled, free], LAYER) == ["b"]
 
 
-@pytest.mark.parametrize("mark", MARKS)
-def test_parameter_whose_mark_says_no_is_frozen(mark: str) -> None:
-    parameter = make_parameter(LAYER, "a")
-    setattr(parameter.parameter, mark, False)
-    assert frozen_names(freezing([parameter]), [parameter], LAYER) == ["a"]
-
-
 @pytest.mark.parametrize(("tp_size", "is_frozen"), [(1, True), (2, False)])
 @pytest.mark.parametrize("which", ["q", "k"])
 def test_norm_of_queries_or_keys_is_frozen_only_without_tensor_parallelism(
@@ -141,42 +134,6 @@ def test_replays_of_a_window_of_grouped_experts_freeze_whole_modules_the_popular
     assert frozen == {2: [{2}], 3: [{0, 2}, {2}]}[window]
 
 
-def test_experts_that_are_modules_of_their_own_are_frozen_one_by_one() -> None:
-    parameters = [
-        make_parameter(
-            unit, f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight"
-        )
-        for number, unit in enumerate(EXPERTS)
-    ]
-    assert frozen_names(freezing(parameters), parameters, EXPERTS[1]) == [parameters[1].name]
-
-
-def test_grouped_expert_that_is_not_trained_does_not_hold_up_the_others() -> None:
-    parameters = grouped(0)
-    for each in parameters:
-        each.parameter.requires_grad_(each.unit != EXPERTS[2])
-    trained = [each.name for each in parameters if each.unit != EXPERTS[2]]
-    found = freezing(parameters)
-    with found.frozen({EXPERTS[0], EXPERTS[1]}):
-        assert not any(each.parameter.requires_grad for each in parameters)
-    assert [each.name for each in parameters if each.parameter.requires_grad] == trained
-
-
-def test_parameter_that_is_not_trained_stays_so_afterwards() -> None:
-    parameter = make_parameter(NORM)
-    parameter.parameter.requires_grad_(False)
-    with freezing([parameter]).frozen({NORM}):
-        pass
-    assert not parameter.parameter.requires_grad
-
-
-def test_parameters_are_trained_again_afterwards() -> None:
-    parameters = [make_parameter(unit) for unit in EXPERTS]
-    with freezing(parameters).frozen(frozenset(EXPERTS)):
-        assert not any(each.parameter.requires_grad for each in parameters)
-    assert all(each.parameter.requires_grad for each in parameters)
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_parameters_are_trained_again_after_an_exception_too(error: type[BaseException]) -> None:
     parameters = [make_parameter(unit) for unit in EXPERTS]
@@ -189,11 +146,6 @@ def test_nothing_is_frozen_where_weight_gradients_are_computed_elsewhere() -> No
     parameters = [make_parameter(unit) for unit in (*EXPERTS, NORM)]
     found = Freezing(parameters, tp_size=1, is_possible=False)
     assert frozen_names(found, parameters, *EXPERTS, NORM) == []
-
-
-def test_unit_that_another_rank_has_is_passed_over() -> None:
-    parameters = [make_parameter(EXPERTS[0])]
-    assert frozen_names(freezing(parameters), parameters, *EXPERTS[1:]) == []
 
 
 def test_input_gets_the_same_gradient_past_a_frozen_unit() -> None:
@@ -234,21 +186,11 @@ def test_gradients_of_frozen_units_are_dropped_also_of_what_is_never_frozen(
     assert gradients(parameters) == [False, False, True]
 
 
-def test_gradient_of_a_grouped_expert_that_could_not_be_frozen_is_dropped() -> None:
-    parameters = [with_gradient(unit) for unit in EXPERTS]
-    freezing(parameters).drop_gradients({EXPERTS[0]})
-    assert gradients(parameters) == [False, True, True]
-
-
 def test_gradient_that_the_optimizer_keeps_beside_is_dropped_too() -> None:
     local = with_gradient(NORM)
     local.master.decoupled_grad = torch.ones(4)  # type: ignore[union-attr]
     freezing([local]).drop_gradients({NORM})
     assert local.master.decoupled_grad is None  # type: ignore[union-attr]
-
-
-def test_parameter_that_another_rank_updates_has_no_gradient_to_drop() -> None:
-    freezing([make_parameter(NORM, master=None)]).drop_gradients({NORM})
 
 
 def test_optimizer_passes_over_masters_whose_gradients_were_dropped() -> None:

@@ -87,13 +87,6 @@ def test_model_that_megatron_cannot_describe_has_a_problem(model: Model) -> None
     )
 
 
-def test_wrapped_chunks_are_looked_into_and_others_have_no_places(model: Model) -> None:
-    wrapped: Any = torch.nn.Module()
-    wrapped.module = model
-    assert model.embedding in find_places([wrapped], None).of
-    assert not find_places([torch.nn.Linear(2, 2)], None).of
-
-
 def test_entries_get_the_places_and_the_type_of_the_weight(model: Model) -> None:
     unit = UnitId(kind=UnitKind.EMBEDDING)
     local = make_parameter(unit, parameter=model.embedding)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ft.state.random_states import apply_rng, current_rng, rng_values
+from moe_ft.state.random_states import apply_rng, current_rng
 
 
 def test_random_numbers_continue_where_they_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,14 +24,3 @@ def test_random_numbers_continue_where_they_were_taken(monkeypatch: pytest.Monke
     assert draw() != expected
     apply_rng(states)
     assert draw() == expected
-
-
-def test_states_have_the_names_of_megatrons_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
-    values = rng_values(current_rng())
-    assert values["random_rng_state"] == random.getstate()
-    assert torch.equal(values["torch_rng_state"], torch.get_rng_state())
-    assert values.keys() == {
-        *("random_rng_state", "np_rng_state", "torch_rng_state"),
-        *("cuda_rng_state", "rng_tracker_states"),
-    }

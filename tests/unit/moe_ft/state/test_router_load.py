@@ -37,14 +37,6 @@ def test_tokens_are_added_up_over_micro_batches() -> None:
     assert load.counts()["layer.0"].tolist() == [4, 0, 2]
 
 
-def test_new_attempt_begins_with_nothing() -> None:
-    load = Load()
-    load.route()
-    load.begin()
-    load.route()
-    assert load.counts()["layer.0"].tolist() == [2, 0, 1]
-
-
 def test_forward_pass_without_gradients_is_not_counted() -> None:
     load = Load()
     with torch.no_grad():
@@ -136,26 +128,6 @@ def test_probabilities_of_tokens_that_capacity_drops_count() -> None:
     assert total == pytest.approx(NUM_TOKENS * UNITS, abs=NUM_TOKENS)
 
 
-def test_probabilities_of_padding_do_not_count() -> None:
-    load, router = gate()
-    tokens = hidden()
-    is_padding = torch.zeros(NUM_TOKENS // 2, 2, dtype=torch.bool)
-    is_padding[1] = True
-    router(tokens, padding_mask=is_padding)
-    kept = torch.softmax(logits_of(router, tokens), dim=-1)[~is_padding.reshape(-1)]
-    assert close(load.probabilities()["layer.0"], kept.sum(dim=0))
-
-
-def test_probabilities_are_added_up_over_micro_batches_in_whole_numbers() -> None:
-    load, router = gate()
-    router(hidden(1))
-    router(hidden(2))
-    gates = [torch.softmax(logits_of(router, hidden(seed)), dim=-1) for seed in (1, 2)]
-    sums = load.probabilities()["layer.0"]
-    assert close(sums, torch.cat(gates).sum(dim=0))
-    assert sums.dtype is torch.int64
-
-
 def test_gate_is_summed_up_once_where_forward_runs_without_gradients_too() -> None:
     load, router = gate()
     with torch.no_grad():
@@ -194,15 +166,3 @@ def test_router_is_left_as_it_was() -> None:
 def test_table_has_the_layers_in_the_order_that_is_asked_for() -> None:
     counts = {"layer.0": torch.tensor([1, 2]), "layer.3": torch.tensor([3, 4])}
     assert table(counts, ["layer.3", "layer.0"], 2).tolist() == [[3, 4], [1, 2]]
-
-
-def test_layer_that_was_not_counted_is_all_zero() -> None:
-    counts = {"layer.0": torch.tensor([1, 2])}
-    assert table(counts, ["layer.0", "layer.1"], 2).tolist() == [[1, 2], [0, 0]]
-
-
-@pytest.mark.parametrize(("layers", "shape"), [([], (0, 3)), (["layer.0"], (1, 3))])
-def test_table_of_nothing_has_its_shape(layers: list[str], shape: tuple[int, int]) -> None:
-    found = table({}, layers, 3)
-    assert found.shape == shape
-    assert not found.any()

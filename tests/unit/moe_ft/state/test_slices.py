@@ -8,15 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.config.precision import PARTS
-from moe_ft.format.entries import TensorEntry
 from moe_ft.format.packings import Packing
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import describe, live_tensor, make_state
 from moe_ft.state.tensors import inverse_scale, raw_tensor, state_scales
 from moe_ft.units import Level, Part, UnitId, UnitKind
-from tests.few_bits_adam import FewBitsAdam, Fp8Tensor
+from tests.few_bits_adam import FewBitsAdam
 from tests.unit.moe_ft.builders import make_optimizer, make_parameter
 
 UNIT = UnitId(kind=UnitKind.EXPERT, layer=0, expert=0)
@@ -93,11 +91,6 @@ def test_adam_has_an_fp32_master_and_two_moments_whatever_forward_uses(dtype: to
     assert described(parameter_of(make_optimizer(), dtype)) == [("param", "F32"), *MOMENTS]
 
 
-def test_lion_has_one_moment() -> None:
-    local = parameter_of(make_optimizer(kind="lion"))
-    assert described(local) == [("param", "F32"), ("exp_avg", "F32")]
-
-
 @pytest.mark.parametrize(("momentum", "moments"), [(0.0, []), (0.9, [("momentum_buffer", "F32")])])
 def test_sgd_has_a_buffer_only_with_momentum(momentum: float, moments: Pairs) -> None:
     optimizer = make_optimizer(kind="sgd")
@@ -112,19 +105,6 @@ def test_parameter_that_is_not_trained_has_its_weight_only(dtype: torch.dtype, n
 
 
 @pytest.mark.parametrize(
-    "local",
-    [
-        parameter_of(make_optimizer()),
-        parameter_of(native_optimizer(BF16, BF16)),
-        few_bits_parameter(),
-    ],
-    ids=["adam", "native", "few-bits"],
-)
-def test_weight_that_forward_uses_is_all_there_is_at_compute(local: LocalParameter) -> None:
-    assert described(local, Level.COMPUTE) == [("weight", "BF16")]
-
-
-@pytest.mark.parametrize(
     ("master", "remainders", "name"),
     [(FP32, True, "I16"), (FP32, False, "F32"), (FP16, True, "F16"), (FP16, False, "F16")],
 )
@@ -133,15 +113,6 @@ def test_optimizer_has_masters_of_its_own_beside_bf16_weights(
 ) -> None:
     local = few_bits_parameter(master=master, remainders=remainders)
     assert described(local) == [("weight", "BF16"), ("master_param", name), *MOMENTS]
-
-
-def test_remainders_are_of_bf16_weights_only() -> None:
-    expected = [("weight", "F16"), ("master_param", "F32"), *MOMENTS]
-    assert described(few_bits_parameter(FP16)) == expected
-
-
-def test_fp32_weights_are_masters_themselves_where_the_optimizer_has_masters() -> None:
-    assert described(few_bits_parameter(FP32)) == [("weight", "F32"), *MOMENTS]
 
 
 @pytest.mark.parametrize(
@@ -173,18 +144,6 @@ def test_parts_of_a_unit_are_its_weights_and_its_moments(
     moments = [] if local.optimizer is None else ["exp_avg", "exp_avg_sq"]
     assert [key for key, _ in described(local, part=Part.WEIGHTS)] == weights
     assert [key for key, _ in described(local, part=Part.MOMENTS)] == moments
-
-
-def test_parameter_of_which_this_rank_has_nothing_has_no_tensors() -> None:
-    local = make_parameter(UNIT, slice_=(3, 3), optimizer=make_optimizer(), master=torch.zeros(4))
-    assert described(local) == []
-
-
-def test_tensors_are_of_the_slice_that_this_rank_saves() -> None:
-    local = make_parameter(UNIT, "w", slice_=(1, 3), optimizer=make_optimizer())
-    assert describe(local, Level.FULL) == [
-        TensorEntry("w", key, 1, 3, "F32", 0) for key in ("param", "exp_avg", "exp_avg_sq")
-    ]
 
 
 # What is live
@@ -290,12 +249,6 @@ def test_tensor_in_few_bits_is_taken_by_its_bytes_and_has_a_scale() -> None:
     assert scale.tolist() == [0.5]
 
 
-def test_plain_tensor_is_its_own_bytes_and_has_no_scale() -> None:
-    found = torch.ones(4)
-    assert raw_tensor(found) is found
-    assert inverse_scale(found) is None
-
-
 def test_scales_are_those_of_the_optimizer_and_those_of_fp8_tensors() -> None:
     master, other, of_optimizer = torch.zeros(4), torch.zeros(4), torch.tensor([2.0])
     first, second = stand_in(0.5), stand_in(0.25)
@@ -311,26 +264,6 @@ def test_scales_are_those_of_the_optimizer_and_those_of_fp8_tensors() -> None:
     }
 
 
-def test_scales_are_live_and_the_optimizer_keeps_its_own_table() -> None:
-    local = few_bits_parameter(exp_avg=FP8, exp_avg_sq=FP16)
-    make_state(local, "exp_avg", FP8)
-    adam = local.optimizer.optimizer
-    found = state_scales(adam, local.master)
-    assert set(found) == {"exp_avg", "exp_avg_sq", "exp_avg._scale_inv"}
-    found["exp_avg._scale_inv"].fill_(4.0)
-    found["exp_avg_sq"].fill_(3.0)
-    kept = adam.state[local.master]["exp_avg"]
-    assert isinstance(kept, Fp8Tensor)
-    assert kept._scale_inv.tolist() == [4.0]
-    assert set(adam._scales[local.master]) == {"exp_avg", "exp_avg_sq"}
-    assert adam._scales[local.master]["exp_avg_sq"].tolist() == [3.0]
-
-
-def test_optimizer_without_scales_has_none() -> None:
-    local = parameter_of(make_optimizer(torch.zeros(SIZE)))
-    assert state_scales(local.optimizer.optimizer, local.master) == {}
-
-
 # How files keep them
 
 
@@ -338,11 +271,6 @@ def ways(local: LocalParameter, level: Level = Level.FULL, **packings: Packing) 
     """Return keys of what a snapshot holds of a parameter, and how."""
     catalog = UnitCatalog([local], leaves_out_frozen=False, packings=packings)
     return [(each.key, each.packing) for each in catalog.tensors(UNIT, level)]
-
-
-def test_tensors_are_exact_where_nothing_is_said() -> None:
-    expected = [("param", "exact"), ("exp_avg", "exact"), ("exp_avg_sq", "exact")]
-    assert ways(parameter_of(make_optimizer())) == expected
 
 
 def test_each_part_of_the_state_is_kept_in_its_own_format() -> None:
@@ -358,23 +286,6 @@ def test_each_part_of_the_state_is_kept_in_its_own_format() -> None:
 def test_masters_are_split_only_beside_bf16_weights(dtype: torch.dtype, packing: str) -> None:
     local = parameter_of(make_optimizer(), dtype)
     assert ways(local, master=Packing.SPLIT)[0] == ("param", packing)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("packing", LOSSY)
-def test_masters_are_rounded_whatever_forward_uses(dtype: torch.dtype, packing: Packing) -> None:
-    local = parameter_of(make_optimizer(), dtype)
-    assert ways(local, master=packing)[0] == ("param", packing.value)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("packing", Packing)
-def test_weights_that_forward_uses_are_never_packed(dtype: torch.dtype, packing: Packing) -> None:
-    local = parameter_of(make_optimizer(), dtype)
-    packings = dict.fromkeys(PARTS, packing)
-    assert ways(local, Level.COMPUTE, **packings) == [("weight", "exact")]
-    not_trained = make_parameter(UNIT, parameter=torch.zeros(SIZE, dtype=dtype))
-    assert ways(not_trained, Level.FULL, **packings) == [("weight", "exact")]
 
 
 @given(
@@ -403,13 +314,3 @@ def test_masters_of_the_optimizer_itself_are_packed_only_where_they_are_fp32(
     local = few_bits_parameter(master=master, remainders=remainders)
     found = ways(local, master=Packing.FP16)
     assert found[:2] == [("weight", "exact"), ("master_param", packing)]
-
-
-def test_units_take_the_bytes_of_their_packed_tensors() -> None:
-    packings = {"master": Packing.SPLIT, "exp_avg": Packing.BF16, "exp_avg_sq": Packing.E4M3_BLOCKS}
-    local = parameter_of(make_optimizer())
-    catalog = UnitCatalog([local], leaves_out_frozen=False, packings=packings)
-    # 129 masters: carries from 640 on; moments of 2 bytes; of 1 byte, with 2 scales from 192 on.
-    assert catalog.num_bytes(UNIT) == (640 + 17) + 258 + (192 + 8)
-    assert catalog.num_bytes(UNIT, alignment=64) == 704 + 320 + 256
-    assert catalog.num_bytes(UNIT, Level.COMPUTE) == 258

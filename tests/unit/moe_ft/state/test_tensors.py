@@ -7,7 +7,6 @@ import torch
 
 from moe_ft.state.tensors import (
     all_buffers,
-    inner_optimizers,
     named_buffers,
     named_optimizer_tensors,
     named_parameters,
@@ -52,23 +51,10 @@ def test_masters_and_moments_have_the_name_of_their_parameter() -> None:
     assert found["chunk1.weight/param"] is inner.fp32_from_float16_groups[0][0]
 
 
-def test_optimizer_that_has_not_stepped_has_no_moments() -> None:
-    model = chunks()
-    inner = half_precision_optimizer(model)
-    inner.optimizer.state.clear()
-    assert [name for name, _ in named_optimizer_tensors(model, inner)] == ["chunk1.weight/param"]
-
-
 def test_parameter_that_the_optimizer_updates_itself_is_no_master() -> None:
     model = chunks()
     inner = SimpleNamespace(optimizer=torch.optim.SGD(model[0].parameters(), momentum=0.5))
     assert list(named_optimizer_tensors(model, inner)) == []
-
-
-def test_chained_optimizers_are_those_that_hold_parameters() -> None:
-    full, stub = SimpleNamespace(), SimpleNamespace(is_stub_optimizer=True)
-    assert inner_optimizers(SimpleNamespace(chained_optimizers=[full, stub])) == [full]
-    assert inner_optimizers(full) == [full]
 
 
 def test_numbers_in_few_bits_are_taken_raw_and_their_scales_by_key() -> None:
