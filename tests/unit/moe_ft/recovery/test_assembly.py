@@ -101,19 +101,6 @@ def strategies_of(config: MoeFtConfig) -> list[Strategy]:
     )
 
 
-def test_experts_of_which_this_rank_saves_nothing_do_not_rotate_here() -> None:
-    for dp_rank, strategy in enumerate(strategies_of(config_of())):
-        catalog = catalog_of(dp_rank)
-        assert all(catalog.owns(unit) for unit in strategy.rotating)
-        assert len(strategy.rotating) < NUM_LAYERS
-
-
-def test_ranks_divide_replicated_state_alike_with_adaptive_sharding() -> None:
-    config = config_of(sharding="adaptive")
-    found = {strategy.plan_window(0).snapshots[0].shares for strategy in strategies_of(config)}
-    assert len(found) == 1
-
-
 @pytest.mark.parametrize("k", ["1", "2", "auto"])
 @pytest.mark.parametrize("sharding", ["none", "equal", "adaptive"])
 def test_every_snapshot_fits_into_the_region_and_its_slots(k: str, sharding: str) -> None:

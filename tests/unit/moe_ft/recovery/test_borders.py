@@ -1,6 +1,5 @@
 """Borders of a local recovery: logs of neighbours here and on other nodes, and numbers of the job."""
 
-import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -157,14 +156,6 @@ def test_log_that_is_damaged_or_gone_is_missing_before_anything_is_overwritten(j
     ((place, text),) = missing.items()
     assert place == (job.node, "rank_00001/boundary_1.json", 6, 0)
     assert text.startswith("boundary log of rank 1, iteration 6 (")
-
-
-def test_log_that_was_overwritten_since_the_plan_was_made_is_missing(job: Job) -> None:
-    directory = own_directory(job.folder, NEIGHBOUR)
-    shutil.copy(directory / "boundary_0.json", directory / "boundary_1.json")
-    _, missing = job.read()
-    (text,) = missing.values()
-    assert "now holds iteration 5 of rank 1, not what was planned" in text
 
 
 def test_damaged_tensor_on_the_same_node_is_found_at_once(tmp_path: Path) -> None:

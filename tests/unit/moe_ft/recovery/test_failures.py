@@ -72,12 +72,6 @@ def test_notes_that_cannot_be_read_are_ignored_and_replaced(tmp_path: Path, cont
     assert [each.by for each in read_attempts(tmp_path)] == ["b", "a"]
 
 
-def test_only_the_latest_failures_of_a_rank_are_kept(tmp_path: Path) -> None:
-    for number in range(40):
-        note_attempt(tmp_path, 0, attempt(str(number)))
-    assert [each.by for each in read_attempts(tmp_path)] == [str(each) for each in range(8, 40)]
-
-
 def test_failure_is_described_by_its_kind_and_the_first_line_cut_off() -> None:
     assert describe(ValueError("bad\ndetails of this time")) == "ValueError: bad"
     assert describe(ValueError()) == "ValueError: "

@@ -14,7 +14,7 @@ from moe_ft.recovery.fetch import fetch
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.readers import MemoryReader, Readers
 from moe_ft.units import Level
-from tests.unit.moe_ft.builders import fill_region, fill_window, make_identity
+from tests.unit.moe_ft.builders import fill_window
 from tests.unit.moe_ft.recovery.meetings import (
     config_of,
     facts_of,
@@ -107,23 +107,6 @@ def test_source_that_holds_another_window_by_now_is_passed_over(copies: Copies) 
     assert "it now holds iteration 8 of rank 0, not what was planned" in copies.readers.problems[0]
 
 
-def test_source_that_holds_less_of_its_window_by_now_is_passed_over(copies: Copies) -> None:
-    # The same iteration, of the same start, as a single snapshot: not what the plan was made for.
-    fill_region(copies.regions[0].directory, iteration=7)
-    fetched = copies.fetch()
-    assert fetched.missing == ()
-    assert len(fetched.compute) == 3
-
-
-def test_window_that_no_source_has_any_more_is_nothing(copies: Copies) -> None:
-    for region in copies.regions:
-        region.index_path.unlink()
-    fetched = copies.fetch()
-    assert fetched.index is None
-    assert (fetched.units, fetched.compute) == ({}, ())
-    assert len(copies.readers.problems) == 2
-
-
 def test_window_up_to_now_with_a_unit_that_was_never_saved_lacks_it(copies: Copies) -> None:
     units = {name: unit for name, unit in WINDOW.index.units.items() if name != EMBEDDING}
     for number in (0, 1):
@@ -163,10 +146,3 @@ def test_places_of_a_state_are_unreadable_if_some_of_it_is_damaged(tmp_path: Pat
         assert unreadable() == {place_of(version)}
         (directory / version.path).unlink()
         assert unreadable() == {place_of(version)}
-
-
-def test_unit_of_another_run_is_not_what_was_planned(copies: Copies) -> None:
-    other = make_identity("run-b")
-    fill_window(copies.regions[0].directory, identity=other)
-    fetched = copies.fetch()
-    assert {each.source for each in all_fetched(fetched).values()} == {copies.sources[1]}

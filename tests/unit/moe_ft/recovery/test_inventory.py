@@ -50,10 +50,6 @@ def test_version_says_whether_it_is_a_replica(tmp_path: Path, is_replica: bool) 
     assert (version.rank, version.is_replica) == (2, is_replica)
 
 
-def test_node_without_memory_has_nothing(tmp_path: Path) -> None:
-    assert look(tmp_path / "missing") == Inventory()
-
-
 def test_state_of_another_job_is_rejected_by_name(tmp_path: Path) -> None:
     fill_region(own_directory(tmp_path, 0), identity=make_identity(job_id="other"))
     inventory = look(tmp_path)
@@ -169,10 +165,6 @@ def test_manifest_that_is_corrupt_is_a_problem_and_others_are_found(tmp_path: Pa
     assert problem.is_state
 
 
-def test_storage_that_was_never_written_has_nothing(tmp_path: Path) -> None:
-    assert look_at_storage(Storage(str(tmp_path / "missing"))) == Inventory()
-
-
 @pytest.mark.parametrize("back_end", ["local", "objects"])
 def test_storage_that_cannot_be_looked_at_is_a_problem_instead_of_empty(
     tmp_path: Path, back_end: str
@@ -233,14 +225,6 @@ def test_run_with_other_settings_is_listed_again() -> None:
     other = msgspec.structs.replace(make_identity(), fingerprint={"--seed": 2})
     inventory.add_identity("elsewhere", other)
     assert [where for where, _ in inventory.identities] == ["here", "there", "elsewhere"]
-
-
-def test_names_of_starts_are_all_that_were_seen_or_remembered_the_latest_last() -> None:
-    first, second = Inventory(), Inventory()
-    first.add_identity("here", make_identity(history=((0, 0), (2, 4))))
-    second.add_identity("there", make_identity(history=((0, 0), (1, 3)), superseded=("old",)))
-    first.merge(second)
-    assert first.names == ["old", "run-a-0-0", "run-a-1-3", "run-a-2-4"]
 
 
 STRANGER = 65534

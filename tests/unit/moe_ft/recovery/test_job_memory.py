@@ -76,19 +76,6 @@ def test_clock_that_was_set_forward_makes_no_job_older(
     assert describe(directory)[1] < 120.0
 
 
-def test_directories_are_told_apart(tmp_path: Path) -> None:
-    leave_job(tmp_path, "job")
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "job")
-    (tmp_path / "file").touch()
-    found = {path.name: refusal for path, refusal in find_directories(tmp_path)}
-    assert found == {
-        "job": "",
-        "thesis": "not a job of moe_ft: it has no .moe_ft_job of its own",
-        "link": "a symbolic link, not a job of moe_ft",
-    }
-
-
 @as_root
 def test_job_of_another_user_is_not_ours(tmp_path: Path) -> None:
     os.chown(leave_job(tmp_path, "job"), 65534, 65534)

@@ -62,16 +62,6 @@ def rank() -> Iterator[Rank]:
     rank.close()
 
 
-def test_flags_and_facts_are_the_wish_of_a_first_start(rank: Rank, tmp_path: Path) -> None:
-    assert rank.look(config_of(tmp_path, "iter_7")).wish == Wish(
-        recover_from="iter_7",
-        only_iteration=7,
-        is_restart=False,
-        loaded_iteration=2,
-        began_with="--finetune",
-    )
-
-
 def test_restart_by_a_launcher_knows_what_there_was_before_its_first_start(
     rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,10 +114,6 @@ def test_state_from_which_two_starts_have_failed_is_passed_over(plan: Plan, aske
     assert (rejection.iteration, rejection.start) == (7, WRITER)
     assert "two starts failed" in rejection.reason
     assert FAILURE in rejection.reason
-
-
-def test_state_that_the_user_names_is_used_whatever_has_failed(plan: Plan) -> None:
-    assert found_with(wish("iter_7"), {("writer", 7): FAILURE}).failure_of(plan) is None
 
 
 @pytest.mark.parametrize("asked", [wish(), wish("iter_7", is_restart=True)])

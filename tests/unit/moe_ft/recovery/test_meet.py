@@ -1,6 +1,5 @@
 """The ranks meet: names, places and checks, on the only rank of a job whose model has no parameters."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.links.peers import PeerConnection
-from moe_ft.engine.memory.regions import node_directory
 from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.couplings import CouplingReport, SharedWeights, report_couplings
@@ -44,14 +42,6 @@ def meet_alone(config: MoeFtConfig, opened: ExitStack) -> Met:
     return meet(config, facts_of(), built, lambda phase, iteration: None, opened)
 
 
-def test_rank_learns_its_place(tmp_path: Path, opened: ExitStack) -> None:
-    site = meet_alone(config_of(tmp_path), opened).site
-    assert (site.job_id, site.node, site.rank) == ("job", "node", 0)
-    assert site.node_dir == node_directory(str(tmp_path / "memory"), "job", "node")
-    (info,) = site.topology.ranks
-    assert (info.node, info.pid) == ("node", os.getpid())
-
-
 @pytest.mark.parametrize("name", ["a/b", ".."])
 def test_node_whose_name_cannot_be_a_directory_is_refused(
     tmp_path: Path, opened: ExitStack, monkeypatch: pytest.MonkeyPatch, name: str
@@ -70,13 +60,6 @@ def test_cuts_of_the_state_are_a_setting_that_it_depends_on(
     (added,) = set(fingerprint) - set(FINGERPRINT)
     assert added.startswith("cuts of the state")
     assert {name: fingerprint[name] for name in FINGERPRINT} == FINGERPRINT
-
-
-def test_every_start_has_names_and_a_secret_of_its_own(tmp_path: Path, opened: ExitStack) -> None:
-    first, second = (meet_alone(config_of(tmp_path), opened) for _ in range(2))
-    assert first.token != second.token
-    assert first.names.name != second.names.name
-    assert first.names.lineage.endswith(first.names.name)
 
 
 def test_server_answers_those_who_know_the_secret_until_the_start_is_closed(
@@ -188,16 +171,6 @@ def test_job_that_logs_nothing_recovers_globally_without_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert meet_with(tmp_path, None) is None
-    assert capsys.readouterr().err == ""
-
-
-def test_stages_without_couplings_can_recover_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = meet_with(tmp_path, UNTIED, breakpoints=True, upstream_log=True)
-    assert found is not None
-    assert (found.stages, found.node_of) == (((0,),), ("node",))
-    assert (found.is_ring, found.has_common_records) == (False, True)
     assert capsys.readouterr().err == ""
 
 

@@ -131,23 +131,6 @@ def test_state_that_may_be_newer_is_said_with_the_reason(
     ]
 
 
-def test_unfinished_window_is_said_only_if_it_goes_further(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = inventory()
-    for iteration in (9, 10):
-        found.problems.append(
-            Problem(text=f"window up to {iteration}", is_state=True, iteration=iteration)
-        )
-    assert said(capsys, [], found)[1:] == ["moe_ft:   window up to 10"]
-
-
-def test_very_many_states_are_said_up_to_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = said(capsys, [rejection(each, of=1) for each in range(10, 60)])
-    assert len(lines) == 14
-    assert lines[-1] == "moe_ft:   and 38 more: the event log has all of them"
-
-
 def test_hindrance_of_a_better_recovery_is_said_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

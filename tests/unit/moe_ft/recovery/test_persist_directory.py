@@ -4,7 +4,7 @@ import errno
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +23,10 @@ from moe_ft.recovery.persist_directory import (
     LateLock,
     open_storage,
     origin_of,
-    release_lock,
     take_lock,
 )
 from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
-from tests.unit.moe_ft.faulty_storage import give_up_soon
 
 
 @pytest.fixture(autouse=True)
@@ -88,11 +86,6 @@ def opener(tmp_path: Path) -> Iterator[Opener]:
     opener = Opener(tmp_path)
     yield opener
     opener.close()
-
-
-def test_directory_that_is_opened_is_made_and_locked(opener: Opener) -> None:
-    opener.open("a").check()
-    assert os.listdir(opener.url) == [LOCK_NAME]
 
 
 def test_lock_of_another_job_that_does_not_change_is_taken_over(
@@ -219,35 +212,6 @@ def test_lock_that_always_changes_hands_is_given_up(
     monkeypatch.setattr(StorageLock, "take", lambda lock, *given: False)
     with pytest.raises(ConfigError, match="several jobs start in this directory"):
         opener.open("new")
-
-
-@pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Return what makes storage answer no read of the lock any more, until the test is over."""
-    ended = threading.Event()
-
-    def read(*args: object, **more: object) -> bytes:
-        ended.wait()
-        raise OSError("too late")
-
-    def act() -> None:
-        give_up_soon(monkeypatch, f"read {LOCK_NAME}")
-        monkeypatch.setattr(LocalFileSystem, "cat_file", read)
-
-    yield act
-    ended.set()
-
-
-def test_lock_on_storage_that_does_not_answer_at_the_end_is_said_to_stay(
-    opener: Opener, silent: Callable[[], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    lock = opener.open("job")
-    lock.close()
-    silent()
-    release_lock(lock)
-    said = capsys.readouterr().err
-    assert f"{LOCK_NAME} stays in the persist directory" in said
-    assert f"TimeoutError: {opener.url}: read {LOCK_NAME}" in said
 
 
 def test_password_of_a_url_that_cannot_be_used_is_not_shown(opener: Opener) -> None:

@@ -77,15 +77,3 @@ def test_moments_that_did_not_exist_are_removed(copies: Copies) -> None:
     full, _ = copies.fetch(catalog).snapshot(2)
     put_back(full, catalog, 7, None)
     assert local.master not in local.optimizer.optimizer.state
-
-
-def test_fault_may_be_inflicted_when_half_of_the_units_are_back(copies: Copies) -> None:
-    catalog, found = make_catalog(), []
-
-    def hook(phase: Phase, iteration: int) -> None:
-        masters = [local.master for local in catalog.parameters if local.master is not None]
-        found.append((phase, iteration, sum(bool(each.any()) for each in masters)))
-
-    full, _ = copies.fetch(catalog).snapshot(0)
-    put_back(full, catalog, 5, hook)
-    assert found == [(Phase.RECOVERY, 5, 1)]

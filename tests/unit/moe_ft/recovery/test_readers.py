@@ -100,11 +100,6 @@ def test_units_of_every_tier_are_read_bit_for_bit(place: Place) -> None:
     reader.close()
 
 
-def test_header_of_every_tier_is_read_bit_for_bit(place: Place) -> None:
-    index, content = make_state()
-    assert place.reader().read_header() == content[: index.header_bytes]
-
-
 def test_unit_with_a_flipped_byte_is_refused_and_the_others_read(place: Place) -> None:
     index, _ = make_state()
     spoiled, *intact = index.units
@@ -132,13 +127,6 @@ def test_file_that_is_empty_by_now_is_an_oserror(place: Place) -> None:
     os.truncate(place.data, 0)
     with pytest.raises(OSError):  # noqa: B017, PT011 - of whichever kind: the next source is tried
         read_unit(place.reader(), "embedding")
-
-
-def test_unit_that_is_not_in_a_file_is_refused_by_name(place: Place) -> None:
-    reader = place.reader()
-    with pytest.raises(CorruptStateError, match="there is no unit layer.9.router"):
-        read_unit(reader, "layer.9.router")
-    reader.close()
 
 
 def test_state_that_has_vanished_is_an_oserror(place: Place) -> None:

@@ -125,16 +125,6 @@ def test_layer_that_is_in_use_gets_its_state_back_in_place() -> None:
     assert train(recovered(record, layer), range(4, 6)) == expected
 
 
-def test_forward_pass_without_fp8_does_not_lose_what_waits_for_one_with_it() -> None:
-    layer = Linear()
-    train(layer, range(4))
-    other = recovered(record_of(layer), Linear())
-    other.is_on = False
-    train(other, range(1))
-    other.is_on = True
-    assert train(other, range(4, 6)) == train(layer, range(4, 6))
-
-
 @pytest.mark.parametrize("history_length", [2, 5])
 def test_history_of_another_length_keeps_its_newest_rows(history_length: int) -> None:
     layer, other = Linear(), Linear(history_length)

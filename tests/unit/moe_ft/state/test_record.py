@@ -1,24 +1,29 @@
 """Records: buffers, scalars and random numbers come back as they were taken."""
 
+import json
 import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_ft.errors import ConfigError
-from moe_ft.format.records import IterationRecord
-from moe_ft.state.packed_values import unpack
+from moe_ft.format.records import IterationRecord, JobNumbers, numbers_of
+from moe_ft.state.packed_values import from_json, pack, to_json, unpack
+from moe_ft.state.random_states import apply_rng, current_rng
 from moe_ft.state.record import (
     CapturedRecord,
     IterationFacts,
     LoopCounters,
     RecordTaker,
     apply,
+    capture_numbers,
     encode,
     step_ahead,
 )
@@ -229,10 +234,102 @@ def test_record_ahead_is_the_one_after_the_step() -> None:
         assert record.values == captured(scheduler).values
 
 
-def test_live_scheduler_and_groups_stay_as_they_are() -> None:
-    scheduler = make_scheduler()
-    scheduler.step(8)
-    before = captured(scheduler)
-    step_ahead(captured(scheduler), scheduler, 8)
-    assert captured(scheduler).values == before.values
-    assert scheduler.num_steps == 8
+class Scaler:
+    """A loss scale."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+        return {"scale": torch.tensor([2.0])}
+
+
+def optimizer_of(*found_inf: float | None) -> Any:
+    """Return a chain of optimizers, some of which check their gradients."""
+    chained = [
+        SimpleNamespace(
+            optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0),
+            grad_scaler=None if each is None else Scaler(),
+            found_inf=None if each is None else torch.tensor([each]),
+        )
+        for each in found_inf
+    ]
+    return SimpleNamespace(chained_optimizers=chained, grad_norms_by_group={"mtp": float("nan")})
+
+
+def facts_of(grad_norm: float | None = 1.5) -> IterationFacts:
+    return IterationFacts(
+        iteration=3,
+        grad_norm=grad_norm,
+        num_tokens=torch.tensor(640),
+        num_floating_point_operations=1e15,
+        tokens_per_expert={},
+        counters=LoopCounters(
+            consumed_train_samples=24,
+            consumed_valid_samples=8,
+            skipped_train_samples=1,
+            num_microbatches=2,
+        ),
+    )
+
+
+@pytest.mark.parametrize("grad_norm", [1.5, None, float("inf")])
+@pytest.mark.parametrize("found_inf", [(), (None, None), (1.0, 0.0), (0.0,)])
+def test_numbers_are_those_of_the_record(
+    grad_norm: float | None, found_inf: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)  # without a GPU
+    optimizer, facts = optimizer_of(*found_inf), facts_of(grad_norm)
+    scheduler: Any = SimpleNamespace(state_dict=lambda: {"num_steps": 3})
+    taker = RecordTaker([], optimizer, scheduler, [])
+    captured = taker.capture(facts)
+    taker.complete(captured)
+    numbers = capture_numbers(optimizer, facts).encode()
+    assert msgspec.json.encode(numbers) == msgspec.json.encode(numbers_of(encode(captured)))
+    assert msgspec.json.decode(msgspec.json.encode(numbers), type=JobNumbers).num_tokens == 640
+
+
+def test_captured_numbers_do_not_follow_the_state() -> None:
+    optimizer, facts = optimizer_of(1.0), facts_of()
+    captured = capture_numbers(optimizer, facts)
+    optimizer.chained_optimizers[0].found_inf.fill_(0.0)
+    assert facts.num_tokens is not None
+    facts.num_tokens.fill_(1)
+    optimizer.grad_norms_by_group["mtp"] = 7.0
+    found = captured.encode()
+    assert (found.found_inf, found.num_tokens) == ((True,), 640)
+    assert found.grad_norms_by_group == {"mtp": "nan"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_small_tensor_is_unpacked_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    found = unpack(pack(tensor))
+    assert (found.dtype, found.shape) == (dtype, tensor.shape)
+    assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_number_that_json_lacks_is_read_as_it_was(value: float) -> None:
+    assert from_json(json.loads(json.dumps(to_json({"norm": value})))) == {"norm": value}
+    assert math.isnan(from_json(to_json(math.nan)))
+
+
+def test_tensor_among_values_is_read_as_it_was() -> None:
+    found = from_json(json.loads(json.dumps(to_json([{"scale": torch.tensor([0.1, 3.0])}]))))
+    assert torch.equal(found[0]["scale"], torch.tensor([0.1, 3.0]))
+
+
+def test_random_numbers_continue_where_they_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)  # without a GPU
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+
+    def draw() -> tuple[float, float, float]:
+        return random.gauss(), float(np.random.normal()), float(torch.rand(1))
+
+    random.gauss()
+    np.random.normal()  # both keep a second number for the next call
+    states = json.loads(json.dumps(current_rng()))
+    expected = draw()
+    assert draw() != expected
+    apply_rng(states)
+    assert draw() == expected

@@ -199,16 +199,6 @@ def test_state_that_does_not_exist_yet_is_not_made_by_looking() -> None:
     assert dict(local.optimizer.optimizer.state) == {}
 
 
-def test_live_fp8_tensor_is_the_memory_that_the_optimizer_uses() -> None:
-    local = few_bits_parameter(exp_avg=FP8)
-    make_state(local, "exp_avg", FP8)
-    live = live_tensor(local, "exp_avg")
-    assert live is not None
-    live.fill_(0x38)
-    kept = local.optimizer.optimizer.state[local.master]["exp_avg"]
-    assert kept.wide().tolist() == [1.0] * SIZE
-
-
 def test_slice_is_cut_from_what_all_ranks_hold_alike_and_not_from_what_is_sharded() -> None:
     master = torch.arange(4.0)
     whole = make_parameter(UNIT, slice_=(1, 3), optimizer=make_optimizer(master), master=master)
@@ -302,15 +292,3 @@ def test_moments_are_packed_only_where_they_are_fp32(
         "exact",
         *(packing.value if dtype is FP32 else "exact" for dtype in (exp_avg, exp_avg_sq)),
     ]
-
-
-@pytest.mark.parametrize(
-    ("master", "remainders", "packing"),
-    [(FP32, True, "exact"), (FP16, False, "exact"), (FP32, False, "fp16")],
-)
-def test_masters_of_the_optimizer_itself_are_packed_only_where_they_are_fp32(
-    master: torch.dtype, remainders: bool, packing: str
-) -> None:
-    local = few_bits_parameter(master=master, remainders=remainders)
-    found = ways(local, master=Packing.FP16)
-    assert found[:2] == [("weight", "exact"), ("master_param", packing)]
