@@ -2,7 +2,7 @@
 
 Only a recovery makes one state of a window, by running its iterations again, and only the job can run them.
 It recovers the newest state, trains one iteration more, and ends by itself; its end leaves a whole state on
-storage. recovery/replay.py has the iterations that run again.
+storage. recovery/restore.py has the iterations that run again.
 """
 
 import subprocess

@@ -6,7 +6,7 @@ format/encoding.py. State is described by format/index.py.
 
 import math
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, override
 
 import msgspec
 
@@ -80,8 +80,8 @@ class BoundaryIndex(Body, frozen=True, forbid_unknown_fields=True):
     numbers: JobNumbers | msgspec.UnsetType = msgspec.UNSET
     record_settings: dict[str, Any] = {}
 
+    @override
     def check(self, where: str) -> None:
-        """Raise CorruptStateError for a bad path, an unknown type, or a place outside the file."""
         super().check(where)
         check_path(self.file, where)
         keys = set()

@@ -6,7 +6,7 @@ bytes of a data file are checked against their checksums here, without any I/O.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated
+from typing import Annotated, override
 
 import msgspec
 
@@ -81,8 +81,8 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
         for units in self.compute:
             yield from units.items()
 
+    @override
     def check(self, where: str) -> None:
-        """Raise CorruptStateError for a bad path, window or record, or a place outside the file."""
         super().check(where)
         _check_file_name(self.file, where)
         for entry in self.older:
@@ -140,8 +140,8 @@ class IndexHead(Body, frozen=True):
         """True if the file holds all snapshots of the window."""
         return self.num_snapshots == self.window
 
+    @override
     def check(self, where: str) -> None:
-        """Raise CorruptStateError for a bad path."""
         super().check(where)
         _check_file_name(self.file, where)
 

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint on storage: the file that makes the files of an iteration a checkpoint."""
 
-from typing import Annotated
+from typing import Annotated, override
 
 import msgspec
 
@@ -43,8 +43,8 @@ class Manifest(Body, frozen=True, forbid_unknown_fields=True):
     older: tuple[FileEntry, ...] = ()
     window: Annotated[int, msgspec.Meta(ge=1)] = 1
 
+    @override
     def check(self, where: str) -> None:
-        """Raise CorruptStateError for a path that leaves its directory or a file that is not listed."""
         super().check(where)
         files = (*self.files, *self.older)
         for entry in files:

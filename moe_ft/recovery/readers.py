@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import Self, override
 
 from moe_ft.engine.finite import check_is_finite
 from moe_ft.engine.links.peers import PeerConnection
@@ -109,17 +109,17 @@ class MemoryReader(StateReader):
             self._views[name] = memoryview(mapping)
         return self._views[name]
 
+    @override
     def stays(self, unit: UnitEntry) -> bool:
-        """Return whether a unit version is in a file, other than the region, that this rank uses again."""
         return bool(unit.file) and unit.file in self._reused
 
+    @override
     def read(self, unit: UnitEntry) -> memoryview:
-        """Return a unit version, without copying it."""
         view = self._mapped(unit.file or self.index.file)
         return view[unit.offset : unit.offset + unit.num_bytes]
 
+    @override
     def read_header(self) -> memoryview:
-        """Return the safetensors header of the region."""
         return self._mapped(self.index.file)[: self.index.header_bytes]
 
 
@@ -132,18 +132,18 @@ class PeerReader(StateReader):
         self.index = decode(content, Index, f"{version.path} of node {version.node}")
         self._directory = PurePosixPath(version.path).parent
 
+    @override
     def read(self, unit: UnitEntry) -> memoryview:
-        """Fetch a unit version."""
         path = str(self._directory / (unit.file or self.index.file))
         return memoryview(self._connection.get(path, unit.offset, unit.num_bytes))
 
+    @override
     def read_header(self) -> memoryview:
-        """Fetch the safetensors header of the region."""
         path = str(self._directory / self.index.file)
         return memoryview(self._connection.get(path, 0, self.index.header_bytes))
 
+    @override
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 
@@ -163,13 +163,14 @@ class StorageReader(StateReader):
         )
         self._own = str(PurePosixPath(version.path).with_name(self.index.file))
 
+    @override
     def read(self, unit: UnitEntry) -> memoryview:
-        """Read a unit version, which may be in the file of an older checkpoint."""
+        # The file may be that of an older checkpoint.
         content = self._storage.read(unit.file or self._own, unit.offset, unit.num_bytes)
         return memoryview(bytearray(content))
 
+    @override
     def read_header(self) -> memoryview:
-        """Read the safetensors header of this rank's file."""
         return memoryview(self._storage.read(self._own, 0, self.index.header_bytes))
 
 

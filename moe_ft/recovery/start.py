@@ -10,7 +10,7 @@ The phases are functions from frozen values to a frozen value, one file each, in
     agree    make sure that together the ranks have all of it       -> Agreed
     restore  make it the live state                                 -> Restored
     protect  start the engine, which keeps the recovered state safe -> CheckpointEngine
-    replay   run a window's iterations again; the training loop does that later (recovery/replay.py)
+    replay   run a window's iterations again; the training loop does that later (recovery/restore.py)
 
 Everything that a phase opens is closed in reverse order: when the run ends, and also when a phase fails.
 """

@@ -34,7 +34,7 @@ from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.recovery import fetch as fetching
 from moe_ft.recovery import readers, start
 from moe_ft.recovery.inspect import pruning
-from moe_ft.recovery.replay import Conversion
+from moe_ft.recovery.restore import Conversion
 from tests.simulation.active import Patches
 
 Mutation = Callable[[Patches], None]

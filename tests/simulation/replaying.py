@@ -10,7 +10,7 @@ import torch
 
 from moe_ft.format.records import Counted, IterationRecord
 from moe_ft.recovery.borders import Borders
-from moe_ft.recovery.replay import Conversion
+from moe_ft.recovery.restore import Conversion
 from moe_ft.state.packed_values import from_json
 from moe_ft.units import UnitId
 from tests.simulation.links import Links

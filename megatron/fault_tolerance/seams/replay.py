@@ -2,7 +2,7 @@
 
 It runs forward, backward and the optimizer step, and nothing else of train_step: counters, learning rates and
 scales come from the records. After its window a stage has none of its own for further iterations, so their
-schedulers step too. Turning the snapshots of a window into a state is moe_ft/recovery/replay.py.
+schedulers step too. Turning the snapshots of a window into a state is moe_ft/recovery/restore.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from megatron.fault_tolerance.seams.pipeline_tap import playing
 from moe_ft.format.records import Counted, IterationRecord, JobNumbers, RandomStates, numbers_of
 from moe_ft.loop.training_loop import LoopParts, TrainingLoop
 from moe_ft.recovery.borders import Borders
-from moe_ft.recovery.replay import Conversion
+from moe_ft.recovery.restore import Conversion
 from moe_ft.state.freezing import Freezing
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.random_states import apply_rng, current_rng

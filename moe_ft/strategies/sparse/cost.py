@@ -112,7 +112,7 @@ def expect_recovery(
 ) -> Recovery:
     """Return the cost of a failure.
 
-    A window of W snapshots is converted by W - 1 replays (recovery/replay.py; MoEvement, section 3.3,
+    A window of W snapshots is converted by W - 1 replays (recovery/restore.py; MoEvement, section 3.3,
     has one more). The window is read over the slower of the two ways: from own memory to the device, or from
     a peer of a lost node. At best a frozen unit costs no weight gradient, and the slowest stage, which all
     wait for, does nothing else but matrix products.

@@ -1,7 +1,7 @@
 """Strategy `sparse` (MoEvement): windows of snapshots, each with one group of units at FULL. Pure.
 
 positions.py orders the units, windows.py cuts groups. `WindowLength` is the length of windows: fixed, or the
-shortest whose snapshots cost no time, measured while training. recovery/replay.py turns a window into the
+shortest whose snapshots cost no time, measured while training. recovery/restore.py turns a window into the
 state at its end.
 """
 

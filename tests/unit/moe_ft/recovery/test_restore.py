@@ -7,7 +7,7 @@ import pytest
 from moe_ft.recovery.agree import Agreed
 from moe_ft.recovery.fetch import Fetched
 from moe_ft.recovery.put_back import SharedSlices
-from moe_ft.recovery.replay import Conversion
+from moe_ft.recovery.restore import Conversion
 from moe_ft.units import UnitId
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_window, window_position
 
