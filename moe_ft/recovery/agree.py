@@ -122,11 +122,7 @@ def find_gaps(
     restored: Sequence[SharedSlices],
     kept: Collection[str],
 ) -> list[str]:
-    """Return the names of shared parameters of which a part is missing, or was found twice.
-
-    Args:
-        kept: names of parameters that stay as they are.
-    """
+    """Return the names of shared parameters of which a part is missing, or was found twice."""
     gaps = []
     for local in parameters:
         if local.is_sharded or local.name in kept:

@@ -72,11 +72,7 @@ def _replicated_bytes(catalog: UnitCatalog) -> int:
 
 
 def lay_out_breakpoint(strategy: Strategy, layouts: UnitLayouts) -> FileLayout:
-    """Return the layout of a rank's breakpoint: every unit at FULL.
-
-    Args:
-        layouts: of the live state; nothing is packed.
-    """
+    """Return the layout of a rank's breakpoint: every unit at FULL, as it is live, nothing packed."""
     plan = strategy.plan_breakpoint()(lambda: None)
     return layouts.lay_out(WindowPlan(snapshots=(plan,)))
 
@@ -115,8 +111,7 @@ def measure_sizes(
 def ep_ranks_by_dp(everyone: Sequence[tuple[Any, int, int]], group: Any) -> list[int]:
     """Return ``[data-parallel rank]`` the expert-parallel ranks of one group.
 
-    Args:
-        everyone: of all ranks (group, rank in it, expert-parallel rank).
+    Of all ranks (group, rank in it, expert-parallel rank) is given.
     """
     members = sorted((dp_rank, ep_rank) for other, dp_rank, ep_rank in everyone if other == group)
     return [ep_rank for _, ep_rank in members]

@@ -43,8 +43,7 @@ class Lockstep:
     def before(self, iteration: int) -> None:
         """Meet before an iteration that this rank runs again, and before those that only others have run.
 
-        Raises:
-            RuntimeError: if a rank does not come in time, or has died.
+        Raises RuntimeError if a rank does not come in time, or has died.
         """
         while self._next <= min(iteration, self._target):
             self._everyone.barrier()

@@ -181,11 +181,7 @@ class Checkpointing:
         return True
 
     def close(self, *, removes_memory: bool = False) -> None:
-        """End checkpointing, and close everything in reverse order.
-
-        Args:
-            removes_memory: whether nothing in memory is needed any more, on any rank.
-        """
+        """End checkpointing, close everything in reverse order, and remove memory that no rank needs."""
         with self.opened:
             self.engine.close()
             if removes_memory:
@@ -209,10 +205,7 @@ def note_failure(met: Met, plan: Plan, where: str, error: Exception) -> None:
     """Remember that continuing from a state has failed, if the failure speaks against the state.
 
     After two starts that have failed from there in the same way the state is passed over. A recovery of some
-    stages alone is, after one start in which it has failed for its logs.
-
-    Args:
-        where: the moment of the failure, the same for equal failures.
+    stages alone is, after one start in which it has failed for its logs. `where` is equal for equal failures.
     """
     is_local = plan.is_local and speaks_against_logs(error)
     if not (is_local or speaks_against_state(error)):

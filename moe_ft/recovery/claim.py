@@ -233,8 +233,7 @@ def _take_place(site: Site) -> filelock.BaseFileLock:
 def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
     """Compare the memory that regions and replicas will take with the limit and the file system.
 
-    Raises:
-        ConfigError: if it is too much for either.
+    Raises ConfigError if it is too much for either.
     """
     regions = num_regions(persists=site.config.storage.persists)
     needed = plan_node_memory(site.topology, peers, regions, NUM_REPLICA_REGIONS)[site.node]

@@ -179,11 +179,7 @@ def fetch(
 def read_window(
     sources: Sequence[Source], units: Iterable[UnitId], catalog: UnitCatalog, readers: Readers
 ) -> Fetched:
-    """Read and verify what one rank saves of units in one window.
-
-    Args:
-        sources: places of this rank's window, best first.
-    """
+    """Read and verify what one rank saves of units in one window; its sources come best first."""
     opened = (readers.open(source) for source in sources)
     index = next((reader.index for reader in opened if reader is not None), None)
     if index is None:

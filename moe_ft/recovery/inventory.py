@@ -106,11 +106,7 @@ class Inventory:
 
 
 def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
-    """Return the state of any ranks in a node's memory directory.
-
-    Args:
-        job_id: of this job; state that another job left there is not used.
-    """
+    """Return the state of any ranks of this job in a node's memory directory; that of others is not used."""
     inventory = Inventory()
     paths, refused = index_paths(node_dir)
     for problem in refused:

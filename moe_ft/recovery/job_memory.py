@@ -32,8 +32,7 @@ def alive_lock(node_dir: Path, rank: int) -> filelock.FileLock:
 def is_alive(directory: Path) -> bool:
     """Return whether a process of a job is alive: whether any lock below its directory is held.
 
-    Raises:
-        OSError: if a directory in it cannot be read.
+    Raises OSError if a directory in it cannot be read.
     """
 
     def fail(error: OSError) -> NoReturn:
@@ -57,12 +56,9 @@ def _is_held(path: Path) -> bool:
 
 
 def find_directories(memory_dir: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the entries of a memory directory, each with the reason why it is not a job of ours.
+    """Yield the entries of a memory directory, each with the reason why it is not a job of ours, or none.
 
-    The reason is empty for a job of ours.
-
-    Raises:
-        OSError: if the directory cannot be read.
+    Raises OSError if the directory cannot be read.
     """
     for directory in sorted(memory_dir.iterdir()):
         if directory.is_symlink():

@@ -82,9 +82,7 @@ class MemoryReader(StateReader):
     def __init__(self, path: Path, reusable: Iterable[MappedFile] = ()) -> None:
         """Open an index.
 
-        Args:
-            reusable: files that this rank will use again. If they are in the directory of the index, they
-                are read through their own mappings, which stay open.
+        Files in its directory that this rank will use again are read through their own mappings, which stay.
         """
         self.index = decode(read_private(path), Index, str(path))
         self._directory = path.parent

@@ -105,11 +105,7 @@ class Restored:
 def restore(
     plan: Plan, agreed: Agreed, met: Met, readers: Readers, plans: Sequence[Plan]
 ) -> Restored:
-    """Put the first snapshot of a window back. Called by all ranks.
-
-    Args:
-        plans: all plans of this start, best first.
-    """
+    """Put the first snapshot of a window back. Called by all ranks; all plans come best first."""
     kept = plan_to_keep(plan, plans)
     conversion = Conversion(agreed, met.live)
     conversion.load(0)

@@ -32,11 +32,7 @@ class Site:
 
 
 def say_for_node(site: Site, lines: Sequence[str]) -> None:
-    """Print the line of the lowest rank of this node that has one, on that rank.
-
-    Args:
-        lines: ``[rank]`` empty if the rank has nothing to say.
-    """
+    """Print, of ``[rank]`` lines, that of the lowest rank of this node that has one, on that rank."""
     speakers = [info.rank for info in site.topology.on_node(site.node) if lines[info.rank]]
     if speakers and site.rank == min(speakers):
         say(lines[site.rank])

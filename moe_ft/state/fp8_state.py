@@ -62,7 +62,6 @@ def put_back(module: torch.nn.Module, tensors: Tensors) -> None:
     """Copy tensors into a module, or keep them until it has created its own.
 
     Args:
-        module: of the same name as the one that `clone_state` was called with.
         tensors: result of `clone_state`, on any device.
     """
     live = _tensors(module)
