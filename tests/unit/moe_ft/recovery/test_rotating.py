@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import own_directory
@@ -193,3 +195,37 @@ def test_ranks_put_back_the_newest_version_that_all_of_them_have(tmp_path: Path)
     ranks[0].save(5, {0: 5, 1: 4})
     first, second = fetch_all(ranks)
     assert iterations(first) == iterations(second) == {NAMES[0]: 4, NAMES[1]: 4}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sets(st.integers(0, 1)), st.sampled_from([(), (0,), (1,), (0, 1)]), st.booleans()
+        ),
+        max_size=4,
+    )
+)
+@settings(max_examples=25)
+def test_ranks_agree_on_the_newest_version_that_is_intact_on_all_of_them(
+    tmp_path_factory: pytest.TempPathFactory,
+    history: list[tuple[set[int], tuple[int, ...], bool]],
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("node")
+    ranks = [Rank(tmp_path, 0), Rank(tmp_path, 1)]
+    expected: dict[str, int] = {}
+    for each in ranks:
+        each.save(0, {})
+    for iteration, (experts, on_ranks, is_spoiled) in enumerate(history, 1):
+        versions = dict.fromkeys(sorted(experts), iteration)
+        for number in on_ranks:
+            first = ranks[number]._slot
+            ranks[number].save(iteration, versions)
+            for slot in range(first, ranks[number]._slot):
+                if is_spoiled and number == 1:
+                    ranks[number].spoil(slot)
+        if len(on_ranks) == 2 and not is_spoiled:
+            expected.update({NAMES[expert]: iteration for expert in experts})
+    states = fetch_all(ranks)
+    for state in states:
+        assert iterations(state) == read_iterations(state) == expected
+        assert state.kept == set(NAMES) - set(expected)
