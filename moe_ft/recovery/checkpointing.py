@@ -34,7 +34,7 @@ class Outcome:
     """Report of a start about its recovery, on one rank.
 
     Attributes:
-        record: record of that state; None if nothing was recovered.
+        record: of the recovered state; None if nothing was recovered.
         writer: number of the start that wrote the recovered state.
         blocked_by: reason why no newer state was reached, or no stage recovers alone; empty if neither is so.
         loss: cost of the recovery; None where every snapshot holds every unit.

@@ -45,6 +45,12 @@ from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.registry import chosen
 from moe_ft.topology import RankInfo, Topology
 
+# Everything beside the flags that decides which slices a rank has, such as the sizes of buckets.
+_CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
+
+# Model chunks, Megatron's outermost optimizer and its scheduler.
+Built = tuple[Any, Any, Any]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
@@ -75,13 +81,6 @@ def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
     opened.callback(ranks.stage.close)
     ranks.stage.start(ranks.everyone.gather(facts.stage), facts.rank)
     return ranks
-
-
-# Everything else that decides which slices a rank has, such as the sizes of gradient buckets.
-_CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
-
-# Model chunks, Megatron's outermost optimizer and its scheduler.
-Built = tuple[Any, Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
