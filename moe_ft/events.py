@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moe_ft.faults import Phase
-from moe_ft.saying import say
 from moe_ft.format.encoding import finite_or_name
+from moe_ft.saying import say
 
 _RANK_FILE = re.compile(r"rank_(\d{5,})\.jsonl")
 _PROGRESS_BYTES = 64

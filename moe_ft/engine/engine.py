@@ -33,7 +33,7 @@ from moe_ft.engine.snapshots.profile import FixedInterval, SnapshotProfile
 from moe_ft.engine.snapshots.stall import Stall
 from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.engine.snapshots.writer import SnapshotWriter
-from moe_ft.files.waits import waiting
+from moe_ft.files.patience import waiting
 from moe_ft.planning.experts import Counts
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy

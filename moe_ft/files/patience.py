@@ -1,13 +1,48 @@
-"""A deadline for calls that may never return, such as those to a file system that does not answer."""
+"""Waits that may never end, such as for a disk: their deadline, and who is in one for how long.
+
+A thread that watches another one cannot tell them from a hang otherwise. It also learns here whether a thread
+that reads for long gets further. Any thread may ask about any other.
+"""
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-
-from moe_ft.files.waits import waiting
+from contextlib import contextmanager
 
 PATIENCE_S = 30.0  # for one small operation
 SLOWEST_BYTES_PER_S = 20e6  # a slower transfer counts as stuck
+_ends_s: dict[int, list[float]] = {}  # of the waits that each thread is in
+_left_s: dict[int, float] = {}  # when each thread left its last one
+_progress_s: dict[int, float] = {}
+
+
+@contextmanager
+def waiting(limit_s: float) -> Iterator[None]:
+    """Note that this thread waits in this context for something that it gets in so many seconds, or never."""
+    thread = threading.get_ident()
+    ends_s = _ends_s.setdefault(thread, [])
+    ends_s.append(time.monotonic() + limit_s)
+    try:
+        yield
+    finally:
+        _left_s[thread] = time.monotonic()
+        ends_s.pop()
+
+
+def excused_until_s(thread: int) -> float:
+    """Return the time, of the monotonic clock, until which a thread was or may be in such a wait."""
+    return max(_left_s.get(thread, 0.0), *_ends_s.get(thread, ()), 0.0)
+
+
+def note_progress() -> None:
+    """Note that this thread, which others may wait for, has got further."""
+    _progress_s[threading.get_ident()] = time.monotonic()
+
+
+def progress_s(thread: int) -> float:
+    """Return when a thread last got further, by the monotonic clock; 0 if it never has."""
+    return _progress_s.get(thread, 0.0)
 
 
 def call_within[Result](act: Callable[[], Result], patience_s: float, what: str) -> Result:
@@ -16,8 +51,7 @@ def call_within[Result](act: Callable[[], Result], patience_s: float, what: str)
     The call runs on a daemon thread. If it takes too long, the thread stays and may still act later.
 
     Args:
-        act: is called once, and must not need the thread of the caller.
-        patience_s: how long to wait.
+        act: must not need the thread of the caller.
         what: the operation, for the message.
 
     Raises:

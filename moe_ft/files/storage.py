@@ -1,5 +1,7 @@
 """The files of a persist directory, through fsspec: names, writing, reading, listing.
 
+Local files are written past the page cache where the file system can (O_DIRECT).
+
     iter_%07d/rank_%05d_TAG.safetensors, rank_%05d_TAG.json    one rank's state; TAG tells starts apart
     iter_%07d/manifest.json, manifest_LINEAGE.json             makes them a checkpoint; written last
     moe_ft.lock                                                which job writes here
@@ -9,10 +11,15 @@ engine/persist/storage_lock.py. Used by the writer process and by recovery; no t
 """
 
 import copy
+import errno
+import fcntl
 import inspect
 import io
+import mmap
 import os
+import random
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
@@ -20,14 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 from fsspec.utils import get_protocol
 
 from moe_ft.errors import MoeFtError
-from moe_ft.files.direct import write_past_cache
-from moe_ft.files.own_random import give_own_random
-from moe_ft.files.patience import call_within
+from moe_ft.files.patience import call_within, note_progress
 from moe_ft.files.private_files import check_is_regular, open_regular
-from moe_ft.files.waits import note_progress
 from moe_ft.format.encoding import check_path, checksum, decode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
@@ -35,6 +40,7 @@ from moe_ft.format.index import Index
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
 _CHUNK_BYTES = 16 << 20
+_DIRECT_BYTES = 1 << 20  # smaller writes go through the page cache
 _OF_VERSIONS = (
     "size",
     "mtime",
@@ -45,6 +51,14 @@ _OF_VERSIONS = (
     "etag",
     "md5Hash",
 )
+# Packages of object stores draw jitter and shuffle connections, on threads of their own, from Python's
+# generator. Training draws from it too: an iteration that is run again must draw the same numbers.
+_PACKAGES = frozenset(
+    {"adlfs", "aiobotocore", "aiohttp", "aiohttp_retry", "azure", "botocore", "boto3", "decorator"}
+    | {"fsspec", "gcsfs", "google", "requests", "s3fs", "s3transfer", "tenacity", "urllib3"}
+)
+_own_random = random.Random()
+_num_modules = 0  # when they were last looked through
 
 
 def file_tag(identity: Identity, *, is_whole: bool = False) -> str:
@@ -76,10 +90,10 @@ class Storage:
     """
 
     def __init__(self, url: str, patience_s: float | None = None) -> None:
-        """Begin; the back end is opened by the first operation.
+        """Name a directory; the back end is opened by the first operation.
 
         Args:
-            url: of the directory: a path, or a URL that fsspec understands.
+            url: a path, or a URL that fsspec understands.
             patience_s: how long a small operation, or reading the next piece of a file, may take before it
                 raises TimeoutError; `write` takes as long as it needs. None in the writer process, which
                 somebody else watches.
@@ -90,10 +104,7 @@ class Storage:
     @cached_property
     def _opened(self) -> tuple[Any, str]:
         """The file system and the directory's path in it; some back ends need the network for that."""
-        opened: tuple[Any, str] = self.within_patience(
-            "open", lambda: fsspec.core.url_to_fs(self._given_url)
-        )
-        return opened
+        return self.within_patience("open", lambda: fsspec.core.url_to_fs(self._given_url))
 
     @cached_property
     def _is_local(self) -> bool:
@@ -105,7 +116,7 @@ class Storage:
         return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def open(self) -> "Storage":
-        """Open the back end now, and return this; raises what the back end raises."""
+        """Open the back end now, and return this."""
         _ = self._opened
         return self
 
@@ -124,7 +135,7 @@ class Storage:
         return other
 
     def within_patience[Result](self, operation: str, act: Callable[[], Result]) -> Result:
-        """Return what an operation on the directory returns; raise TimeoutError if it takes too long."""
+        """Return what an operation returns; raise TimeoutError if it takes too long."""
         with self._translating(operation):
             if self._patience_s is None:
                 return act()
@@ -139,9 +150,7 @@ class Storage:
             yield
         except (OSError, MoeFtError):
             raise
-        except (
-            Exception
-        ) as error:  # of botocore, aiohttp and others, which have classes of their own
+        except Exception as error:  # botocore, aiohttp and others have classes of their own
             if self._is_local:
                 raise
             reason = f"{type(error).__name__}: {error}"
@@ -296,9 +305,7 @@ class Storage:
 
     def names(self) -> list[str]:
         """Return the names of what is in the persist directory, none if it is not there."""
-        if not self._is_there(self._root):
-            return []
-        return [_last_part(entry) for entry in self._list(self._root)]
+        return self._names_in(self._root)
 
     def iterations(self) -> list[int]:
         """Return the iterations that have a directory, newest first, with or without a manifest."""
@@ -314,10 +321,10 @@ class Storage:
 
     def names_in(self, directory: str) -> list[str]:
         """Return the names of what is in a directory, none if it is not there."""
-        full = self._full(directory)
-        if not self._is_there(full):
-            return []
-        return [_last_part(entry) for entry in self._list(full)]
+        return self._names_in(self._full(directory))
+
+    def _names_in(self, full: str) -> list[str]:
+        return [_last_part(entry) for entry in self._list(full)] if self._is_there(full) else []
 
     def sizes_in(self, directory: str) -> dict[str, int]:
         """Return the sizes of plain files in a directory by name, from one listing; none if it is not there.
@@ -355,28 +362,6 @@ class Storage:
             self.within_patience(f"remove {path}", lambda: self._file_system.rm_file(full))
 
 
-class Listings:
-    """Sizes of files from one listing of each directory, made when it is first asked for."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.url, self._storage = storage.url, storage
-        self._sizes: dict[str, dict[str, int]] = {}
-
-    def size(self, path: str) -> int:
-        """Return the size of a file in bytes.
-
-        Raises:
-            FileNotFoundError: if it is not there.
-            OSError: if storage fails.
-        """
-        directory, _, name = path.rpartition("/")
-        if directory not in self._sizes:
-            self._sizes[directory] = self._storage.sizes_in(directory)
-        listed = self._sizes[directory].get(name)
-        # A listing alone makes nothing missing: it may show a link without the size of its file.
-        return self._storage.size(path) if listed is None else listed
-
-
 def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
@@ -398,3 +383,70 @@ def sync_file(path: str) -> None:
 def _has_conditional_put(file_system: Any) -> bool:
     put = getattr(file_system, "_pipe_file", file_system.pipe_file)
     return "mode" in inspect.signature(put).parameters
+
+
+def give_own_random() -> None:
+    """Let the packages that are loaded by now draw from a generator of their own. Cheap if none is new."""
+    global _num_modules
+    if len(sys.modules) == _num_modules:
+        return
+    _num_modules = len(sys.modules)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _PACKAGES and getattr(module, "random", None) is random:
+            module.random = _own_random  # type: ignore[attr-defined]
+
+
+def write_past_cache(file: Any, pieces: Iterable[memoryview]) -> None:
+    """Write pieces one after the other at the end of an open local file; the caller syncs it."""
+    for block in page_blocks(pieces):
+        _write_block(file, block)
+
+
+def page_blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield the same bytes in blocks that start at a page of memory and, but for the last, are whole pages.
+
+    Only what is not so already is copied. A block is valid until the next one is asked for.
+    """
+    room, filled = memoryview(mmap.mmap(-1, _CHUNK_BYTES)), 0
+    for content in pieces:
+        address = np.frombuffer(content, np.uint8).ctypes.data if content else 0
+        start = 0
+        while start < len(content):
+            rest = len(content) - start
+            if not filled and rest >= _DIRECT_BYTES and (address + start) % mmap.PAGESIZE == 0:
+                taken = min(rest - rest % mmap.PAGESIZE, _CHUNK_BYTES)
+                yield content[start : start + taken]
+            else:
+                taken = min(rest, _CHUNK_BYTES - filled)
+                room[filled : filled + taken] = content[start : start + taken]
+                filled = (filled + taken) % _CHUNK_BYTES
+                if not filled:
+                    yield room
+            start += taken
+    yield room[:filled]
+
+
+def _write_block(file: Any, block: memoryview) -> None:
+    """Write past the page cache where the file system can: it is faster and takes less of the processor."""
+    is_direct = len(block) >= _DIRECT_BYTES and len(block) % mmap.PAGESIZE == 0
+    start = file.tell()
+    if is_direct and _set_direct(file, True):
+        try:
+            file.write(block)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # such as of an alignment beyond that of pages
+                raise
+            file.seek(start)
+    _set_direct(file, False)
+    file.write(block)
+
+
+def _set_direct(file: Any, is_direct: bool) -> bool:
+    """Have what is written next to a file pass by the page cache, or not; return whether that worked."""
+    flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT * is_direct)
+    except OSError:  # such as of FUSE
+        return False
+    return True

@@ -23,8 +23,8 @@ from moe_ft.recovery.failures import (
 )
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.persist_directory import release_lock
-from moe_ft.saying import say
 from moe_ft.recovery.restore import Conversion, Restored
+from moe_ft.saying import say
 from moe_ft.state.record import CapturedRecord, IterationFacts, step_ahead
 from moe_ft.strategies.interface import JobLoss
 

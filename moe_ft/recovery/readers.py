@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self, override
 
-from moe_ft.engine.finite import check_is_finite
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.memory.regions import MappedFile
-from moe_ft.engine.persist.soundness import read_index
+from moe_ft.engine.persist.soundness import check_is_finite, read_index
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.patience import note_progress
 from moe_ft.files.private_files import open_private, read_private
 from moe_ft.files.storage import Storage
-from moe_ft.files.waits import note_progress
 from moe_ft.format.encoding import checksum, decode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index, check_header

@@ -8,7 +8,7 @@ from megatron.training import get_args, training
 
 from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.files.waits import waiting
+from moe_ft.files.patience import waiting
 
 _READ_S = 120.0  # a batch that takes longer hangs
 

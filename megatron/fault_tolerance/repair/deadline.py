@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moe_ft.files.waits import progress_s
+from moe_ft.files.patience import progress_s
 from moe_ft.keeper.link import Link
 from moe_ft.saying import say
 
@@ -17,7 +17,7 @@ def ending_after(seconds: float, link: Link) -> Iterator[None]:
     """End the process, for good, if this context takes longer without any progress of this thread.
 
     Args:
-        seconds: from the beginning, or from the last progress (moe_ft/files/waits.py).
+        seconds: from the beginning, or from the last progress (moe_ft/files/patience.py).
         link: to the zygote, which would replace the process.
     """
     begin_s, thread, has_ended = time.monotonic(), threading.get_ident(), threading.Event()

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron.fault_tolerance.repair.links import Links
-from moe_ft.files.waits import excused_until_s
+from moe_ft.files.patience import excused_until_s
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
 from moe_ft.saying import say
 
-# From the end of its connections, and of what else it waits for (moe_ft/files/waits.py), until a thread that
-# is still in its iteration counts as one that hangs.
+# From the end of its connections, and of what else it waits for (moe_ft/files/patience.py), until a thread
+# that is still in its iteration counts as one that hangs.
 STUCK_S = 20.0
 _TIMEOUT_POLL_S = 0.5
 

@@ -28,7 +28,7 @@ from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.files.waits import waiting
+from moe_ft.files.patience import waiting
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index

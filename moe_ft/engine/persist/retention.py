@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Sequence
 
 from moe_ft.engine.persist.manifests import Found, manifests
-from moe_ft.engine.persist.soundness import check_checkpoint, check_sizes
+from moe_ft.engine.persist.soundness import Listings, check_checkpoint, check_sizes
 from moe_ft.errors import CorruptStateError
-from moe_ft.files.storage import Listings, Storage, iteration_directory
+from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.manifest import Manifest
 from moe_ft.planning.branches import has_superseded, is_alive

@@ -1,19 +1,46 @@
 """Checks of what is stored: recovery, retention and `verify` all ask here whether it is sound.
 
-Bytes of units against their checksums are format/index.py; here they are read for that.
+Bytes of units against their checksums are format/index.py; here they are read for that. No torch.
 """
 
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+
 from moe_ft.engine.memory.regions import rank_and_holder
 from moe_ft.errors import CorruptStateError
-from moe_ft.files.storage import Listings, Storage, iteration_directory
+from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.format.encoding import checksum, decode
-from moe_ft.format.entries import FileEntry
+from moe_ft.format.entries import FileEntry, UnitEntry, tensor_pieces
 from moe_ft.format.identity import History
 from moe_ft.format.index import Index, IndexHead, check_header, check_unit
 from moe_ft.format.manifest import Manifest
+from moe_ft.format.packings import DTYPES
+
+_BLOCK_BYTES = 1 << 20  # stays in a processor's cache
+
+
+class Listings:
+    """Sizes of files from one listing of each directory, made when it is first asked for."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.url, self._storage = storage.url, storage
+        self._sizes: dict[str, dict[str, int]] = {}
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes.
+
+        Raises:
+            FileNotFoundError: if it is not there.
+            OSError: if storage fails.
+        """
+        directory, _, name = path.rpartition("/")
+        if directory not in self._sizes:
+            self._sizes[directory] = self._storage.sizes_in(directory)
+        listed = self._sizes[directory].get(name)
+        # A listing alone makes nothing missing: it may show a link without the size of its file.
+        return self._storage.size(path) if listed is None else listed
 
 
 def check_manifest(manifest: Manifest, path: str, where: str) -> None:
@@ -202,3 +229,28 @@ def check_region(index: Index | IndexHead, path: Path) -> None:
         raise CorruptStateError(
             f"{path}: {index.file} has {num_bytes} bytes, not {index.file_bytes}"
         )
+
+
+def check_is_finite(unit: str, entry: UnitEntry, content: memoryview) -> None:
+    """Raise CorruptStateError if a number of a unit version is NaN or infinite: training could not continue."""
+    for tensor in entry.tensors:
+        for piece in tensor_pieces(tensor) if not tensor.is_absent else ():
+            if not DTYPES[piece.dtype].not_finite:
+                continue
+            start = tensor.offset + piece.offset
+            if not _are_finite(piece.dtype, content[start : start + piece.num_bytes]):
+                raise CorruptStateError(
+                    f"{tensor.key} of {tensor.parameter} in unit {unit} holds NaN or infinity"
+                )
+
+
+def _are_finite(dtype: str, content: memoryview) -> bool:
+    kind = np.dtype(f"u{DTYPES[dtype].num_bytes}")
+    bits, all_set = np.frombuffer(content, kind), kind.type(DTYPES[dtype].not_finite)
+    block = min(len(bits), _BLOCK_BYTES // bits.itemsize)
+    room = np.empty(block, kind)
+    for start in range(0, len(bits), block or 1):
+        part = bits[start : start + block]
+        if np.bitwise_and(part, all_set, out=room[: len(part)]).max() == all_set:
+            return False
+    return True

@@ -19,18 +19,17 @@ import filelock
 import msgspec
 import psutil
 
-from moe_ft.engine.finite import check_is_finite
 from moe_ft.engine.persist.manifests import write_manifest
 from moe_ft.engine.persist.retention import Retention
-from moe_ft.engine.persist.soundness import check_data
+from moe_ft.engine.persist.soundness import check_data, check_is_finite
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.stored_file import PreviousCheckpoint, StoredFile, assemble
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage, rank_path
 from moe_ft.format.encoding import checksum, decode, encode
-from moe_ft.processes import die_with_parent
 from moe_ft.format.index import Index, check_units
+from moe_ft.processes import die_with_parent
 
 HEARTBEAT_NAME = "heartbeat"
 _POLL_S = 0.02

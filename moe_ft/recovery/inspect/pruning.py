@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from moe_ft.engine.persist.manifests import Found, manifests
 from moe_ft.engine.persist.retention import remove_unneeded
-from moe_ft.engine.persist.soundness import check_checkpoint, check_data, read_file
+from moe_ft.engine.persist.soundness import Listings, check_checkpoint, check_data, read_file
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.patience import PATIENCE_S
-from moe_ft.files.storage import Listings, Storage
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.manifest import Manifest
 from moe_ft.planning.branches import is_alive

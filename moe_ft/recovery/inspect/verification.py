@@ -12,8 +12,12 @@ from typing import BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from moe_ft.engine.finite import check_is_finite
-from moe_ft.engine.persist.soundness import check_references, check_region, read_file
+from moe_ft.engine.persist.soundness import (
+    check_is_finite,
+    check_references,
+    check_region,
+    read_file,
+)
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import open_private, open_regular, read_private
 from moe_ft.files.storage import Storage

@@ -22,7 +22,7 @@ from megatron.fault_tolerance.repair.batches import (
     validation_batches,
 )
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.files.waits import excused_until_s
+from moe_ft.files.patience import excused_until_s
 
 
 @pytest.fixture

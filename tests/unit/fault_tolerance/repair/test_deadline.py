@@ -6,7 +6,7 @@ import threading
 import time
 
 from megatron.fault_tolerance.repair.deadline import ending_after
-from moe_ft.files.waits import note_progress
+from moe_ft.files.patience import note_progress
 from moe_ft.keeper.link import Link
 
 

@@ -11,7 +11,7 @@ from megatron.fault_tolerance.repair import watcher as watchers
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.transport import Made, Maker
 from megatron.fault_tolerance.repair.watcher import Watcher
-from moe_ft.files.waits import waiting
+from moe_ft.files.patience import waiting
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds, declare
 from tests.unit.signed import signed

@@ -13,7 +13,7 @@ from moe_ft.engine.engine import FENCE_DEADLINE_S
 from moe_ft.engine.memory.regions import Role
 from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
-from moe_ft.files.waits import excused_until_s
+from moe_ft.files.patience import excused_until_s
 from tests.unit.moe_ft.engine.engine_job import RECORD_S, MakeJob, Rank
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ft.engine import finite
-from moe_ft.engine.finite import check_is_finite
+from moe_ft.engine.persist import soundness
+from moe_ft.engine.persist.soundness import check_is_finite
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.entries import TensorEntry, UnitEntry
 from moe_ft.state.slices import DTYPES
@@ -53,7 +53,7 @@ def test_every_kind_of_number_of_a_long_format_is_judged_as_torch_does(dtype: st
 def test_number_that_is_not_finite_is_found_in_every_block(
     monkeypatch: pytest.MonkeyPatch, position: int
 ) -> None:
-    monkeypatch.setattr(finite, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(soundness, "_BLOCK_BYTES", 16)
     numbers = np.ones(10, np.float32)
     check(numbers.tobytes(), "F32")
     numbers[position] = np.nan

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_ft.files.direct import page_blocks
-from moe_ft.files.storage import Storage
+from moe_ft.files.storage import Storage, page_blocks
 
 
 def _some_bytes(num_bytes: int, address: int = 0) -> memoryview:
@@ -79,7 +78,7 @@ def test_large_file_is_written_past_the_page_cache(tmp_path: Path) -> None:
 def test_file_is_written_where_the_file_system_refuses_to_pass_by_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ft.files.direct.page_blocks", iter)
+    monkeypatch.setattr("moe_ft.files.storage.page_blocks", iter)
     pieces = [_some_bytes(2 << 20, address=1), _some_bytes(2 << 20, address=1), _some_bytes(3)]
     Storage(str(tmp_path)).write("file", pieces)
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)

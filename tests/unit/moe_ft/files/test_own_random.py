@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from moe_ft.files import own_random
-from moe_ft.files.own_random import give_own_random
+from moe_ft.files import storage
+from moe_ft.files.storage import give_own_random
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_modules_of_object_stores_draw_from_another_generator(
     module = ModuleType(name)
     module.random = random  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(own_random, "_num_modules", 0)
+    monkeypatch.setattr(storage, "_num_modules", 0)
     before = random.getstate()
     give_own_random()
     module.random.shuffle([1, 2, 3])

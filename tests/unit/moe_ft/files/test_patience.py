@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from moe_ft.files import storage as storages
-from moe_ft.files.patience import call_within
+from moe_ft.files.patience import call_within, excused_until_s
 from moe_ft.files.storage import Storage
-from moe_ft.files.waits import excused_until_s
 from tests.unit.moe_ft.faulty_storage import give_up_soon
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from moe_ft.files.waits import excused_until_s, note_progress, progress_s, waiting
+from moe_ft.files.patience import excused_until_s, note_progress, progress_s, waiting
 
 
 def test_wait_excuses_its_thread_up_to_its_limit_and_then_up_to_its_end() -> None:

@@ -15,7 +15,6 @@ from moe_ft.engine.memory.regions import own_directory
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.identity import Identity
-from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.recovery.readers import MemoryReader, Readers
 from moe_ft.recovery.rotating import Rotation, fetch_rotating

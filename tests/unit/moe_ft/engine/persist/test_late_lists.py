@@ -4,8 +4,8 @@ import pytest
 
 from moe_ft.engine.persist.manifests import find_manifests
 from moe_ft.engine.persist.retention import Retention
-from moe_ft.engine.persist.soundness import check_checkpoint
-from moe_ft.files.storage import Listings, Storage
+from moe_ft.engine.persist.soundness import Listings, check_checkpoint
+from moe_ft.files.storage import Storage
 from tests.object_store import ObjectStore
 from tests.unit.moe_ft.builders import make_identity, persist_checkpoint
 from tests.unit.moe_ft.engine.persist.checkpoints import manifest_path

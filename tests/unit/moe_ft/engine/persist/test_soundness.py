@@ -8,6 +8,7 @@ import pytest
 
 from moe_ft.engine.memory.regions import own_directory
 from moe_ft.engine.persist.soundness import (
+    Listings,
     check_checkpoint,
     check_manifest,
     check_references,
@@ -16,7 +17,7 @@ from moe_ft.engine.persist.soundness import (
     read_file,
 )
 from moe_ft.errors import CorruptStateError
-from moe_ft.files.storage import Listings, Storage, iteration_directory
+from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.format.manifest import Manifest, UnitSource
 from tests.unit.moe_ft.builders import fill_region, make_identity, persist_checkpoint
 from tests.unit.moe_ft.engine.persist.checkpoints import LOCAL
