@@ -35,7 +35,8 @@ from benchmarks.paired_jobs import (
 )
 from benchmarks.sparse_jobs import NUM_RANKS, Changes, JobFolder, write_data
 from moe_ft.engine.breakpoints import Breakpoints, Moment
-from moe_ft.engine.memory.regions import breakpoint_region, own_directory
+from moe_ft.engine.memory.job_directory import own_directory
+from moe_ft.engine.memory.regions import breakpoint_region
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import SnapshotIndexer

@@ -23,8 +23,8 @@ from benchmarks.peers import prepare_for_megatron
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.job_directory import node_directory, own_directory, replica_directory
 from moe_ft.engine.memory.rank_memory import RankMemory
-from moe_ft.engine.memory.regions import node_directory, own_directory, replica_directory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.files.storage import Storage
@@ -97,7 +97,7 @@ class MoeFtMemory(Candidate):
     def start(self) -> None:
         """Start an engine with warm regions, as moe_ft/recovery/protect.py does."""
         from moe_ft.engine.build import build_engine
-        from moe_ft.engine.context import EngineSettings
+        from moe_ft.engine.engine import EngineSettings
 
         self._persist_dir.mkdir(exist_ok=True)
         agreement = Agreement(_AGREEMENT_TIMEOUT_S)
@@ -123,7 +123,7 @@ class MoeFtMemory(Candidate):
 
     def _context(self, agreement: Agreement, strategy: Strategy, sizes: RankSizes) -> Any:
         """Meet the other rank and place replicas. All ranks."""
-        from moe_ft.engine.context import EngineContext
+        from moe_ft.engine.engine import EngineContext
 
         rank, node_dir = self.site.rank, self._node_dir(self._node)
         server = PeerServer(node_dir, "127.0.0.1")

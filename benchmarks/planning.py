@@ -27,12 +27,11 @@ from benchmarks.output import markdown_table, parse_options, show
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import Report
 from moe_ft.engine.build import build_engine
-from moe_ft.engine.context import EngineContext, EngineSettings
-from moe_ft.engine.engine import CheckpointEngine
+from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
 from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.rank_memory import RankMemory
-from moe_ft.engine.memory.regions import own_directory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.entries import ModelPlaces

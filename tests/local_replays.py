@@ -24,7 +24,7 @@ from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.replay import Replay
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.boundary.reading import NeighbourLog, open_log
-from moe_ft.engine.memory.regions import own_directory
+from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.format.records import IterationRecord
 from moe_ft.loop import listener_order
 from moe_ft.loop.checkpoints import Checkpoints

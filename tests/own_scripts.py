@@ -12,11 +12,11 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.training import get_args
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.launch import command
 from megatron.fault_tolerance.launch.running import run_script
 from moe_ft.state.digest import digest_state
 from tests.stock import recorded_build
 from tests.stock_program import CPU_FLAGS
+from tests.unit.moe_ft.commands.test_bad_input import command
 
 OWN_SCRIPT = Path(__file__).parents[1] / "examples" / "pretrain_own.py"
 SCRIPTS = Path(__file__).parent / "distributed" / "scripts"

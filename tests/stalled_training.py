@@ -8,7 +8,7 @@ from typing import Any
 import pretrain_gpt_moe
 from moe_ft.engine.agreement import StageSum
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.snapshots.stall import Stall
+from moe_ft.engine.snapshots.profile import Stall
 from moe_ft.state.record import RecordTaker
 from tests.harness import JobResult, run_ranks
 

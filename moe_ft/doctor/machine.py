@@ -16,7 +16,7 @@ import psutil
 from moe_ft.config.fields import size_text
 from moe_ft.doctor.rows import Result, Row, failed, passed, refused, warned
 from moe_ft.engine.descriptors import allow_descriptors
-from moe_ft.engine.memory.regions import file_system_type
+from moe_ft.engine.memory.job_directory import file_system_type
 from moe_ft.errors import ConfigError
 from moe_ft.files.private_files import make_private, make_root, read_private, write_atomically
 from moe_ft.recovery.inspect.cleaning import clean

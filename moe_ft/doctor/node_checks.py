@@ -34,7 +34,7 @@ from moe_ft.doctor.storage import (
     check_write,
     write_file,
 )
-from moe_ft.engine.memory.regions import node_directory
+from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.errors import ConfigError
 from moe_ft.files.storage import hide_password
 

@@ -1,14 +1,18 @@
-"""Reports of background parts to the training thread: events and failures, read at the next seam."""
+"""Reports of background parts: events and failures, read at the next seam, and their way to the user."""
 
+import sys
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.snapshots.profile import SnapshotProfile
+from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
 
 # Called in the middle of a background part with its phase and iteration: the place where tests
@@ -95,3 +99,85 @@ class Reports:
             reports = list(self._reports)
             self._reports.clear()
         return reports
+
+
+_PRINT_INTERVAL_S = 30.0
+_NOTABLE_STALL = 0.01  # of an iteration
+
+
+class Messages:
+    """Reports of one rank and their way to the user. Owned by the training thread.
+
+    Attributes:
+        reports: the events; background threads add to them.
+    """
+
+    def __init__(self, rank: int, clock: Clock, *, is_first_of_stage: bool, raises: bool) -> None:
+        """Begin without reports.
+
+        Args:
+            is_first_of_stage: whether this rank speaks for its stage.
+            raises: whether a failure ends training.
+        """
+        self.reports = Reports()
+        self._clock = clock
+        self._rank, self._speaks, self._raises = rank, is_first_of_stage, raises
+        self._printed_s: dict[str, float] = {}
+        self._told_length = 0
+
+    def drain(self, log: Callable[[Report], None], *, is_ending: bool = False) -> None:
+        """Hand over the events since the last call, and print those that say that something failed.
+
+        Args:
+            log: called for each event.
+            is_ending: whether training has ended: each failure is printed, and none raises.
+
+        Raises:
+            DegradedError: with --moe-ft-on-error=raise, if a part has failed.
+        """
+        failure = ""
+        for report in self.reports.drain():
+            try:
+                log(report)
+            except Exception as error:  # TensorBoard and W&B raise whatever they like
+                failed = (
+                    f"iteration {report.iteration}: log: event {report.event}: {describe(error)}"
+                )
+                self._print_failure("log", failed, is_ending)
+            if report.event == "degraded":
+                failure = f"iteration {report.iteration}: {report.fields['part']}: {report.fields['reason']}"
+                self._print_failure(report.fields["part"], failure, is_ending)
+        if failure and self._raises and not is_ending:
+            raise DegradedError(f"{failure} (--moe-ft-on-error=raise)")
+
+    def _print_failure(self, part: str, failure: str, is_ending: bool) -> None:
+        """Print a failure, before the end at most one per part and interval; the event log has them all."""
+        now = self._clock.monotonic()
+        if is_ending or now - self._printed_s.get(part, -_PRINT_INTERVAL_S) >= _PRINT_INTERVAL_S:
+            self._printed_s[part] = now
+            self._print(f", {failure}")
+
+    def tell_window(
+        self, iteration: int, facts: dict[str, Any], profile: SnapshotProfile, hint: str
+    ) -> None:
+        """Report a window; warn once for each length if training has to wait for it.
+
+        Args:
+            facts: of `OpenWindow.facts`.
+            hint: how to make snapshots smaller.
+        """
+        length, own_most = facts["length"], max(facts["bytes"], default=0)
+        own_stall_s = profile.expected_stall_s(own_most)
+        self.reports.add("window", iteration, **facts, expected_stall_s=own_stall_s)
+        is_new, self._told_length = self._told_length != length, length
+        most = facts["largest_bytes"]
+        stall_s = profile.expected_stall_s(most)
+        if is_new and self._speaks and stall_s > _NOTABLE_STALL * profile.iteration_s:
+            self._print(
+                f": windows of {length} snapshots with up to {most / 2**20:.1f} MiB each hold up every "
+                f"iteration by about {stall_s:.3f} s of {profile.iteration_s:.3f} s. {hint}"
+            )
+
+    def _print(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # nobody reads standard error any more
+            print(f"moe_ft: rank {self._rank}{text}", file=sys.stderr, flush=True)

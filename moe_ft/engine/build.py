@@ -6,17 +6,14 @@ A test or a simulation passes its own clock, workers and replicator; training ta
 from collections.abc import Callable
 
 from moe_ft.engine.agreement import Minimum
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import Messages, Reports
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.context import EngineContext, EngineSettings
 from moe_ft.engine.decisions import Decisions
-from moe_ft.engine.engine import CheckpointEngine
-from moe_ft.engine.links.peers import PeerReplicator
-from moe_ft.engine.links.replica_sender import ReplicaSender, Replicator
+from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
+from moe_ft.engine.links.peers import PeerReplicator, ReplicaSender, Replicator
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
-from moe_ft.engine.messages import Messages
 from moe_ft.engine.persist.client import PersistClient, WriterSupervisor, writer_command
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.snapshots.copying import StateCopier

@@ -2,15 +2,22 @@
 
 That place is storage, or memory if there is no storage and training is to continue.
 
-The steps are the engine's (engine/engine.py); this file decides how often and how long they are tried.
+All ranks take the same steps: snapshots, and writing them. This file decides how often and how long.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
+from moe_ft.engine.background import BackgroundPart, Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.decisions import Turn
+from moe_ft.engine.decisions import Decisions, Turn, Votes
+from moe_ft.engine.persist.schedule import StorageSchedule
+from moe_ft.engine.snapshots.job import SnapshotState
+from moe_ft.engine.snapshots.windows import Windows
+from moe_ft.state.record import CapturedRecord
+from moe_ft.strategies.interface import Strategy
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # before each further try
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.16  # the longer nothing happens, the less often all ranks ask
@@ -137,6 +144,101 @@ class _Tries:
         if self._num_failed < len(_PAUSES_S):
             self._next_s = self._clock.monotonic() + _PAUSES_S[self._num_failed]
         self._num_failed += 1
+
+
+class LastSteps:
+    """Steps of one rank that bring the last state to where it is kept. Owned by the training thread."""
+
+    def __init__(
+        self,
+        iteration: int,
+        capture: Callable[[], CapturedRecord],
+        strategy: Strategy,
+        decisions: Decisions,
+        windows: Windows,
+        storage: StorageSchedule,
+        reports: Reports,
+        votes: Callable[[Turn], Votes],
+        act_on: Callable[[Votes], bool | None],
+        *,
+        is_for_memory: bool,
+    ) -> None:
+        """Take the parts of the engine that act.
+
+        Args:
+            iteration: the last state's.
+            capture: takes its record.
+            act_on: settles windows and storage by what all ranks voted; returns whether what was written is
+                a checkpoint, None if that is not known yet.
+            is_for_memory: whether the state is kept in memory rather than on storage.
+        """
+        self._iteration, self._capture, self._is_for_memory = iteration, capture, is_for_memory
+        self._strategy, self._decisions = strategy, decisions
+        self._windows, self._storage, self._reports = windows, storage, reports
+        self._votes, self._act_on = votes, act_on
+
+    def keep(self, tell: Callable[[], None], deadline_s: float, clock: Clock) -> bool:
+        """Try until the last state is kept, some tries have failed, or there is no time left.
+
+        Called by all ranks, which leave it in the same round.
+
+        Args:
+            tell: called in every round.
+            deadline_s: for all tries together.
+
+        Returns:
+            Whether the last state is where it is kept.
+        """
+        is_kept = keep_last_state(self._advance, self._begin_next, tell, deadline_s, clock)
+        if not is_kept:
+            where = "in memory" if self._is_for_memory else "on storage"
+            reason = f"the last state is not {where}"
+            self._reports.degraded(BackgroundPart.PERSIST, self._iteration, reason)
+        return is_kept
+
+    def _advance(self, turn: Turn) -> Progress | None:
+        """Tell all ranks this one's progress, and act on that of all."""
+        window = self._windows.open
+        if window is not None:
+            window.is_given_up |= window.is_growing
+        self._decisions.begin(partial(self._votes, turn), self._iteration)
+        decided = self._decisions.read(self._iteration)
+        if decided is None:
+            return None
+        is_try = window is not None and window.is_last  # not one that training's end has cut off
+        progress = partial(self._progress, decided[0], is_try=is_try)
+        return self._decisions.attempt(self._iteration, progress)
+
+    def _progress(self, votes: Votes, *, is_try: bool) -> Progress:
+        is_confirmed = self._act_on(votes)
+        is_in_memory = self._is_in_memory
+        has_window_failed = is_try and votes.state is SnapshotState.FAILED
+        is_on_storage = self._storage.is_at_end(self._iteration)
+        return Progress(
+            turn=votes.turn,
+            is_saved=is_in_memory if self._is_for_memory else is_on_storage,
+            has_failed=is_confirmed is False or has_window_failed,
+            is_idle=votes.is_idle
+            and votes.state is not SnapshotState.RUNNING
+            and (votes.is_ready or is_in_memory),
+        )
+
+    @property
+    def _is_in_memory(self) -> bool:
+        """True if memory has all of the last state."""
+        complete = self._windows.complete
+        is_newest = complete is not None and complete.iteration == self._iteration
+        return is_newest and self._strategy.is_whole(self._iteration)
+
+    def _begin_next(self) -> None:
+        """Begin the next step: a snapshot, or writing it."""
+        if self._is_in_memory:
+            assert self._windows.complete is not None
+            with self._reports.catching(BackgroundPart.PERSIST, self._iteration):
+                self._storage.submit(self._windows.complete, is_whole=True)
+        else:
+            begin = partial(self._windows.begin, self._iteration, self._capture, is_last=True)
+            self._decisions.attempt(self._iteration, begin)
 
 
 def keep_last_state(

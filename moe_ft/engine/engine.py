@@ -10,36 +10,118 @@ what must come out the same on all ranks ends checkpointing until the next start
 Neither ends training.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from moe_ft.engine.background import BackgroundPart, Report
+from moe_ft.engine.agreement import Sum
+from moe_ft.engine.background import BackgroundPart, Messages, PhaseHook, Report
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.context import EngineContext, EngineSettings, Handover
 from moe_ft.engine.decisions import Decisions, Turn, Votes
-from moe_ft.engine.ending import Ending, LastState, Progress, keep_last_state
+from moe_ft.engine.ending import Ending, LastState, LastSteps
 from moe_ft.engine.links.peers import Replica
-from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.memory.restored import replica_to_send
-from moe_ft.engine.messages import Messages
+from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.layout import FileLayout
+from moe_ft.engine.memory.rank_memory import RankMemory
+from moe_ft.engine.memory.restored import Handover, replica_to_send
 from moe_ft.engine.persist.client import WriterSupervisor, persist_deadline_s
 from moe_ft.engine.persist.schedule import StorageSchedule
+from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.engine.snapshots.job import SnapshotState
-from moe_ft.engine.snapshots.profile import FixedInterval, SnapshotProfile
-from moe_ft.engine.snapshots.stall import Stall
+from moe_ft.engine.snapshots.profile import FixedInterval, SnapshotProfile, Stall
 from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.engine.snapshots.writer import SnapshotWriter
-from moe_ft.files.patience import waiting
+from moe_ft.format.entries import ModelPlaces
+from moe_ft.format.identity import Identity
+from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.experts import Counts
+from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy
+from moe_ft.topology import RankInfo, Topology
 
-FENCE_DEADLINE_S = 120.0
 _CLOSE_DEADLINE_S = 5.0
+_DOES_NOT_FIT = "what was recovered does not fit this start's regions; peers get the next state"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """Settings from the flags.
+
+    Attributes:
+        interval: iterations between snapshots, None for automatic.
+        persist_interval: complete snapshots between those that go to storage, 0 for never.
+        dense_interval: iterations between whole states that go to storage, 0 for none before the end.
+        raises: end training when a background part fails.
+        staging_bytes: device memory in which snapshots are packed, 0 if nothing is.
+    """
+
+    interval: int | None
+    overhead_limit: float
+    persist_interval: int
+    raises: bool
+    staging_bytes: int = 0
+    dense_interval: int = 0
+
+    @property
+    def persists(self) -> bool:
+        """True if anything goes to storage."""
+        return self.persist_interval > 0 or self.dense_interval > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineContext:
+    """Facts about the engine's rank and job.
+
+    Attributes:
+        model_places: what Megatron's checkpoints hold besides parameters.
+        memory: this rank's share of the node's; the engine opens it.
+        origins: checksums, by unit name, of the rotating units' weights in the run's first state.
+        stage_load: adds up what the ranks of the stage count; None where nothing is counted.
+        peers: ranks that keep this rank's replicas.
+        server: listens already.
+        token: the secret that peers share.
+        traffic: what the pipeline sends, if that is logged.
+        record_settings: for the boundary log, see `BoundaryIndex`.
+        writer: settings of the node's writer process; None on all but the lowest rank of a node
+            and without storage.
+        breakpoint: layout of the rank's breakpoint; None without one.
+        storage_trouble: why the persist directory cannot be used when the start begins; empty if it can be.
+    """
+
+    rank: int
+    topology: Topology
+    identity: Identity
+    parameters: Sequence[LocalParameter]
+    model_places: ModelPlaces
+    memory: RankMemory
+    origins: Mapping[str, str]
+    stage_load: Sum | None
+    peers: tuple[RankInfo, ...]
+    server: PeerServer
+    token: str
+    writer: WriterSettings | None
+    phase_hook: PhaseHook
+    breakpoint: FileLayout | None = None
+    traffic: PipelineTraffic | None = None
+    record_settings: Mapping[str, Any] = field(default_factory=dict)
+    storage_trouble: str = ""
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """True if any parameter of the rank is on a GPU."""
+        return any(each.parameter.is_cuda for each in self.parameters)
+
+    @property
+    def persist_dir(self) -> Path:
+        """The directory of requests to the node's writer, and of its results."""
+        return self.memory.node_dir / "persist"
 
 
 class CheckpointEngine:
@@ -74,8 +156,7 @@ class CheckpointEngine:
         self._profile, self._stall = SnapshotProfile(), Stall(clock)
         self._writer, self._windows = writer, windows
         self._storage, self._supervisor = storage, supervisor
-        self.breakpoints = breakpoints
-        self.boundary = boundary
+        self.breakpoints, self.boundary = breakpoints, boundary
         self._has_removed_left_overs = False
         self._restored_replica: Replica | None = None
         self._forward_start_s: float | None = None
@@ -85,9 +166,6 @@ class CheckpointEngine:
     def start(self, iteration: int, restored: Handover | None) -> None:
         """Open memory, accept replicas, and start the workers and the writer.
 
-        Args:
-            restored: what was recovered; None after a fresh start: every region may then be overwritten.
-
         Raises:
             OSError: if the memory directory cannot be made or has no room.
         """
@@ -96,32 +174,27 @@ class CheckpointEngine:
         if context.is_on_gpu:
             self._memory.pin()
         self._start_iteration = self._iteration = iteration
+        self._windows.start(iteration, restored)
+        is_in_use = restored is not None and restored.needs_breakpoint
+        if self.boundary is not None:
+            # After a fresh start nothing can be replayed from the first iteration: it has no state.
+            keep_from = restored.replay_from if restored else iteration + 1
+            self.boundary.start(iteration, keep_from, is_in_use=is_in_use)
+        context.server.keep(self._memory.replicas, self._reports)
+        self._writer.start()
         if restored is not None:
             self._outcome_without_training = (
                 LastState.SAVED if restored.is_on_storage else LastState.UNSAVED
             )
-        self._windows.start(iteration, restored)
-        if self.boundary is not None:
-            # After a fresh start nothing can be replayed from the first iteration: it has no state.
-            keep_from = restored.replay_from if restored else iteration + 1
-            is_in_use = restored is not None and restored.needs_breakpoint
-            self.boundary.start(iteration, keep_from, is_in_use=is_in_use)
-        context.server.keep(self._memory.replicas, self._reports)
-        self._writer.start()
-        if restored is not None and restored.peers_without:
             self._restored_replica = replica_to_send(self._windows.retained, restored)
-            if self._restored_replica is None:
-                reason = (
-                    "what was recovered does not fit this start's regions; peers get the next state"
-                )
-                self._reports.skipped(BackgroundPart.REPLICATE, iteration, reason)
+            if restored.peers_without and self._restored_replica is None:
+                self._reports.skipped(BackgroundPart.REPLICATE, iteration, _DOES_NOT_FIT)
         self._storage.start(restored.persisted_index if restored else "", iteration)
         if context.storage_trouble:
             self._reports.degraded(BackgroundPart.PERSIST, iteration, context.storage_trouble)
         if self._supervisor is not None:
             self._supervisor.start()
         if self.breakpoints is not None:
-            is_in_use = restored is not None and restored.needs_breakpoint
             self.breakpoints.start(is_in_use=is_in_use)
 
     def protect(self) -> None:
@@ -143,15 +216,11 @@ class CheckpointEngine:
             self._forward_start_s = None
         with self._stall.counting():
             self._decisions.begin_count(tokens_per_expert, self._iteration)
-            self._wait_for_copy()
+            self._windows.wait_for_copy(self._clock)
         self._decisions.begin(self._votes, self._iteration)
 
     def moment(self, record: CapturedRecord) -> Moment:
-        """Return the live state as a breakpoint can be written of it: the optimizer has stepped.
-
-        Args:
-            record: its record.
-        """
+        """Return the live state as a breakpoint can be written of it: the optimizer has stepped."""
         assert self.breakpoints is not None
         return Moment(
             record=record,
@@ -159,14 +228,6 @@ class CheckpointEngine:
             tokens=self._decisions.pending_tokens(),
             ready=self.breakpoints.mark_ready(),
         )
-
-    def _wait_for_copy(self) -> None:
-        job = self._windows.last_job
-        if job is None or job.copied.is_set() or job.abandoned.is_set():
-            return
-        with waiting(FENCE_DEADLINE_S):
-            if not self._clock.wait(job.copied, FENCE_DEADLINE_S):
-                job.abandoned.set()
 
     def _votes(self, turn: Turn = Turn.TRY) -> Votes:
         window = self._windows.open
@@ -189,7 +250,6 @@ class CheckpointEngine:
         """Read what was agreed, then start what is due. Called when the optimizer has stepped.
 
         Args:
-            iteration_s: the duration of the iteration.
             capture: takes the record of the state; called at once if a snapshot starts.
 
         Returns:
@@ -222,15 +282,15 @@ class CheckpointEngine:
             self._strategy.add_tokens(tokens)
         self._profile.note_iteration(iteration_s - self._stall.seconds)
         is_busy = self._windows.open is not None or self._storage.is_busy
-        self._settle(votes)
-        self._poll_storage(votes)
+        self._act_on(votes)
         self._tune(iteration, iteration_s, votes, is_busy=is_busy)
         complete = self._windows.complete
         if complete is not None and votes.is_idle and self._storage.wants(complete, iteration):
-            self._submit(complete)
+            with self._reports.catching(BackgroundPart.PERSIST, complete.iteration or 0):
+                self._storage.submit(complete)
         # Only one that the writer takes at once: what waits may be replaced.
-        is_whole = self._storage.needs_whole(iteration) and not self._storage.is_busy
-        is_whole &= votes.is_idle
+        is_writable = votes.is_idle and not self._storage.is_busy
+        is_whole = is_writable and self._storage.needs_whole(iteration)
         if self._windows.open is not None and self._windows.open.is_growing:
             self._windows.grow(iteration, capture, can_grow=votes.can_grow)
         elif self._is_due(iteration) or is_whole:
@@ -248,19 +308,11 @@ class CheckpointEngine:
 
     def _tune(self, iteration: int, iteration_s: float, votes: Votes, *, is_busy: bool) -> None:
         """Adapt the strategy and an automatic interval to what the slowest rank measured."""
-        changes = self._strategy.agree([*votes.strategy])
-        if changes:
+        if changes := self._strategy.agree([*votes.strategy]):
             self._reports.add("strategy", iteration, **changes)
         self._interval.end_iteration(iteration_s, is_busy=is_busy)
-        if (cost := self._interval.agree(votes.interval)) is not None:
-            self._reports.add(
-                "interval",
-                iteration,
-                interval=self._interval.interval,
-                iteration_s=cost.iteration_s,
-                overhead_s=cost.overhead_s,
-                completion_s=cost.completion_s,
-            )
+        if changes := self._interval.agree(votes.interval):
+            self._reports.add("interval", iteration, **changes)
 
     def _is_due(self, iteration: int) -> bool:
         interval = self._interval.interval
@@ -278,10 +330,7 @@ class CheckpointEngine:
         if self.boundary is not None:
             self.boundary.keep(window.jobs[0].iteration)
         for job in window.jobs:
-            result = job.result.result()
-            self._profile.note(
-                job.request.num_bytes, result.copy_s, result.commit_s, job.replicate_s
-            )
+            job.measure(self._profile)
         if facts := window.facts():
             self._messages.tell_window(last.iteration, facts, self._profile, window.plan.hint)
         if votes.is_protected and not self._has_removed_left_overs:
@@ -292,12 +341,9 @@ class CheckpointEngine:
         if not self._storage.is_due:
             self._interval.end_checkpoint(last.complete_s)
 
-    def _submit(self, region: Region, *, is_whole: bool = False) -> None:
-        with self._reports.catching(BackgroundPart.PERSIST, region.iteration or 0):
-            self._storage.submit(region, is_whole=is_whole)
-
-    def _poll_storage(self, votes: Votes) -> bool | None:
-        """Take back what was written; return whether it is a checkpoint, None if that is not known yet."""
+    def _act_on(self, votes: Votes) -> bool | None:
+        """Settle the window; return whether what was written is a checkpoint, None if that is not known."""
+        self._settle(votes)
         is_confirmed = self._storage.confirm(are_idle=votes.is_idle, can_persist=votes.can_persist)
         with self._reports.catching(BackgroundPart.PERSIST, self._iteration):
             is_done = self._storage.poll(self._windows.complete, can_go_on=votes.can_persist)
@@ -322,7 +368,6 @@ class CheckpointEngine:
         Without storage it is brought to memory, unless nothing will continue from it.
 
         Args:
-            capture: takes the record of the state.
             log: see `drain`; also called while this waits.
             is_complete: whether training has reached its last iteration.
         """
@@ -333,18 +378,14 @@ class CheckpointEngine:
             outcome = LastState.NO_STORAGE
         is_for_memory = outcome is LastState.NO_STORAGE and is_new and not is_complete
         if outcome is LastState.UNSAVED or is_for_memory:
-            is_kept = keep_last_state(
-                partial(self._advance_at_end, iteration),
-                partial(self._bring_last, iteration, capture),
-                partial(self._messages.drain, log, is_ending=True),
-                persist_deadline_s(self._memory.num_own_bytes, len(self._context.topology.ranks)),
-                self._clock,
+            parts = (self._strategy, self._decisions, self._windows, self._storage, self._reports)
+            last = LastSteps(
+                iteration, capture, *parts, self._votes, self._act_on, is_for_memory=is_for_memory
             )
-            if not is_kept:
-                where = "in memory" if is_for_memory else "on storage"
-                reason = f"the last state is not {where}"
-                self._reports.degraded(BackgroundPart.PERSIST, iteration, reason)
-            elif outcome is LastState.UNSAVED:
+            tell = partial(self._messages.drain, log, is_ending=True)
+            num_ranks = len(self._context.topology.ranks)
+            deadline_s = persist_deadline_s(self._memory.num_own_bytes, num_ranks)
+            if last.keep(tell, deadline_s, self._clock) and not is_for_memory:
                 outcome = LastState.SAVED
         self._messages.drain(log, is_ending=True)
         return Ending(
@@ -361,52 +402,6 @@ class CheckpointEngine:
         # What was recovered from storage may be nowhere else.
         is_in_memory = self._outcome_without_training is LastState.UNSAVED
         return self._start_iteration if is_in_memory else None
-
-    def _advance_at_end(self, iteration: int, turn: Turn) -> Progress | None:
-        """Tell all ranks this one's progress, and act on that of all."""
-        window = self._windows.open
-        if window is not None:
-            window.is_given_up |= window.is_growing
-        self._decisions.begin(partial(self._votes, turn), iteration)
-        decided = self._decisions.read(iteration)
-        if decided is None:
-            return None
-        is_try = window is not None and window.is_last  # not one that training's end has cut off
-        progress = partial(self._progress_at_end, decided[0], iteration, is_try=is_try)
-        return self._decisions.attempt(iteration, progress)
-
-    def _progress_at_end(self, votes: Votes, iteration: int, *, is_try: bool) -> Progress:
-        self._settle(votes)
-        is_confirmed = self._poll_storage(votes)
-        has_room = votes.is_ready or self._has_whole(iteration)
-        has_window_failed = is_try and votes.state is SnapshotState.FAILED
-        return Progress(
-            turn=votes.turn,
-            is_saved=self._is_kept(iteration),
-            has_failed=is_confirmed is False or has_window_failed,
-            is_idle=votes.is_idle and votes.state is not SnapshotState.RUNNING and has_room,
-        )
-
-    def _is_kept(self, iteration: int) -> bool:
-        """Return whether the last state is where it is to be kept."""
-        if self._settings.persists:
-            return self._storage.is_at_end(iteration)
-        return self._has_whole(iteration)
-
-    def _has_whole(self, iteration: int) -> bool:
-        """Return whether memory has all of the last state."""
-        complete = self._windows.complete
-        is_newest = complete is not None and complete.iteration == iteration
-        return is_newest and self._strategy.is_whole(iteration)
-
-    def _bring_last(self, iteration: int, capture: Callable[[], CapturedRecord]) -> None:
-        """Begin the next step on the last state's way to where it is kept."""
-        if self._has_whole(iteration):
-            assert self._windows.complete is not None
-            self._submit(self._windows.complete, is_whole=True)
-        else:
-            begin = partial(self._windows.begin, iteration, capture, is_last=True)
-            self._decisions.attempt(iteration, begin)
 
     def close(self) -> None:
         """End workers, connections and the writer process. The memory stays."""

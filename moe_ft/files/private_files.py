@@ -3,7 +3,7 @@
 Memory directories lie in places that every user of a node may write to. What is found there is trusted only
 if it is ours: a check of what a path names is worth nothing once it is opened again by its path, so files are
 opened relative to the descriptor of a directory that was checked, and no link is followed. Which directories
-there are is engine/memory/regions.py.
+there are is engine/memory/job_directory.py.
 
 What a user names may be anybody's, but it must be a file: opening a named pipe may never return.
 """

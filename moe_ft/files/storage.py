@@ -104,7 +104,10 @@ class Storage:
     @cached_property
     def _opened(self) -> tuple[Any, str]:
         """The file system and the directory's path in it; some back ends need the network for that."""
-        return self.within_patience("open", lambda: fsspec.core.url_to_fs(self._given_url))
+        file_system, root = self.within_patience(
+            "open", lambda: fsspec.core.url_to_fs(self._given_url)
+        )
+        return file_system, root
 
     @cached_property
     def _is_local(self) -> bool:

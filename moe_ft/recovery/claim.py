@@ -14,9 +14,8 @@ from pathlib import Path
 import filelock
 
 from moe_ft.config.fields import size_text
-from moe_ft.engine.memory.job_directory import entered_job
+from moe_ft.engine.memory.job_directory import entered_job, file_system_type
 from moe_ft.engine.memory.rank_memory import RankMemory
-from moe_ft.engine.memory.regions import file_system_type
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.files.private_files import make_private, make_root

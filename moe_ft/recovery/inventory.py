@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from moe_ft.engine.memory.regions import index_paths, is_breakpoint
+from moe_ft.engine.memory.job_directory import index_paths, is_breakpoint
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest
 from moe_ft.engine.persist.soundness import check_region
 from moe_ft.errors import CorruptStateError

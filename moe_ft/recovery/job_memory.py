@@ -16,9 +16,9 @@ from moe_ft.engine.memory.job_directory import (
     ALIVE_SUFFIX,
     MARKER_NAME,
     clock_offset_s,
+    job_directory,
     read_marker,
 )
-from moe_ft.engine.memory.regions import job_directory
 
 _LOCK_SUFFIXES = (ALIVE_SUFFIX, ".lock")
 _MAX_DESCRIBED = 5

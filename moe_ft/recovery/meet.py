@@ -17,8 +17,8 @@ from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.links.addresses import own_host
 from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.memory.layout import FileLayout
-from moe_ft.engine.memory.regions import node_directory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.persist.origin import agent_name
 from moe_ft.errors import ConfigError, PlanError, StorageAwayError

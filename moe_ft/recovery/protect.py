@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
 from moe_ft.engine.build import build_engine
-from moe_ft.engine.context import EngineContext, EngineSettings, FetchedWindow, Handover
-from moe_ft.engine.engine import CheckpointEngine
+from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
+from moe_ft.engine.memory.job_directory import rank_and_holder
 from moe_ft.engine.memory.pool import FetchedVersion
 from moe_ft.engine.memory.rank_memory import holds
-from moe_ft.engine.memory.regions import rank_and_holder
+from moe_ft.engine.memory.restored import FetchedWindow, Handover
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.errors import ConfigError, SnapshotError

@@ -18,7 +18,7 @@ import filelock
 import pytest
 
 import pretrain_gpt_moe
-from moe_ft.engine.memory.regions import file_system_type
+from moe_ft.engine.memory.job_directory import file_system_type
 from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.files.storage import Storage

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ft.engine.boundary.device_copy import SendCopier
+from moe_ft.engine.boundary.log import SendCopier
 from moe_ft.engine.boundary.reading import open_log
 from moe_ft.engine.memory.rank_memory import _pin, _unpin
 from tests.unit.moe_ft.engine.boundary.logs import sends_of, small_log

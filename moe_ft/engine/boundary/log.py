@@ -19,7 +19,6 @@ import torch
 
 from moe_ft.arithmetic import round_up
 from moe_ft.engine.background import BackgroundPart, Reports
-from moe_ft.engine.boundary.device_copy import SendCopier
 from moe_ft.engine.boundary.slots import BoundarySlot, make_header
 from moe_ft.engine.worker import Worker
 from moe_ft.files.private_files import read_private
@@ -33,12 +32,43 @@ from moe_ft.state.slices import dtype_name
 _PART = BackgroundPart.BOUNDARY_LOG
 
 
+class SendCopier:
+    """Copies tensors into host memory before Megatron frees them. Owned by the training thread.
+
+    A schedule frees an activation right after it was sent. From a GPU the copy runs on a stream of its own:
+    it begins when the tensor is ready, and the allocator does not give the memory away before it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def copy(self, tensor: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a tensor; from a GPU, only begin to, and leave the tensor free to be freed.
+
+        Args:
+            target: ``[bytes]`` in host memory, pinned if the tensor is on a GPU.
+        """
+        source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if not source.is_cuda:
+            target.copy_(source)
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(source.device)
+        self._stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event after all copies so far; None if they have ended already."""
+        return None if self._stream is None else self._stream.record_event()
+
+
 @dataclass(kw_only=True, slots=True)
 class _Taking:
     """The log of the iteration that runs. Owned by the training thread.
 
     Attributes:
-        bytes: the memory of the slot.
         sent: so far, without checksums.
         end: bytes of the file that are filled.
         numbers: of the state that the iteration has begun with.
@@ -68,12 +98,10 @@ class BoundaryLog:
         reports: Reports,
         record_settings: Mapping[str, Any],
     ) -> None:
-        """Prepare; no memory is touched yet.
+        """Take parts; no memory is touched yet.
 
         Args:
-            slots: of this rank's memory.
-            header_bytes: size of the header of each.
-            identity: of this start.
+            header_bytes: size of each slot's header.
             worker: checks sums and commits.
             record_settings: see `BoundaryIndex`.
         """

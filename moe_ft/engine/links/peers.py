@@ -7,9 +7,12 @@ rank's timeout would stop all of them.
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
-from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports
+from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, describe
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.authentication import answer_challenge, receive_challenge
 from moe_ft.engine.links.messages import (
@@ -26,6 +29,8 @@ from moe_ft.engine.links.messages import (
 )
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.snapshots.job import ReplicationResult
+from moe_ft.engine.worker import Worker
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.files.patience import waiting
@@ -37,6 +42,7 @@ from moe_ft.topology import RankInfo
 _SLOWEST_CHECK_BYTES_PER_S = 100e6  # of a peer that verifies a replica
 _BUSY_PAUSE_S = 0.1
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 10.0, 300.0
+_RECOVERED_RETRY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +50,6 @@ class Replica:
     """A committed snapshot that peers are to have.
 
     Attributes:
-        region: holds it.
         pool: holds units that the region does not; None without one.
         index: describes both.
         start_byte, end_byte: what the snapshot adds to the region.
@@ -266,9 +271,8 @@ class _Pair:
         self.num_failures = 0
         self.retry_s = 0.0
         self._known: dict[str, UnitEntry] = {}  # what the peer's pool holds
-        self._newest: tuple[int, int] | None = (
-            None  # iteration and number of the last snapshot there
-        )
+        # Iteration and number of the last snapshot there.
+        self._newest: tuple[int, int] | None = None
 
     def has_window_before(self, index: Index) -> bool:
         """Return whether the peer has all snapshots of the window before the newest one."""
@@ -295,3 +299,56 @@ class _Pair:
         if self.num_failures > 1:
             delay_s = min(_FIRST_RETRY_S * 2 ** (self.num_failures - 2), _LONGEST_RETRY_S)
             self.retry_s = self._clock.monotonic() + delay_s
+
+
+class Replicator(Protocol):
+    """Sends committed snapshots to peers."""
+
+    def replicate(self, replica: Replica) -> bool:
+        """Send a snapshot; return whether all peers have it. Failures are reported, not raised."""
+
+    def close(self) -> None:
+        """Close all connections."""
+
+
+class ReplicaSender:
+    """Sends one replica after the other on a worker. Any thread may submit."""
+
+    def __init__(
+        self, replicator: Replicator, reports: Reports, worker: Worker, clock: Clock
+    ) -> None:
+        self._replicator, self._reports = replicator, reports
+        self._worker, self._clock = worker, clock
+
+    def start(self) -> None:
+        """Start the worker."""
+        self._worker.start()
+
+    def submit(self, replica: Replica) -> Future[ReplicationResult]:
+        """Send a snapshot after everything submitted before."""
+        return self._worker.submit(partial(self._send, replica))
+
+    def submit_recovered(self, replica: Replica) -> None:
+        """Send what was recovered; try again until peers have it, or there is something newer to send."""
+        self._worker.submit(partial(self._send_recovered, replica))
+
+    def close(self, timeout_s: float) -> None:
+        """End the worker after what is under way, or leave it after some seconds; then close connections."""
+        self._worker.close(timeout_s)
+        self._replicator.close()
+
+    def _send(self, replica: Replica) -> ReplicationResult:
+        start = self._clock.perf_counter()
+        is_protected = False
+        iteration = replica.index.iteration
+        try:
+            is_protected = self._replicator.replicate(replica)
+        except Exception as error:  # a peer's failure is reported there: this is one of ours
+            self._reports.degraded(BackgroundPart.REPLICATE, iteration, describe(error), error)
+        return ReplicationResult(
+            is_protected=is_protected, seconds=self._clock.perf_counter() - start
+        )
+
+    def _send_recovered(self, replica: Replica) -> None:
+        if not self._send(replica).is_protected:
+            self._worker.when_idle(_RECOVERED_RETRY_S, partial(self._send_recovered, replica))

@@ -1,7 +1,8 @@
-"""The directory of a job in a memory directory: the marker that makes it one, and its removal.
+"""The directory of a job in a memory directory: paths in it, the marker that makes it one, and its removal.
 
-    JOB/.moe_ft_job    the marker; also the lock under which a rank starts, and memory is removed
-    JOB/NODE/          one node's memory; its parts are in engine/memory/regions.py
+    JOB/.moe_ft_job                   the marker; also the lock for starts of ranks, and for removal
+    JOB/NODE/rank_%05d/               a rank's own memory; the files in it are engine/memory/regions.py
+    JOB/NODE/replica_%05d_at_%05d/    that of the first rank, kept by the second one, which is of this node
 
 Without a marker nothing is removed: a mistyped directory is somebody's data. recovery/job_memory.py finds out
 which jobs are dead.
@@ -13,14 +14,14 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import filelock
 import msgspec
+import psutil
 
-from moe_ft.engine.memory.regions import rank_and_holder
 from moe_ft.errors import UnsafePathError
-from moe_ft.files.private_files import make_private, read_private
+from moe_ft.files.private_files import make_private, open_directory, read_private
 
 MARKER_NAME = ".moe_ft_job"
 ALIVE_SUFFIX = ".alive"
@@ -28,9 +29,78 @@ PERSIST_NAME = "persist"
 _FORMAT = "moe_ft/job/1"
 _LOCK_TIMEOUT_S = 20.0  # removing a terabyte takes a while
 _NAMES = rf"rank_\d{{5,}}{re.escape(ALIVE_SUFFIX)}|failed_\d{{5,}}\.json|launcher"
-_FILE = re.compile(
-    rf"{_NAMES}|\.({_NAMES})\.\d+"
-)  # or what a process leaves that is killed while it writes
+# Also what a process leaves that is killed while it writes.
+_FILE = re.compile(rf"{_NAMES}|\.({_NAMES})\.\d+")
+_DIRECTORY = re.compile(r"rank_(?P<rank>\d{5,})|replica_(?P<source>\d{5,})_at_(?P<holder>\d{5,})")
+BREAKPOINT = "breakpoint"  # the region of a rank's breakpoint, which has no number
+INDEX_NAME = re.compile(rf"(region_\d+|{BREAKPOINT})\.json")
+
+
+def job_directory(memory_dir: str, job_id: str) -> Path:
+    """Return the directory of a job under --moe-ft-memory-dir."""
+    return Path(memory_dir) / job_id
+
+
+def node_directory(memory_dir: str, job_id: str, node: str) -> Path:
+    """Return the memory directory of one node of a job."""
+    return job_directory(memory_dir, job_id) / node
+
+
+def own_directory(node_dir: Path, rank: int) -> Path:
+    """Return where a rank keeps its own regions."""
+    return node_dir / f"rank_{rank:05d}"
+
+
+def replica_directory(node_dir: Path, source: int, holder: int) -> Path:
+    """Return where the rank ``holder`` keeps replicas of the rank ``source``."""
+    return node_dir / f"replica_{source:05d}_at_{holder:05d}"
+
+
+def is_breakpoint(path: PurePath) -> bool:
+    """Return whether an index, or a data file, is that of a breakpoint."""
+    return path.name.partition(".")[0] == BREAKPOINT
+
+
+def rank_and_holder(name: str) -> tuple[int | None, int | None]:
+    """Return whose state a directory of that name holds, and which rank keeps it; None for others."""
+    match = _DIRECTORY.fullmatch(name)
+    if match is None:
+        return None, None
+    owner = int(match["rank"] or match["source"])
+    return owner, int(match["holder"] or owner)
+
+
+def index_paths(node_dir: Path) -> tuple[list[Path], list[str]]:
+    """Return the indexes of all regions and replicas in a node's memory directory, sorted.
+
+    Returns:
+        The indexes, and which directories cannot be looked at and why. Those that are a link or not ours are
+        never looked at: another user could have put them there.
+    """
+    found: list[Path] = []
+    problems: list[str] = []
+    names = sorted(entry.name for entry in node_dir.iterdir()) if node_dir.is_dir() else []
+    for name in names:
+        if rank_and_holder(name)[0] is None:
+            continue
+        try:
+            with open_directory(node_dir / name) as descriptor:
+                indexes = sorted(filter(INDEX_NAME.fullmatch, os.listdir(descriptor)))
+        except OSError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        found += [node_dir / name / index for index in indexes]
+    return found, problems
+
+
+def file_system_type(path: Path) -> str:
+    """Return the type of the file system that a path is on, such as tmpfs; empty if unknown."""
+    path = path.resolve()
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    for parent in (path, *path.parents):
+        if parent in mounts:
+            return mounts[parent]
+    return ""
 
 
 class JobMarker(msgspec.Struct, frozen=True):
@@ -111,12 +181,7 @@ def entered_job(directory: Path, timeout_s: float) -> Iterator[None]:
         )
     with job_lock(directory).acquire(timeout=timeout_s):
         if read_marker(directory) is None:
-            marker = JobMarker(
-                format=_FORMAT,
-                job_id=directory.name,
-                uid=os.geteuid(),
-                clock_s=clock_offset_s(),
-            )
+            marker = JobMarker(_FORMAT, directory.name, os.geteuid(), clock_offset_s())
             # In place: a new file would not be the one that is locked.
             (directory / MARKER_NAME).write_bytes(msgspec.json.encode(marker) + b"\n")
         yield

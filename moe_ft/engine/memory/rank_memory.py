@@ -13,16 +13,14 @@ import torch
 
 from moe_ft.engine.boundary.slots import FILE_NAME as BOUNDARY_FILE_NAME
 from moe_ft.engine.boundary.slots import BoundarySlot
-from moe_ft.engine.memory.job_directory import remove_node
-from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import (
-    MappedFile,
-    Region,
-    breakpoint_region,
+from moe_ft.engine.memory.job_directory import (
     own_directory,
     rank_and_holder,
+    remove_node,
     replica_directory,
 )
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.regions import MappedFile, Region, breakpoint_region
 from moe_ft.errors import SnapshotError
 from moe_ft.files.private_files import read_private
 from moe_ft.format.encoding import decode

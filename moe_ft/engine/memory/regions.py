@@ -2,33 +2,23 @@
 
 A region is a data file of fixed size, mapped once, and an index next to it. Without an index it holds
 nothing. engine/snapshots/writer.py fills it, format/ defines the index. Units that only some snapshots hold
-are in engine/memory/pool.py.
+are in engine/memory/pool.py; where the files lie is engine/memory/job_directory.py.
 """
 
 import mmap
 import os
-import re
 from contextlib import suppress
 from enum import Enum, auto
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import numpy as np
-import psutil
 
+from moe_ft.engine.memory.job_directory import BREAKPOINT
 from moe_ft.errors import SnapshotError
-from moe_ft.files.private_files import (
-    create_private,
-    make_private,
-    open_directory,
-    write_atomically,
-)
+from moe_ft.files.private_files import create_private, make_private, write_atomically
 from moe_ft.format.encoding import Body, decode
 
-_PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
-_DIRECTORY = re.compile(r"rank_(?P<rank>\d{5,})|replica_(?P<source>\d{5,})_at_(?P<holder>\d{5,})")
-BREAKPOINT = "breakpoint"  # the region of a rank's breakpoint, which has no number
-INDEX_NAME = re.compile(rf"(region_\d+|{BREAKPOINT})\.json")
 
 
 class Role(Enum):
@@ -48,47 +38,8 @@ _NEXT = {
 }
 
 
-def job_directory(memory_dir: str, job_id: str) -> Path:
-    """Return the directory of a job under --moe-ft-memory-dir."""
-    return Path(memory_dir) / job_id
-
-
-def node_directory(memory_dir: str, job_id: str, node: str) -> Path:
-    """Return the memory directory of one node of a job."""
-    return job_directory(memory_dir, job_id) / node
-
-
-def own_directory(node_dir: Path, rank: int) -> Path:
-    """Return where a rank keeps its own regions."""
-    return node_dir / f"rank_{rank:05d}"
-
-
-def replica_directory(node_dir: Path, source: int, holder: int) -> Path:
-    """Return where the rank ``holder`` keeps replicas of the rank ``source``."""
-    return node_dir / f"replica_{source:05d}_at_{holder:05d}"
-
-
-def is_breakpoint(path: PurePath) -> bool:
-    """Return whether an index, or a data file, is that of a breakpoint."""
-    return path.name.partition(".")[0] == BREAKPOINT
-
-
-def rank_and_holder(name: str) -> tuple[int | None, int | None]:
-    """Return whose state a directory of that name holds, and which rank keeps it; None for others."""
-    match = _DIRECTORY.fullmatch(name)
-    if match is None:
-        return None, None
-    owner = int(match["rank"] or match["source"])
-    return owner, int(match["holder"] or owner)
-
-
 class MappedFile:
-    """A file of fixed size, mapped and touched once.
-
-    Attributes:
-        data_path: where it is.
-        num_bytes: its size.
-    """
+    """A file of fixed size, mapped and touched once."""
 
     def __init__(self, data_path: Path, num_bytes: int) -> None:
         self.data_path, self.num_bytes = data_path, num_bytes
@@ -181,7 +132,6 @@ class Region(IndexedFile):
 
     Attributes:
         number: of the region in its directory; less than 0 for that of the breakpoint.
-        role: see `Role`.
         iteration: of the committed snapshot that it holds, None if there is none.
     """
 
@@ -192,11 +142,7 @@ class Region(IndexedFile):
         self.role = Role.FREE
 
     def commit(self, content: bytes, iteration: int) -> None:
-        """Make the region a snapshot by one rename of its index.
-
-        Raises:
-            OSError: if the directory has vanished or is full.
-        """
+        """Make the region a snapshot by one rename of its index; raises OSError if that has no room."""
         write_atomically(self.index_path, content)
         self.iteration = iteration
 
@@ -224,38 +170,5 @@ def _touch(mapping: mmap.mmap) -> None:
     try:
         mapping.madvise(_MADV_POPULATE_WRITE)
     except OSError:  # Linux before 5.14
-        pages = np.frombuffer(mapping, dtype=np.uint8)[::_PAGE_BYTES]
+        pages = np.frombuffer(mapping, dtype=np.uint8)[:: mmap.PAGESIZE]
         pages |= 0
-
-
-def index_paths(node_dir: Path) -> tuple[list[Path], list[str]]:
-    """Return the indexes of all regions and replicas in a node's memory directory, sorted.
-
-    Returns:
-        The indexes, and which directories cannot be looked at and why. Those that are a link or not ours are
-        never looked at: another user could have put them there.
-    """
-    found: list[Path] = []
-    problems: list[str] = []
-    names = sorted(entry.name for entry in node_dir.iterdir()) if node_dir.is_dir() else []
-    for name in names:
-        if rank_and_holder(name)[0] is None:
-            continue
-        try:
-            with open_directory(node_dir / name) as descriptor:
-                indexes = sorted(filter(INDEX_NAME.fullmatch, os.listdir(descriptor)))
-        except OSError as error:
-            problems.append(f"{name}: {error}")
-            continue
-        found += [node_dir / name / index for index in indexes]
-    return found, problems
-
-
-def file_system_type(path: Path) -> str:
-    """Return the type of the file system that a path is on, such as tmpfs; empty if unknown."""
-    path = path.resolve()
-    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    for parent in (path, *path.parents):
-        if parent in mounts:
-            return mounts[parent]
-    return ""

@@ -6,27 +6,78 @@ end, and a long window takes a while. So state that was read from a peer is kept
 that lack it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.context import FetchedWindow, Handover
 from moe_ft.engine.links.peers import Replica
 from moe_ft.engine.memory.layout import lay_out_again
+from moe_ft.engine.memory.pool import FetchedVersion
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.errors import SnapshotError
 from moe_ft.format.encoding import encode
+from moe_ft.format.identity import Start
 from moe_ft.format.index import Index, IndexHead
 from moe_ft.planning.recovery import Family, family_of
 
 
-def keep_restored(memory: RankMemory, restored: Handover) -> list[Region]:
-    """Return the regions that the restored state rests on, which must be kept; the state itself comes first.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchedWindow:
+    """A window as it was read from somewhere else.
 
-    Args:
-        restored: what a recovery put back.
+    Attributes:
+        index: of the window, all whose units lie in its region.
+        contents: by offset, the bytes of every unit version.
     """
+
+    index: Index
+    contents: Mapping[int, memoryview]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handover:
+    """Recovered state of this rank, as the engine takes it over: what to keep, and what peers lack.
+
+    Attributes:
+        indexes: of the regions that it was read from.
+        rotating: the current versions of rotating units, by name.
+        persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
+            persist directory; empty if there is none, None if storage could not be read.
+        family: of the versions that regions keep until a new window is complete, as planning/recovery.py has
+            it: of those that were put back, or the newest before breakpoints.
+        replay_from: the first iteration that a stage may have to run again until then.
+        needs_breakpoint: whether the recovery rests on breakpoints, which must be kept as long.
+        is_on_storage: whether storage has this state as one snapshot of everything.
+        window: what was read, unless all of it lies in a region of this rank, or storage has it too.
+        peers_without: peers of this rank that do not have it; none if storage has.
+    """
+
+    indexes: frozenset[Path]
+    rotating: Mapping[str, FetchedVersion]
+    persisted_index: str | None
+    family: Family
+    is_on_storage: bool = False
+    window: FetchedWindow | None = None
+    peers_without: frozenset[int] = frozenset()
+    needs_breakpoint: bool = False
+    replay_from: int = 0
+
+    @property
+    def start(self) -> Start:
+        """The start that wrote what regions keep."""
+        return self.family[-1]
+
+    @property
+    def iteration(self) -> int:
+        """The iteration of what regions keep."""
+        return self.family[0]
+
+
+def keep_restored(memory: RankMemory, restored: Handover) -> list[Region]:
+    """Return the regions that the restored state rests on, which must be kept; that of the state is first."""
     regions = memory.regions
     found = [region for region in regions if region.iteration is not None]
     found.sort(key=lambda region: _family_of(region) != restored.family)  # stable
@@ -72,13 +123,12 @@ def _fill(region: Region, window: FetchedWindow) -> bool:
 
 
 def replica_to_send(kept: Sequence[Region], restored: Handover) -> Replica | None:
-    """Return what peers get that lack the restored state, None if no region of this rank holds it.
+    """Return what peers get that lack the restored state, None if none does, or no region holds all of it.
 
     Args:
         kept: of `keep_restored`.
-        restored: what a recovery put back.
     """
-    if not kept or _family_of(kept[0]) != restored.family:
+    if not restored.peers_without or not kept or _family_of(kept[0]) != restored.family:
         return None
     region = kept[0]
     index = region.index(Index)

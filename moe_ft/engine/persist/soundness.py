@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from moe_ft.engine.memory.regions import rank_and_holder
+from moe_ft.engine.memory.job_directory import rank_and_holder
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.format.encoding import checksum, decode
@@ -232,7 +232,7 @@ def check_region(index: Index | IndexHead, path: Path) -> None:
 
 
 def check_is_finite(unit: str, entry: UnitEntry, content: memoryview) -> None:
-    """Raise CorruptStateError if a number of a unit version is NaN or infinite: training could not continue."""
+    """Raise CorruptStateError if a number of a unit version is not finite: training could not continue."""
     for tensor in entry.tensors:
         for piece in tensor_pieces(tensor) if not tensor.is_absent else ():
             if not DTYPES[piece.dtype].not_finite:

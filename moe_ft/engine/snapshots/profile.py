@@ -1,8 +1,13 @@
-"""Intervals between checkpoints, and the profile of snapshots that they are chosen from (in planning/)."""
+"""Times of checkpoints: the profile of snapshots, intervals chosen from it (in planning/), and stalls."""
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from statistics import median
+from typing import Any, override
 
+from moe_ft.engine.clock import Clock
 from moe_ft.planning.interval import CheckpointCost, choose_interval
 
 NUM_WARM_UP_ITERATIONS = 2
@@ -27,19 +32,16 @@ class FixedInterval:
         """Return what goes into the agreement, which takes the least."""
         return ()
 
-    def agree(self, values: tuple[int, ...]) -> CheckpointCost | None:
-        """Act on the agreed values; return the cost if that changed the interval."""
-        return None
+    def agree(self, values: tuple[int, ...]) -> dict[str, Any]:
+        """Act on the agreed values; return what the event log says of a change, nothing if there is none."""
+        return {}
 
 
 class IntervalTuner(FixedInterval):
-    """Chooses the interval from profiled iterations and adapts it.
+    """Chooses the interval from profiled iterations and adapts it; it is 0 while the first ones are profiled.
 
     The first iterations run without a checkpoint, the next one with. All ranks agree on the measurements, so
     that they all choose from the slowest rank's numbers.
-
-    Attributes:
-        interval: iterations between checkpoints; 0 while the first iterations are profiled.
     """
 
     def __init__(self, overhead_limit: float) -> None:
@@ -52,8 +54,8 @@ class IntervalTuner(FixedInterval):
         self._chosen = 0
         super().__init__(0)
 
+    @override
     def end_iteration(self, iteration_s: float, *, is_busy: bool) -> None:
-        """Note the time of an iteration, and whether a checkpoint was under way in it."""
         self._num_iterations += 1
         if self._num_iterations <= NUM_WARM_UP_ITERATIONS:
             return
@@ -62,37 +64,31 @@ class IntervalTuner(FixedInterval):
         else:
             self._extra_now += max(0.0, iteration_s - median(self._quiet))
 
+    @override
     def end_checkpoint(self, completion_s: float) -> None:
-        """Note that a checkpoint is complete, and the time since its begin."""
         self._extra.append(self._extra_now)
         self._complete.append(completion_s)
         self._extra_now = 0.0
 
+    @override
     def values(self) -> tuple[int, ...]:
-        """Return what goes into the agreement, which takes the least: negated microseconds."""
-        numbers = (
-            median(self._quiet) if self._quiet else 0.0,
-            median(self._extra) if self._extra else 0.0,
-            median(self._complete) if self._complete else 0.0,
-        )
-        return tuple(-round(number * _MICROSECONDS) for number in numbers)
+        measured = (self._quiet, self._extra, self._complete)
+        # Negated microseconds: the least is the longest.
+        return tuple(-round(median(each or [0.0]) * _MICROSECONDS) for each in measured)
 
-    def agree(self, values: tuple[int, ...]) -> CheckpointCost | None:
-        """Choose the interval from the agreed values; return the cost if that changed it.
-
-        Until there is a measurement, the first checkpoint is due after the quiet iterations.
-        """
+    @override
+    def agree(self, values: tuple[int, ...]) -> dict[str, Any]:
         iteration_s, overhead_s, completion_s = (-value / _MICROSECONDS for value in values)
         if completion_s == 0.0:
             if len(self._quiet) >= NUM_QUIET_ITERATIONS:
-                self.interval = 1
-            return None
+                self.interval = 1  # there is no measurement without a first one
+            return {}
         cost = CheckpointCost(
             iteration_s=iteration_s, overhead_s=overhead_s, completion_s=completion_s
         )
         before, self.interval = self._chosen, choose_interval(cost, self._overhead_limit)
         self._chosen = self.interval
-        return cost if self.interval != before else None
+        return {"interval": self.interval, **asdict(cost)} if self.interval != before else {}
 
 
 class SnapshotProfile:
@@ -117,13 +113,7 @@ class SnapshotProfile:
         self._forward_backward_s.append(seconds)
 
     def note(self, num_bytes: int, copy_s: float, commit_s: float, replicate_s: float) -> None:
-        """Note what a snapshot took.
-
-        Args:
-            copy_s: until nothing read the training state any more.
-            commit_s: until it was committed, the copy included.
-            replicate_s: to send it to all peers, in parallel with the commit of the next one.
-        """
+        """Note what a snapshot took: to copy it, to commit it after that, and to send it to all peers."""
         if copy_s > 0 and num_bytes > 0:
             self._copy_rate.append(num_bytes / copy_s)
             self._flow_rate.append(num_bytes / max(commit_s, replicate_s, copy_s))
@@ -153,3 +143,30 @@ class SnapshotProfile:
         if copied is None:
             return 0.0
         return max(0.0, num_bytes - copied) / median(self._copy_rate)
+
+
+class Stall:
+    """Time that the training thread has waited since `take`. Owned by the training thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.seconds = 0.0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Add the time of a block that waits, or copies synchronously."""
+        start = self._clock.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += self._clock.perf_counter() - start
+
+    def count[Answer](self, act: Callable[[], Answer]) -> Answer:
+        """Return what a function returns, and add the time it takes."""
+        with self.counting():
+            return act()
+
+    def take(self) -> float:
+        """Return the seconds, and begin again from zero."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds

@@ -1,7 +1,7 @@
 """The windows of snapshots of one rank: the one being taken, the one that all ranks have, and free memory.
 
 The ranks decide together when a window begins and whether it is complete (engine/engine.py,
-engine/decisions.py). Progress of one window on this rank is engine/snapshots/open_window.py, copying is
+engine/decisions.py). Progress of one window on this rank is engine/snapshots/job.py, copying is
 engine/snapshots/writer.py. A region is overwritten only when every rank has committed a newer window and has
 sent it to the peers that take it, so there always is one that all ranks have.
 """
@@ -10,20 +10,22 @@ from collections.abc import Callable, Hashable
 from functools import partial
 
 from moe_ft.engine.background import BackgroundPart, Reports
-from moe_ft.engine.context import Handover
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory.layout import LazyLayout
 from moe_ft.engine.memory.pool import PoolVersions
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.regions import Region, Role
-from moe_ft.engine.memory.restored import keep_restored
+from moe_ft.engine.memory.restored import Handover, keep_restored
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
-from moe_ft.engine.snapshots.job import SnapshotJob, SnapshotRequest, SnapshotState
-from moe_ft.engine.snapshots.open_window import OpenWindow
+from moe_ft.engine.snapshots.job import OpenWindow, SnapshotJob, SnapshotRequest, SnapshotState
 from moe_ft.engine.snapshots.record_log import RecordLog
 from moe_ft.engine.snapshots.writer import SnapshotWriter
+from moe_ft.files.patience import waiting
 from moe_ft.format.index import Index
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy, WindowPlan
+
+FENCE_DEADLINE_S = 120.0
 
 
 class Windows:
@@ -82,6 +84,15 @@ class Windows:
     def last_job(self) -> SnapshotJob | None:
         """The last snapshot of the window under way."""
         return None if self.open is None else self.open.last
+
+    def wait_for_copy(self, clock: Clock) -> None:
+        """Wait until nothing reads weights and moments any longer; a copy that takes too long is given up."""
+        job = self.last_job
+        if job is None or job.copied.is_set() or job.abandoned.is_set():
+            return
+        with waiting(FENCE_DEADLINE_S):
+            if not clock.wait(job.copied, FENCE_DEADLINE_S):
+                job.abandoned.set()
 
     @property
     def has_room(self) -> bool:

@@ -2,7 +2,7 @@
 
 One snapshot at a time, on a worker. The device copy must be done before the next optimizer step, which waits
 for it (the fence, engine/engine.py); checksums and commit may take longer. Sending has a worker of its own
-(engine/links/replica_sender.py). On a GPU the copy goes through a stream of its own into pinned memory.
+(engine/links/peers.py). On a GPU the copy goes through a stream of its own into pinned memory.
 """
 
 import threading
@@ -13,8 +13,7 @@ from typing import Any
 
 from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, describe
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.peers import Replica
-from moe_ft.engine.links.replica_sender import ReplicaSender
+from moe_ft.engine.links.peers import Replica, ReplicaSender
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import SnapshotIndexer

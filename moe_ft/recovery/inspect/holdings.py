@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from moe_ft.engine.memory.regions import INDEX_NAME, is_breakpoint
+from moe_ft.engine.memory.job_directory import INDEX_NAME, is_breakpoint
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest
 from moe_ft.errors import ConfigError, UnsafePathError
 from moe_ft.files.patience import PATIENCE_S

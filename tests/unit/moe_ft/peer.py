@@ -17,9 +17,10 @@ from moe_ft.engine.links.authentication import answer_challenge, challenge_clien
 from moe_ft.engine.links.messages import Deadline, Reply, receive, receive_header, send
 from moe_ft.engine.links.peers import PeerConnection, Replica
 from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.job_directory import replica_directory
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
-from moe_ft.engine.memory.regions import Region, replica_directory
+from moe_ft.engine.memory.regions import Region
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index

@@ -16,10 +16,9 @@ import torch
 
 from moe_ft.engine.background import Report
 from moe_ft.engine.build import build_engine
-from moe_ft.engine.context import EngineContext, EngineSettings
 from moe_ft.engine.ending import Ending
-from moe_ft.engine.engine import CheckpointEngine
-from moe_ft.engine.links.replica_sender import Replicator
+from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
+from moe_ft.engine.links.peers import Replicator
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.unit_layouts import UnitLayouts

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine.boundary.reading import open_log
-from moe_ft.engine.context import Handover
-from moe_ft.engine.memory.regions import own_directory
+from moe_ft.engine.memory.job_directory import own_directory
+from moe_ft.engine.memory.restored import Handover
 from tests.unit.moe_ft.engine.boundary.logs import TRAFFIC, sends_of
 from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_ft.engine.breakpoints import CLOSED, IN_USE, NOTHING_YET, TORN, Breakpoints, Written
-from moe_ft.engine.context import Handover
+from moe_ft.engine.memory.restored import Handover
 from moe_ft.errors import SnapshotError
 from moe_ft.format.index import Index, check_units
 from moe_ft.recovery.inventory import look_at_memory

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ft.engine.context import EngineContext, Handover
+from moe_ft.engine.engine import EngineContext
+from moe_ft.engine.memory.restored import Handover
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_history, make_parameter
 from tests.unit.moe_ft.engine.engine_job import Job, Setup

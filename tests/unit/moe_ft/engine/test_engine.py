@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine.ending import LastState
-from moe_ft.engine.engine import FENCE_DEADLINE_S
 from moe_ft.engine.memory.regions import Role
+from moe_ft.engine.snapshots.windows import FENCE_DEADLINE_S
 from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
 from moe_ft.files.patience import excused_until_s

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.background import BackgroundPart, Report
+from moe_ft.engine.background import BackgroundPart, Messages, Report
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.messages import Messages
 from moe_ft.engine.snapshots.profile import SnapshotProfile
 from moe_ft.errors import DegradedError
 from tests.unit.moe_ft.engine.clocks import ManualClock
@@ -110,7 +109,7 @@ def test_failure_is_no_error_when_nobody_reads_standard_error(
     def write(*_: object, **__: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("moe_ft.engine.messages.print", write, raising=False)
+    monkeypatch.setattr("moe_ft.engine.background.print", write, raising=False)
     told = of_rank()
     told.reports.degraded(BackgroundPart.PERSIST, 1, "no room")
     assert len(drained(told)) == 1

@@ -4,8 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from moe_ft.engine.memory.job_directory import entered_job
-from moe_ft.engine.memory.regions import own_directory
+from moe_ft.engine.memory.job_directory import entered_job, own_directory
 
 HOUR_S = 3600.0
 

@@ -11,7 +11,7 @@ import torch
 
 from moe_ft.engine.links import peers
 from moe_ft.engine.links.server import PeerServer
-from moe_ft.engine.memory.regions import own_directory
+from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.format.boundary import Direction
 from moe_ft.format.records import JobNumbers, numbers_of
 from moe_ft.planning.local_recovery import LocalPlan

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_ft.engine.memory.regions import Region, own_directory, replica_directory
+from moe_ft.engine.memory.job_directory import own_directory, replica_directory
+from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import UnsafePathError
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode

@@ -10,8 +10,9 @@ import torch
 
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import Region, own_directory
+from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode

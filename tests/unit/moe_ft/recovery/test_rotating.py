@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import own_directory
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.identity import Identity

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.memory.regions import node_directory
+from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError, StorageAwayError, UnrecoverableError
 from moe_ft.faults import Phase

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.memory.regions import own_directory, replica_directory
+from moe_ft.engine.memory.job_directory import own_directory, replica_directory
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.planning.recovery import Source, Tier

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_ft.engine.boundary.device_copy import SendCopier
+from moe_ft.engine.boundary.log import SendCopier
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.boundary.fetching import FetchedLog
-from moe_ft.engine.boundary.reading import open_log
+from moe_ft.engine.boundary.reading import FetchedLog, open_log
 from moe_ft.errors import CorruptStateError, UnrecoverableError
 from moe_ft.format.boundary import BoundaryIndex
 from tests.unit.moe_ft.engine.boundary.logs import NEXT, small_log

@@ -6,7 +6,7 @@ import pytest
 from safetensors import safe_open
 
 from moe_ft.engine.boundary.slots import FILE_NAME, INDEX_NAME, BoundarySlot, make_header
-from moe_ft.engine.memory.regions import index_paths, own_directory
+from moe_ft.engine.memory.job_directory import index_paths, own_directory
 from moe_ft.errors import SnapshotError
 from moe_ft.format.boundary import Direction, SentTensor
 from moe_ft.planning.boundary_log import header_bytes

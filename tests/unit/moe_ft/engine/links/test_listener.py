@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.links.listener import PeerListener
+from moe_ft.engine.links.server import PeerListener
 from tests.unit.moe_ft.peer import DEADLINE_S, HOST, TOKEN, authenticated
 from tests.waiting import wait_for
 
@@ -38,8 +38,8 @@ class Listening:
 
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
-    monkeypatch.setattr("moe_ft.engine.links.listener.MAX_STRANGERS", NUM_STRANGERS)
-    monkeypatch.setattr("moe_ft.engine.links.listener._PAUSE_S", 0.01)
+    monkeypatch.setattr("moe_ft.engine.links.server.MAX_STRANGERS", NUM_STRANGERS)
+    monkeypatch.setattr("moe_ft.engine.links.server._PAUSE_S", 0.01)
     listening = Listening()
     yield listening
     listening.listener.close()
@@ -80,7 +80,7 @@ def test_strangers_beyond_the_most_are_closed_at_once(listening: Listening) -> N
 
 
 def test_peers_are_no_strangers_once_they_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.listener.MAX_STRANGERS", 1)
+    monkeypatch.setattr("moe_ft.engine.links.server.MAX_STRANGERS", 1)
     with ExitStack() as stack:
         served = threading.Event()
         stack.callback(served.set)
@@ -110,7 +110,7 @@ def test_strangers_lose_their_places_to_peers_after_a_time_in_total(
     behave: Callable[[socket.socket, threading.Event], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.listener.STRANGER_S", 0.2)
+    monkeypatch.setattr("moe_ft.engine.links.server.STRANGER_S", 0.2)
     listening.start()
     is_over = threading.Event()
     with ExitStack() as stack:
@@ -163,7 +163,7 @@ def test_listener_continues_after_connections_could_not_be_accepted_and_reports_
         listener.failures = [OSError(number, "it fails") for _ in range(3)]
         return [listener]
 
-    monkeypatch.setattr("moe_ft.engine.links.listener.listen", listen)
+    monkeypatch.setattr("moe_ft.engine.links.server.listen", listen)
     listening.start()
     assert listening.answers()
     (reason,) = listening.reasons

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.memory.job_directory import entered_job
+from moe_ft.engine.memory.job_directory import entered_job, own_directory, replica_directory
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import RankMemory, holds
-from moe_ft.engine.memory.regions import own_directory, replica_directory
 from moe_ft.format.identity import Start
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import (

@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ft.engine.memory.regions import (
-    Region,
-    Role,
+from moe_ft.engine.memory.job_directory import (
     file_system_type,
     index_paths,
     node_directory,
     own_directory,
     replica_directory,
 )
+from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.errors import SnapshotError, UnsafePathError
 
 NUM_BYTES = 3 * 4096 + 17

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_ft.engine.context import FetchedWindow, Handover
+from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.rank_memory import RankMemory, holds
-from moe_ft.engine.memory.regions import Region, Role, own_directory
-from moe_ft.engine.memory.restored import keep_restored, replica_to_send
+from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.engine.memory.restored import FetchedWindow, Handover, keep_restored, replica_to_send
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.index import Index, check_units
 from moe_ft.topology import RankInfo, Topology

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_ft.engine.memory.regions import own_directory
+from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.persist.soundness import (
     Listings,
     check_checkpoint,

@@ -9,8 +9,7 @@ from typing import Any
 
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.peers import Replica
-from moe_ft.engine.links.replica_sender import ReplicaSender
+from moe_ft.engine.links.peers import Replica, ReplicaSender
 from moe_ft.engine.memory.layout import FileLayout, LazyLayout
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region

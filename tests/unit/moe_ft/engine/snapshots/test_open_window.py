@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from moe_ft.engine.memory.layout import LazyLayout
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.snapshots.job import (
+    OpenWindow,
     ReplicationResult,
     SnapshotJob,
     SnapshotRequest,
     SnapshotResult,
     SnapshotState,
 )
-from moe_ft.engine.snapshots.open_window import OpenWindow
 from moe_ft.errors import SnapshotError
 from moe_ft.strategies.interface import SnapshotPlan, WindowPlan
 from tests.unit.moe_ft.builders import make_window

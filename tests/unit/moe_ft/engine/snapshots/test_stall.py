@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_ft.engine.snapshots.stall import Stall
+from moe_ft.engine.snapshots.profile import Stall
 from tests.unit.moe_ft.engine.clocks import ManualClock
 
 

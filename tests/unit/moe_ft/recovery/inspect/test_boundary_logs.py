@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.engine.memory.regions import own_directory
+from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.recovery.inspect.boundary_logs import render_logs, verify_logs
 from moe_ft.recovery.inspect.holdings import find_holdings
 from moe_ft.recovery.inspect.verification import verify

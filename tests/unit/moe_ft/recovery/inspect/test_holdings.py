@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_ft.engine.memory.regions import Region, own_directory
+from moe_ft.engine.memory.job_directory import own_directory
+from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import ConfigError
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.memory.regions import Region, own_directory, replica_directory
+from moe_ft.engine.memory.job_directory import own_directory, replica_directory
+from moe_ft.engine.memory.regions import Region
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import UnitEntry
