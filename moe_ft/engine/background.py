@@ -106,17 +106,12 @@ _NOTABLE_STALL = 0.01  # of an iteration
 
 
 class Messages:
-    """Reports of one rank and their way to the user. Owned by the training thread.
-
-    Attributes:
-        reports: the events; background threads add to them.
-    """
+    """Reports of one rank and their way to the user. Owned by the training thread."""
 
     def __init__(self, rank: int, clock: Clock, *, is_first_of_stage: bool, raises: bool) -> None:
         """Begin without reports.
 
         Args:
-            is_first_of_stage: whether this rank speaks for its stage.
             raises: whether a failure ends training.
         """
         self.reports = Reports()
@@ -129,7 +124,6 @@ class Messages:
         """Hand over the events since the last call, and print those that say that something failed.
 
         Args:
-            log: called for each event.
             is_ending: whether training has ended: each failure is printed, and none raises.
 
         Raises:
@@ -160,12 +154,7 @@ class Messages:
     def tell_window(
         self, iteration: int, facts: dict[str, Any], profile: SnapshotProfile, hint: str
     ) -> None:
-        """Report a window; warn once for each length if training has to wait for it.
-
-        Args:
-            facts: of `OpenWindow.facts`.
-            hint: how to make snapshots smaller.
-        """
+        """Report a window; warn once for each length if training has to wait for it."""
         length, own_most = facts["length"], max(facts["bytes"], default=0)
         own_stall_s = profile.expected_stall_s(own_most)
         self.reports.add("window", iteration, **facts, expected_stall_s=own_stall_s)

@@ -35,8 +35,6 @@ class Moment:
     """State that is live until the next optimizer step.
 
     Attributes:
-        record: its record, captured.
-        plan: plans its snapshot.
         tokens: returns those of its iteration that the plan lacks; raises SnapshotError if nobody knows them.
         ready: event on the device after which it may be read; None if it may be at once.
     """
@@ -58,7 +56,6 @@ class Written:
 
     Attributes:
         iteration: of the state; None if there is no breakpoint.
-        problem: reason why there is none; empty if there is one.
         stepping_to: iteration of the state when the step that is under way ends; None if there is none, or if
             there will be no breakpoint then.
     """
@@ -89,10 +86,7 @@ class Breakpoints:
         """Prepare; nothing is reserved yet.
 
         Args:
-            region: its memory, which the rank's memory opens.
-            records: a log of its own.
             kept_iteration: returns the newest that all ranks were known to have.
-            patience_s: how long to wait for an optimizer step that is under way.
         """
         self._region, self._patience_s = region, patience_s
         self._layout = LazyLayout(lambda: layout)
@@ -135,7 +129,6 @@ class Breakpoints:
 
         Args:
             moment: None if its record is not known yet.
-            problem: why it is not.
         """
         with self._state:
             self._is_updating = False

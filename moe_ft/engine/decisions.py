@@ -58,8 +58,6 @@ class Votes:
         can_persist: whether nothing has failed of what was written last.
         is_protected: whether peers have the window.
         can_grow: whether no snapshot of the window has failed.
-        turn: at the end of training.
-        strategy, interval: what these have measured.
     """
 
     state: SnapshotState

@@ -37,8 +37,6 @@ class Ending:
     """End of training, as the engine leaves it.
 
     Attributes:
-        iteration: the last state's.
-        outcome: where it is.
         newest_in_memory: the iteration of the newest state that the memory of the nodes is known to hold as a
             whole, None if there is none.
         is_agreed: whether the ranks could decide together until the end.
@@ -111,10 +109,7 @@ class Progress:
     """Progress of the last state on its way to where it is kept, as all ranks have agreed.
 
     Attributes:
-        turn: the least of what the ranks want.
-        is_saved: whether it is there.
         has_failed: whether a step has failed on some rank.
-        is_idle: whether no step is under way.
     """
 
     turn: Turn
@@ -166,8 +161,6 @@ class LastSteps:
         """Take the parts of the engine that act.
 
         Args:
-            iteration: the last state's.
-            capture: takes its record.
             act_on: settles windows and storage by what all ranks voted; returns whether what was written is
                 a checkpoint, None if that is not known yet.
             is_for_memory: whether the state is kept in memory rather than on storage.

@@ -58,7 +58,6 @@ class EngineSettings:
         interval: iterations between snapshots, None for automatic.
         persist_interval: complete snapshots between those that go to storage, 0 for never.
         dense_interval: iterations between whole states that go to storage, 0 for none before the end.
-        raises: end training when a background part fails.
         staging_bytes: device memory in which snapshots are packed, 0 if nothing is.
     """
 
@@ -80,13 +79,7 @@ class EngineContext:
     """Facts about the engine's rank and job.
 
     Attributes:
-        model_places: what Megatron's checkpoints hold besides parameters.
-        memory: this rank's share of the node's; the engine opens it.
         origins: checksums, by unit name, of the rotating units' weights in the run's first state.
-        stage_load: adds up what the ranks of the stage count; None where nothing is counted.
-        peers: ranks that keep this rank's replicas.
-        server: listens already.
-        token: the secret that peers share.
         traffic: what the pipeline sends, if that is logged.
         record_settings: for the boundary log, see `BoundaryIndex`.
         writer: settings of the node's writer process; None on all but the lowest rank of a node

@@ -124,8 +124,6 @@ class BoundaryLog:
         again.
 
         Args:
-            iteration: where training begins or continues.
-            keep_from: see `keep`.
             is_in_use: whether the recovery of this start rests on breakpoints, to which the next one returns
                 until there is a new window: what was run again must stay until then, and what comes before
                 that window need not.
@@ -220,9 +218,6 @@ class BoundaryLog:
         """Copy a tensor that is being sent; it may be freed or overwritten afterwards.
 
         Does nothing outside an iteration.
-
-        Args:
-            neighbour: global rank that receives it.
         """
         taking = self._taking
         if taking is None or taking.has_failed:

@@ -27,7 +27,6 @@ class BoundaryPlayer:
         """Prepare.
 
         Args:
-            rank: global rank that replays.
             logs: by global rank, those of the neighbours that do not replay. Links to other neighbours are
                 live.
             live_from: by global rank, the iteration with which a neighbour joins the replay: from then on
@@ -59,7 +58,6 @@ class BoundaryPlayer:
         """Return the next tensor from a neighbour, in host memory of its own.
 
         Args:
-            neighbour: global rank that has sent it.
             shape: None if only the sender knows it.
 
         Raises:

@@ -19,11 +19,7 @@ FILE_NAME = re.compile(r"boundary_\d+\.(safetensors|json)")
 
 
 class BoundarySlot(IndexedFile):
-    """One slot of a rank. The training thread owns it, but for a commit, which belongs to the worker.
-
-    Attributes:
-        iteration: whose log it holds or takes, None if there is none.
-    """
+    """One slot of a rank. The training thread owns it, but for a commit, which belongs to the worker."""
 
     def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
         super().__init__(directory / f"boundary_{number}.safetensors", num_bytes)
@@ -40,11 +36,6 @@ class BoundarySlot(IndexedFile):
 
 def make_header(sent: Sequence[SentTensor], header_bytes: int, file_bytes: int) -> bytes:
     """Return the safetensors header of a data file: the tensors, and the gaps between them.
-
-    Args:
-        sent: by ascending offset.
-        header_bytes: size of the header.
-        file_bytes: of the data file.
 
     Raises:
         SnapshotError: if the tensors are too many for the header.

@@ -32,7 +32,6 @@ def listen(host: str, port: int = 0, *, is_alone: bool = False) -> list[socket.s
     cannot be found out here: for such a name alone, on all interfaces.
 
     Args:
-        host: the name or the address.
         port: 0 for one that is free.
         is_alone: whether nobody comes from another host.
 

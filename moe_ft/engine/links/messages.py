@@ -33,13 +33,10 @@ class Put(msgspec.Struct, frozen=True, tag=True):
     """Keep a replica: followed by the index, a stretch of the region, and slots of the pool.
 
     Attributes:
-        source: the rank whose state it is.
         keep_iteration: the last iteration of the newest complete window, which must not be overwritten.
         start_byte: of the stretch; 0 for the whole file up to its end, else the peer must hold the window
             without its newest snapshot already.
-        data_bytes: of the stretch.
         slots: names of the units that follow, in this order; their places are in the index.
-        slot_bytes: of all of them.
     """
 
     source: int
@@ -60,11 +57,7 @@ class Get(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
-    """Answers both; an empty error means success. Followed by num_bytes raw bytes.
-
-    Attributes:
-        comes_too_early: whether the error is a TooEarlyError.
-    """
+    """Answers both; an empty error means success. Followed by num_bytes raw bytes."""
 
     error: str = ""
     num_bytes: _Count = 0

@@ -85,7 +85,6 @@ class PeerConnection:
 
         Args:
             slots: names of units of the pool, which are sent too.
-            phase_hook: called in the middle.
         """
         try:
             self._put(replica, slots, phase_hook)

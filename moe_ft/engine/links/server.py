@@ -139,11 +139,7 @@ class PeerListener:
 
 
 class PeerServer:
-    """Keeps replicas for other ranks and serves this node's memory directory.
-
-    Attributes:
-        address: host and port, after `start`.
-    """
+    """Keeps replicas for other ranks and serves this node's memory directory."""
 
     def __init__(self, node_dir: Path, host: str) -> None:
         self._node_dir, self._host = node_dir, host

@@ -107,7 +107,6 @@ class JobMarker(msgspec.Struct, frozen=True):
     """Says that a directory holds the memory of a job, and whose.
 
     Attributes:
-        uid: of the user whose job it is.
         clock_s: `clock_offset_s` when the directory was made.
     """
 

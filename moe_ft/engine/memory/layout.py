@@ -41,8 +41,6 @@ class FileLayout:
     Attributes:
         snapshots: ``[snapshot]`` unit versions that each of them adds.
         ends: ``[snapshot]`` bytes of the file that are filled after each.
-        header: first bytes of the file.
-        num_bytes: of the file.
     """
 
     snapshots: tuple[tuple[UnitPlace, ...], ...]
@@ -195,7 +193,6 @@ def encode_header(declared: Mapping[str, object], num_bytes: int | None = None) 
     """Return the header of a safetensors file, padded with blanks.
 
     Args:
-        declared: type, shape and offsets of each tensor, by name.
         num_bytes: size of the header; by default the next multiple of HEADER_ALIGNMENT_BYTES.
     """
     encoded = json.dumps(declared, separators=(",", ":")).encode()

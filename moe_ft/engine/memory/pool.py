@@ -24,7 +24,6 @@ class FetchedVersion:
     """A unit version that a recovery puts back.
 
     Attributes:
-        content: its bytes.
         is_in_pool: whether they lie in this rank's pool.
     """
 
@@ -40,9 +39,6 @@ class Pool(MappedFile):
     thread. The slots of a replica belong to the threads of its connections.
 
     Its name holds its geometry: a start with other settings makes another one and can still read this.
-
-    Attributes:
-        num_slots: how many versions fit in.
     """
 
     def __init__(self, directory: Path, slot_bytes: int, num_slots: int) -> None:
@@ -112,9 +108,6 @@ class PoolVersions:
 
     The newest version of each unit that all ranks have agreed on is needed, and so are those that are being
     written to storage. The snapshot under way has found its slots already.
-
-    Attributes:
-        newest: by unit name.
     """
 
     def __init__(self, pool: Pool | None) -> None:
@@ -147,7 +140,6 @@ class PoolVersions:
         """Return whether `find_free` will find slots for a snapshot after the one under way.
 
         Args:
-            count: slots of the snapshot.
             upcoming: units of the one under way, whose slots are the newest versions' if it succeeds.
         """
         if self._pool is None:

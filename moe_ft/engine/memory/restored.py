@@ -42,8 +42,6 @@ class Handover:
     """Recovered state of this rank, as the engine takes it over: what to keep, and what peers lack.
 
     Attributes:
-        indexes: of the regions that it was read from.
-        rotating: the current versions of rotating units, by name.
         persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
             persist directory; empty if there is none, None if storage could not be read.
         family: of the versions that regions keep until a new window is complete, as planning/recovery.py has

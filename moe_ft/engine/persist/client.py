@@ -64,7 +64,6 @@ class PersistClient:
 
     Attributes:
         region: the one that is being written, None if there is none.
-        has_failed: whether the last one that was submitted could not be written.
         has_lost_previous: whether that was because the checkpoint that it builds on is not there any more.
     """
 
@@ -105,7 +104,6 @@ class PersistClient:
         Args:
             rotating: units in the pool that are written too; their slots must not change either.
             previous: this rank's index of the checkpoint on storage that holds the others.
-            rotating_bytes: of the units in the pool.
         """
         assert self.region is None and region.iteration is not None
         num_bytes = region.num_bytes + rotating_bytes

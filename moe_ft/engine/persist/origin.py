@@ -36,11 +36,7 @@ class Origin(msgspec.Struct, frozen=True):
     counts: tuple[int, int] = (0, 0)
 
     def is_over(self, own: "Origin") -> bool:
-        """Return whether it is known that nothing of this start runs any more.
-
-        Args:
-            own: of the start that asks.
-        """
+        """Return whether it is known that nothing of this start runs any more."""
         if set(self.agents) & set(own.agents):
             return True
         if self.scheduled and self.scheduled == own.scheduled and self.counts < own.counts:
@@ -50,12 +46,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def own_origin(environment: Mapping[str, str], agents: Iterable[str] = ()) -> Origin:
-    """Return the origin of this process.
-
-    Args:
-        environment: of this process.
-        agents: `agent_name` of the ranks of this start.
-    """
+    """Return the origin of this process."""
     is_torchruns = _is_torchruns(environment)
     pids = [os.getpid(), os.getppid()] if is_torchruns else [os.getpid()]
     count = 0 if is_torchruns else _count(environment, "TORCHELASTIC_RESTART_COUNT")

@@ -34,7 +34,6 @@ class Retention:
         """Begin.
 
         Args:
-            keep: how many checkpoints to keep, at least 1.
             check: raises if nothing may be deleted any more; called before each manifest is removed and
                 each directory cleared, because this process may have been suspended in between.
             keeps_whole: whether the newest state of one iteration stays besides.
@@ -133,9 +132,6 @@ def remove_unneeded(
     A manifest that cannot be read may name anything up to its own iteration: all that stays.
 
     Args:
-        found: all manifests that there are.
-        newest: the last of these iterations.
-        check: raises if nothing may be deleted any more.
         with_manifest: whether iterations that have one are looked through too.
 
     Raises:

@@ -19,9 +19,7 @@ class _Written:
     """A state that is being written, or has become a checkpoint.
 
     Attributes:
-        iteration: the state's.
         has_all: whether every unit is there at this iteration.
-        index: of this rank on storage, relative to the persist directory.
     """
 
     iteration: int
@@ -37,7 +35,6 @@ class StorageSchedule:
 
     Attributes:
         is_due: whether the newest complete snapshot is to be written as soon as all writers are idle.
-        is_idle: whether this rank's writer is.
     """
 
     def __init__(
@@ -55,7 +52,6 @@ class StorageSchedule:
         Args:
             interval: complete snapshots between those that are written, 0 for never.
             dense_interval: iterations between whole states that are written, 0 for none.
-            strategy: chooses the units of the pool that are written.
         """
         self._interval, self._dense_interval, self._client = interval, dense_interval, client
         self._versions, self._strategy = versions, strategy
@@ -78,7 +74,6 @@ class StorageSchedule:
         Args:
             newest_index: this rank's on storage, relative to the persist directory; empty if there is none,
                 None if that is not known: then everything is written again.
-            iteration: that training begins with.
         """
         self._newest_index, self._whole_iteration = newest_index or "", iteration
         self._client.has_lost_previous = newest_index is None
@@ -174,10 +169,6 @@ class StorageSchedule:
     def confirm(self, *, are_idle: bool, can_persist: bool) -> bool | None:
         """Note whether what all ranks wrote has become a checkpoint, when all of them are done.
 
-        Args:
-            are_idle: whether all writers are.
-            can_persist: whether none has failed.
-
         Returns:
             Whether it has; None if nothing was written, or some rank is not done.
         """
@@ -191,10 +182,6 @@ class StorageSchedule:
 
     def poll(self, complete: Region | None, *, can_go_on: bool) -> bool:
         """Take back the region that has been written, or that nobody will write any more.
-
-        Args:
-            complete: holds the newest complete snapshot.
-            can_go_on: whether no rank has failed.
 
         Returns:
             Whether there was one.

@@ -44,12 +44,7 @@ class Listings:
 
 
 def check_manifest(manifest: Manifest, path: str, where: str) -> None:
-    """Raise CorruptStateError unless a manifest is one of a whole checkpoint of its directory's iteration.
-
-    Args:
-        path: from where, relative to the persist directory.
-        where: its full path, for messages.
-    """
+    """Raise CorruptStateError unless a manifest is one of a whole checkpoint of its directory's iteration."""
     directory = str(PurePosixPath(path).parent)
     if directory != iteration_directory(manifest.iteration):
         raise CorruptStateError(
@@ -82,11 +77,7 @@ def read_index(
     """Return an index on storage that is the one which a manifest names.
 
     Args:
-        file: what the manifest says of it.
         iteration: of the manifest; None for files of older checkpoints.
-        history: of the manifest; None likewise.
-        window: of the manifest; None likewise.
-        where: its path, for messages.
 
     Raises:
         CorruptStateError: if it is another one, or contradicts the manifest.
@@ -139,7 +130,6 @@ def check_data(storage: Storage, index: Index, path: str, *, with_older: bool) -
     Holds one unit at a time. What this machine has cached of the rank's own file is read again.
 
     Args:
-        path: of the rank's own data file.
         with_older: whether to read what is in the files of older checkpoints too.
 
     Raises:
@@ -167,7 +157,6 @@ def read_file(
     """Return the index of one of a checkpoint's files, after checking all but the data's bytes.
 
     Args:
-        file: one that it names.
         sizes: of the files there; by default storage is asked.
 
     Raises:
@@ -193,11 +182,7 @@ def read_file(
 
 
 def check_references(manifest: Manifest, indexes: Mapping[str, Index]) -> None:
-    """Raise CorruptStateError unless units that a checkpoint has in older files are there.
-
-    Args:
-        indexes: of all its files, by data file.
-    """
+    """Raise CorruptStateError unless units that a checkpoint has in older files are there."""
     for own in manifest.files:
         _check_references(own, indexes[own.data], indexes)
 

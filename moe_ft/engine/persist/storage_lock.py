@@ -46,8 +46,6 @@ class Lock(msgspec.Struct, frozen=True):
 
     Attributes:
         owner: random, of one start; empty in locks of earlier versions.
-        started: when that was, for people.
-        origin: of that start.
         heartbeat: number of renewals. It is the last field, so that a renewal changes its digits only.
     """
 
@@ -67,7 +65,6 @@ class SeenLock:
     """Content of the lock's place, as somebody found it.
 
     Attributes:
-        content: the bytes.
         lock: what they say; None if that is nothing, as after a loss of power.
     """
 
@@ -95,11 +92,7 @@ class StorageLock:
     """
 
     def __init__(self, storage: Storage, owner: str = "") -> None:
-        """Begin.
-
-        Args:
-            owner: of the start that has the lock; made up for one that is about to take it.
-        """
+        """Take the owner of the lock; one that is about to take it gets a new one."""
         self.owner = owner or secrets.token_hex(16)
         self._storage = storage
         path = storage.local_path(LOCK_NAME)
@@ -124,7 +117,6 @@ class StorageLock:
         """Take the lock; return whether this start has it now, False if another one was quicker.
 
         Args:
-            origin: of this start, for those that find its lock.
             seen: what is to be replaced, None if nothing was there.
 
         Raises:

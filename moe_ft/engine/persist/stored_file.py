@@ -19,12 +19,7 @@ from moe_ft.units import Level, parse_unit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreviousCheckpoint:
-    """A rank's index in an older checkpoint.
-
-    Attributes:
-        path: of the index, relative to the persist directory.
-        checksum: of the index file.
-    """
+    """A rank's index in an older checkpoint."""
 
     index: Index
     path: str
@@ -45,11 +40,7 @@ class StoredFile:
     layout: FileLayout | None
 
     def pieces(self, index: Index, contents: Mapping[str, memoryview]) -> Iterator[memoryview]:
-        """Yield the file's bytes in order.
-
-        Args:
-            contents: of the files in memory.
-        """
+        """Yield the file's bytes in order."""
         if self.layout is None:
             yield contents[""][: index.file_bytes]
             return
@@ -70,9 +61,7 @@ def assemble(
     """Decide what a rank's file of a checkpoint holds.
 
     Args:
-        rotating: units of the pool that are written too.
         previous: what the rank has in the newest checkpoint; units that are not written are found there.
-        file: name of the new data file.
     """
     chosen = set(rotating)
     written = {name: unit for name, unit in index.units.items() if not unit.file or name in chosen}

@@ -52,7 +52,6 @@ class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rotating: units in the pool that are written in addition to the region.
         previous: this rank's index on storage, relative to the persist directory, whose checkpoint holds
             the other units that the region does not; empty if there is none.
-        tag: of the files' names.
         writes_manifest: also wait for the other ranks' indexes and write the manifest (rank 0).
         deadline_s: how long it may take; nobody waits any longer. Each side counts on its own clock.
         number: of the rank's request, from 1: one that is made again is another one, with its own result.
@@ -75,9 +74,6 @@ class WriterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         url: of the persist directory; may hold a password.
-        keep: how many checkpoints to keep.
-        keeps_whole: whether the newest state of one iteration stays besides.
-        parent: process id of the rank that starts the writer.
         lock_owner: of the start that has the lock of the persist directory; empty for a writer that does not
             serve rank 0, the only one that harms others by writing manifests and deleting.
     """
@@ -93,8 +89,6 @@ class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of a request; an empty error means that it succeeded.
 
     Attributes:
-        number: of the request.
-        warning: what went wrong without harm to the checkpoint.
         has_lost_previous: whether it failed because the checkpoint of `previous` is not there any more.
     """
 
@@ -144,7 +138,6 @@ class PersistWorker:
         """Begin.
 
         Args:
-            keep, keeps_whole: see `WriterSettings`.
             lock: without which nothing may be written there; None if that is not for this writer to see to.
         """
         self._directory, self._storage, self._lock = directory, storage, lock

@@ -35,7 +35,6 @@ class StateCopier:
         """Prepare for a rank's state.
 
         Args:
-            pool: the file of slots.
             staging_bytes: device memory for packing snapshots; 0 if nothing is packed.
         """
         self._parameters = {each.name: each for each in parameters}
@@ -72,7 +71,6 @@ class StateCopier:
         """Copy everything that a snapshot holds; return the tensors that do not exist yet.
 
         Args:
-            ready: returned by `mark_ready`.
             at_half: called when half of the copies are complete or queued.
             at_end: called when all copies are complete or queued, in the stream that copies.
         """
@@ -197,7 +195,6 @@ class _Copy:
     """Copy of one tensor into a region or a slot.
 
     Attributes:
-        file, offset: target; the offset is in bytes.
         whole, address: the tensor that `source` was cut from, and the address of its memory. Optimizers may
             replace either, so both are compared before each copy.
     """

@@ -41,10 +41,6 @@ class SnapshotIndexer:
     def describe(self, request: SnapshotRequest, absent: Absent, before: Index | None) -> Index:
         """Describe the window up to a snapshot that was copied.
 
-        Args:
-            absent: what did not exist yet.
-            before: the window up to the snapshot before it.
-
         Raises:
             SnapshotError: if that one is missing.
         """

@@ -28,8 +28,6 @@ class SnapshotRequest:
     """A snapshot to take.
 
     Attributes:
-        window: layout of the region.
-        position: of the snapshot in its window.
         slots: places in the pool for the units that only some snapshots hold.
         carried: versions of such units that this snapshot does not hold, by name.
         keep_iteration: the end of the newest complete window, which peers must not overwrite yet.
@@ -167,9 +165,7 @@ class OpenWindow:
     """Snapshots of consecutive iterations, which count only together. Owned by the training thread.
 
     Attributes:
-        layout: of the region that all of them go into.
         is_last: whether it holds the state that training has ended with.
-        jobs: the snapshots that were begun.
         is_given_up: no further one is taken, because one has failed or an iteration had none.
         is_broken: one could not be begun on this rank.
     """

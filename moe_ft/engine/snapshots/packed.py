@@ -38,8 +38,6 @@ def segments_of(
     """Yield the segments of one tensor.
 
     Args:
-        packing: of the tensor in files.
-        parts: its pieces, with their offsets in the buffer.
         tensor: ``[n]``, live.
         weights: ``[n]`` BF16 weights of the masters in `tensor`, if these are split.
     """

@@ -25,7 +25,6 @@ class RecordLog:
 
         Args:
             complete: adds to a captured record what moves together with the weights.
-            encode: turns it into the form that is written.
         """
         self._complete, self._encode = complete, encode
         self._lock = threading.Lock()

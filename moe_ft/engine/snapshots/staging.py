@@ -26,10 +26,8 @@ class PackedPart:
     """One tensor to pack.
 
     Attributes:
-        name: for messages.
         source: ``[n]``, live.
         weights: ``[n]`` BF16 weights of the masters in `source`, if these are split.
-        dtype: safetensors' name of its type.
         file, offset: target; the offset is in bytes, a multiple of the alignment.
     """
 
@@ -75,7 +73,6 @@ class Chunk:
     """Segments that are packed at once.
 
     Attributes:
-        names: ``[segment]`` of the tensors.
         used: bytes of the buffer.
         num_wrong: ``[segment]`` weights that were not rounded from their masters, after packing.
     """
@@ -132,7 +129,6 @@ def cut_into_chunks(parts: Iterable[PackedPart], num_bytes: int) -> Iterator[Chu
     """Yield chunks that together pack all parts.
 
     Args:
-        parts: in the order of the file.
         num_bytes: limit of a chunk, enough for CUT numbers of any kind.
     """
     chunk = Chunk()

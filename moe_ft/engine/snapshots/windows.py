@@ -32,12 +32,10 @@ class Windows:
     """Windows of one rank. Owned by the training thread.
 
     Attributes:
-        versions: of the units that only some snapshots hold.
         open: the window that is being taken, None if there is none.
         complete: the region with the newest one that all ranks have, None if none was taken since the start.
         complete_iteration: where that one ends, or what a recovery keeps, also where a peer alone has it.
         retained: regions that what was recovered rests on, until a newer window is complete.
-        last_iteration: of the last snapshot that all ranks began.
     """
 
     def __init__(
@@ -155,7 +153,6 @@ class Windows:
         Args:
             capture: takes the record of the state.
             is_whole: whether it is to hold every unit at this iteration.
-            is_last: likewise, because training has ended.
         """
         region = self._free_region()
         assert region is not None
