@@ -140,11 +140,7 @@ class Agreement(_Reduction):
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
 
     def begin(self, values: Sequence[int]) -> None:
-        """Put in this rank's values. Called once per iteration by all ranks, with equally many values.
-
-        Raises:
-            RuntimeError: if a rank has left.
-        """
+        """Put in this rank's values, equally many on all ranks; raises RuntimeError if one has left."""
         self._begin(torch.tensor(values, dtype=torch.int64))
 
     def result(self) -> list[int]:
@@ -174,11 +170,7 @@ class StageSum(_Reduction):
         super().__init__(dist.ReduceOp.SUM, timeout_s)
 
     def start(self, stages: Sequence[int], rank: int) -> None:
-        """Make the groups. Called by all ranks.
-
-        Args:
-            stages: ``[rank]`` the stage of each rank.
-        """
+        """Make the groups from the ``[rank]`` stages of all ranks. Called by all ranks."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         for stage in sorted(set(stages)):
@@ -188,11 +180,7 @@ class StageSum(_Reduction):
                 self._group = group if rank in members else self._group
 
     def begin(self, counts: torch.Tensor) -> None:
-        """Put in this rank's counts. Called equally often by all ranks of a stage.
-
-        Raises:
-            RuntimeError: if a rank has left.
-        """
+        """Put in counts, equally often on all ranks of a stage; raises RuntimeError if one has left."""
         self._begin(counts.to("cpu", copy=True))
 
     def result(self) -> npt.NDArray[np.int64]:

@@ -109,11 +109,7 @@ class Messages:
     """Reports of one rank and their way to the user. Owned by the training thread."""
 
     def __init__(self, rank: int, clock: Clock, *, is_first_of_stage: bool, raises: bool) -> None:
-        """Begin without reports.
-
-        Args:
-            raises: whether a failure ends training.
-        """
+        """Begin without reports; a failure ends training if it `raises`."""
         self.reports = Reports()
         self._clock = clock
         self._rank, self._speaks, self._raises = rank, is_first_of_stage, raises

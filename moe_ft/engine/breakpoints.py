@@ -83,11 +83,7 @@ class Breakpoints:
         kept_iteration: Callable[[], int | None],
         patience_s: float = _PATIENCE_S,
     ) -> None:
-        """Prepare; nothing is reserved yet.
-
-        Args:
-            kept_iteration: returns the newest that all ranks were known to have.
-        """
+        """Take parts; nothing is reserved yet. `kept_iteration` returns the newest that all ranks have."""
         self._region, self._patience_s = region, patience_s
         self._layout = LazyLayout(lambda: layout)
         self._copier, self._indexer, self._records = copier, indexer, records
@@ -101,11 +97,7 @@ class Breakpoints:
         self._writing = threading.Lock()
 
     def start(self, *, is_in_use: bool) -> None:
-        """Allocate what a copy needs.
-
-        Args:
-            is_in_use: whether the recovery of this start rests on the breakpoint that the region holds.
-        """
+        """Allocate what a copy needs; the recovery of this start may rest on the breakpoint before."""
         self._copier.start()
         self._is_in_use = is_in_use
 
@@ -125,11 +117,7 @@ class Breakpoints:
             self._is_updating = True
 
     def end_update(self, moment: Moment | None, problem: str = "") -> None:
-        """Note that weights and moments are those of the next iteration; collectives may follow.
-
-        Args:
-            moment: None if its record is not known yet.
-        """
+        """Note that all state is of the next iteration; the moment is None as long as its record is."""
         with self._state:
             self._is_updating = False
             self._set(moment, problem)
@@ -174,8 +162,7 @@ class Breakpoints:
     def wait_for_iteration(self, iteration: int, timeout_s: float) -> bool:
         """Let training continue until its state is of an iteration, and hold it then. Any thread.
 
-        Returns:
-            False if it has not come so far in some seconds; it continues then.
+        Returns False if it has not come so far in some seconds; it continues then.
         """
         with self._state:
             self._is_held, self._hold_at = self._has_reached(iteration), iteration

@@ -106,11 +106,7 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Progress of the last state on its way to where it is kept, as all ranks have agreed.
-
-    Attributes:
-        has_failed: whether a step has failed on some rank.
-    """
+    """Progress of the last state on its way to where it is kept, as all ranks have agreed."""
 
     turn: Turn
     is_saved: bool
@@ -171,17 +167,7 @@ class LastSteps:
         self._votes, self._act_on = votes, act_on
 
     def keep(self, tell: Callable[[], None], deadline_s: float, clock: Clock) -> bool:
-        """Try until the last state is kept, some tries have failed, or there is no time left.
-
-        Called by all ranks, which leave it in the same round.
-
-        Args:
-            tell: called in every round.
-            deadline_s: for all tries together.
-
-        Returns:
-            Whether the last state is where it is kept.
-        """
+        """Try as `keep_last_state` says; return whether the last state is where it is kept."""
         is_kept = keep_last_state(self._advance, self._begin_next, tell, deadline_s, clock)
         if not is_kept:
             where = "in memory" if self._is_for_memory else "on storage"

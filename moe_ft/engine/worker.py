@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, override
 
 
 class Worker(Protocol):
@@ -26,7 +26,7 @@ class Worker(Protocol):
         """End after everything that was submitted, or leave the rest after a timeout."""
 
 
-class ThreadWorker:
+class ThreadWorker(Worker):
     """A worker with a daemon thread of its own: work that hangs does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
@@ -35,23 +35,23 @@ class ThreadWorker:
         self._idle: tuple[float, Callable[[], None]] | None = None
         self._thread: threading.Thread | None = None
 
+    @override
     def start(self) -> None:
-        """Start the thread."""
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
+    @override
     def submit[Result](self, act: Callable[[], Result]) -> Future[Result]:
-        """Have the thread call a function."""
         future: Future[Result] = Future()
         self._work.put(lambda: settle(future, act))
         return future
 
+    @override
     def when_idle(self, idle_s: float, act: Callable[[], None]) -> None:
-        """Have the thread call a function if its queue stays empty for a while."""
         self._idle = idle_s, act
 
+    @override
     def close(self, timeout_s: float) -> None:
-        """End the thread after what is in its queue, or leave it after some seconds."""
         self._work.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)

@@ -7,6 +7,7 @@ counts needs it any longer. The pool has no index of its own: those of the regio
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import override
 
 import msgspec
 
@@ -53,8 +54,8 @@ class Pool(MappedFile):
         """The file's name, as unit entries have it."""
         return self.data_path.name
 
+    @override
     def open(self) -> None:
-        """Map the file; see `MappedFile.open`."""
         super().open()
         self.mapping[: len(self._header)] = self._header
 

@@ -35,9 +35,7 @@ _SUPERVISION_S = 0.25
 _MAX_QUICK_RESTARTS = 5
 _RESTART_DELAY_S = 60.0
 _MIN_DEADLINE_S = 120.0
-_RANK_DEADLINE_S = (
-    0.2  # for looking at a rank's index, reading it and removing the files of an old one
-)
+_RANK_DEADLINE_S = 0.2  # to look at a rank's index, read it and remove the files of an old one
 _END_S = 2.0
 _START_S = 30.0
 _HEALTHY_S = 600.0  # a writer that lived this long may be restarted as often as a new one
@@ -64,7 +62,7 @@ class PersistClient:
 
     Attributes:
         region: the one that is being written, None if there is none.
-        has_lost_previous: whether that was because the checkpoint that it builds on is not there any more.
+        has_lost_previous: whether the last one failed because the checkpoint that it builds on is gone.
     """
 
     def __init__(
@@ -209,11 +207,7 @@ class WriterSupervisor:
         clock: Clock,
         settings: WriterSettings | None = None,
     ) -> None:
-        """Begin without a process.
-
-        Args:
-            settings: the first that the process reads from its standard input; None for nothing.
-        """
+        """Take a command, and the settings that its process first reads from its standard input."""
         self._clock = clock
         self._directory, self._command, self._reports = directory, command, reports
         self._settings = b"" if settings is None else msgspec.json.encode(settings) + b"\n"
@@ -295,9 +289,7 @@ class WriterSupervisor:
     def _kill(self) -> None:
         assert self._process is not None
         self._process.kill()
-        with suppress(
-            subprocess.TimeoutExpired
-        ):  # stuck in the kernel: it ends when storage answers
+        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel until storage answers
             self._process.wait(_END_S)
 
     def close(self) -> None:

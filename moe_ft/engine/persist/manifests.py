@@ -48,11 +48,7 @@ def read_manifest(storage: Storage, path: str) -> Manifest:
 
 
 def manifests(storage: Storage) -> Iterator[Found]:
-    """Yield all manifests, newest first.
-
-    Raises:
-        OSError: if storage fails: nobody knows then what is there.
-    """
+    """Yield all manifests, newest first; raises OSError if storage fails: nobody knows what is there."""
     for iteration in storage.iterations():
         for path in find_manifests(storage, iteration):
             try:

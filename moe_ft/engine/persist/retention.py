@@ -31,7 +31,7 @@ class Retention:
         *,
         keeps_whole: bool = False,
     ) -> None:
-        """Begin.
+        """Take the rules of what is kept.
 
         Args:
             check: raises if nothing may be deleted any more; called before each manifest is removed and

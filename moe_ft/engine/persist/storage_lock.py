@@ -324,27 +324,23 @@ class _LocalLock:
 
 
 class _StoredLock:
-    """A lock in an object store."""
+    """A lock in an object store: of several that write, the last one has it."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
     def create(self, content: bytes) -> None:
-        """Write it; raise FileExistsError if there is one and the back end notices."""
         self._storage.create(LOCK_NAME, content)
         time.sleep(_SETTLE_S)
 
     def replace(self, before: bytes, content: bytes) -> None:
-        """Write another; of several that do, the last one has the lock."""
         self._storage.write_atomically(LOCK_NAME, content)
         time.sleep(_SETTLE_S)
 
     def renew(self, advance: Callable[[bytes], bytes]) -> None:
-        """Write what follows from what is there."""
         self._storage.write_atomically(LOCK_NAME, advance(self._storage.read(LOCK_NAME)))
 
     def remove(self, before: bytes) -> bool:
-        """Remove what is there."""
         self._storage.remove(LOCK_NAME)
         return True
 

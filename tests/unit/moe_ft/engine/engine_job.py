@@ -28,36 +28,18 @@ from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.index import Index, check_units
-from moe_ft.planning.boundary_log import PipelineTraffic, num_slots
 from moe_ft.recovery.assembly import lay_out_breakpoint
 from moe_ft.state.record import CapturedRecord, IterationFacts, LoopCounters
 from moe_ft.strategies.dense import DenseStrategy
-from moe_ft.strategies.interface import Strategy, WindowPlan
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
 from tests.unit.moe_ft.engine.clocks import ManualClock
 from tests.unit.moe_ft.engine.local_agreement import LocalAgreement, Meeting
 from tests.unit.moe_ft.engine.workers import ManualWorker
-from tests.unit.moe_ft.small_rank import SmallRank, window_plan
+from tests.unit.moe_ft.small_rank import SmallRank
 from tests.unit.moe_ft.together import run_together
 
 RECORD_S = 0.25
-
-
-class WindowStrategy(DenseStrategy):
-    """Windows of several snapshots; the last state of a training goes into one."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(WINDOW_UNITS)
-        self._length = length
-
-    def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
-        """Return a window in which each unit is FULL where `window_position` says."""
-        return window_plan(1 if is_whole else self._length)
-
-    def possible_windows(self) -> list[WindowPlan]:
-        """Return both kinds."""
-        return [self.plan_window(0), self.plan_window(0, is_whole=True)]
 
 
 class JobClock(ManualClock):
@@ -108,26 +90,14 @@ class Setup:
     """Settings of a job.
 
     Attributes:
-        window: snapshots of a window.
-        has_peers: whether the ranks send replicas in a ring, over TCP.
         has_breakpoints: whether the ranks have memory for breakpoints.
-        traffic: what the ranks send to other stages, if that is logged; they are the first one.
     """
 
     num_ranks: int = 1
     interval: int | None = 1
-    window: int = 1
     persist_interval: int = 0
-    dense_interval: int = 0
     raises: bool = False
-    has_peers: bool = False
     has_breakpoints: bool = False
-    traffic: PipelineTraffic | None = None
-
-    @property
-    def persists(self) -> bool:
-        """True if anything goes to storage."""
-        return self.persist_interval + self.dense_interval > 0
 
 
 class Rank:
@@ -137,7 +107,6 @@ class Rank:
         hook: called in the middle of the background parts, with the phase and the iteration.
         workers: by name.
         reports: that were drained.
-        completed: iterations whose records were completed.
     """
 
     def __init__(self, job: "Job", rank: int) -> None:
@@ -146,16 +115,11 @@ class Rank:
         self.hook: Callable[[Phase, int], None] = lambda phase, iteration: None
         self.workers: dict[str, ManualWorker] = {}
         self.reports: list[Report] = []
-        self.completed: list[int] = []
         self.state = SmallRank(rank)
         self.layouts = UnitLayouts(self.state.catalog(), 0)
-        window = self.setup.window
-        self.strategy: Strategy = (
-            WindowStrategy(window) if window > 1 else DenseStrategy(WINDOW_UNITS)
-        )
-        plans = self.strategy.possible_windows()
-        sizes = [self.layouts.lay_out(plan).num_bytes for plan in plans]
-        self.layouts.region_bytes = max(sizes) + (0 if len(sizes) == 1 else 8192)
+        self.strategy = DenseStrategy(WINDOW_UNITS)
+        (plan,) = self.strategy.possible_windows()
+        self.layouts.region_bytes = self.layouts.lay_out(plan).num_bytes
         self.breakpoint = None
         if self.setup.has_breakpoints:
             live = UnitLayouts(self.state.catalog(), 0)
@@ -170,8 +134,6 @@ class Rank:
     def info(self) -> RankInfo:
         """The rank as the others see it."""
         assert self.layouts.region_bytes is not None
-        traffic = self.setup.traffic
-        slots = num_slots(self.setup.window, self.setup.interval or 1)
         return RankInfo(
             rank=self.rank,
             node=f"node-{self.rank}",
@@ -180,37 +142,27 @@ class Rank:
             address=self.server.address,
             region_bytes=self.layouts.region_bytes,
             breakpoint_bytes=0 if self.breakpoint is None else self.breakpoint.num_bytes,
-            boundary_slot_bytes=traffic.slot_bytes(0) if traffic else 0,
-            num_boundary_slots=slots if traffic else 0,
         )
 
     def give(self, topology: Topology) -> None:
         """Make what the engine is given."""
-        num_ranks, has_peers = self.setup.num_ranks, self.setup.has_peers
-        next_, last = (self.rank + 1) % num_ranks, (self.rank - 1) % num_ranks
-        self.memory = RankMemory(
-            self.node_dir,
-            self.rank,
-            topology,
-            [last] if has_peers else [],
-            persists=self.setup.persists,
-        )
+        persists = self.setup.persist_interval > 0
+        self.memory = RankMemory(self.node_dir, self.rank, topology, [], persists=persists)
         self.context = EngineContext(
             rank=self.rank,
             topology=topology,
-            identity=make_identity(world_size=num_ranks),
+            identity=make_identity(world_size=self.setup.num_ranks),
             parameters=self.state.parameters,
             model_places=ModelPlaces(),
             memory=self.memory,
             origins={},
             stage_load=None,
-            peers=(topology.ranks[next_],) if has_peers else (),
+            peers=(),
             server=self.server,
             token="token",
             writer=None,
             phase_hook=lambda phase, iteration: self.hook(phase, iteration),
             breakpoint=self.breakpoint,
-            traffic=self.setup.traffic,
         )
         self.engine = self.build(
             clock=self.clock, make_worker=self._make_worker, replicator=self.job.replicator
@@ -223,7 +175,6 @@ class Rank:
             overhead_limit=0.05,
             persist_interval=self.setup.persist_interval,
             raises=self.setup.raises,
-            dense_interval=self.setup.dense_interval,
         )
         return build_engine(
             settings,
@@ -231,7 +182,7 @@ class Rank:
             self.strategy,
             LocalAgreement(self.job.meeting, self.rank),
             self.layouts,
-            lambda captured: self.completed.append(captured.facts.iteration),
+            lambda captured: None,
             **own,
         )
 
@@ -288,16 +239,12 @@ class Job:
         self.meeting = Meeting(self.setup.num_ranks)
         self.storage = Storage(str(self.folder / "storage"))
         self.ranks = [Rank(self, rank) for rank in range(self.setup.num_ranks)]
-        for rank in self.ranks:
-            if self.setup.has_peers:
-                rank.server.start()
-                rank.server.admit("token")
         topology = Topology(ranks=tuple(rank.info for rank in self.ranks))
         for rank in self.ranks:
             rank.give(topology)
         for rank in self.ranks if self.is_started else ():
             rank.engine.start(0, None)
-            if self.setup.persists:
+            if self.setup.persist_interval:
                 rank.clock.serve = Writer(rank).serve
 
     def run(self, iterations: Iterable[int]) -> None:

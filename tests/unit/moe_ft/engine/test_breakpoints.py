@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.breakpoints import CLOSED, IN_USE, NOTHING_YET, TORN, Breakpoints, Written
+from moe_ft.engine.breakpoints import IN_USE, TORN, Breakpoints, Written
 from moe_ft.engine.memory.restored import Handover
 from moe_ft.errors import SnapshotError
 from moe_ft.format.index import Index, check_units
@@ -67,15 +67,6 @@ def test_breakpoint_is_the_live_state_with_its_record(trained: Trained) -> None:
     assert written.num_bytes > 0
 
 
-def test_inventory_finds_it_as_a_state_of_its_rank(trained: Trained) -> None:
-    trained.step(3)
-    trained.breakpoints.write()
-    (version,) = look_at_memory(trained.rank.node_dir, "node-0", "job").versions
-    assert (version.rank, version.iteration, version.window) == (0, 3, 1)
-    assert version.is_breakpoint and not version.is_replica
-    assert version.path == "rank_00000/breakpoint.json"
-
-
 def test_state_of_a_later_iteration_is_refused_on_request(trained: Trained) -> None:
     trained.step(3)
     trained.breakpoints.refuse_later_than(3, "it may be wrong")
@@ -84,38 +75,11 @@ def test_state_of_a_later_iteration_is_refused_on_request(trained: Trained) -> N
     assert trained.breakpoints.write().problem == "it may be wrong"
 
 
-def test_nothing_is_written_before_an_iteration_has_ended(trained: Trained) -> None:
-    assert trained.breakpoints.write() == Written(problem=NOTHING_YET)
-
-
-@pytest.mark.parametrize("problem", ["the state is evaluated", "not finite"])
-def test_state_without_a_record_is_not_written(trained: Trained, problem: str) -> None:
-    trained.step(3)
-    trained.breakpoints.note(None, problem)
-    assert trained.breakpoints.write() == Written(problem=problem)
-
-
-def test_refusal_is_for_good(trained: Trained) -> None:
-    trained.step(3)
-    trained.breakpoints.refuse("a result is not finite")
-    trained.breakpoints.refuse("another reason")
-    assert trained.breakpoints.write().problem == "a result is not finite"
-
-
 def test_torn_state_of_a_step_that_has_failed_is_not_written(trained: Trained) -> None:
     trained.step(3)
     trained.breakpoints.begin_update()
     trained.breakpoints.break_off()
     assert trained.breakpoints.write() == Written(problem=TORN)
-
-
-def test_step_that_is_under_way_is_waited_for_in_vain_for_a_while(
-    trained: Trained,
-) -> None:
-    trained.step(3)
-    trained.breakpoints._patience_s = 0.0
-    trained.breakpoints.begin_update()
-    assert trained.breakpoints.write() == Written(problem=TORN, stepping_to=4)
 
 
 def test_writer_waits_for_the_end_of_a_step_and_writes_the_next_state(trained: Trained) -> None:
@@ -190,13 +154,6 @@ def test_rank_that_is_behind_is_held_also_where_its_step_is_skipped(trained: Tra
     assert again.is_alive()
 
 
-def test_rank_that_does_not_get_there_keeps_what_it_has_written(trained: Trained) -> None:
-    trained.step(3)
-    trained.breakpoints.write()
-    assert not trained.breakpoints.wait_for_iteration(4, 0.0)
-    assert trained.index().iteration == 3
-
-
 def test_tokens_that_nobody_knows_leave_no_breakpoint(trained: Trained) -> None:
     def unknown() -> None:
         raise SnapshotError("not added up yet")
@@ -233,25 +190,6 @@ def test_breakpoint_that_a_recovery_rests_on_is_kept_until_a_new_window_is_compl
     again.breakpoints.release()
     assert again.breakpoints.write().iteration == 4
     job.close()
-
-
-def test_complete_window_releases_it(tmp_path: Path) -> None:
-    job = Job(tmp_path, Setup(has_breakpoints=True))
-    trained = Trained(job.ranks[0])
-    trained.breakpoints.start(is_in_use=True)
-    job.run([1])
-    assert trained.breakpoints._is_in_use
-    job.run([2])
-    assert not trained.breakpoints._is_in_use
-    job.close()
-
-
-def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
-    job = Job(tmp_path, Setup(has_breakpoints=True))
-    trained = Trained(job.ranks[0])
-    trained.step(3)
-    job.close()
-    assert trained.breakpoints.write().problem == CLOSED
 
 
 def test_rank_without_the_flag_reserves_nothing(tmp_path: Path) -> None:

@@ -9,9 +9,7 @@ import pytest
 from moe_ft.engine import build, engine
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.persist.writer import WriterSettings
-from moe_ft.engine.snapshots.profile import FixedInterval, IntervalTuner
 from moe_ft.engine.worker import ThreadWorker
-from tests.unit.moe_ft.engine.boundary.logs import TRAFFIC
 from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup
 from tests.unit.moe_ft.engine.snapshots.snapshot_rank import Recorder
 
@@ -19,7 +17,7 @@ from tests.unit.moe_ft.engine.snapshots.snapshot_rank import Recorder
 @pytest.fixture
 def rank(tmp_path: Path) -> Rank:
     """Return a rank whose engine is built with workers without threads, but never started."""
-    return Job(tmp_path, Setup(num_ranks=2, has_peers=True), is_started=False).ranks[0]
+    return Job(tmp_path, Setup(num_ranks=2), is_started=False).ranks[0]
 
 
 def test_engine_that_is_only_built_has_no_thread_and_no_file(tmp_path: Path) -> None:
@@ -28,15 +26,6 @@ def test_engine_that_is_only_built_has_no_thread_and_no_file(tmp_path: Path) -> 
     rank.build()
     assert set(threading.enumerate()) <= before  # one of another test may have ended
     assert not rank.node_dir.exists()
-
-
-def test_engine_has_a_worker_for_copies_and_one_for_peers(rank: Rank) -> None:
-    assert sorted(rank.workers) == ["replicate", "snapshot"]
-
-
-def test_engine_without_peers_sends_nothing(tmp_path: Path) -> None:
-    (rank,) = Job(tmp_path, Setup(), is_started=False).ranks
-    assert sorted(rank.workers) == ["snapshot"]
 
 
 def test_default_clock_and_workers_are_those_of_the_system(
@@ -58,18 +47,6 @@ def test_replicator_that_comes_in_takes_the_place_of_connections(tmp_path: Path)
     assert recorder.is_closed
 
 
-@pytest.mark.parametrize(("interval", "expected"), [(3, FixedInterval), (None, IntervalTuner)])
-def test_interval_is_fixed_or_tuned(
-    rank: Rank, interval: int | None, expected: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-    for kind in (FixedInterval, IntervalTuner):
-        monkeypatch.setattr(build, kind.__name__, lambda value, kind=kind: made.append(kind))
-    rank.setup.interval = interval
-    rank.build()
-    assert made == [expected]
-
-
 def test_only_the_rank_with_settings_for_it_supervises_the_writer(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,10 +60,3 @@ def test_only_the_rank_with_settings_for_it_supervises_the_writer(
     ((directory, command, *_),) = made
     assert directory == rank.node_dir / "persist"
     assert command[-1] == str(directory)
-
-
-def test_boundary_log_is_there_if_something_is_sent(tmp_path: Path) -> None:
-    (rank,) = Job(tmp_path, Setup(traffic=TRAFFIC), is_started=False).ranks
-    assert rank.engine.boundary is not None
-    assert sorted(rank.workers) == ["boundary-log", "snapshot"]
-    assert Job(tmp_path, Setup(), is_started=False).ranks[0].engine.boundary is None

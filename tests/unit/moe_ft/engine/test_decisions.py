@@ -1,7 +1,7 @@
 """Votes of a rank, and its way out without an exception when it can no longer vote or hear."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -120,14 +120,6 @@ def test_least_of_all_votes_is_the_least_in_each_field(ranks: list[Votes]) -> No
         assert getattr(least, name) == tuple(min(column) for column in columns)
 
 
-def test_every_vote_has_its_own_number() -> None:
-    votes = make_votes()
-    numbers = votes.as_numbers()
-    assert len(numbers) == len(fields(votes)) - 2 + len(votes.strategy) + len(votes.interval)
-    changed = replace(votes, can_grow=not votes.can_grow).as_numbers()
-    assert sum(a != b for a, b in zip(numbers, changed, strict=True)) == 1
-
-
 @pytest.mark.parametrize("fails_at", ["begin", "result"])
 @pytest.mark.parametrize("is_stage", [False, True])
 def test_all_reduce_that_fails_makes_the_rank_leave_both_groups(
@@ -165,9 +157,3 @@ def test_rank_that_has_left_says_so_again_every_few_minutes() -> None:
     rank.pass_iteration(9)
     (reminder,) = rank.failures()
     assert (reminder.fields["part"], reminder.iteration) == ("agreement", 9)
-
-
-def test_answer_of_what_succeeds_is_returned() -> None:
-    rank = Rank(Reduction())
-    assert rank.decisions.attempt(7, lambda: "done") == "done"
-    assert not rank.decisions.is_off

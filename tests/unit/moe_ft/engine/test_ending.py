@@ -49,12 +49,6 @@ class Rank:
         return keep_last_state(self.advance, self.begin_step, self.tell, DEADLINE_S, self._clock)
 
 
-def test_state_that_is_written_at_the_first_try_is_saved(clock: ManualClock) -> None:
-    rank = Rank(clock, iter([True]))
-    assert rank.bring()
-    assert len(rank.started_s) == 1
-
-
 def test_failed_try_is_repeated_after_a_pause_that_grows(clock: ManualClock) -> None:
     rank = Rank(clock, iter([False, False, True]))
     assert rank.bring()
@@ -77,11 +71,6 @@ def test_state_whose_write_never_ends_is_given_up_at_the_deadline(clock: ManualC
     assert clock.now == pytest.approx(DEADLINE_S, abs=1.0)
 
 
-def test_ranks_that_cannot_agree_give_up_at_once(clock: ManualClock) -> None:
-    assert not keep_last_state(lambda turn: None, lambda: None, lambda: None, DEADLINE_S, clock)
-    assert clock.now == 0.0
-
-
 def test_try_waits_until_every_rank_has_paused(clock: ManualClock) -> None:
     turns = chain([Turn.WAIT, Turn.WAIT, Turn.TRY], repeat(Turn.GIVE_UP))
     started: list[float] = []
@@ -94,12 +83,6 @@ def test_try_waits_until_every_rank_has_paused(clock: ManualClock) -> None:
     )
     assert len(started) == 1
     assert started[0] > 0.0
-
-
-def test_what_was_reported_is_told_at_each_failure(clock: ManualClock) -> None:
-    rank = Rank(clock, iter([False, True]))
-    rank.bring()
-    assert rank.num_told >= 2
 
 
 def ended(outcome: LastState, *, agreed: bool = True, in_memory: int | None = 6) -> Ending:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.worker import ThreadWorker
 from tests.waiting import wait_for
 
@@ -90,3 +91,18 @@ def test_worker_that_hangs_is_left_after_the_timeout_and_its_work_stays_undone()
 
 def test_worker_that_was_never_started_can_be_closed() -> None:
     ThreadWorker("test").close(DEADLINE_S)
+
+
+def test_wait_returns_whether_the_event_was_set() -> None:
+    event = threading.Event()
+    assert not Clock().wait(event, 0.01)
+    event.set()
+    assert Clock().wait(event, 0.01)
+
+
+def test_sleep_takes_as_long_as_both_kinds_of_seconds_say() -> None:
+    clock = Clock()
+    deadline_s, start_s = clock.monotonic() + 0.02, clock.perf_counter()
+    clock.sleep(0.02)
+    assert clock.monotonic() >= deadline_s
+    assert clock.perf_counter() - start_s >= 0.019

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.files import storage as storages
-from moe_ft.files.patience import call_within, excused_until_s
+from moe_ft.files.patience import call_within, excused_until_s, note_progress, progress_s, waiting
 from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.faulty_storage import give_up_soon
 
@@ -110,3 +110,38 @@ def test_back_end_that_does_not_open_is_given_up(
     monkeypatch.setattr("moe_ft.files.storage.fsspec.core.url_to_fs", lambda url: never.wait())
     with pytest.raises(TimeoutError, match="s3://u:[*]+@b: open"):
         Storage("s3://u:secret@b", patience_s=0.01).names()
+
+
+def test_wait_excuses_its_thread_up_to_its_limit_and_then_up_to_its_end() -> None:
+    found: list[float] = []
+
+    def look() -> None:
+        found.append(excused_until_s(threading.get_ident()))
+
+    def wait() -> None:
+        look()
+        with waiting(100.0):
+            look()
+            with pytest.raises(TimeoutError), waiting(10.0):
+                raise TimeoutError
+            look()
+        look()
+
+    begin_s = time.monotonic()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    before, within, outer, after = (each - begin_s for each in found)
+    assert before < 0 and within >= 100 and outer == within
+    assert 0 <= after < 100
+
+
+def test_progress_is_that_of_the_thread_that_notes_it() -> None:
+    seen: list[float] = []
+    thread = threading.Thread(target=lambda: seen.append(progress_s(threading.get_ident())))
+    begin_s = time.monotonic()
+    note_progress()
+    thread.start()
+    thread.join()
+    assert begin_s <= progress_s(threading.get_ident()) <= time.monotonic()
+    assert seen[0] < begin_s

@@ -1,21 +1,29 @@
 """The storage tier: what makes a checkpoint, and what a killed writer leaves."""
 
+import mmap
 import os
+import random
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
 from moe_ft.errors import CorruptStateError
+from moe_ft.files import storage
 from moe_ft.files.storage import (
     Storage,
     file_tag,
+    give_own_random,
     hide_password,
+    page_blocks,
     rank_path,
 )
 from moe_ft.format.encoding import encode
@@ -45,27 +53,6 @@ def test_checkpoint_that_was_written_is_read_back_bit_for_bit(storage: Storage) 
     assert storage.index(manifest.files[1].index).units == index.units
 
 
-def test_manifest_names_the_files_that_hold_each_unit(storage: Storage) -> None:
-    manifest = persist_checkpoint(storage, 5, TWO_RANKS)
-    assert manifest_of(storage, 5) == manifest
-    assert {source.files for source in manifest.units.values()} == {(0, 1)}
-    assert set(manifest.units) == {"embedding", "layer.0.expert.0", "layer.0.expert.1"}
-
-
-def test_files_without_a_manifest_are_no_checkpoint(storage: Storage) -> None:
-    persist_rank(storage, 0, 5, make_identity())
-    assert storage.iterations() == [5]
-    assert find_manifests(storage, 5) == []
-    assert complete_iterations(storage) == []
-
-
-def test_manifest_while_a_rank_is_missing_is_not_written(storage: Storage) -> None:
-    persist_rank(storage, 0, 5, TWO_RANKS)
-    with pytest.raises(FileNotFoundError):
-        write_manifest(storage, 5, file_tag(TWO_RANKS), 2)
-    assert find_manifests(storage, 5) == []
-
-
 @pytest.mark.parametrize(
     ("rank", "iteration", "identity"),
     [(0, 5, TWO_RANKS), (1, 4, TWO_RANKS), (1, 5, make_identity("run-b", world_size=2))],
@@ -80,14 +67,6 @@ def test_manifest_of_indexes_that_do_not_belong_together_is_refused(
     with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
         write_manifest(storage, 5, file_tag(TWO_RANKS), 2)
     assert find_manifests(storage, 5) == []
-
-
-def test_manifest_over_a_corrupt_index_is_refused(storage: Storage) -> None:
-    persist_rank(storage, 0, 5, make_identity())
-    path = rank_path(5, 0, file_tag(make_identity()), "json")
-    storage.write_atomically(path, storage.read(path).replace(b"run-a", b"run-b"))
-    with pytest.raises(CorruptStateError, match="its checksum does not match"):
-        write_manifest(storage, 5, file_tag(make_identity()), 1)
 
 
 def test_incarnations_that_write_one_iteration_have_files_of_their_own(storage: Storage) -> None:
@@ -140,19 +119,10 @@ def test_range_of_a_file_is_read_without_the_rest(storage: Storage) -> None:
     assert patient.read("file", 4, 0) == b""
 
 
-def test_empty_file_is_read(storage: Storage) -> None:
-    storage.write("file", [])
-    assert storage.read("file") == storage.with_patience(60.0).read("file") == b""
-
-
 def test_iterations_are_newest_first_and_other_names_ignored(storage: Storage) -> None:
     for name in ("iter_0000002", "iter_0000010", "iter_12345678", "iter_x", "iter_5", "notes"):
         storage.write_atomically(f"{name}/file", b"x")
     assert storage.iterations() == [12345678, 10, 2]
-
-
-def test_directory_that_is_not_there_yet_has_no_iterations(storage: Storage) -> None:
-    assert storage.iterations() == []
 
 
 @BACK_ENDS
@@ -275,11 +245,6 @@ def try_to_save_third(storage: Storage) -> None:
 # Names, directories and URLs
 
 
-def test_last_checkpoint_of_an_iteration_has_files_of_its_own() -> None:
-    identity = make_identity()
-    assert file_tag(identity) != file_tag(identity, is_whole=True)
-
-
 def test_manifest_of_an_index_that_names_an_unknown_file_is_refused(storage: Storage) -> None:
     persist_rank(storage, 0, 5, make_identity())
     path = rank_path(5, 0, file_tag(make_identity()), "json")
@@ -322,3 +287,92 @@ def test_checkpoint_that_is_written_brings_the_names_of_new_directories_to_the_d
 )
 def test_url_that_is_shown_has_no_password(url: str, shown: str | None) -> None:
     assert hide_password(url) == (shown or url)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_own"), [("s3fs.made_up", True), ("aiohttp.made_up", True), ("made_up", False)]
+)
+def test_modules_of_object_stores_draw_from_another_generator(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_own: bool
+) -> None:
+    module = ModuleType(name)
+    module.random = random  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(storage, "_num_modules", 0)
+    before = random.getstate()
+    give_own_random()
+    module.random.shuffle([1, 2, 3])
+    assert (random.getstate() == before) is is_own
+
+
+def _some_bytes(num_bytes: int, address: int = 0) -> memoryview:
+    """Return bytes that begin at an address in a page of memory."""
+    room = memoryview(mmap.mmap(-1, address + num_bytes + 1))[address:-1]
+    room[:] = random.Random(num_bytes).randbytes(num_bytes)
+    return room
+
+
+PAGE, CHUNK = mmap.PAGESIZE, 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "addresses", "num_copied"),
+    [
+        ([3 * CHUNK + 5], [0], 5),  # a region as it is: all but its end
+        ([CHUNK, 2 << 20], [0, 0], 0),
+        ([PAGE, 2 * CHUNK, 7], [0, 0, 0], CHUNK + PAGE + 7),  # again in place once a block is full
+        ([2 << 20], [8], 2 << 20),
+        ([0, 3, 0, CHUNK - 3, 2 << 20], [0] * 5, CHUNK),
+        ([], [], 0),
+    ],
+)
+def test_blocks_are_whole_pages_from_a_page_on_and_only_what_is_not_so_already_is_copied(
+    sizes: list[int], addresses: list[int], num_copied: int
+) -> None:
+    pieces = [_some_bytes(*each) for each in zip(sizes, addresses, strict=True)]
+    starts = [(_address(piece), len(piece)) for piece in pieces if piece]
+    lengths, content, copied = [], bytearray(), 0
+    for block in page_blocks(pieces):
+        assert _address(block) % PAGE == 0
+        in_place = [start for start, length in starts if start <= _address(block) < start + length]
+        copied += 0 if in_place else len(block)
+        lengths.append(len(block))
+        content += block
+    assert bytes(content) == b"".join(pieces)
+    assert all(length % PAGE == 0 for length in lengths[:-1])
+    assert copied == num_copied
+
+
+def _address(block: memoryview) -> int:
+    return np.frombuffer(block, np.uint8).ctypes.data if block else 0
+
+
+def _is_cached(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+
+
+def test_large_file_is_written_past_the_page_cache(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(bytes(PAGE))
+    with other.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if _is_cached(other):
+        pytest.skip("this file system is in memory")
+    pieces = [_some_bytes(2 * CHUNK), _some_bytes(PAGE + 1)]
+    Storage(str(tmp_path)).write("file", pieces)
+    assert not _is_cached(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"".join(pieces)
+
+
+def test_file_is_written_where_the_file_system_refuses_to_pass_by_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_ft.files.storage.page_blocks", iter)
+    pieces = [_some_bytes(2 << 20, address=1), _some_bytes(2 << 20, address=1), _some_bytes(3)]
+    Storage(str(tmp_path)).write("file", pieces)
+    assert (tmp_path / "file").read_bytes() == b"".join(pieces)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_ft.engine.boundary.log import SendCopier
 from moe_ft.engine.boundary.reading import open_log
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.boundary import Direction
@@ -30,17 +31,6 @@ def check_holds(
         assert (entry.neighbour, entry.direction) == (receiver, direction)
         assert entry.shape == tuple(tensor.shape)
         assert bytes(logged.read(entry)) == bytes(tensor.view(torch.uint8).numpy().tobytes())
-
-
-def test_everything_that_was_sent_is_read_from_the_files(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        sends = log.take(0)
-        check_holds(log, 0, sends)
-        logged = open_log(tmp_path)[0][0]
-        ordinals = [each.ordinal for each in logged.index.sent]
-        assert ordinals == [0, 1, 0, 1]  # by receiver and direction
-        assert sum(each.num_bytes for each in logged.index.sent) == TRAFFIC.sent_bytes(STAGE)
-        assert not log.reasons()
 
 
 def test_tensor_may_be_overwritten_or_freed_once_it_is_recorded(tmp_path: Path) -> None:
@@ -71,31 +61,6 @@ def test_send_after_the_memory_was_closed_is_recorded_nowhere(tmp_path: Path) ->
         assert "is not open" in reason
 
 
-def test_slots_take_turns_and_the_oldest_iteration_goes_first(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        for iteration in range(5):
-            log.log.keep(iteration)
-            sends = log.take(iteration)
-            assert log.held() == list(range(max(0, iteration - 1), iteration + 1))
-            check_holds(log, iteration, sends)
-        assert not log.reasons()
-
-
-def test_repeated_iteration_overwrites_its_log(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        log.take(0)
-        sends = list(sends_of(9))
-        log.log.begin(1)
-        for each in sends_of(7):  # the first attempt; its results are rejected
-            log.log.record(*each)
-        log.take(1, sends)
-        assert log.held() == [0, 1]
-        check_holds(log, 1, sends)
-        again = log.take(1, list(sends_of(11)))  # the whole iteration, after it has ended
-        assert log.held() == [0, 1]
-        check_holds(log, 1, again)
-
-
 def test_iteration_that_sends_more_than_was_computed_gets_no_log_and_says_so(
     tmp_path: Path,
 ) -> None:
@@ -110,43 +75,12 @@ def test_iteration_that_sends_more_than_was_computed_gets_no_log_and_says_so(
         assert not log.reasons()
 
 
-def test_shorter_sequences_need_less_of_a_slot(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        sends = [
-            (*each[:2], each[2][: 1 + number].contiguous())
-            for number, each in enumerate(sends_of(0))
-        ]
-        log.take(0, sends)
-        check_holds(log, 0, sends)
-
-
 def test_type_that_files_do_not_know_costs_the_log_and_not_the_iteration(tmp_path: Path) -> None:
     with small_log(tmp_path) as log:
         log.take(0, [(NEXT, Direction.FORWARD, torch.zeros(2, dtype=torch.complex64))])
         assert not log.held()
         (reason,) = log.reasons()
         assert "complex64" in reason
-
-
-def test_nothing_is_recorded_outside_an_iteration(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        sends = log.take(0)
-        log.log.record(NEXT, Direction.FORWARD, torch.ones(4))  # as evaluation would
-        log.worker.work()
-        check_holds(log, 0, sends)
-
-
-def test_slot_is_valid_only_between_its_commit_and_the_next_use(tmp_path: Path) -> None:
-    with small_log(tmp_path, num_slots=1) as log:
-        log.log.begin(0)
-        for each in sends_of(0):
-            log.log.record(*each)
-        log.log.end()
-        assert not log.held()  # not committed: a process that dies here leaves a torn slot
-        log.worker.work()
-        assert log.held() == [0]
-        log.log.begin(1)
-        assert not log.held()
 
 
 def test_iteration_that_finds_no_free_slot_gets_no_log_and_waits_for_nobody(tmp_path: Path) -> None:
@@ -185,22 +119,6 @@ def test_failing_commit_is_reported_and_the_slot_is_used_again(tmp_path: Path) -
         folder.mkdir(mode=0o700)
         log.take(1)
         assert [path.name for path in folder.iterdir()] == ["boundary_1.json"]
-
-
-def test_start_keeps_the_logs_before_its_iteration_and_drops_those_that_run_again(
-    tmp_path: Path,
-) -> None:
-    with small_log(tmp_path, num_slots=3) as log:
-        for iteration in range(3):
-            log.take(iteration)
-    again = SmallLog(tmp_path, num_slots=3)
-    again.log.start(2, 1)
-    assert again.held() == [0, 1]
-    again.take(2)
-    assert again.held() == [0, 1, 2]
-    again.take(3)  # the log of iteration 0 is not needed
-    assert again.held() == [1, 2, 3]
-    assert not again.reasons()
 
 
 def test_logs_that_a_local_recovery_rests_on_stay_until_there_is_a_new_window(
@@ -293,3 +211,13 @@ def test_flush_waits_for_what_has_ended(tmp_path: Path) -> None:
         assert not log.log.flush(0)
         log.worker.work()
         assert log.log.flush(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_bytes_of_a_tensor_are_copied_whatever_its_type_and_strides(dtype: torch.dtype) -> None:
+    tensor = torch.arange(24).reshape(4, 6).to(dtype).t()
+    target = torch.zeros(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+    copier = SendCopier()
+    copier.copy(tensor, target)
+    assert target.view(dtype).reshape(tensor.shape).equal(tensor)
+    assert copier.mark() is None

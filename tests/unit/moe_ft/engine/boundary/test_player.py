@@ -37,11 +37,6 @@ def test_receives_get_what_was_sent_in_its_order(player: BoundaryPlayer, sends: 
         player.end()
 
 
-def test_only_ranks_with_a_log_are_answered_for(player: BoundaryPlayer) -> None:
-    assert player.answers_for(RANK)
-    assert not player.answers_for(3)
-
-
 def test_shape_that_only_the_sender_knows_comes_from_the_log(
     player: BoundaryPlayer, sends: list[Send]
 ) -> None:

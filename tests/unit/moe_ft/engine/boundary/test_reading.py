@@ -7,10 +7,18 @@ import msgspec
 import pytest
 from safetensors import safe_open
 
-from moe_ft.engine.boundary.reading import LoggedIteration, decode_iteration, open_log, open_slot
-from moe_ft.errors import CorruptStateError
-from moe_ft.format.boundary import BoundaryIndex, Direction
+from moe_ft.engine.boundary.reading import (
+    FetchedLog,
+    LoggedIteration,
+    decode_iteration,
+    open_log,
+    open_slot,
+)
+from moe_ft.engine.boundary.slots import BoundarySlot, make_header
+from moe_ft.errors import CorruptStateError, SnapshotError, UnrecoverableError
+from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
 from moe_ft.format.encoding import decode, encode
+from moe_ft.planning.boundary_log import header_bytes
 from tests.unit.moe_ft.builders import make_history
 from tests.unit.moe_ft.engine.boundary.logs import NEXT, PREVIOUS, small_log
 
@@ -89,3 +97,150 @@ def test_content_of_another_size_is_refused(tmp_path: Path) -> None:
         CorruptStateError, match=r"boundary_0.safetensors of rank 1, iteration 0 has 3"
     ):
         LoggedIteration(index, memoryview(b"abc"))
+
+
+class Node:
+    """Another node with a log of three iterations."""
+
+    def __init__(self, directory: Path) -> None:
+        with small_log(directory, num_slots=3) as log:
+            for iteration in range(3):
+                log.take(iteration)
+        self.log, problems = open_log(directory)
+        assert not problems
+        self.directory = directory
+        self.asked: list[int] = []
+        self.damaged, self.gone = -1, -1
+        self.is_closed = False
+
+    def fetch(self, index: BoundaryIndex, offset: int, num_bytes: int) -> memoryview:
+        """Return bytes of a log, or fail as told to."""
+        self.asked.append(index.iteration)
+        if index.iteration == self.gone:
+            raise ConnectionResetError("the node is gone")
+        content = bytearray((self.directory / index.file).read_bytes()[offset : offset + num_bytes])
+        if index.iteration == self.damaged:
+            content[0] ^= 1
+        return memoryview(content)
+
+    def close(self) -> None:
+        """Note it."""
+        self.is_closed = True
+
+    def opened(self) -> FetchedLog:
+        """Return its log as the rank that it was sent to reads it."""
+        indexes = {iteration: each.index for iteration, each in self.log.items()}
+        return FetchedLog(indexes, NEXT, self.fetch, self.close)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_everything_that_was_sent_to_the_rank_is_read(node: Node) -> None:
+    fetched = node.opened()
+    assert list(fetched) == [0, 1, 2] and len(fetched) == 3
+    for iteration in range(3):
+        own = [each for each in node.log[iteration].index.sent if each.neighbour == NEXT]
+        assert own
+        for sent in own:
+            assert fetched[iteration].read(sent) == node.log[iteration].read(sent)
+    assert sorted(set(node.asked)) == [0, 1, 2]
+    assert len(node.asked) == 3 * len(own), "each tensor once, those for others never"
+    fetched.close()
+    assert node.is_closed
+
+
+def test_next_iteration_is_on_its_way_while_one_is_replayed(node: Node) -> None:
+    fetched = node.opened()
+    assert not node.asked, "nothing before the replay begins"
+    assert fetched.get(0) is fetched.get(0)
+    fetched.close()  # waits for what was begun
+    assert set(node.asked) <= {0, 1}
+
+
+def test_damaged_tensor_is_refused(node: Node) -> None:
+    node.damaged = 1
+    fetched = node.opened()
+    (first, *_) = (each for each in node.log[1].index.sent if each.neighbour == NEXT)
+    with pytest.raises(CorruptStateError, match="does not match its checksum"):
+        fetched[1].read(first)
+    fetched.close()
+
+
+def test_node_that_is_gone_ends_the_replay_with_its_name(node: Node) -> None:
+    node.gone = 0
+    fetched = node.opened()
+    with pytest.raises(
+        UnrecoverableError, match=r"log of rank \d+, iteration 0, cannot be fetched"
+    ):
+        _ = fetched[0]
+    fetched.close()
+
+
+HEADER, SIZE = 4096, 4096 + 1024
+
+
+def sent(ordinal: int, offset: int) -> SentTensor:
+    return SentTensor(
+        neighbour=99999,
+        direction=Direction.BACKWARD,
+        ordinal=ordinal,
+        shape=(3, 1, 5),
+        dtype="BF16",
+        offset=offset,
+        checksum="0" * 16,
+    )
+
+
+def test_header_declares_tensors_and_the_gaps_between_them(tmp_path: Path) -> None:
+    header = make_header([sent(0, HEADER), sent(1, HEADER + 64)], HEADER, SIZE)
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(header + bytes(SIZE - HEADER))
+    with safe_open(path, framework="numpy") as opened:
+        assert set(opened.keys()) == {
+            "backward/to_99999/0",
+            "backward/to_99999/1",
+            f"__unused__/{HEADER + 30}",
+            f"__unused__/{HEADER + 94}",
+        }
+        assert opened.get_slice("backward/to_99999/1").get_shape() == [3, 1, 5]
+
+
+def test_header_of_as_many_tensors_as_were_planned_fits() -> None:
+    count = 5000
+    size = header_bytes(count)
+    tensors = [
+        SentTensor(
+            neighbour=10**7,
+            direction=Direction.BACKWARD,
+            ordinal=10**6 + number,
+            shape=(2**30, 2**20, 2**20),
+            dtype="F8_E4M3",
+            offset=size + number * 2**72,
+            checksum="0" * 16,
+        )
+        for number in range(count)
+    ]
+    assert len(make_header(tensors, size, size + count * 2**72)) == size
+
+
+def test_header_of_too_many_tensors_is_refused() -> None:
+    with pytest.raises(SnapshotError, match="the header of 100 tensors takes"):
+        make_header([sent(number, HEADER + 64 * number) for number in range(100)], HEADER, SIZE * 9)
+
+
+def test_slot_without_an_index_holds_nothing_and_one_of_another_size_is_emptied(
+    tmp_path: Path,
+) -> None:
+    slot = BoundarySlot(tmp_path, 0, SIZE)
+    slot.open()
+    slot.commit(b"header", b"index")
+    assert slot.index_path.read_bytes() == b"index"
+    assert bytes(slot.mapping[:6]) == b"header"
+    slot.close()
+    larger = BoundarySlot(tmp_path, 0, SIZE + 4096)
+    larger.open()
+    assert not larger.index_path.exists()
+    larger.close()

@@ -1,31 +1,126 @@
 """Windows at a peer: nothing replaces what must be kept, and nothing corrupt is taken."""
 
-import random
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from moe_ft.engine.background import Reports
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.messages import Deadline, Put, Reply, receive_header, send, send_all
+from moe_ft.engine.links.peers import PeerReplicator, Replica
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.rank_memory import ReplicaMemory
+from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.encoding import encode
+from moe_ft.format.encoding import decode, encode
+from moe_ft.format.identity import Identity
+from moe_ft.format.index import Index, check_units
+from moe_ft.recovery.readers import MemoryReader, read_unit
 from tests.unit.moe_ft.builders import (
+    WINDOW_FILE_BYTES,
     WindowState,
+    add_units,
+    fill_region,
     make_window,
+    put_in_slot,
+    rotating_unit,
 )
-from tests.unit.moe_ft.engine.links.window_sender import ENDS, LENGTH, NEW, OLD, Sender, window_at
-from tests.unit.moe_ft.peer import SOURCE, no_fault, served_connections
+from tests.unit.moe_ft.peer import (
+    HOLDER,
+    SOURCE,
+    TOKEN,
+    Peer,
+    no_fault,
+    own_state,
+    replica_of,
+    served_connections,
+)
 from tests.waiting import wait_for
 
 DEADLINE_S = 120.0
+LENGTH = 3
 EMBEDDING = "embedding"
+
+
+class Sender:
+    """A rank that takes windows into two regions, and the peer that gets them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.peer = Peer(directory, WINDOW_FILE_BYTES)
+        self.reports = Reports()
+        self.replicator = PeerReplicator([self.peer.info], TOKEN, self.reports, no_fault, Clock())
+        self.pair = self.replicator._pairs[HOLDER]
+        self.regions = [Region(directory / "own", number, WINDOW_FILE_BYTES) for number in (0, 1)]
+        for region in self.regions:
+            region.open()
+
+    def replica(
+        self, window: WindowState, position: int, *, keep: int | None, region: int = 0
+    ) -> Replica:
+        """Have a snapshot of a window committed, and return what peers are to get of it."""
+        own = self.regions[region]
+        start, end = window.stretch(position)
+        own.mapping[start:end] = window.content[start:end]
+        index = msgspec.structs.replace(window.up_to(position + 1), file=own.data_path.name)
+        own.commit(encode(index), index.iteration)
+        return Replica(
+            region=own,
+            pool=None,
+            index=index,
+            start_byte=start,
+            end_byte=end,
+            keep_iteration=keep,
+        )
+
+    def send(
+        self, window: WindowState, position: int, *, keep: int | None = None, region: int = 0
+    ) -> bool:
+        """Send a snapshot, whatever failed before; return whether the peer has it."""
+        return self.send_replica(self.replica(window, position, keep=keep, region=region))
+
+    def send_replica(self, replica: Replica) -> bool:
+        """Send what may be spoiled; return whether the peer has it."""
+        self.pair.retry_s = 0.0
+        has_arrived = self.replicator.replicate(replica)
+        if self.pair.connection._connection is None:
+            wait_for(lambda: not served_connections(), "the peer to give up the connection")
+        return has_arrived
+
+    def send_all(self, window: WindowState, *, keep: int | None = None, region: int = 0) -> None:
+        """Send a whole window."""
+        for position in range(window.index.window):
+            assert self.send(window, position, keep=keep, region=region)
+
+    def found(self) -> dict[int, int]:
+        """Return by iteration how many snapshots the peer has, after checking every byte of them."""
+        numbers = {}
+        for path in self.peer.regions[0].directory.glob("region_*.json"):
+            index = decode(path.read_bytes(), Index, str(path))
+            content = (path.parent / index.file).read_bytes()
+            check_units(index, {"": memoryview(content)}, str(path))
+            numbers[index.iteration] = index.num_snapshots
+        return numbers
+
+    def reasons(self) -> list[str]:
+        """Return why something was not taken since the last call."""
+        return [each.fields["reason"] for each in self.reports.drain() if each.event == "degraded"]
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.replicator.close()
+        self.peer.close()
+
+
+def window_at(first: int, length: int = LENGTH, identity: Identity | None = None) -> WindowState:
+    return make_window(SOURCE, first, length, identity)
+
+
+OLD, NEW = window_at(2), window_at(5)  # which end at iterations 4 and 7
 
 
 @pytest.fixture
@@ -36,94 +131,6 @@ def sender(tmp_path: Path) -> Iterator[Sender]:
 
 
 # Replicas that must be kept
-
-
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_complete_window_is_kept_while_the_next_one_fails_at_any_snapshot(
-    sender: Sender, position: int
-) -> None:
-    sender.send_all(OLD)
-    kept = sender.peer.committed()[4]
-    sender.fails_at = {5 + position}
-    for each in range(LENGTH):
-        sender.send(NEW, each, keep=4, region=1)
-        assert sender.found()[4] == LENGTH
-        assert sender.peer.committed()[4] == kept
-
-
-def test_complete_window_is_kept_while_many_others_are_given_up(sender: Sender) -> None:
-    sender.send_all(OLD)
-    kept = sender.peer.committed()[4]
-    for first in range(5, 15):
-        window = window_at(first)
-        for position in range(first % LENGTH):
-            assert sender.send(window, position, keep=4, region=1)
-    assert sender.peer.committed()[4] == kept
-
-
-def test_window_that_is_given_up_is_replaced_and_not_the_complete_one(sender: Sender) -> None:
-    sender.send_all(OLD)
-    sender.send(NEW, 0, keep=4, region=1)
-    sender.send(NEW, 1, keep=4, region=1)
-    assert sender.send(window_at(8), 0, keep=4, region=1)
-    assert sender.found() == {4: LENGTH, 8: 1}
-
-
-def test_window_that_is_complete_makes_the_one_before_it_free(sender: Sender) -> None:
-    sender.send_all(OLD)
-    sender.send_all(NEW, keep=4, region=1)
-    sender.send(window_at(8), 0, keep=7)
-    assert sender.found() == {7: LENGTH, 8: 1}
-
-
-def test_last_state_at_the_iteration_of_the_complete_window_does_not_replace_it(
-    sender: Sender,
-) -> None:
-    # At the end of training everything is saved at once, perhaps at the iteration of a complete window.
-    sender.send_all(OLD)
-    kept = sender.peer.committed()[4]
-    sender.send_all(window_at(4, 1), keep=4, region=1)
-    contents = [region.data_path.read_bytes() for region in sender.peer.regions]
-    assert kept in contents
-
-
-@settings(max_examples=25)
-@given(st.integers(0, 2**32))
-def test_peer_never_loses_the_newest_complete_window_that_it_had_and_holds_nothing_corrupt(
-    number: int,
-) -> None:
-    with TemporaryDirectory() as directory:
-        sender = Sender(Path(directory))
-        try:
-            _train_with_failures(sender, random.Random(number))
-        finally:
-            sender.close()
-
-
-def _train_with_failures(sender: Sender, seed: random.Random) -> None:
-    """Send windows, some of whose snapshots break off or arrive corrupt, or which are given up."""
-    first, region, keep, kept_content = 1, 0, None, None
-    for _ in range(6):
-        window = window_at(first, seed.randint(1, 4))
-        num_taken = seed.choice([window.index.window] * 3 + [1])
-        arrived = []
-        for position in range(num_taken):
-            iteration = first + position
-            sender.fails_at = {iteration} if seed.random() < 0.2 else set()
-            spoils = seed.random() < 0.1
-            arrived.append(_send_perhaps_spoiled(sender, window, position, keep, region, spoils))
-            found = sender.found()
-            if kept_content is not None:
-                assert found[keep] == kept_content[0]
-                assert sender.peer.committed()[keep] == kept_content[1]
-            assert (iteration in found) == arrived[-1]
-        first += num_taken
-        if num_taken == window.index.window:  # all ranks have it in their own memory
-            keep, region = window.index.iteration, 1 - region
-            has_it = sender.found().get(keep) == window.index.window
-            content = sender.peer.committed().get(keep, b"")
-            kept_content = (window.index.window, content) if has_it else None
-            assert has_it == arrived[-1]
 
 
 def _send_perhaps_spoiled(
@@ -227,25 +234,6 @@ def test_stretch_that_is_corrupt_is_refused_and_the_complete_window_intact(
     assert sender.peer.committed() == {4: kept}
 
 
-@pytest.mark.parametrize("num_elements", [32, 33])
-def test_stretch_whose_first_version_is_corrupt_is_refused_with_and_without_a_gap_before_it(
-    sender: Sender, num_elements: int
-) -> None:
-    window = make_window(SOURCE, 5, num_elements=num_elements)
-    has_gap = window.layout.snapshots[1][0].offset > window.stretch(1)[0]
-    assert has_gap == (num_elements == 33)
-    sender.send(window, 0)
-    assert not _send_perhaps_spoiled(sender, window, 1, None, 0, spoils=True)
-
-
-def test_window_after_a_corrupt_stretch_is_sent_again_from_its_beginning(sender: Sender) -> None:
-    sender.send(NEW, 0)
-    assert not _send_perhaps_spoiled(sender, NEW, 1, None, 0, spoils=True)
-    assert sender.send(NEW, 2)
-    assert sender.stretches[-1] == (0, ENDS[2])
-    assert sender.found() == {7: LENGTH}
-
-
 @pytest.mark.parametrize("level", ["units", "compute"])
 def test_stretch_whose_index_has_another_checksum_is_refused(sender: Sender, level: str) -> None:
     sender.send(NEW, 0)
@@ -262,21 +250,118 @@ def test_stretch_whose_index_has_another_checksum_is_refused(sender: Sender, lev
         sender.peer.connect().put(replace(replica, index=index), (), no_fault)
 
 
-def test_beginning_that_went_bad_at_the_sender_is_found_when_it_is_sent_again(
-    sender: Sender,
+@pytest.fixture
+def reports() -> Reports:
+    return Reports()
+
+
+SLOT_ELEMENTS = 33
+
+
+class PoolSender:
+    """A rank with a pool, and a peer that keeps replicas of it."""
+
+    def __init__(self, tmp_path: Path, reports: Reports) -> None:
+        self.tmp_path = tmp_path
+        self.peer = Peer(tmp_path)
+        directory = self.peer.regions[0].directory
+        self.pool, self.replica = self.make_pool(tmp_path / "own"), self.make_pool(directory)
+        memory = ReplicaMemory(regions=tuple(self.peer.regions), pool=self.replica)
+        self.peer.keep({SOURCE: memory})
+        self.replicator = PeerReplicator([self.peer.info], TOKEN, reports, no_fault, Clock())
+        self.connection = self.replicator._pairs[HOLDER].connection
+        self.sent: list[tuple[str, ...]] = []
+
+    def make_pool(self, directory: Path, num_slots: int = 6) -> Pool:
+        """Return an open pool."""
+        pool = Pool(directory, 4 * SLOT_ELEMENTS, num_slots)
+        pool.open()
+        return pool
+
+    def send(
+        self, iteration: int, slots: dict[int, tuple[int, int]], *, keep: int | None = None
+    ) -> bool:
+        """Send a snapshot whose index names these slots, each with an expert and an iteration."""
+        region, index = own_state(self.tmp_path, iteration, number=iteration % 2)
+        units = dict(
+            put_in_slot(self.pool, slot, expert, iteration=at)
+            for slot, (expert, at) in slots.items()
+        )
+        index = add_units(region, index, units)
+        missing = self.replicator._pairs[HOLDER].missing(index)
+        self.sent.append(tuple(sorted(missing)))
+        return self.replicator.replicate(replica_of(region, index, keep, self.pool))
+
+    def readable(self) -> dict[int, list[str]]:
+        """Return by iteration the names of the pooled units that the replica has intact."""
+        found: dict[int, list[str]] = {}
+        for path in self.peer.regions[0].directory.glob("region_*.json"):
+            reader = MemoryReader(path)
+            pooled = sorted(name for name, unit in reader.index.units.items() if unit.file)
+            for name in pooled:
+                read_unit(reader, name)
+            found[reader.index.iteration] = pooled
+        return found
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.replicator.close()
+        self.peer.close()
+
+
+@pytest.fixture
+def pooled(tmp_path: Path, reports: Reports) -> Iterator[PoolSender]:
+    pooled = PoolSender(tmp_path, reports)
+    yield pooled
+    pooled.close()
+
+
+EXPERTS = [str(rotating_unit(number)) for number in range(4)]
+
+
+def test_versions_that_the_peer_has_already_are_not_sent_again(pooled: PoolSender) -> None:
+    assert pooled.send(1, {0: (0, 1), 1: (1, 1)})
+    assert pooled.send(2, {0: (0, 1), 2: (1, 2)}, keep=1)
+    assert pooled.sent == [tuple(EXPERTS[:2]), (EXPERTS[1],)]
+    assert pooled.readable() == {1: EXPERTS[:2], 2: EXPERTS[:2]}
+
+
+def test_index_that_names_a_version_that_is_overwritten_is_removed(pooled: PoolSender) -> None:
+    assert pooled.send(1, {0: (0, 1)})
+    assert pooled.send(2, {1: (0, 2)}, keep=1)
+    assert pooled.send(3, {0: (0, 3)}, keep=2)
+    assert pooled.readable() == {2: EXPERTS[:1], 3: EXPERTS[:1]}
+
+
+def test_slot_of_a_pool_of_another_geometry_is_not_taken_for_one_that_must_be_kept(
+    pooled: PoolSender,
 ) -> None:
-    sender.fails_at = {6}
-    sender.send(NEW, 0)
-    sender.send(NEW, 1)
-    replica = sender.replica(NEW, 2, keep=None)
-    replica.region.mapping[NEW.layout.snapshots[0][0].offset] ^= 0x01
-    assert not sender.send_replica(replica)
-    assert "does not match its checksum" in sender.reasons()[-1]
-    assert sender.found() == {}
+    # The start before had another k: what it left names slots of another file.
+    directory = pooled.peer.regions[0].directory
+    old = pooled.make_pool(directory, num_slots=5)
+    region, index = fill_region(directory, 0, rank=SOURCE, iteration=1)
+    add_units(region, index, dict([put_in_slot(old, 0, 0, iteration=1)]))
+    pooled.peer.regions[0].iteration = 1
+    assert pooled.send(2, {0: (0, 2)}, keep=1)
 
 
-def test_stretch_that_breaks_off_leaves_the_snapshots_before_it_intact(sender: Sender) -> None:
-    sender.send(NEW, 0)
-    sender.fails_at = {6}
-    sender.send(NEW, 1)
-    assert sender.found() == {5: 1}
+@pytest.mark.parametrize("wrong", [{"file": "pool_7x192.safetensors"}, {"offset": 64}])
+def test_version_without_a_place_in_the_peers_pool_is_refused(
+    tmp_path: Path, pooled: PoolSender, wrong: dict[str, object]
+) -> None:
+    region, index = own_state(tmp_path, 5)
+    name, unit = put_in_slot(pooled.pool, 0, 0)
+    index = add_units(region, index, {name: msgspec.structs.replace(unit, **wrong)})
+    with pytest.raises(OSError, match="has no place in the pool|closed|reset|pipe"):
+        pooled.connection.put(replica_of(region, index, None, pooled.pool), [name], no_fault)
+    assert pooled.readable() == {}
+
+
+def test_version_that_is_corrupt_is_refused(pooled: PoolSender, reports: Reports) -> None:
+    region, index = own_state(pooled.tmp_path, 5)
+    name, unit = put_in_slot(pooled.pool, 0, 0)
+    index = add_units(region, index, {name: unit})
+    pooled.pool.mapping[unit.offset] ^= 0x20
+    assert not pooled.replicator.replicate(replica_of(region, index, None, pooled.pool))
+    assert f"unit {name} does not match its checksum" in reports.drain()[-1].fields["reason"]
+    assert pooled.readable() == {}

@@ -2,13 +2,11 @@
 
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from moe_ft.engine.links.messages import (
-    CHUNK_BYTES,
     REPLY,
     REQUEST,
     Deadline,
@@ -45,21 +43,6 @@ def test_request_arrives_as_it_was_sent(pair: Pair, request_: Put | Get) -> None
     assert REQUEST.decode(receive_header(pair[1], far())) == request_
 
 
-def test_reply_is_followed_by_its_bytes(pair: Pair) -> None:
-    send(pair[0], Reply(num_bytes=5), far())
-    send_all(pair[0], b"bytes", far())
-    reply = REPLY.decode(receive_header(pair[1], far()))
-    assert receive(pair[1], reply.num_bytes, far()) == b"bytes"
-
-
-def test_content_larger_than_a_step_arrives_whole(pair: Pair) -> None:
-    content = bytes(range(256)) * (CHUNK_BYTES // 256 + 1)
-    sender = threading.Thread(target=send_all, args=(pair[0], content, far()))
-    sender.start()
-    assert receive(pair[1], len(content), far()) == content
-    sender.join()
-
-
 def test_content_that_nobody_wants_is_passed_over(pair: Pair) -> None:
     send_all(pair[0], b"unwanted", far())
     send(pair[0], Reply(), far())
@@ -90,8 +73,3 @@ def test_deadline_that_is_over_raises() -> None:
     assert deadline.is_over
     with pytest.raises(TimeoutError, match=r"not done within 0\.0 s"):
         _ = deadline.rest_s
-
-
-def test_deadline_grows_with_the_bytes() -> None:
-    assert not Deadline.for_bytes(0).is_over
-    assert Deadline.for_bytes(10**9).rest_s > Deadline.for_bytes(0).rest_s + 10

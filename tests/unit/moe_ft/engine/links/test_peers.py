@@ -4,7 +4,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,18 +18,24 @@ from moe_ft.engine.links.messages import (
     send,
     send_all,
 )
-from moe_ft.engine.links.peers import PeerConnection, PeerReplicator
+from moe_ft.engine.links.peers import PeerConnection, PeerReplicator, Replica
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.topology import RankInfo
-from tests.ports import free_port
 from tests.unit.moe_ft.builders import (
     fill_region,
+    make_window,
 )
 from tests.unit.moe_ft.engine.links.conftest import PATIENCE_S
+from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
+    COMPLETE,
+    FIRST_ITERATION,
+    LENGTH,
+    Recorder,
+    Trainer,
+)
 from tests.unit.moe_ft.peer import (
     DEADLINE_S,
     HOLDER,
@@ -45,6 +50,7 @@ from tests.unit.moe_ft.peer import (
     own_state,
     replica_of,
 )
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -74,15 +80,6 @@ def only(reports: Reports) -> Report:
 # Keeping replicas
 
 
-def test_first_replica_of_a_fresh_start_arrives(
-    tmp_path: Path, peer: Peer, replicator: PeerReplicator, reports: Reports
-) -> None:
-    region, index = own_state(tmp_path, 5)
-    replicator.replicate(replica_of(region, index, None))
-    assert only(reports).event == "replicate"
-    assert peer.committed() == {5: bytes(region.mapping)}
-
-
 def test_replica_arrives_bit_for_bit(
     tmp_path: Path, peer: Peer, replicator: PeerReplicator
 ) -> None:
@@ -91,129 +88,9 @@ def test_replica_arrives_bit_for_bit(
     assert peer.committed() == {5: bytes(region.mapping)}
 
 
-def test_index_of_a_replica_names_the_file_beside_it_and_else_is_the_same(
-    tmp_path: Path, peer: Peer, replicator: PeerReplicator
-) -> None:
-    region, index = own_state(tmp_path, 5, number=2)  # neither of the two at the peer
-    replicator.replicate(replica_of(region, index, 4))
-    (path,) = peer.regions[0].directory.glob("region_*.json")
-    found = decode(path.read_bytes(), Index, str(path))
-    assert found.file == path.with_suffix(".safetensors").name
-    assert msgspec.structs.replace(found, file=index.file) == index
-
-
-def test_replica_that_arrived_is_reported_with_its_peers(
-    tmp_path: Path, replicator: PeerReplicator, reports: Reports
-) -> None:
-    region, index = own_state(tmp_path, 5)
-    replicator.replicate(replica_of(region, index, 4))
-    report = only(reports)
-    assert (report.event, report.iteration) == ("replicate", 5)
-    assert (report.fields["peers"], report.fields["bytes"]) == ([HOLDER], index.file_bytes)
-
-
-def test_replica_goes_to_those_peers_only_that_it_is_for(
-    tmp_path: Path, peer: Peer, replicator: PeerReplicator, reports: Reports
-) -> None:
-    replica = replica_of(*own_state(tmp_path, 5), None)
-    assert replicator.replicate(replace(replica, peers=frozenset({HOLDER + 1})))
-    assert not peer.committed() and not list(reports.drain())
-    assert replicator.replicate(replace(replica, peers=frozenset({HOLDER})))
-    assert set(peer.committed()) == {5}
-
-
-def test_replica_of_the_complete_snapshot_is_never_overwritten(
-    tmp_path: Path, peer: Peer, replicator: PeerReplicator
-) -> None:
-    kept: bytes | None = None
-    for iteration in range(1, 8):
-        region, index = own_state(tmp_path, iteration, number=iteration % 2)
-        replicator.replicate(replica_of(region, index, iteration - 1))
-        assert peer.committed()[iteration] == bytes(region.mapping)
-        assert kept is None or peer.committed()[iteration - 1] == kept
-        kept = bytes(region.mapping)
-
-
-def test_replica_of_the_complete_snapshot_survives_many_that_were_not_completed(
-    tmp_path: Path, peer: Peer, replicator: PeerReplicator
-) -> None:
-    region, index = own_state(tmp_path, 1)
-    replicator.replicate(replica_of(region, index, 0))
-    kept = bytes(region.mapping)
-    for iteration in (2, 3, 4):
-        region, index = own_state(tmp_path, iteration, number=1)
-        replicator.replicate(replica_of(region, index, 1))
-        assert peer.committed() == {1: kept, iteration: bytes(region.mapping)}
-
-
-def restart(peer: Peer) -> None:
-    """Open the replicas again as a new process does that was restored from iteration 5."""
-    for region in peer.regions:
-        region.close()
-        region.open()
-        region.iteration = 5 if region.index_path.exists() else None
-
-
-def test_replica_that_a_start_was_restored_from_survives_the_first_new_one(
-    tmp_path: Path, peer: Peer, replicator: PeerReplicator
-) -> None:
-    # The rank's node was replaced: this replica is all that there is of its state.
-    region, index = own_state(tmp_path, 5)
-    replicator.replicate(replica_of(region, index, 4))
-    restart(peer)
-    restored = peer.committed()[5]
-    region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(replica_of(region, index, 5))
-    assert peer.committed() == {5: restored, 6: bytes(region.mapping)}
-
-
 def spoil_data(region: Region, index: Index) -> Index:
     region.mapping[index.units["embedding"].offset] ^= 0x20
     return index
-
-
-def spoil_header(region: Region, index: Index) -> Index:
-    region.mapping[index.header_bytes - 1] ^= 0x20
-    return index
-
-
-def spoil_checksum(region: Region, index: Index) -> Index:
-    unit = msgspec.structs.replace(index.units["embedding"], checksum="0" * 16)
-    return msgspec.structs.replace(index, units={**index.units, "embedding": unit})
-
-
-def escape_directory(region: Region, index: Index) -> Index:
-    return msgspec.structs.replace(index, file="../region_0.safetensors")
-
-
-WRONG = pytest.mark.parametrize(
-    "spoil", [spoil_data, spoil_header, spoil_checksum, escape_directory]
-)
-
-
-@WRONG
-def test_replica_that_is_corrupt_is_refused_and_the_one_before_intact(
-    tmp_path: Path, peer: Peer, reports: Reports, replicator: PeerReplicator, spoil: object
-) -> None:
-    region, index = own_state(tmp_path, 5)
-    replicator.replicate(replica_of(region, index, 4))
-    before, reported = peer.committed(), reports.drain()
-    assert reported[0].event == "replicate"
-    region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(replica_of(region, spoil(region, index), 5))  # type: ignore[operator]
-    assert only(reports).event == "degraded"
-    assert peer.committed() == before
-
-
-@WRONG
-def test_replica_after_a_corrupt_one_is_taken_again(
-    tmp_path: Path, peer: Peer, replicator: PeerReplicator, spoil: object
-) -> None:
-    region, index = own_state(tmp_path, 5)
-    replicator.replicate(replica_of(region, spoil(region, index), 4))  # type: ignore[operator]
-    region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(replica_of(region, index, 4))
-    assert peer.committed() == {6: bytes(region.mapping)}
 
 
 def test_replica_with_a_wrong_token_is_refused_and_nothing_kept(
@@ -309,20 +186,6 @@ def test_peer_that_is_gone_is_tried_less_and_less_often(
     assert "rank 7 failed 2 times; tried again in" in rest[0].fields["reason"]
 
 
-def test_peer_that_comes_back_gets_the_next_replica(
-    tmp_path: Path, peer: Peer, reports: Reports
-) -> None:
-    address = (HOST, free_port())
-    gone = msgspec.convert({**info_fields(peer.info), "address": address}, RankInfo)
-    replicator = PeerReplicator([gone], TOKEN, reports, no_fault, Clock())
-    region, index = own_state(tmp_path, 5)
-    assert not replicator.replicate(replica_of(region, index, 4))
-    replicator._pairs[HOLDER].connection._address = peer.info.address
-    assert replicator.replicate(replica_of(region, index, 4))
-    replicator.close()
-    assert [report.event for report in reports.drain()] == ["degraded", "replicate"]
-
-
 def test_peer_that_does_not_say_a_word_is_given_up(
     tmp_path: Path, peer: Peer, reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,27 +245,8 @@ def test_peer_that_sends_a_trickle_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         is_over.set()
 
 
-def test_peer_that_is_left_still_gets_replicas(
-    tmp_path: Path, peer: Peer, reports: Reports
-) -> None:
-    gone = msgspec.convert({**info_fields(peer.info), "rank": 1, "address": (HOST, 1)}, RankInfo)
-    replicator = PeerReplicator([gone, peer.info], TOKEN, reports, no_fault, Clock())
-    region, index = own_state(tmp_path, 5)
-    replicator.replicate(replica_of(region, index, 4))
-    replicator.close()
-    degraded, replicated = reports.drain()
-    assert "rank 1" in degraded.fields["reason"]
-    assert replicated.fields["peers"] == [HOLDER]
-
-
 def info_fields(info: RankInfo) -> dict[str, object]:
     return {name: getattr(info, name) for name in RankInfo.__dataclass_fields__}
-
-
-def test_rank_without_peers_that_listen_reports_nothing(tmp_path: Path, reports: Reports) -> None:
-    region, index = own_state(tmp_path, 5)
-    PeerReplicator([], TOKEN, reports, no_fault, Clock()).replicate(replica_of(region, index, None))
-    assert reports.drain() == []
 
 
 def test_corrupt_replica_raises_what_the_peer_found(tmp_path: Path, peer: Peer) -> None:
@@ -410,3 +254,102 @@ def test_corrupt_replica_raises_what_the_peer_found(tmp_path: Path, peer: Peer) 
     spoil_data(region, index)
     with pytest.raises(CorruptStateError, match="rank 3: unit embedding does not match"):
         peer.connect().put(replica_of(region, index, 4), (), no_fault)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def sending(tmp_path: Path, recorder: Recorder) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path, recorder)
+    yield trainer
+    recorder.may_go_on.set()
+    trainer.writer.close(DEADLINE_S)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path)
+    yield trainer
+    trainer.writer.close(DEADLINE_S)
+
+
+def test_sender_that_fails_is_reported_and_the_next_snapshot_is_sent(
+    sending: Trainer, recorder: Recorder
+) -> None:
+    recorder.answer = ValueError("a mistake of ours")
+    job = sending.run(sending.request(0))
+    assert job.state is COMPLETE
+    assert not job.is_protected
+    assert sending.reasons() == ["ValueError: a mistake of ours"]
+    recorder.answer = True
+    job = sending.run(sending.request(1))
+    assert job.state is COMPLETE
+    assert job.is_protected
+
+
+def test_snapshot_that_is_not_for_peers_is_complete_without_them(
+    sending: Trainer, recorder: Recorder
+) -> None:
+    assert sending.take(0, is_sent_to_peers=False) is COMPLETE
+    assert recorder.replicas == []
+
+
+def recovered(sending: Trainer) -> Replica:
+    """Return what peers are to get that a recovery has left."""
+    window = make_window(first_iteration=FIRST_ITERATION - LENGTH)
+    return Replica(
+        region=sending.regions[1],
+        pool=None,
+        index=window.index,
+        start_byte=0,
+        end_byte=window.layout.ends[-1],
+        keep_iteration=None,
+    )
+
+
+@pytest.mark.parametrize("failure", [False, ValueError("a mistake of ours")], ids=str)
+def test_what_was_recovered_is_tried_again_until_peers_have_it(
+    failure: bool | Exception,
+    sending: Trainer,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moe_ft.engine.links.peers._RECOVERED_RETRY_S", 0.01)
+    recorder.answer = failure
+    replica = recovered(sending)
+    sending.writer.send(replica)
+    wait_for(lambda: len(recorder.replicas) > 2, "it to be tried again")
+    recorder.answer = True
+    wait_for(lambda: recorder.accepted, "peers to have it")
+    number = recorder.replicas.count(replica)
+    assert sending.take(0) is COMPLETE
+    assert recorder.replicas.count(replica) == number  # never again after that
+    assert recorder.replicas[-1].index.iteration == FIRST_ITERATION
+
+
+def test_what_was_recovered_is_not_tried_again_after_something_newer(
+    sending: Trainer, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_ft.engine.links.peers._RECOVERED_RETRY_S", 0.01)
+    recorder.answer = False
+    sending.writer.send(recovered(sending))
+    wait_for(lambda: len(recorder.replicas) > 1, "it to be tried again")
+    for position in range(LENGTH):
+        sending.take(position)
+    assert [each.index.iteration for each in recorder.replicas][-LENGTH:] == [5, 6, 7]
+
+
+def test_writer_that_is_closed_sends_what_was_committed_before(
+    tmp_path: Path, recorder: Recorder
+) -> None:
+    trainer = Trainer(tmp_path, recorder)
+    jobs = []
+    for position in range(LENGTH):
+        jobs.append(trainer.submit(trainer.request(position)))
+        assert jobs[-1].copied.wait(DEADLINE_S)
+    trainer.writer.close(DEADLINE_S)
+    assert [job.state for job in jobs] == [COMPLETE] * LENGTH
+    assert recorder.is_closed

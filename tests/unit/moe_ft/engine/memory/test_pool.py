@@ -1,6 +1,5 @@
 """Slots: a valid file, never one that is needed, and enough of them whatever happens."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from moe_ft.engine.memory.pool import FetchedVersion, Pool, PoolVersions
-from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.errors import SnapshotError
 from moe_ft.format.entries import UnitEntry
 from moe_ft.planning.experts import ExpertLayout
@@ -21,7 +19,7 @@ from moe_ft.strategies.partial.experts_per_layer import PlannedRun
 from moe_ft.strategies.partial.selection import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.units import UnitId, UnitKind
-from tests.unit.moe_ft.builders import fill_region, put_in_slot
+from tests.unit.moe_ft.builders import put_in_slot
 
 CHECKSUM = "0" * 16
 
@@ -53,17 +51,6 @@ def test_pool_is_a_safetensors_file_that_declares_its_slots(pool: Pool) -> None:
         assert sorted(file.keys()) == [f"slot/{slot}" for slot in range(4)]
 
 
-def test_pool_of_many_slots_is_a_safetensors_file(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, 64, 700)
-    pool.open()
-    with safe_open(pool.data_path, framework="numpy") as file:
-        assert len(file.keys()) == 700
-
-
-def test_pool_has_its_geometry_in_its_name(pool: Pool) -> None:
-    assert pool.name == "pool_4x192.safetensors"
-
-
 def test_pool_that_is_opened_again_keeps_its_versions(tmp_path: Path, pool: Pool) -> None:
     name, unit = put_in_slot(pool, 2, 7)
     before = bytes(pool.mapping)
@@ -72,17 +59,6 @@ def test_pool_that_is_opened_again_keeps_its_versions(tmp_path: Path, pool: Pool
     again.open()
     assert bytes(again.mapping) == before
     assert again.has_place(unit), name
-
-
-@pytest.mark.parametrize("slot", range(4))
-def test_slot_is_found_by_its_offset(pool: Pool, slot: int) -> None:
-    assert pool.slot_at(pool.offset_of(slot)) == slot
-
-
-def test_slots_do_not_overlap_and_end_with_the_file(pool: Pool) -> None:
-    offsets = [pool.offset_of(slot) for slot in range(5)]
-    assert {b - a for a, b in zip(offsets, offsets[1:], strict=False)} == {192}
-    assert offsets[-1] == pool.num_bytes
 
 
 @pytest.mark.parametrize(
@@ -106,10 +82,6 @@ def test_version_that_does_not_lie_in_one_slot_has_no_place(
 def test_pool_without_enough_free_slots_says_how_many_there_are(pool: Pool) -> None:
     with pytest.raises(SnapshotError, match="3 slots are needed, 2 of 4 are free"):
         pool.find_free(3, {0, 2})
-
-
-def test_free_slots_are_those_that_are_not_used(pool: Pool) -> None:
-    assert pool.find_free(2, {0, 2}) == [1, 3]
 
 
 # Which slots may be used again
@@ -216,72 +188,6 @@ def test_slots_that_are_needed_are_never_handed_out_and_there_are_always_enough(
         getattr(rank, step)()
 
 
-def test_versions_without_a_pool_find_nothing_and_hold_nothing(tmp_path: Path) -> None:
-    versions = PoolVersions(None)
-    versions.settle(tmp_path / "region_0.json", {})
-    versions.adopt({})
-    assert versions.find_free(0) == []
-    assert versions.newest == {}
-
-
-def test_version_that_the_next_snapshot_does_not_hold_is_carried(pool: Pool) -> None:
-    versions = PoolVersions(pool)
-    newest = {"a": entry(pool, 0), "b": entry(pool, 1)}
-    versions.settle(Path("region_0.json"), newest)
-    assert versions.carried({"a"}) == {"b": newest["b"]}
-
-
-def test_unit_without_a_version_is_not_kept_for_storage(pool: Pool) -> None:
-    versions = PoolVersions(pool)
-    versions.settle(Path("region_0.json"), {"a": entry(pool, 0)})
-    assert versions.keep_persisting(["b", "a"]) == ["a"]
-
-
-# Indexes that name what is overwritten
-
-
-class Regions:
-    """Two committed regions whose indexes name slots 0 and 1."""
-
-    def __init__(self, tmp_path: Path, pool: Pool) -> None:
-        self.regions = [fill_region(tmp_path / "rank", number)[0] for number in range(3)]
-        self.versions = PoolVersions(pool)
-        for slot in range(2):
-            self.versions.settle(self.regions[slot].index_path, {"a": entry(pool, slot)})
-
-    def committed(self) -> list[int]:
-        """Return the regions that have an index."""
-        return [each.number for each in self.regions if each.index_path.exists()]
-
-
-@pytest.fixture
-def regions(tmp_path: Path, pool: Pool) -> Regions:
-    return Regions(tmp_path, pool)
-
-
-def test_index_that_names_a_slot_that_is_filled_is_removed(regions: Regions) -> None:
-    regions.versions.outdate(regions.regions[2], regions.regions[:2], [0])
-    assert regions.committed() == [1, 2]
-
-
-def test_index_of_which_nothing_is_known_is_removed_when_slots_are_filled(regions: Regions) -> None:
-    regions.versions.outdate(regions.regions[0], regions.regions, [3])
-    assert 2 not in regions.committed()
-
-
-def test_index_stays_when_no_slot_is_filled(regions: Regions) -> None:
-    regions.versions.outdate(regions.regions[0], regions.regions, [])
-    assert regions.committed() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("role", [Role.RECOVERY, Role.PERSIST])
-def test_index_of_a_region_that_is_needed_stays(regions: Regions, role: Role) -> None:
-    needed: Region = regions.regions[0]
-    needed.role = role
-    regions.versions.outdate(regions.regions[2], regions.regions[:2], [0])
-    assert 0 in regions.committed()
-
-
 # What a recovery puts back
 
 
@@ -295,23 +201,6 @@ def restored(pool: Pool, slot: int, expert: int, *, is_in_pool: bool) -> tuple[s
     return name, FetchedVersion(entry=unit, content=content, is_in_pool=is_in_pool)
 
 
-def test_version_that_is_in_the_pool_stays_where_it_is(pool: Pool) -> None:
-    name, version = restored(pool, 3, 1, is_in_pool=True)
-    versions = PoolVersions(pool)
-    versions.adopt({name: version})
-    assert versions.newest == {name: version.entry}
-
-
-def test_version_of_a_replica_gets_the_slot_that_it_had(tmp_path: Path, pool: Pool) -> None:
-    replica = Pool(tmp_path / "replica", 132, 4)
-    replica.open()
-    name, version = restored(replica, 2, 1, is_in_pool=False)
-    versions = PoolVersions(pool)
-    versions.adopt({name: version})
-    assert versions.newest == {name: version.entry}
-    assert content_of(pool, version.entry) == bytes(version.content)
-
-
 def test_version_whose_slot_is_taken_gets_another_one(tmp_path: Path, pool: Pool) -> None:
     replica = Pool(tmp_path / "replica", 132, 4)
     replica.open()
@@ -323,14 +212,3 @@ def test_version_whose_slot_is_taken_gets_another_one(tmp_path: Path, pool: Pool
     moved = versions.newest[other]
     assert moved.offset != own.entry.offset
     assert content_of(pool, moved) == bytes(elsewhere.content)
-
-
-def test_version_from_storage_gets_a_free_slot(tmp_path: Path, pool: Pool) -> None:
-    storage = Pool(tmp_path / "other", 132, 4)
-    storage.open()
-    name, version = restored(storage, 2, 1, is_in_pool=False)
-    on_storage = msgspec.structs.replace(version.entry, file="", offset=12345)
-    versions = PoolVersions(pool)
-    versions.adopt({name: replace(version, entry=on_storage)})
-    assert pool.has_place(versions.newest[name])
-    assert content_of(pool, versions.newest[name]) == bytes(version.content)

@@ -6,12 +6,9 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine.memory.job_directory import entered_job, own_directory, replica_directory
-from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import RankMemory, holds
-from moe_ft.format.identity import Start
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import (
-    WINDOW_FILE_BYTES,
     fill_region,
     fill_window,
     make_identity,
@@ -64,10 +61,6 @@ def test_memory_has_the_regions_and_the_pool_that_the_topology_says(tmp_path: Pa
     assert {(own / name).stat().st_size for name in regions} == {SIZE}
 
 
-def test_rank_whose_snapshots_hold_every_unit_has_no_pool(tmp_path: Path) -> None:
-    assert memory_of(tmp_path, rank=1).pool is None
-
-
 def test_regions_and_replicas_of_the_recovered_state_get_its_iteration(tmp_path: Path) -> None:
     fill_region(own_directory(tmp_path / "a", 0), 1, iteration=5)
     fill_region(own_directory(tmp_path / "a", 0), 0, iteration=4)
@@ -78,48 +71,12 @@ def test_regions_and_replicas_of_the_recovered_state_get_its_iteration(tmp_path:
     assert [region.iteration for region in memory.replicas[2].regions] == [5, None]
 
 
-def test_nothing_is_kept_after_a_fresh_start(tmp_path: Path) -> None:
-    fill_region(own_directory(tmp_path / "a", 0), 1, iteration=5)
-    memory = memory_of(tmp_path)
-    memory.open(None)
-    assert [region.iteration for region in memory.regions] == [None, None]
-
-
-@pytest.mark.parametrize(("start", "iteration"), [(OTHER_START, 5), (START, 6)])
-def test_region_of_another_state_does_not_hold_it(
-    tmp_path: Path, start: Start, iteration: int
-) -> None:
-    region, _ = fill_region(tmp_path)
-    assert holds(region.index_path, START, 5)
-    assert not holds(region.index_path, start, iteration)
-
-
 @pytest.mark.parametrize("num_snapshots", [1, 2, 3])
 def test_region_holds_a_state_only_if_its_window_is_whole(
     tmp_path: Path, num_snapshots: int
 ) -> None:
     region, _ = fill_window(tmp_path, num_snapshots=num_snapshots)
     assert holds(region.index_path, START, 4 + num_snapshots) == (num_snapshots == 3)
-
-
-def test_window_that_is_not_whole_is_free_to_be_overwritten_after_a_recovery(
-    tmp_path: Path,
-) -> None:
-    # The state was recovered from elsewhere; what ends at its iteration here has not begun there.
-    topology = Topology(ranks=(info(0, "a", num_slots=0, region_bytes=WINDOW_FILE_BYTES),))
-    directory = own_directory(tmp_path / "a", 0)
-    fill_window(directory, 0, first_iteration=6, num_snapshots=2)
-    fill_window(directory, 1, first_iteration=5)
-    memory = RankMemory(tmp_path / "a", 0, topology, [], persists=False)
-    memory.open((START, 7))
-    assert [region.iteration for region in memory.regions] == [None, 7]
-
-
-def test_region_without_an_index_or_with_a_corrupt_one_holds_nothing(tmp_path: Path) -> None:
-    region, _ = fill_region(tmp_path)
-    assert not holds(tmp_path / "region_9.json", START, 5)
-    region.index_path.write_bytes(b"{}")
-    assert not holds(region.index_path, START, 5)
 
 
 def test_regions_of_another_size_stay_beside_the_new_ones_until_they_are_left_over(
@@ -133,16 +90,6 @@ def test_regions_of_another_size_stay_beside_the_new_ones_until_they_are_left_ov
     assert (own / "region_0.json").exists()
     memory.remove_left_overs()
     assert files(own) == {"region_1.safetensors", "region_2.safetensors", "pool_3x64.safetensors"}
-
-
-def test_pool_of_another_geometry_stays_until_it_is_left_over(tmp_path: Path) -> None:
-    own = own_directory(tmp_path / "a", 0)
-    Pool(own, 64, 8).open()
-    memory = memory_of(tmp_path)
-    memory.open(None)
-    assert "pool_8x64.safetensors" in files(own)
-    memory.remove_left_overs()
-    assert "pool_8x64.safetensors" not in files(own)
 
 
 def test_replicas_for_ranks_that_are_served_elsewhere_now_are_left_over(tmp_path: Path) -> None:
@@ -167,15 +114,6 @@ def test_memory_of_ranks_that_are_on_other_nodes_now_is_removed_by_the_lowest_ra
     assert orphan.exists() == stays
 
 
-def test_memory_of_other_ranks_of_the_node_is_not_left_over(tmp_path: Path) -> None:
-    neighbour = own_directory(tmp_path / "a", 1)
-    neighbour.mkdir(parents=True)
-    memory = memory_of(tmp_path)
-    memory.open(None)
-    memory.remove_left_overs()
-    assert neighbour.exists()
-
-
 def test_files_that_are_not_of_moe_ft_are_not_left_over(tmp_path: Path) -> None:
     memory = memory_of(tmp_path)
     memory.open(None)
@@ -194,14 +132,6 @@ def test_lowest_rank_removes_the_nodes_memory_at_a_clean_end(tmp_path: Path) -> 
     assert not (tmp_path / "job").exists()
 
 
-def test_other_rank_removes_only_its_own_memory_at_a_clean_end(tmp_path: Path) -> None:
-    memory, neighbour = memory_of(tmp_path, rank=1), memory_of(tmp_path)
-    memory.open(None)
-    neighbour.open(None)
-    memory.remove()
-    assert files(tmp_path / "a") == {"rank_00000", "replica_00002_at_00000"}
-
-
 def test_memory_that_was_never_pinned_is_unpinned_without_a_driver(tmp_path: Path) -> None:
     memory = memory_of(tmp_path)
     memory.unpin()  # a start that has found no room has not even opened it
@@ -213,16 +143,6 @@ def test_memory_that_was_never_pinned_is_unpinned_without_a_driver(tmp_path: Pat
 def with_breakpoint(num_bytes: int = 4096) -> Topology:
     own = replace(TWO_NODES.ranks[0], breakpoint_bytes=num_bytes)
     return Topology(ranks=(own, *TWO_NODES.ranks[1:]))
-
-
-def test_breakpoint_is_reserved_and_counted_with_what_is_the_ranks_own(tmp_path: Path) -> None:
-    memory = memory_of(tmp_path, with_breakpoint())
-    without = memory_of(tmp_path).num_own_bytes
-    memory.open(None)
-    path = own_directory(tmp_path / "a", 0) / "breakpoint.safetensors"
-    assert path.stat().st_size == 4096
-    assert memory.num_own_bytes == without + 4096
-    memory.close()
 
 
 def test_breakpoint_keeps_what_it_holds_and_goes_when_it_is_no_longer_asked_for(

@@ -69,14 +69,6 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.mark.parametrize(("before", "after"), sorted(ALLOWED, key=str))
-def test_role_that_may_follow_is_taken(tmp_path: Path, before: Role, after: Role) -> None:
-    region = Region(tmp_path, 0, NUM_BYTES)
-    region.role = before
-    region.advance(after)
-    assert region.role is after
-
-
 @pytest.mark.parametrize(("before", "after"), [move for move in MOVES if move not in ALLOWED])
 def test_role_that_may_not_follow_is_refused_with_both_names(
     tmp_path: Path, before: Role, after: Role
@@ -93,37 +85,6 @@ def test_role_that_may_not_follow_is_refused_with_both_names(
 def test_constructor_touches_no_files(tmp_path: Path) -> None:
     Region(tmp_path / "rank", 0, NUM_BYTES)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_region_that_is_not_open_has_no_mapping(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match=r"region_0\.safetensors is not open"):
-        _ = Region(tmp_path, 0, NUM_BYTES).mapping
-
-
-def test_open_region_has_its_size_in_allocated_memory(tmp_path: Path) -> None:
-    region = opened(tmp_path)
-    status = region.data_path.stat()
-    assert (len(region.mapping), status.st_size) == (NUM_BYTES, NUM_BYTES)
-    assert status.st_blocks * 512 >= NUM_BYTES
-
-
-def test_region_without_a_commit_has_no_index(tmp_path: Path) -> None:
-    region = opened(tmp_path / "node" / "rank_00000")
-    region.mapping[:4] = b"data"
-    assert index_paths(tmp_path / "node") == ([], [])
-
-
-def test_committed_region_has_exactly_the_index_it_was_given(tmp_path: Path) -> None:
-    region = opened(tmp_path)
-    region.commit(b"an index", 7)
-    assert region.index_path.read_bytes() == b"an index"
-    assert region.iteration == 7
-
-
-def test_committed_region_leaves_no_temporary_file(tmp_path: Path) -> None:
-    region = opened(tmp_path)
-    region.commit(b"an index", 7)
-    assert {path.name for path in tmp_path.iterdir()} == {"region_0.json", "region_0.safetensors"}
 
 
 def test_reader_during_commits_sees_a_whole_index_or_the_one_before(tmp_path: Path) -> None:
@@ -153,29 +114,6 @@ def test_reader_during_commits_sees_a_whole_index_or_the_one_before(tmp_path: Pa
     assert torn == []
 
 
-def test_invalidated_region_holds_nothing(tmp_path: Path) -> None:
-    region = opened(tmp_path)
-    region.commit(b"an index", 7)
-    region.invalidate()
-    assert not region.index_path.exists()
-    assert region.iteration is None
-
-
-def test_region_without_an_index_is_invalidated_without_complaint(tmp_path: Path) -> None:
-    opened(tmp_path).invalidate()
-
-
-def test_content_of_an_earlier_process_survives_reopening(tmp_path: Path) -> None:
-    region = opened(tmp_path)
-    region.mapping[:] = bytes(range(256)) * (NUM_BYTES // 256) + b"x" * (NUM_BYTES % 256)
-    before = bytes(region.mapping)
-    region.commit(b"an index", 7)
-    region.close()
-    again = opened(tmp_path)
-    assert bytes(again.mapping) == before
-    assert again.index_path.read_bytes() == b"an index"
-
-
 def test_content_written_by_a_process_that_was_killed_survives(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from moe_ft.engine.memory.regions import Region\n"
@@ -200,21 +138,6 @@ def test_left_over_of_another_size_is_dropped_with_its_index(
     again = opened(tmp_path, num_bytes=num_bytes)
     assert bytes(again.mapping) == b"\0" * num_bytes
     assert not again.index_path.exists()
-
-
-def test_regions_of_a_directory_are_separate(tmp_path: Path) -> None:
-    first, second = opened(tmp_path, 0), opened(tmp_path, 1)
-    first.mapping[:1], second.mapping[:1] = b"1", b"2"
-    first.commit(b"an index", 7)
-    assert first.mapping[:1] == b"1"
-    assert not second.index_path.exists()
-
-
-def test_closed_region_can_be_closed_again_and_keeps_its_file(tmp_path: Path) -> None:
-    region = opened(tmp_path)
-    region.close()
-    region.close()
-    assert region.data_path.stat().st_size == NUM_BYTES
 
 
 def test_region_whose_memory_is_still_shown_somewhere_can_be_closed(tmp_path: Path) -> None:
@@ -333,10 +256,6 @@ def test_directory_that_is_a_link_has_no_indexes_and_is_said_to_be_one(tmp_path:
     assert [path.parent.name for path in found] == ["rank_00002"]
     assert [problem.split(":")[0] for problem in problems] == ["rank_00003"]
     assert "is a symbolic link" in problems[0]
-
-
-def test_node_without_memory_has_no_indexes(tmp_path: Path) -> None:
-    assert index_paths(tmp_path / "missing") == ([], [])
 
 
 def test_directories_of_jobs_nodes_ranks_and_replicas_are_those_of_the_documentation() -> None:

@@ -7,15 +7,14 @@ import msgspec
 import pytest
 
 from moe_ft.engine.memory.job_directory import own_directory
-from moe_ft.engine.memory.rank_memory import RankMemory, holds
-from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.engine.memory.rank_memory import RankMemory
+from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.memory.restored import FetchedWindow, Handover, keep_restored, replica_to_send
-from moe_ft.format.encoding import decode, encode
+from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index, check_units
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import (
     FRESH,
-    fill_region,
     fill_window,
     make_history,
     make_state,
@@ -77,31 +76,6 @@ def restored(
     )
 
 
-@STATES
-def test_state_that_was_read_from_a_peer_is_a_region_of_this_rank_again(
-    make: Callable[[], State], tmp_path: Path
-) -> None:
-    index, content = make()
-    memory = memory_for(tmp_path, index.file_bytes)
-    (region,) = keep_restored(memory, restored(index, content))
-    assert holds(region.index_path, START, 7)
-    assert (region.role, region.iteration) == (Role.RECOVERY, 7)
-    found = decode(region.index_path.read_bytes(), Index, "")
-    assert found == msgspec.structs.replace(index, file=region.data_path.name)
-    assert region.mapping[: index.header_bytes] == content[: index.header_bytes]
-    check_units(found, {"": memoryview(region.mapping)}, "region")
-    assert [other.iteration for other in memory.regions if other is not region] == [None]
-
-
-def test_state_that_is_in_own_memory_is_kept_where_it_is(tmp_path: Path) -> None:
-    _, window = fill_window(own_directory(tmp_path, 0), 1)
-    memory = memory_for(tmp_path, window.index.file_bytes)
-    (region,) = keep_restored(memory, restored())
-    assert region.number == 1
-    assert memory.regions[0].iteration is None
-    assert not memory.regions[0].index_path.exists()
-
-
 def test_state_that_is_damaged_in_own_memory_is_repaired_in_its_place(tmp_path: Path) -> None:
     damaged, window = fill_window(own_directory(tmp_path, 0), 1)
     unit = next(iter(window.index.compute[0].values()))
@@ -159,39 +133,3 @@ def test_state_that_lies_as_this_version_would_not_lay_it_is_not_brought_back(
     memory = memory_for(tmp_path, index.file_bytes)
     assert keep_restored(memory, restored(other, content)) == []
     assert not list(tmp_path.rglob("*.json"))
-
-
-def test_one_region_stays_free_to_be_filled(tmp_path: Path) -> None:
-    for number in range(2):
-        fill_window(own_directory(tmp_path, 0), number)
-    memory = memory_for(tmp_path, make_window().index.file_bytes)
-    assert len(keep_restored(memory, restored())) == 1
-
-
-def test_peers_that_lack_the_state_get_all_of_it(tmp_path: Path) -> None:
-    window = make_window()
-    memory = memory_for(tmp_path, window.index.file_bytes)
-    state = restored(window.index, window.content, frozenset({3}))
-    (region,) = kept = keep_restored(memory, state)
-    replica = replica_to_send(kept, state)
-    assert replica is not None
-    assert (replica.region, replica.peers, replica.start_byte) == (region, frozenset({3}), 0)
-    assert replica.end_byte == window.layout.ends[-1]
-    assert replica.index.iteration == 7
-    assert replica.keep_iteration is None
-
-
-def test_rank_that_has_no_region_with_the_state_sends_nothing(tmp_path: Path) -> None:
-    assert replica_to_send([], restored(peers=frozenset({3}))) is None
-    region, _ = fill_window(own_directory(tmp_path, 0), first_iteration=4)
-    assert replica_to_send([region], restored(peers=frozenset({3}))) is None
-
-
-def test_state_that_is_in_more_than_its_region_is_not_sent(tmp_path: Path) -> None:
-    region, index = fill_region(own_directory(tmp_path, 0), iteration=7)
-    name, unit = next(iter(index.units.items()))
-    pooled = msgspec.structs.replace(unit, file="pool_1x64.safetensors")
-    index = msgspec.structs.replace(index, units={**index.units, name: pooled})
-    region.commit(encode(index), 7)
-    state = restored(index, bytes(region.mapping), frozenset({3}))
-    assert replica_to_send([region], state) is None

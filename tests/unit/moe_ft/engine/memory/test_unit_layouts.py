@@ -47,17 +47,6 @@ def test_each_snapshot_places_its_units_at_their_levels() -> None:
     assert [each.key for each in compute.tensors] == ["weight"]
 
 
-def test_unit_at_no_level_takes_no_place() -> None:
-    layout = layouts_of(*WINDOW_UNITS).lay_out(plan_of(dict.fromkeys(WINDOW_UNITS, Level.NONE)))
-    assert layout.units == ()
-
-
-def test_layout_has_the_size_of_the_region_once_that_is_known() -> None:
-    layouts, plan = layouts_of(*WINDOW_UNITS), plan_of(dict.fromkeys(WINDOW_UNITS, Level.FULL))
-    layouts.region_bytes = layouts.lay_out(plan).num_bytes + 8192
-    assert layouts.lay_out(plan).num_bytes == layouts.region_bytes
-
-
 def test_plan_that_does_not_fit_the_region_is_an_error_with_both_sizes() -> None:
     layouts = layouts_of(*WINDOW_UNITS)
     layouts.region_bytes = 4096

@@ -108,24 +108,6 @@ def test_request_says_what_is_written_and_where_the_rest_is(tmp_path: Path, node
     assert request.previous == "iter_0000001/rank_00000_a.json"
 
 
-def test_region_that_is_submitted_comes_back_with_a_report(tmp_path: Path, node: Node) -> None:
-    region, index = fill_region(tmp_path / "rank")
-    node.supervisor.start()
-    report = node.persist(region)
-    assert (report.event, report.iteration) == ("persist", 5)
-    assert (report.fields["bytes"], report.fields["path"]) == (index.file_bytes, node.url)
-    assert complete_iterations(Storage(node.url)) == [5]
-
-
-def test_region_that_cannot_be_written_comes_back_degraded(tmp_path: Path, node: Node) -> None:
-    region, index = fill_region(tmp_path / "rank")
-    region.mapping[index.units["embedding"].offset] ^= 1
-    node.supervisor.start()
-    report = node.persist(region)
-    assert (report.event, report.fields["part"]) == ("degraded", "persist")
-    assert "does not match its checksum" in report.fields["reason"]
-
-
 def test_writer_that_is_killed_is_started_again_and_serves(tmp_path: Path, node: Node) -> None:
     node.supervisor.start()
     first = wait_for(node.writer, "the writer")
@@ -281,24 +263,12 @@ def test_writer_that_cannot_start_is_tried_less_often_after_some_attempts(tmp_pa
     node.supervisor.close()
 
 
-def test_writer_that_always_fails_is_tried_less_often_after_some_attempts(tmp_path: Path) -> None:
-    node = Node(tmp_path, [sys.executable, "-S", "-c", "raise SystemExit(3)"])
-    node.supervisor.start()
-    reason = wait_for(lambda: node.reason("it is started again in 60 s"), "the last report")
-    assert "ended with code 3" in reason
-    node.supervisor.close()
-
-
 def test_writer_of_a_supervisor_that_was_closed_is_gone(node: Node) -> None:
     node.supervisor.start()
     writer = wait_for(node.writer, "the writer")
     node.supervisor.close()
     assert not writer.is_running()
     assert node.reason("") is None
-
-
-def test_supervisor_that_was_never_started_can_be_closed(node: Node) -> None:
-    node.supervisor.close()
 
 
 def test_region_of_a_writer_that_does_not_answer_comes_back_degraded(
@@ -334,32 +304,6 @@ def test_request_that_cannot_be_written_is_reported_and_the_region_comes_back(
     node.client.submit(region, [], "", TAG)
     assert node.client.poll() is region
     assert node.reason("cannot ask the writer") is not None
-
-
-def test_requests_and_results_of_an_earlier_start_are_forgotten(node: Node) -> None:
-    paths = [request_path(node.directory, 0), result_path(node.directory, 0)]
-    for path in paths:
-        path.write_bytes(b"{}")
-    node.client.start()
-    assert not any(path.exists() for path in paths)
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"half a res"])
-def test_result_that_cannot_be_understood_is_no_result(
-    tmp_path: Path, node: Node, content: bytes
-) -> None:
-    region, _ = fill_region(tmp_path / "rank")
-    node.client.submit(region, [], "", TAG)
-    result_path(node.directory, 0).write_bytes(content)
-    assert node.client.poll() is None
-
-
-def test_client_that_asked_for_nothing_gets_nothing(node: Node) -> None:
-    assert node.client.poll() is None
-
-
-def test_deadline_of_more_bytes_is_later() -> None:
-    assert persist_deadline_s(10**12) > persist_deadline_s(10**9) > persist_deadline_s(0) > 0
 
 
 @pytest.mark.parametrize(("rank", "num_ranks_counted"), [(0, 3000), (1, 0)])
@@ -398,14 +342,3 @@ def test_late_result_of_a_request_that_was_given_up_is_not_taken_for_that_of_the
     node.client.submit(region, [], "", TAG)
     assert node.client.poll() is None
     assert not node.client.has_failed
-
-
-def test_request_that_is_made_again_is_another_one(tmp_path: Path) -> None:
-    node = Node(tmp_path)
-    region, _ = fill_region(tmp_path)
-    contents = set()
-    for _attempt in range(2):
-        node.client.submit(region, [], "", TAG)
-        contents.add(request_path(node.directory, 0).read_bytes())
-        node.client.cancel()
-    assert len(contents) == 2  # or the writer takes it for one that it has served

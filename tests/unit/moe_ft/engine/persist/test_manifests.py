@@ -20,21 +20,6 @@ def root(storage: Storage) -> None:
     storage.make_root()
 
 
-def test_manifest_is_read_as_it_was_written(storage: Storage) -> None:
-    written = persist_checkpoint(storage, 5, RUN)
-    (path,) = find_manifests(storage, 5)
-    assert path == f"{DIRECTORY}/manifest.json"
-    assert read_manifest(storage, path) == written
-    assert [file.rank for file in written.files] == [0, 1]
-    assert all(source.files == (0, 1) for source in written.units.values())
-
-
-def test_files_without_a_manifest_are_no_checkpoint(storage: Storage) -> None:
-    persist_rank(storage, 0, 5, RUN)
-    assert find_manifests(storage, 5) == []
-    assert list(manifests(storage)) == []
-
-
 def test_manifest_needs_the_index_of_every_rank(storage: Storage) -> None:
     persist_rank(storage, 0, 5, RUN)
     with pytest.raises(OSError):
@@ -54,16 +39,6 @@ def test_manifest_of_a_run_replaces_only_its_own(storage: Storage, identity: Ide
     for each in (RUN, OTHER, identity):
         persist_checkpoint(storage, 5, each)
     assert len(find_manifests(storage, 5)) == 2
-
-
-@LOCAL
-def test_manifest_that_nobody_can_read_is_not_replaced(storage: Storage) -> None:
-    persist_checkpoint(storage, 5, RUN)
-    path = Path(storage.url) / DIRECTORY / "manifest.json"
-    path.write_bytes(b"{")
-    persist_checkpoint(storage, 5, RUN)
-    assert path.read_bytes() == b"{"
-    assert find_manifests(storage, 5)[1] == f"{DIRECTORY}/manifest_run-a.json"
 
 
 @LOCAL

@@ -1,6 +1,6 @@
 """Retention: what is deleted from a persist directory, and what never is."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,20 @@ from hypothesis import strategies as st
 
 from moe_ft.engine.persist.manifests import find_manifests
 from moe_ft.engine.persist.retention import Retention
+from moe_ft.engine.persist.soundness import Listings, check_checkpoint
 from moe_ft.errors import LockLostError
 from moe_ft.files.storage import Storage, file_tag, rank_path
 from moe_ft.format.encoding import encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest
-from tests.unit.moe_ft.builders import make_identity, manifest_of, persist_checkpoint, persist_rank
+from tests.object_store import ObjectStore
+from tests.unit.moe_ft.builders import (
+    make_identity,
+    manifest_of,
+    persist_checkpoint,
+    persist_rank,
+    persist_window,
+)
 from tests.unit.moe_ft.engine.persist.checkpoints import (
     LOCAL,
     complete_iterations,
@@ -29,7 +37,6 @@ from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
 
 TWO_RANKS = make_identity(world_size=2)
 OTHER_RUN = make_identity("run-b")
-AGAIN_FROM = {at: make_identity(history=((0, 0), (1, at))) for at in (3, 4, 70, 90)}
 BACK_ENDS = pytest.mark.parametrize("back_end", ["local", "objects"])
 
 
@@ -79,12 +86,6 @@ def test_retention_of_runs_in_one_directory_follows_the_rule_for_the_writing_run
             assert set(complete_iterations(storage)) == set.union(*expected.values())
 
 
-def test_removed_checkpoints_are_named(storage: Storage) -> None:
-    for iteration in (1, 2, 3):
-        persist_checkpoint(storage, iteration, make_identity())
-    assert Retention(storage, 1).retain(manifest_of(storage, 3)) == [2, 1]
-
-
 def test_checkpoint_is_unmade_before_its_files_are_removed(
     tmp_path: Path, injector: Injector
 ) -> None:
@@ -97,53 +98,6 @@ def test_checkpoint_is_unmade_before_its_files_are_removed(
     assert len(removed) == 5
 
 
-def test_checkpoints_beyond_the_one_that_a_run_went_back_behind_stay_until_it_passes_them(
-    storage: Storage,
-) -> None:
-    for iteration in (4, 6, 8):
-        persist_checkpoint(storage, iteration, make_identity())
-    again = AGAIN_FROM[4]
-    save(storage, 5, again, 2)
-    assert complete_iterations(storage) == [8, 6, 5, 4]
-    save(storage, 9, again, 2)
-    assert complete_iterations(storage) == [9, 5]
-
-
-@LOCAL
-def test_checkpoint_of_an_earlier_incarnation_is_replaced_at_the_same_iteration(
-    storage: Storage,
-) -> None:
-    save(storage, 5, make_identity(), 2)
-    again = AGAIN_FROM[3]
-    save(storage, 5, again, 2)
-    assert manifest_of(storage, 5).identity == again
-    assert len(names(storage, 5)) == 3
-
-
-def test_checkpoints_of_another_lineage_stay(storage: Storage) -> None:
-    for iteration in (1, 2, 9):
-        persist_checkpoint(storage, iteration, make_identity())
-    for iteration in (3, 4):
-        save(storage, iteration, OTHER_RUN, 1)
-    assert complete_iterations(storage) == [9, 4, 2, 1]
-
-
-def test_checkpoint_of_another_lineage_stays_at_the_same_iteration_too(storage: Storage) -> None:
-    theirs = persist_checkpoint(storage, 5, make_identity())
-    ours = save(storage, 5, OTHER_RUN, 1)
-    assert find_manifests(storage, 5) == [manifest_path(5), "iter_0000005/manifest_run-b.json"]
-    assert complete_iterations(storage) == [5]  # all files of both
-    assert {theirs.identity.lineage, ours.identity.lineage} == {"run-a", "run-b"}
-
-
-def test_manifest_that_nobody_can_read_is_not_replaced(storage: Storage) -> None:
-    persist_checkpoint(storage, 5, make_identity())
-    storage.write_atomically(manifest_path(5), b"of a later version")
-    persist_checkpoint(storage, 5, AGAIN_FROM[3])
-    assert storage.read(manifest_path(5)) == b"of a later version"
-    assert find_manifests(storage, 5) == [manifest_path(5), "iter_0000005/manifest_run-a.json"]
-
-
 def rewritten(storage: Storage, iteration: int, older: Manifest) -> Manifest:
     """Return a checkpoint of an iteration that also needs the files of an older one."""
     manifest = persist_checkpoint(storage, iteration, older.identity)
@@ -152,42 +106,11 @@ def rewritten(storage: Storage, iteration: int, older: Manifest) -> Manifest:
     return manifest
 
 
-def test_older_files_that_a_kept_manifest_names_stay(storage: Storage) -> None:
-    older = persist_checkpoint(storage, 1, make_identity())
-    rewritten(storage, 2, older)
-    save(storage, 3, make_identity(), 2)
-    assert find_manifests(storage, 1) == []
-    assert complete_iterations(storage) == [3, 2]
-
-
-def test_older_files_that_a_manifest_of_another_lineage_names_stay(storage: Storage) -> None:
-    older = persist_checkpoint(storage, 1, make_identity())
-    Retention(storage, 1).retain(rewritten(storage, 2, older))
-    save(storage, 3, OTHER_RUN, 1)
-    assert complete_iterations(storage) == [3, 2]
-
-
-def test_older_files_that_a_kept_manifest_names_are_not_incomplete(storage: Storage) -> None:
-    older = persist_checkpoint(storage, 1, make_identity())
-    Retention(storage, 1).retain(rewritten(storage, 2, older))
-    Retention(storage, 1).remove_incomplete(before=3)
-    assert complete_iterations(storage) == [2]
-
-
 def test_files_that_never_became_a_checkpoint_are_removed(storage: Storage) -> None:
     for rank in (0, 1):
         persist_rank(storage, rank, 3, TWO_RANKS)
     Retention(storage, 1).remove_incomplete(before=4)
     assert storage.iterations() == []
-
-
-def test_files_of_this_or_a_newer_iteration_are_not_removed_as_incomplete(
-    storage: Storage,
-) -> None:
-    for iteration in (4, 5):
-        persist_rank(storage, 0, iteration, make_identity())
-    Retention(storage, 1).remove_incomplete(before=4)
-    assert storage.iterations() == [5, 4]
 
 
 @BACK_ENDS
@@ -218,21 +141,6 @@ def test_files_that_are_not_of_moe_ft_stay(storage: Storage) -> None:
     assert names(storage, 1) == {path.name for path in foreign[:3]}
 
 
-@pytest.mark.parametrize("left", ["rank_00001_0123abcd.safetensors.part", "manifest.json.part"])
-def test_older_iteration_that_was_never_completed_is_removed(storage: Storage, left: str) -> None:
-    persist_rank(storage, 0, 3, TWO_RANKS)
-    storage.write(f"iter_0000003/{left}", [memoryview(b'{"xxh3_64"')])
-    save(storage, 4, TWO_RANKS, 2)
-    assert storage.iterations() == [4]
-
-
-def test_newer_iteration_that_is_not_complete_yet_stays(storage: Storage) -> None:
-    persist_rank(storage, 0, 6, TWO_RANKS)
-    before = names(storage, 6)
-    save(storage, 5, TWO_RANKS, 1)
-    assert names(storage, 6) == before
-
-
 def test_corrupt_manifest_and_its_files_are_not_deleted(storage: Storage) -> None:
     persist_checkpoint(storage, 3, make_identity())
     spoiled = storage.read(manifest_path(3))[:-9]
@@ -242,14 +150,6 @@ def test_corrupt_manifest_and_its_files_are_not_deleted(storage: Storage) -> Non
         save(storage, iteration, make_identity(), 1)
     assert names(storage, 3) == before
     assert storage.read(manifest_path(3)) == spoiled
-
-
-def test_corrupt_checkpoint_does_not_count_among_those_that_are_kept(storage: Storage) -> None:
-    for iteration in (1, 2):
-        persist_checkpoint(storage, iteration, make_identity())
-    storage.write_atomically(manifest_path(2), b"{}")
-    save(storage, 3, make_identity(), 2)
-    assert find_manifests(storage, 1)
 
 
 @BACK_ENDS
@@ -264,53 +164,6 @@ def test_checkpoint_whose_manifest_cannot_be_looked_at_stays(
         Retention(storage, 1).retain(manifest)
     injector.forget()
     assert complete_iterations(storage) == [2, 1]
-
-
-def test_damaged_checkpoint_that_a_run_went_back_from_does_not_count_among_those_kept(
-    storage: Storage,
-) -> None:
-    for iteration in (80, 90, 100):
-        save(storage, iteration, make_identity(), 2)
-    save(storage, 110, AGAIN_FROM[90], 2)
-    assert complete_iterations(storage) == [110, 90]
-
-
-@LOCAL
-def test_checkpoints_of_a_dead_branch_never_take_the_place_of_usable_ones(storage: Storage) -> None:
-    for iteration in (70, 80, 90, 100):
-        save(storage, iteration, make_identity(), 4)
-    for iteration in (75, 85, 95, 105):
-        save(storage, iteration, AGAIN_FROM[70], 4)
-    assert complete_iterations(storage) == [105, 95, 85, 75]
-
-
-def test_nothing_is_deleted_while_there_are_too_few_usable_checkpoints(storage: Storage) -> None:
-    for iteration in (80, 90, 100):
-        persist_checkpoint(storage, iteration, make_identity())
-    save(storage, 110, make_identity(history=((0, 0), (1, 0))), 2)
-    assert complete_iterations(storage) == [110, 100, 90, 80]
-
-
-def test_checkpoint_of_a_start_that_the_run_knows_nothing_of_stays(storage: Storage) -> None:
-    # Somebody else has gone another way from the same state.
-    unknown = make_identity(history=((0, 0), (5, 3)))
-    persist_checkpoint(storage, 4, unknown)
-    for iteration in (5, 6, 7):
-        save(storage, iteration, AGAIN_FROM[3], 1)
-    assert complete_iterations(storage) == [7, 4]
-
-
-@LOCAL
-@pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
-def test_checkpoint_whose_data_is_not_there_does_not_count_among_those_kept(
-    storage: Storage, spoil: Callable[[Path], object]
-) -> None:
-    for iteration in (1, 2):
-        persist_checkpoint(storage, iteration, make_identity())
-    spoil(data_path(storage, 2, make_identity()))
-    retention = Retention(storage, 2)
-    assert retention.retain(persist_checkpoint(storage, 3, make_identity())) == [2]
-    assert complete_iterations(storage) == [3, 1]
 
 
 @LOCAL
@@ -366,19 +219,6 @@ def test_operations_that_only_look_do_not_become_more_with_the_ranks(
 
 
 @LOCAL
-def test_older_file_that_is_cut_short_makes_the_checkpoint_that_needs_it_unusable(
-    storage: Storage,
-) -> None:
-    for iteration in (1, 2):
-        persist_checkpoint(storage, iteration, make_identity())
-    retention = Retention(storage, 2)
-    retention.retain(rewritten(storage, 3, manifest_of(storage, 2)))
-    data_path(storage, 2, make_identity()).write_bytes(b"")
-    retention.retain(persist_checkpoint(storage, 4, make_identity()))
-    assert retention.retain(persist_checkpoint(storage, 5, make_identity())) == [3, 2]
-
-
-@LOCAL
 def test_data_file_in_the_place_of_which_is_a_link_to_it_is_there(
     tmp_path: Path, storage: Storage
 ) -> None:
@@ -428,16 +268,6 @@ def test_lock_that_is_lost_during_deleting_ends_it_before_the_next_step(
     assert len(storage.iterations()) == 3 - max(0, num_checks - 3)
 
 
-def test_lock_that_is_lost_leaves_incomplete_files(storage: Storage) -> None:
-    def check() -> None:
-        raise LockLostError("another start has it")
-
-    persist_rank(storage, 0, 3, make_identity())
-    with pytest.raises(LockLostError):
-        Retention(storage, 1, check).remove_incomplete(before=4)
-    assert storage.iterations() == [3]
-
-
 def test_files_that_a_manifest_may_name_which_nobody_can_read_stay(storage: Storage) -> None:
     older = persist_checkpoint(storage, 1, make_identity())
     rewritten(storage, 2, older)
@@ -448,3 +278,90 @@ def test_files_that_a_manifest_may_name_which_nobody_can_read_stay(storage: Stor
         save(storage, iteration, make_identity(), 1)
     assert storage.exists(older.files[0].data)
     assert storage.iterations() == [5, 2, 1]
+
+
+RUN, OTHER = make_identity(world_size=2), make_identity("run-b", world_size=2)
+
+
+@pytest.fixture
+def objects(s3: ObjectStore) -> Storage:
+    return Storage(f"{s3.bucket()}/persist")
+
+
+def test_manifest_that_is_not_listed_is_found_by_its_name(
+    objects: Storage, s3: ObjectStore
+) -> None:
+    persist_checkpoint(objects, 5, RUN)
+    with s3.listing_late("iter_0000005"):
+        assert find_manifests(objects, 5) == [manifest_path(5)]
+        assert find_manifests(objects, 4) == []
+
+
+def test_files_of_an_older_checkpoint_whose_manifest_is_not_listed_stay(
+    objects: Storage, s3: ObjectStore
+) -> None:
+    older, newest = persist_checkpoint(objects, 4, RUN), persist_checkpoint(objects, 5, RUN)
+    with s3.listing_late("iter_0000004/manifest"):
+        Retention(objects, 2).retain(newest)
+    for each in (older, newest):
+        check_checkpoint(objects, each, Listings(objects))
+
+
+def test_files_of_the_newest_checkpoint_stay_whatever_name_its_manifest_has(
+    objects: Storage, s3: ObjectStore
+) -> None:
+    persist_checkpoint(objects, 5, RUN)
+    newest = persist_checkpoint(objects, 5, OTHER)
+    with s3.listing_late("manifest_run-b"):
+        Retention(objects, 1).retain(newest)
+    check_checkpoint(objects, newest, Listings(objects))
+
+
+RUN = make_identity()
+
+
+def kept(
+    storage: Storage,
+    whole: Sequence[int],
+    last: int,
+    *,
+    keep: int = 2,
+    keeps_whole: bool = True,
+) -> list[int]:
+    """Return what stays of a run with windows that end at 3, 6, ..., and states of one iteration."""
+    retention = Retention(storage, keep, keeps_whole=keeps_whole)
+    for iteration in range(1, last + 1):
+        if iteration in whole:
+            retention.retain(persist_window(storage, iteration, RUN, length=1))
+        elif iteration % 3 == 0:
+            retention.retain(persist_window(storage, iteration, RUN))
+    return complete_iterations(storage)
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"), [(7, [7, 6]), (9, [9, 7]), (12, [12, 9, 7]), (21, [21, 18, 14])]
+)
+def test_newest_whole_state_stays_until_there_is_a_newer_one(
+    storage: Storage, last: int, expected: list[int]
+) -> None:
+    assert kept(storage, [2, 7, 14], last) == expected
+
+
+def test_whole_states_go_like_others_unless_they_are_wanted(storage: Storage) -> None:
+    assert kept(storage, [2, 7], 12, keeps_whole=False) == [12, 9]
+
+
+@LOCAL
+def test_damaged_whole_state_does_not_stay(storage: Storage) -> None:
+    assert kept(storage, [2, 4], 6) == [6, 4]
+    manifest = manifest_of(storage, 4)
+    (Path(storage.url) / manifest.files[0].data).write_bytes(b"")
+    Retention(storage, 1, keeps_whole=True).retain(persist_window(storage, 9, RUN))
+    assert complete_iterations(storage) == [9]
+
+
+def test_state_that_lacks_units_is_not_whole(storage: Storage) -> None:
+    retention = Retention(storage, 1, keeps_whole=True)
+    for manifest in (persist_checkpoint(storage, 1, RUN), persist_window(storage, 6, RUN)):
+        retention.retain(manifest)  # as of `partial`, which has not saved all experts at first
+    assert complete_iterations(storage) == [6]

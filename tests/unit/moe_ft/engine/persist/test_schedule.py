@@ -126,31 +126,6 @@ def rank(tmp_path: Path) -> Rank:
 ALL = [str(rotating_unit(expert)) for expert in range(NUM_EXPERTS)]
 
 
-def test_every_so_many_complete_snapshots_one_is_due(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, interval=2)
-    rank.complete(1)
-    assert not rank.schedule.is_due
-    rank.complete(2)
-    assert rank.schedule.is_due
-
-
-def test_newer_complete_snapshot_takes_the_place_of_one_that_waits(rank: Rank) -> None:
-    rank.complete(1)
-    rank.schedule.submit(rank.complete(2))
-    assert rank.request().iteration == 2
-    assert not rank.schedule.is_due
-
-
-def test_whole_state_is_needed_once_in_every_interval_from_where_training_began(
-    tmp_path: Path,
-) -> None:
-    schedule = Rank(tmp_path, dense_interval=4).schedule
-    schedule.start("", 5)
-    assert [at for at in range(6, 10) if schedule.needs_whole(at)] == [8, 9]
-    schedule.note_whole(9)
-    assert [at for at in range(9, 14) if schedule.needs_whole(at)] == [12, 13]
-
-
 def test_whole_state_comes_before_a_snapshot_that_is_due(tmp_path: Path) -> None:
     rank = Rank(tmp_path, dense_interval=3)
     region = rank.complete(2)
@@ -164,18 +139,6 @@ def test_whole_state_comes_before_a_snapshot_that_is_due(tmp_path: Path) -> None
         assert rank.schedule.wants(rank.complete(later), 5)
 
 
-def test_whole_state_is_written_with_every_expert_and_rests_on_no_other_checkpoint(
-    tmp_path: Path,
-) -> None:
-    rank = Rank(tmp_path, interval=0, dense_interval=2)
-    for iteration in (1, 2):
-        rank.schedule.note_whole(iteration)
-        rank.write(iteration)
-        assert (rank.on_storage(iteration), rank.request_before.previous) == (ALL, "")
-    region = rank.complete(3)
-    assert not rank.schedule.wants(region, 3)
-
-
 def test_time_of_a_write_is_divided_among_the_snapshots_that_it_stands_for(tmp_path: Path) -> None:
     rank = Rank(tmp_path, interval=0, dense_interval=4)
     for iteration in (1, 2, 3):
@@ -183,22 +146,6 @@ def test_time_of_a_write_is_divided_among_the_snapshots_that_it_stands_for(tmp_p
     rank.schedule.note_whole(4)
     rank.write(4)
     assert rank.schedule.seconds_per_snapshot == rank.client.last_seconds / 4
-
-
-def test_checkpoints_build_on_the_newest_that_is_complete(rank: Rank) -> None:
-    for iteration in (1, 2, 3):
-        rank.write(iteration)
-        assert len(rank.on_storage(iteration)) == iteration
-
-
-def test_checkpoint_that_another_rank_could_not_write_is_built_on_by_none(rank: Rank) -> None:
-    rank.write(1)
-    region = rank.complete(2)
-    rank.schedule.submit(region)
-    assert rank.schedule.poll(region, can_go_on=False)
-    rank.schedule.confirm(are_idle=True, can_persist=False)
-    rank.schedule.submit(rank.complete(3))
-    assert rank.request().previous.startswith(iteration_directory(1))
 
 
 def test_slots_are_kept_until_the_writer_is_done(rank: Rank) -> None:
@@ -241,47 +188,6 @@ def test_old_files_that_cannot_be_removed_do_not_undo_a_checkpoint(
     )
 
 
-def test_last_checkpoint_has_every_expert_and_files_of_its_own(rank: Rank) -> None:
-    region = rank.complete(1)
-    rank.schedule.submit(region)
-    tag = rank.request().tag
-    rank.serve(region)
-    assert not rank.schedule.is_at_end(1)
-    rank.schedule.submit(region, is_whole=True)
-    assert rank.request().tag != tag
-    rank.serve(region)
-    assert rank.schedule.is_at_end(1)
-    assert rank.on_storage(1) == ALL
-
-
-def test_last_state_that_was_submitted_is_not_at_the_end_before_all_ranks_have_written_it(
-    rank: Rank,
-) -> None:
-    region = rank.complete(1)
-    rank.schedule.submit(region, is_whole=True)
-    assert not rank.schedule.is_at_end(1)
-    rank.serve(region)
-    assert rank.schedule.is_at_end(1)
-
-
-def test_last_state_that_another_rank_could_not_write_is_not_at_the_end(rank: Rank) -> None:
-    region = rank.complete(1)
-    rank.schedule.submit(region, is_whole=True)
-    assert rank.schedule.poll(region, can_go_on=False)
-    assert rank.schedule.confirm(are_idle=True, can_persist=False) is False
-    assert not rank.schedule.is_at_end(1)
-
-
-def test_last_state_that_failed_and_was_written_again_is_at_the_end(rank: Rank) -> None:
-    region = rank.complete(1)
-    rank.schedule.submit(region, is_whole=True)
-    rank.schedule.poll(region, can_go_on=False)
-    rank.schedule.confirm(are_idle=True, can_persist=False)
-    rank.schedule.submit(region, is_whole=True)
-    rank.serve(region)
-    assert rank.schedule.is_at_end(1)
-
-
 def submit_in_vain(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Region:
     """Submit a region at a time when no request can be made; return it."""
 
@@ -304,13 +210,3 @@ def test_writer_that_cannot_be_asked_counts_as_one_that_fails(
     assert rank.schedule.poll(region, can_go_on=True)
     assert rank.schedule.has_failed
     assert region.role is Role.RECOVERY
-
-
-def test_checkpoint_after_one_that_could_not_be_asked_for_is_complete(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    region = submit_in_vain(rank, monkeypatch)
-    rank.schedule.poll(region, can_go_on=True)
-    rank.schedule.confirm(are_idle=True, can_persist=False)
-    rank.write(2)
-    assert rank.on_storage(2)

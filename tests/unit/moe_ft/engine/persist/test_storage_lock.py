@@ -1,7 +1,6 @@
 """The lock of a persist directory: who gets it, who keeps it, and who notices that it is lost."""
 
 import errno
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,13 +64,6 @@ def content_of(storage: Storage) -> Lock:
 # Taking
 
 
-def test_lock_that_was_taken_names_its_owner(storage: Storage) -> None:
-    assert StorageLock(storage).look() is None
-    lock = taken(storage)
-    found = content_of(storage)
-    assert (found.job_id, found.owner, found.heartbeat) == ("job", lock.owner, 0)
-
-
 def test_lock_that_another_start_has_taken_since_is_not_taken(storage: Storage) -> None:
     first = taken(storage, "a")
     assert not StorageLock(storage).take("b", None)
@@ -101,14 +93,6 @@ def test_lock_that_several_starts_take_at_once_goes_to_one(
     (winner,) = got
     winner.check()
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
-
-
-def test_lock_that_was_renewed_since_it_was_seen_is_not_replaced(directory: Storage) -> None:
-    first = taken(directory)
-    seen = first.look()
-    first.renew()
-    assert not StorageLock(directory).take("thief", seen)
-    first.check()
 
 
 def test_lock_on_a_file_system_without_links_goes_to_one(
@@ -171,12 +155,6 @@ def test_lock_that_may_not_be_read_is_an_error(storage: Storage, injector: Injec
         StorageLock(storage).look()
 
 
-def test_directory_in_the_place_of_the_lock_is_an_error(tmp_path: Path, directory: Storage) -> None:
-    (tmp_path / LOCK_NAME).mkdir()
-    with pytest.raises(IsADirectoryError):
-        StorageLock(directory).look()
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -230,14 +208,6 @@ def test_lock_that_changes_hands_during_a_renewal_stays_with_the_new_owner(
     monkeypatch.setattr(StorageLock, "_advance", be_slow)
     first.renew()
     second.check()
-
-
-def test_lock_that_is_gone_is_lost(storage: Storage) -> None:
-    lock = taken(storage)
-    storage.remove(LOCK_NAME)
-    with pytest.raises(LockLostError, match="is gone: another job had taken it over"):
-        lock.renew()
-    assert not storage.exists(LOCK_NAME)
 
 
 def test_lock_that_another_start_holds_in_its_hands_for_a_moment_is_not_lost(
@@ -334,11 +304,6 @@ def test_lock_that_is_watched_shows_what_its_owner_does(
 # Releasing
 
 
-def test_lock_that_is_released_is_gone(storage: Storage) -> None:
-    taken(storage).release()
-    assert not storage.exists(LOCK_NAME)
-
-
 @pytest.mark.parametrize("content", [None, b"torn", b'{"job_id":"job","host":"h","owner":"o"}'])
 def test_lock_that_is_not_this_starts_is_not_released(
     storage: Storage, content: bytes | None
@@ -350,9 +315,3 @@ def test_lock_that_is_not_this_starts_is_not_released(
         storage.write_atomically(LOCK_NAME, content)
     lock.release()
     assert storage.exists(LOCK_NAME) == (content is not None)
-
-
-def test_lock_is_no_iteration(directory: Storage) -> None:
-    taken(directory)
-    assert directory.iterations() == []
-    assert os.listdir(directory.url) == [LOCK_NAME]

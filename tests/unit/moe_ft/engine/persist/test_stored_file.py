@@ -59,17 +59,6 @@ def checkpoint(stored: StoredFile, iteration: int) -> PreviousCheckpoint:
     return PreviousCheckpoint(index=stored.index, path=path, checksum=CHECKSUM)
 
 
-def test_file_without_rotating_units_is_the_region_as_it_is(memory: Memory) -> None:
-    stored = assemble(memory.index, [], None, NAME)
-    assert memory.file_of(stored) == bytes(memory.region.mapping)
-
-
-def test_unit_that_is_neither_written_nor_on_storage_is_not_in_the_index(memory: Memory) -> None:
-    stored = assemble(memory.index, [memory.names[0]], None, NAME)
-    assert memory.names[0] in stored.index.units
-    assert not set(memory.names[1:]) & set(stored.index.units)
-
-
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_file_with_rotating_units_has_the_bytes_and_checksums_of_its_index(
     memory: Memory, count: int
@@ -90,11 +79,6 @@ def test_file_with_rotating_units_is_a_safetensors_file(memory: Memory, tmp_path
         assert len(keys) == sum(len(unit.tensors) for unit in stored.index.units.values())
 
 
-def test_versions_keep_their_iterations(memory: Memory) -> None:
-    stored = assemble(memory.index, memory.names, None, NAME)
-    assert [stored.index.units[name].iteration for name in memory.names] == [1, 2, 3]
-
-
 def test_unit_that_is_not_written_is_found_in_the_file_of_the_checkpoint_before(
     memory: Memory,
 ) -> None:
@@ -104,21 +88,6 @@ def test_unit_that_is_not_written_is_found_in_the_file_of_the_checkpoint_before(
     assert found.file == f"iter_0000004/{NAME}"
     assert found.offset == before.index.units[memory.names[0]].offset
     assert [entry.data for entry in after.index.older] == [found.file]
-
-
-def test_unit_of_an_older_file_is_named_through_every_later_checkpoint(memory: Memory) -> None:
-    first = assemble(memory.index, memory.names[:1], None, NAME)
-    second = assemble(memory.index, memory.names[1:2], checkpoint(first, 1), NAME)
-    third = assemble(memory.index, memory.names[2:], checkpoint(second, 2), NAME)
-    files = [third.index.units[name].file for name in memory.names]
-    assert files == [f"iter_0000001/{NAME}", f"iter_0000002/{NAME}", ""]
-    assert {entry.data for entry in third.index.older} == set(files[:2])
-
-
-def test_file_that_nothing_is_found_in_any_more_is_not_named(memory: Memory) -> None:
-    before = assemble(memory.index, memory.names[:1], None, NAME)
-    after = assemble(memory.index, memory.names[:1], checkpoint(before, 4), NAME)
-    assert after.index.older == ()
 
 
 def test_part_that_now_belongs_to_another_rank_is_not_taken_from_an_older_file(

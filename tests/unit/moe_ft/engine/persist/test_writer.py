@@ -14,7 +14,6 @@ from moe_ft.engine.persist.manifests import find_manifests, read_manifest
 from moe_ft.engine.persist.writer import (
     PersistRequest,
     PersistWorker,
-    request_path,
 )
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Storage, rank_path
@@ -39,7 +38,6 @@ from tests.unit.moe_ft.engine.persist.writer_office import (
     request_for,
     tag_of,
 )
-from tests.waiting import wait_for
 
 
 def manifest_of(storage: Storage, iteration: int) -> Manifest:
@@ -64,31 +62,12 @@ def test_request_becomes_a_complete_checkpoint(tmp_path: Path, office: Office) -
     assert complete_iterations(office.storage) == [5]
 
 
-def test_request_becomes_files_that_hold_the_bytes_of_the_region(
-    tmp_path: Path, office: Office
-) -> None:
-    region, _ = fill_region(tmp_path / "rank", iteration=5)
-    office.ask(region)
-    office.result()
-    file = manifest_of(office.storage, 5).files[0]
-    assert office.storage.read(file.data) == bytes(region.mapping)
-    assert file.data.endswith(office.storage.index(file.index).file)
-
-
 def test_result_says_what_was_written_where(tmp_path: Path, office: Office) -> None:
     region, index = fill_region(tmp_path / "rank", iteration=5)
     office.ask(region)
     result = office.result()
     assert (result.rank, result.iteration, result.num_units) == (0, 5, 3)
     assert (result.num_bytes, result.path) == (index.file_bytes, office.storage.url)
-
-
-def test_request_that_was_served_is_removed(tmp_path: Path, office: Office) -> None:
-    region, _ = fill_region(tmp_path / "rank")
-    office.ask(region)
-    office.result()
-    path = request_path(office.directory, 0)
-    wait_for(lambda: not path.exists(), "the request to go")
 
 
 def test_request_from_before_the_worker_started_is_served(tmp_path: Path) -> None:
@@ -107,26 +86,6 @@ def test_request_without_the_manifest_writes_only_the_ranks_own_files(
     assert office.result(1).error == ""
     assert office.storage.iterations() == [5]
     assert not find_manifests(office.storage, 5)
-
-
-def test_manifest_waits_for_ranks_that_write_later(tmp_path: Path, office: Office) -> None:
-    first, _ = fill_region(tmp_path / "rank_0", rank=0, identity=TWO_RANKS)
-    second, _ = fill_region(tmp_path / "rank_1", rank=1, identity=TWO_RANKS)
-    office.ask(first, rank=0)
-    own = Path(office.storage.url) / "iter_0000005"
-    wait_for(lambda: list(own.glob("rank_00000_*.json")), "the files of rank 0")
-    assert not find_manifests(office.storage, 5)
-    office.ask(second, rank=1)
-    assert (office.result(0).error, office.result(1).error) == ("", "")
-    assert complete_iterations(office.storage) == [5]
-
-
-def test_checkpoints_beyond_those_to_keep_are_removed(tmp_path: Path, office: Office) -> None:
-    for iteration in (1, 2, 3):
-        region, _ = fill_region(tmp_path / "rank", iteration=iteration)
-        office.ask(region)
-        assert office.result().error == ""
-    assert complete_iterations(office.storage) == [3, 2]
 
 
 # Units of the pool
@@ -199,12 +158,6 @@ def rotation(tmp_path: Path) -> Rotation:
     return Rotation(tmp_path)
 
 
-def test_checkpoint_has_the_chosen_experts_and_those_of_earlier_ones(rotation: Rotation) -> None:
-    for iteration, experts in ((1, [0]), (2, [1]), (3, [2]), (4, [0])):
-        rotation.persist(iteration, experts)
-        assert rotation.readable(iteration) == rotation.at
-
-
 def test_manifest_says_how_old_each_expert_is_and_where_it_lies(rotation: Rotation) -> None:
     for iteration, experts in ((1, [0]), (2, [1])):
         rotation.persist(iteration, experts)
@@ -234,36 +187,12 @@ def test_retention_never_deletes_what_a_checkpoint_finds_in_older_files(
             assert rotation.readable(iteration) == rotation.at
 
 
-def test_file_that_no_checkpoint_needs_any_more_is_removed(tmp_path: Path) -> None:
-    rotation = Rotation(tmp_path, keep=1)
-    for iteration, experts in ((1, [0]), (2, [1]), (3, [0, 1])):
-        rotation.persist(iteration, experts)
-    assert rotation.storage.iterations() == [3]
-
-
 def test_expert_with_a_flipped_byte_in_its_slot_is_not_written(rotation: Rotation) -> None:
     request = rotation.request(1, [0])
     rotation.pool.mapping[rotation.pool.offset_of(3)] ^= 0x40
     with pytest.raises(CorruptStateError, match=r"unit layer\.9\.expert\.0 does not match"):
         rotation.worker.persist(request)
     assert complete_iterations(rotation.storage) == []
-
-
-def test_expert_that_is_not_chosen_may_change_while_others_are_written(rotation: Rotation) -> None:
-    request = rotation.request(1, [0])
-    rotation.pool.mapping[rotation.pool.offset_of(4)] ^= 0x40
-    rotation.worker.persist(request)
-    assert rotation.readable(1) == {0: 1}
-
-
-@pytest.mark.parametrize("keep", [1, 2])
-def test_request_with_an_older_checkpoint_may_be_served_again(tmp_path: Path, keep: int) -> None:
-    rotation = Rotation(tmp_path, keep)
-    rotation.persist(1, [0, 1, 2])
-    request = rotation.request(2, [0, 1, 2])
-    rotation.worker.persist(request)
-    rotation.worker.persist(request)  # the first writer was killed before its answer
-    assert rotation.readable(2) == rotation.at
 
 
 def test_rank_of_which_other_ranks_save_everything_writes_its_record(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from moe_ft.engine.persist.writer import (
 from moe_ft.errors import LockLostError
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum, encode
-from moe_ft.format.manifest import MANIFEST_NAME, Manifest
+from moe_ft.format.manifest import Manifest
 from tests.unit.moe_ft.builders import fill_region, make_identity
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 from tests.unit.moe_ft.engine.persist.writer_office import Office, opened, request_for
@@ -39,20 +39,6 @@ def office(tmp_path: Path) -> Iterator[Office]:
 
 def spoil_data(region: Region, position: int) -> None:
     region.mapping[position] ^= 0x10
-
-
-@pytest.mark.parametrize("at_unit", [0, 1, 2])
-def test_region_with_a_flipped_byte_becomes_an_error_and_no_files(
-    tmp_path: Path, office: Office, at_unit: int
-) -> None:
-    region, index = fill_region(tmp_path / "rank")
-    unit = list(index.units.values())[at_unit]
-    spoil_data(region, unit.offset + unit.num_bytes - 1)
-    office.ask(region)
-    error = office.result().error
-    assert error.startswith("CorruptStateError")
-    assert "does not match its checksum" in error
-    assert office.storage.iterations() == []
 
 
 def spoil_header(region: Region) -> None:
@@ -142,15 +128,6 @@ def test_state_that_is_not_finite_becomes_an_error_and_the_last_finite_ones_stay
     assert office.storage.names_in("iter_0000005") == []
 
 
-def test_region_that_holds_another_iteration_by_now_becomes_an_error(
-    tmp_path: Path, office: Office
-) -> None:
-    region, _ = fill_region(tmp_path / "rank", iteration=6)
-    office.ask(region, iteration=5)
-    assert "holds iteration 6" in office.result().error
-    assert office.storage.iterations() == []
-
-
 def test_ranks_that_do_not_write_until_the_deadline_are_named(
     tmp_path: Path, office: Office
 ) -> None:
@@ -159,17 +136,6 @@ def test_ranks_that_do_not_write_until_the_deadline_are_named(
     error = office.result().error
     assert "ranks [1, 2] did not write their part of iteration 5 in time" in error
     assert not find_manifests(office.storage, 5)
-
-
-def test_worker_goes_on_after_an_error(tmp_path: Path, office: Office) -> None:
-    bad, index = fill_region(tmp_path / "rank", number=0, iteration=5)
-    spoil_data(bad, index.units["embedding"].offset)
-    office.ask(bad)
-    assert office.result().error != ""
-    good, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
-    office.ask(good)
-    assert office.result().error == ""
-    assert complete_iterations(office.storage) == [6]
 
 
 @pytest.mark.parametrize("back_end", ["local", "objects"])
@@ -186,19 +152,6 @@ def test_storage_that_fails_becomes_an_error_and_the_worker_goes_on(
         office.ask(region)
         assert office.result().error == ""
         assert complete_iterations(office.storage) == [6]
-
-
-@pytest.mark.parametrize("failing", [("open", MANIFEST_NAME + ".part"), ("replace", ".json.part")])
-def test_storage_that_fails_at_the_end_leaves_no_checkpoint(
-    tmp_path: Path, injector: Injector, failing: tuple[str, str]
-) -> None:
-    with opened(tmp_path, faulty_urls(tmp_path)["local"]) as office:
-        injector.broken = (failing,)
-        region, _ = fill_region(tmp_path / "rank")
-        office.ask(region)
-        assert "injected failure" in office.result().error
-        injector.forget()
-        assert complete_iterations(office.storage) == []
 
 
 @pytest.mark.parametrize("back_end", ["local", "objects"])
@@ -270,15 +223,6 @@ def locked_worker(tmp_path: Path) -> tuple[Storage, StorageLock, PersistWorker]:
     lock = StorageLock(storage)
     assert lock.take("job", None)
     return storage, lock, PersistWorker(tmp_path, storage, 1, lock)
-
-
-def test_request_of_a_start_that_has_lost_the_lock_writes_nothing(tmp_path: Path) -> None:
-    storage, lock, worker = locked_worker(tmp_path)
-    assert StorageLock(storage).take("other", lock.look())
-    region, _ = fill_region(tmp_path / "rank")
-    with pytest.raises(LockLostError, match="belongs to job 'other'"):
-        worker.persist(request_for(region))
-    assert storage.iterations() == []
 
 
 def test_lock_that_is_lost_while_ranks_write_leaves_no_manifest(tmp_path: Path) -> None:

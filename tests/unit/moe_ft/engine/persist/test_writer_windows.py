@@ -11,7 +11,7 @@ from moe_ft.engine.persist.manifests import find_manifests, write_manifest
 from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Storage, file_tag, rank_path
-from moe_ft.format.encoding import FORMAT, checksum, encode
+from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Version
@@ -19,13 +19,10 @@ from moe_ft.recovery.readers import StorageReader, read_unit
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
     WindowState,
-    fill_region,
     fill_window,
     make_identity,
     make_window,
     manifest_of,
-    persist_rank,
-    persist_window,
 )
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 
@@ -83,18 +80,6 @@ def reader_of(storage: Storage, iteration: int) -> StorageReader:
     return StorageReader(storage, version)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_window_becomes_a_checkpoint_of_its_last_iteration(office: Office, length: int) -> None:
-    office.persist(office.window(length=length)[0])
-    assert complete_iterations(office.storage) == [5 + length - 1]
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_manifest_says_how_many_snapshots_the_files_hold(office: Office, length: int) -> None:
-    office.persist(office.window(length=length)[0])
-    assert manifest_of(office.storage, 5 + length - 1).window == length
-
-
 def test_every_version_of_a_window_is_read_back_bit_for_bit(office: Office) -> None:
     _, window = office.window()
     office.persist(office.window()[0])
@@ -104,35 +89,6 @@ def test_every_version_of_a_window_is_read_back_bit_for_bit(office: Office) -> N
         entry, content = read_unit(reader, name, position)
         assert entry == unit
         assert content == window.content[unit.offset : unit.offset + unit.num_bytes]
-
-
-def test_file_of_a_window_is_the_region_as_it_is(office: Office) -> None:
-    region, _ = office.window()
-    office.persist(region)
-    (file,) = manifest_of(office.storage, 7).files
-    assert office.storage.read(file.data) == bytes(region.mapping)
-
-
-def test_manifest_names_units_with_the_iterations_of_their_snapshots(office: Office) -> None:
-    office.persist(office.window()[0])
-    units = manifest_of(office.storage, 7).units
-    assert {name: source.iteration for name, source in units.items()} == {
-        "layer.0.expert.0": 5,
-        "layer.0.expert.1": 5,
-        "layer.0.expert.2": 6,
-        "embedding": 7,
-    }
-    assert {source.level for source in units.values()} == {"full"}
-
-
-@pytest.mark.parametrize("num_snapshots", [1, 2])
-def test_window_that_is_not_whole_is_refused_and_nothing_written(
-    office: Office, num_snapshots: int
-) -> None:
-    region, _ = office.window(num_snapshots=num_snapshots)
-    with pytest.raises(CorruptStateError, match="holds a part of a window only"):
-        office.persist(region)
-    assert office.storage.iterations() == []
 
 
 def test_window_that_began_again_since_it_was_asked_for_is_refused(office: Office) -> None:
@@ -180,20 +136,6 @@ def test_window_with_other_weights_than_those_on_storage_is_written_again(office
     assert content == bytes(end - start)
 
 
-def test_windows_beyond_those_to_keep_are_removed(office: Office) -> None:
-    for first in (2, 5, 8):
-        office.persist(office.window(first_iteration=first)[0])
-    assert complete_iterations(office.storage) == [10, 7]
-
-
-def test_window_and_the_last_state_of_its_iteration_both_fit_on_storage(office: Office) -> None:
-    office.persist(office.window()[0])
-    region, _ = fill_region(office.tmp_path / "rank", 1, iteration=7)
-    office.persist(region, tag=file_tag(make_identity(), is_whole=True))
-    assert complete_iterations(office.storage) == [7]
-    assert manifest_of(office.storage, 7).window == 1
-
-
 # Manifests over the files of several ranks
 
 
@@ -211,12 +153,6 @@ def complete(storage: Storage, identity: Identity = TWO_RANKS) -> None:
     write_manifest(storage, 7, file_tag(identity), identity.world_size)
 
 
-def test_windows_of_all_ranks_become_one_checkpoint(office: Office) -> None:
-    manifest = persist_window(office.storage, 7, TWO_RANKS)
-    assert (manifest.format, manifest.window) == (FORMAT, 3)
-    assert complete_iterations(office.storage) == [7]
-
-
 @pytest.mark.parametrize("odd_rank", [0, 1])
 @pytest.mark.parametrize(("length", "num_snapshots"), [(2, 2), (1, 1), (4, 3), (3, 2)])
 def test_manifest_over_windows_of_different_lengths_or_without_an_end_is_refused(
@@ -227,17 +163,3 @@ def test_manifest_over_windows_of_different_lengths_or_without_an_end_is_refused
     with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
         complete(office.storage)
     assert find_manifests(office.storage, 7) == []
-
-
-def test_manifest_over_windows_none_of_which_is_whole_is_refused(office: Office) -> None:
-    for rank in (0, 1):
-        write_window(office.storage, rank, 3, 2)
-    with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
-        complete(office.storage)
-
-
-def test_manifest_over_a_window_and_a_single_snapshot_is_refused(office: Office) -> None:
-    write_window(office.storage, 0, 3, 3)
-    persist_rank(office.storage, 1, 7, TWO_RANKS)
-    with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
-        complete(office.storage)

@@ -54,15 +54,6 @@ def expected(trainer: Trainer, iteration: int) -> list[float]:
     ]
 
 
-def test_every_tensor_of_the_places_is_copied(trainer: Trainer, copier: StateCopier) -> None:
-    found = [tensor.unique().tolist() for tensor in copied(trainer, copier)]
-    assert found == [[value] for value in expected(trainer, FIRST_ITERATION)]
-
-
-def test_state_on_the_cpu_is_ready_at_once(copier: StateCopier) -> None:
-    assert copier.mark_ready() is None
-
-
 def test_moment_that_was_replaced_is_followed(trainer: Trainer, copier: StateCopier) -> None:
     copied(trainer, copier)
     found = copied(trainer, copier, first=FIRST_ITERATION + 3)  # `train` makes other moments

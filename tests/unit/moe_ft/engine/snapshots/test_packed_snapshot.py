@@ -1,16 +1,15 @@
 """Snapshots that are packed: regions and slots hold every tensor as its format keeps it."""
 
-from collections.abc import Callable
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from moe_ft.config.precision import PARTS
+from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.packed import unpack_into
-from moe_ft.format.index import check_units
 from moe_ft.format.packings import Packing
-from moe_ft.strategies.interface import SnapshotPlan
-from moe_ft.units import Level
 from tests.unit.moe_ft.engine.snapshots.packed_rank import (
     EMBEDDING,
     EXPERTS,
@@ -22,7 +21,8 @@ from tests.unit.moe_ft.engine.snapshots.packed_rank import (
     Rank,
     request_with_slot,
 )
-from tests.unit.moe_ft.engine.snapshots.snapshot_rank import COMPLETE, FAILED
+from tests.unit.moe_ft.engine.snapshots.snapshot_rank import COMPLETE, DEADLINE_S, FAILED
+from tests.waiting import wait_for
 
 EXACT: Packings = {}
 LOSSY: list[Packings] = [dict.fromkeys(PARTS, each) for each in Packing if each.is_lossy]
@@ -47,13 +47,6 @@ def test_region_holds_every_tensor_as_its_format_keeps_it(
     rank = make_rank(packings)
     assert rank.take() is COMPLETE
     assert rank.odd_tensors() == []
-
-
-@pytest.mark.parametrize("packings", [EXACT, MIXED, *LOSSY], ids=name_of)
-def test_region_matches_its_index(make_rank: MakeRank, packings: Packings) -> None:
-    rank = make_rank(packings)
-    rank.take()
-    check_units(rank.index(), {"": memoryview(rank.regions[0].mapping)}, "the region")
 
 
 def test_region_is_a_valid_file_with_the_pieces_of_packed_tensors(rank: Rank) -> None:
@@ -117,14 +110,6 @@ def test_exact_state_is_byte_for_byte_what_it_is_without_staging(
 # From snapshot to snapshot
 
 
-def test_each_region_holds_the_state_of_its_snapshot(rank: Rank) -> None:
-    for iteration in range(5, 10):
-        rank.train()
-        assert rank.take(iteration, region=iteration % 2) is COMPLETE
-        assert rank.index(iteration % 2).iteration == iteration
-        assert rank.odd_tensors(iteration % 2) == []
-
-
 def test_moments_that_do_not_exist_yet_are_absent_and_the_rest_arrives(rank: Rank) -> None:
     for local in rank.parameters[1:]:
         local.optimizer.optimizer.state.clear()
@@ -138,49 +123,6 @@ def test_moments_that_do_not_exist_yet_are_absent_and_the_rest_arrives(rank: Ran
         str(EMBEDDING): [],
         **{str(each): moments for each in (ROUTER, *EXPERTS)},
     }
-    assert rank.odd_tensors() == []
-
-
-def test_moments_that_come_up_are_in_the_next_snapshot(rank: Rank) -> None:
-    for local in rank.parameters:
-        local.optimizer.optimizer.state.clear()
-    rank.take(5)
-    rank.train()
-    assert rank.take(6) is COMPLETE
-    entries = rank.index().units.values()
-    assert not any(tensor.is_absent for entry in entries for tensor in entry.tensors)
-    assert rank.odd_tensors() == []
-
-
-def replace_moments(rank: Rank) -> None:
-    """Have other tensors in the optimizer's state."""
-    for local in rank.parameters:
-        state = local.optimizer.optimizer.state[local.master]
-        for key, moment in state.items():
-            state[key] = torch.zeros_like(moment)
-
-
-def replace_masters(rank: Rank) -> None:
-    """Have the same masters with other memory."""
-    for local in rank.parameters:
-        assert local.master is not None
-        local.master.data = torch.zeros_like(local.master)
-
-
-def replace_weights(rank: Rank) -> None:
-    """Have the same parameters with other memory."""
-    for local in rank.parameters:
-        local.parameter.data = torch.zeros_like(local.parameter)
-
-
-@pytest.mark.parametrize("replace", [replace_moments, replace_masters, replace_weights])
-def test_tensors_that_were_replaced_are_followed(
-    rank: Rank, replace: Callable[[Rank], None]
-) -> None:
-    rank.take(5)
-    replace(rank)
-    rank.train()
-    assert rank.take(6) is COMPLETE
     assert rank.odd_tensors() == []
 
 
@@ -200,51 +142,6 @@ def test_snapshot_that_breaks_off_in_the_middle_leaves_the_next_one_whole(rank: 
 # Windows and slots
 
 
-def window_of_two(rank: Rank) -> None:
-    """Have an expert at COMPUTE in the first snapshot, and at FULL in the second one."""
-    first = {**dict.fromkeys(SIZES, Level.FULL), EXPERTS[1]: Level.COMPUTE}
-    second = {EXPERTS[1]: Level.FULL}
-    rank.window([SnapshotPlan(levels=first), SnapshotPlan(levels=second)])
-
-
-def test_weights_at_compute_are_as_forward_uses_them(rank: Rank) -> None:
-    window_of_two(rank)
-    rank.take(5)
-    (weights,) = rank.index().compute
-    (tensor,) = weights[str(EXPERTS[1])].tensors
-    assert (tensor.key, tensor.dtype, tensor.packing) == ("weight", "BF16", "exact")
-    assert rank.odd_tensors() == []
-
-
-def test_second_snapshot_of_a_window_writes_nothing_outside_of_its_stretch(rank: Rank) -> None:
-    window_of_two(rank)
-    rank.take(5)
-    rank.train()
-    request = rank.request(6, position=1)
-    start, end = request.stretch
-    before = rank.regions[0].mapping[:]
-    assert rank.run(request).state is COMPLETE
-    after = rank.regions[0].mapping[:]
-    assert (after[:start], after[end:]) == (before[:start], before[end:])
-    check_units(rank.index(), {"": memoryview(after)}, "the region")
-
-
-def test_window_that_lies_otherwise_may_follow_in_the_same_region(rank: Rank) -> None:
-    rank.take(5)
-    rank.window([SnapshotPlan(levels=dict.fromkeys(reversed(SIZES), Level.FULL))])
-    assert rank.take(6) is COMPLETE
-    assert rank.odd_tensors() == []
-
-
-@pytest.mark.parametrize("slot", [0, 1])
-def test_unit_in_a_slot_is_packed_as_in_a_region(rank: Rank, slot: int) -> None:
-    assert rank.run(request_with_slot(rank, slot)).state is COMPLETE
-    entry = rank.index().units[str(EXPERTS[1])]
-    assert (entry.file, rank.pool.slot_at(entry.offset)) == (rank.pool.name, slot)
-    assert [each.packing for each in entry.tensors] == ["split", "bf16", "fp8-e4m3-block"]
-    assert rank.odd_tensors() == []
-
-
 def test_moments_that_are_absent_in_a_region_are_marked_although_slots_lack_none(
     rank: Rank,
 ) -> None:
@@ -257,3 +154,47 @@ def test_moments_that_are_absent_in_a_region_are_marked_although_slots_lack_none
         if each.is_absent
     }
     assert absent == {str(EMBEDDING)}
+
+
+def test_optimizer_may_step_before_what_was_copied_is_checked(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, may_step = StateCopier.check, threading.Event()
+
+    def step_and_check(copier: StateCopier) -> None:
+        assert may_step.wait(DEADLINE_S)
+        rank.train()
+        check(copier)
+
+    monkeypatch.setattr(StateCopier, "check", step_and_check)
+    job = rank.submit(rank.request())
+    assert job.copied.wait(DEADLINE_S)
+    may_step.set()
+    wait_for(lambda: job.state is COMPLETE, "the snapshot to be complete")
+
+
+def test_weights_that_were_not_rounded_from_their_masters_fail_the_snapshot(rank: Rank) -> None:
+    with torch.no_grad():
+        rank.parameters[0].parameter[150_000] += 1.0
+    assert rank.take() is FAILED
+    assert rank.reasons() == [
+        f"SnapshotError: 1 weights of {EMBEDDING}.weight/param are not their fp32 masters rounded to "
+        "BF16, so these cannot be split: use master=exact"
+    ]
+    assert not rank.regions[0].index_path.exists()
+
+
+def test_snapshot_after_one_that_could_not_be_packed_is_complete(rank: Rank) -> None:
+    weight = rank.parameters[0].parameter
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight[150_000] += 1.0
+        assert rank.take(5) is FAILED
+        weight.copy_(before)
+    assert rank.take(6) is COMPLETE
+    assert rank.odd_tensors() == []
+
+
+def test_state_that_must_be_packed_is_never_copied_as_it_is(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, {"exp_avg": Packing.BF16}, staging_bytes=0)
+    assert rank.take() is FAILED

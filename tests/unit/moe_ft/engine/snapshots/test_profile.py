@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.engine.snapshots.profile import NUM_QUIET_ITERATIONS, SnapshotProfile
+from moe_ft.engine.snapshots.profile import NUM_QUIET_ITERATIONS, SnapshotProfile, Stall
+from tests.unit.moe_ft.engine.clocks import ManualClock
 
 
 def profile_of(
@@ -39,11 +40,6 @@ def test_bytes_are_unknown_until_enough_iterations_were_measured(count: int) -> 
     assert (profile.copied_bytes, profile.flow_bytes) == (None, None)
 
 
-def test_bytes_are_unknown_until_a_snapshot_was_measured() -> None:
-    profile = profile_of([])
-    assert (profile.copied_bytes, profile.flow_bytes) == (None, None)
-
-
 def test_copied_bytes_are_what_fits_into_forward_and_backward() -> None:
     assert profile_of(ONE).copied_bytes == pytest.approx(1000 / 0.1 * 0.6)
 
@@ -70,16 +66,6 @@ def test_one_slow_snapshot_and_one_slow_iteration_do_not_count() -> None:
     assert profile.flow_bytes == pytest.approx(2500)
 
 
-def test_measurements_of_long_ago_are_forgotten() -> None:
-    profile = profile_of([(1000, 1.0, 1.0, 1.0)] * 5 + ONE * 20, (9.0,) * 5 + (0.6,) * 20)
-    assert profile.copied_bytes == pytest.approx(6000)
-
-
-def test_snapshots_of_different_sizes_count_by_their_rates() -> None:
-    small, large = (10, 0.001, 0.002, 0.004), (100_000, 10.0, 20.0, 40.0)
-    assert profile_of([small, large]).copied_bytes == pytest.approx(6000)
-
-
 def test_snapshot_that_took_no_time_is_passed_over() -> None:
     profile = profile_of([(0, 0.0, 0.0, 0.0)])
     assert (profile.copied_bytes, profile.flow_bytes) == (None, None)
@@ -93,5 +79,26 @@ def test_snapshot_is_expected_to_hold_up_training_by_what_does_not_fit(num_bytes
     assert profile.expected_stall_s(num_bytes) == pytest.approx(expected)
 
 
-def test_nothing_is_expected_before_anything_was_measured() -> None:
-    assert SnapshotProfile().expected_stall_s(10**12) == 0.0
+def test_time_of_blocks_and_of_functions_is_added_up_until_it_is_taken() -> None:
+    clock = ManualClock()
+    stall = Stall(clock)
+    with stall.counting():
+        clock.sleep(2.0)
+    clock.sleep(100.0)
+    assert stall.count(lambda: clock.sleep(0.5)) is None
+    assert stall.seconds == 2.5
+    assert stall.take() == 2.5
+    assert stall.take() == 0.0
+
+
+def test_function_returns_its_answer() -> None:
+    assert Stall(ManualClock()).count(lambda: 7) == 7
+
+
+def test_time_until_an_exception_counts() -> None:
+    clock = ManualClock()
+    stall = Stall(clock)
+    with pytest.raises(ValueError), stall.counting():
+        clock.sleep(2.0)
+        raise ValueError
+    assert stall.take() == 2.0

@@ -169,22 +169,6 @@ def test_tensors_that_changed_arrive_with_the_same_tables(
         chunk.check()
 
 
-def test_tensors_of_two_files_arrive_each_in_its_own() -> None:
-    one, other = place([(16, ("F32", Packing.EXACT), 0)], 0), place([(16, KINDS[0], 1)], 1)
-    both = State(file=one.file, parts=one.parts + other.parts)
-    assert places_of(other.parts[0])[0][0] == places_of(one.parts[0])[-1][1]
-    copy(both)
-    assert has_arrived(one.parts[0])
-    assert has_arrived(other.parts[0])
-    assert set(one.file[64:]) == {FILLER}
-
-
-def test_tensors_without_numbers_are_passed_over() -> None:
-    state = place([(0, kind, 0) for kind in KINDS], 0)
-    assert copy(state) == []
-    assert set(state.file[:]) == {FILLER}
-
-
 # How tensors are cut
 
 
@@ -213,16 +197,6 @@ def test_images_in_a_buffer_never_overlap(wishes: list[Wish], num_bytes: int) ->
 
 @settings(max_examples=40)
 @given(wishes=WISHES, num_bytes=STAGINGS)
-def test_only_the_last_chunk_has_much_room_left(wishes: list[Wish], num_bytes: int) -> None:
-    staging = Staging(num_bytes, CPU)
-    chunks = cut(place(wishes, 0).parts, staging)
-    # The rest is a quarter at most, or too small for a piece of what comes next.
-    least = staging.chunk_bytes - max(staging.chunk_bytes // 4, 8 * CUT)
-    assert all(chunk.used >= least for chunk in chunks[:-1])
-
-
-@settings(max_examples=40)
-@given(wishes=WISHES, num_bytes=STAGINGS)
 def test_tensors_are_cut_at_multiples_of_a_fixed_number(wishes: list[Wish], num_bytes: int) -> None:
     state = place(wishes, 0)
     for chunk in cut(state.parts, Staging(num_bytes, CPU)):
@@ -247,20 +221,6 @@ def test_tensors_one_behind_the_other_are_copied_at_once(
     state = place([(size, kinds[i % len(kinds)], 0) for i, size in enumerate(sizes)], 0)
     (chunk,) = copy(state, 1024 * KIB)
     assert len(chunk.copies) == 1
-
-
-def test_many_tiny_tensors_are_copied_at_once() -> None:
-    state = place([(1 + each % 40, KINDS[each % len(KINDS)], 0) for each in range(1500)], 0)
-    chunks = copy(state)
-    assert len(chunks) > 1
-    assert [len(chunk.copies) for chunk in chunks] == [1] * len(chunks)
-    assert all(has_arrived(part) for part in state.parts)
-
-
-def test_empty_line_between_tensors_makes_two_copies() -> None:
-    state = place([(16, KINDS[0], 0), (16, KINDS[0], 1)], 0)
-    (chunk,) = copy(state)
-    assert [(image, len(target)) for image, target in chunk.copies] == [(0, 64), (64, 64)]
 
 
 def test_large_tensor_is_cut_into_chunks_as_worked_by_hand() -> None:
