@@ -13,7 +13,7 @@ import torch
 
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.memory.layout import FileLayout, LazyLayout
+from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.snapshots.copying import StateCopier
@@ -178,7 +178,7 @@ def snapshot(
     )
     request = SnapshotRequest(
         region=region,
-        window=LazyLayout(lambda: layout),
+        window=lambda: layout,
         iteration=iteration,
         keep_iteration=None,
         plan=plan.snapshots[0],

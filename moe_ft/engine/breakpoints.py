@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_ft.engine.memory.layout import FileLayout, LazyLayout
+from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import SnapshotIndexer
@@ -85,7 +85,7 @@ class Breakpoints:
     ) -> None:
         """Take parts; nothing is reserved yet. `kept_iteration` returns the newest that all ranks have."""
         self._region, self._patience_s = region, patience_s
-        self._layout = LazyLayout(lambda: layout)
+        self._layout = layout
         self._copier, self._indexer, self._records = copier, indexer, records
         self._kept_iteration = kept_iteration
         self._state = threading.Condition()  # guards everything below
@@ -217,7 +217,7 @@ class Breakpoints:
         iteration, region = moment.iteration, self._region
         request = SnapshotRequest(
             region=region,
-            window=self._layout,
+            window=lambda: self._layout,
             iteration=iteration,
             keep_iteration=self._kept_iteration(),
             plan=moment.plan(moment.tokens),

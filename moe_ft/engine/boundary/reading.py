@@ -57,11 +57,7 @@ class LoggedIteration:
         return sum(key[:2] == (receiver, direction) for key in self._sent)
 
     def read(self, sent: SentTensor) -> memoryview:
-        """Return the bytes of a tensor.
-
-        Raises:
-            CorruptStateError: if they do not have its checksum.
-        """
+        """Return the bytes of a tensor; raises CorruptStateError if they do not have its checksum."""
         data = self._read_bytes(sent)
         if checksum(data) != sent.checksum:
             raise CorruptStateError(f"{self._where}: {sent.name} does not match its checksum")
@@ -78,15 +74,6 @@ class LoggedIteration:
 
 
 NeighbourLog = Mapping[int, LoggedIteration]  # by iteration
-
-
-def decode_iteration(index: bytes, content: memoryview, where: str) -> LoggedIteration:
-    """Return what an index and a data file hold, wherever they were fetched from.
-
-    Raises:
-        CorruptStateError: if they are damaged.
-    """
-    return LoggedIteration(decode(index, BoundaryIndex, where), content)
 
 
 def open_slot(index_path: Path) -> LoggedIteration:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ft.engine.memory.layout import encode_header
+from moe_ft.engine.memory.layout import declare, encode_header
 from moe_ft.engine.memory.regions import IndexedFile
 from moe_ft.errors import SnapshotError
 from moe_ft.files.private_files import write_atomically
@@ -45,11 +45,8 @@ def make_header(sent: Sequence[SentTensor], header_bytes: int, file_bytes: int) 
     for each in sent:
         _declare_gap(declared, end, each.offset, header_bytes)
         start, end = each.offset, each.offset + each.num_bytes
-        declared[each.name] = {
-            "dtype": each.dtype,
-            "shape": list(each.shape),
-            "data_offsets": [start - header_bytes, end - header_bytes],
-        }
+        first, last = start - header_bytes, end - header_bytes
+        declared[each.name] = declare(each.dtype, each.shape, first, last)
     _declare_gap(declared, end, file_bytes, header_bytes)
     header = encode_header(declared, header_bytes)
     if len(header) > header_bytes:
@@ -61,8 +58,5 @@ def make_header(sent: Sequence[SentTensor], header_bytes: int, file_bytes: int) 
 
 def _declare_gap(declared: dict[str, object], start: int, end: int, header_bytes: int) -> None:
     if end > start:
-        declared[f"__unused__/{start}"] = {
-            "dtype": "U8",
-            "shape": [end - start],
-            "data_offsets": [start - header_bytes, end - header_bytes],
-        }
+        unused = declare("U8", [end - start], start - header_bytes, end - header_bytes)
+        declared[f"__unused__/{start}"] = unused

@@ -54,20 +54,7 @@ class FileLayout:
         return tuple(chain.from_iterable(self.snapshots))
 
 
-class LazyLayout:
-    """A layout that is computed on first use. One thread at a time may use it."""
-
-    def __init__(self, make: Callable[[], FileLayout]) -> None:
-        self._make = make
-        self._layout: FileLayout | None = None
-
-    def get(self) -> FileLayout:
-        """Return the layout; raises SnapshotError if it does not fit into the region."""
-        if self._layout is None:
-            self._layout = self._make()
-        return self._layout
-
-
+LayOut = Callable[[], FileLayout]  # the first call may compute it: one thread at a time may call
 Contents = Iterable[tuple[UnitId, Level, Sequence[TensorEntry]]]
 
 
@@ -163,11 +150,8 @@ def _place(
         name = f"{unit}/{version}/{tensor.parameter}[{tensor.start}:{tensor.end}]/{tensor.key}"
         for piece in tensor_pieces(tensor):
             begin, end = _align(end, header), first + piece.offset + piece.num_bytes
-            header[f"{name}.{piece.name}" if piece.name else name] = {
-                "dtype": piece.dtype,
-                "shape": [piece.count],
-                "data_offsets": [begin, end],
-            }
+            piece_name = f"{name}.{piece.name}" if piece.name else name
+            header[piece_name] = declare(piece.dtype, [piece.count], begin, end)
     return UnitPlace(
         unit=unit, level=level, offset=start, num_bytes=end - start, tensors=tuple(inside)
     )
@@ -182,11 +166,12 @@ def _align(end: int, header: dict[str, dict[str, object]]) -> int:
 
 
 def _declare_unused(header: dict[str, dict[str, object]], start: int, end: int) -> None:
-    header[f"__unused__/{start}"] = {
-        "dtype": "U8",
-        "shape": [end - start],
-        "data_offsets": [start, end],
-    }
+    header[f"__unused__/{start}"] = declare("U8", [end - start], start, end)
+
+
+def declare(dtype: str, shape: Sequence[int], start: int, end: int) -> dict[str, object]:
+    """Return what the header of a safetensors file says of a tensor at offsets from the header's end."""
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
 
 
 def encode_header(declared: Mapping[str, object], num_bytes: int | None = None) -> bytes:

@@ -12,7 +12,7 @@ from typing import override
 import msgspec
 
 from moe_ft.arithmetic import round_up
-from moe_ft.engine.memory.layout import encode_header
+from moe_ft.engine.memory.layout import declare, encode_header
 from moe_ft.engine.memory.regions import MappedFile, Region, Role
 from moe_ft.errors import SnapshotError
 from moe_ft.format.entries import UnitEntry
@@ -22,11 +22,7 @@ from moe_ft.format.packings import ALIGNMENT_BYTES
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FetchedVersion:
-    """A unit version that a recovery puts back.
-
-    Attributes:
-        is_in_pool: whether they lie in this rank's pool.
-    """
+    """A unit version that a recovery puts back, and whether its bytes lie in this rank's pool."""
 
     entry: UnitEntry
     content: memoryview
@@ -94,11 +90,7 @@ class Pool(MappedFile):
 def _header(slot_bytes: int, num_slots: int) -> bytes:
     """Return a safetensors header that declares the slots as plain bytes."""
     slots = {
-        f"slot/{slot}": {
-            "dtype": "U8",
-            "shape": [slot_bytes],
-            "data_offsets": [slot * slot_bytes, (slot + 1) * slot_bytes],
-        }
+        f"slot/{slot}": declare("U8", [slot_bytes], slot * slot_bytes, (slot + 1) * slot_bytes)
         for slot in range(num_slots)
     }
     return encode_header(slots)

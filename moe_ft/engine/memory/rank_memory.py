@@ -20,7 +20,7 @@ from moe_ft.engine.memory.job_directory import (
     replica_directory,
 )
 from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import MappedFile, Region, breakpoint_region
+from moe_ft.engine.memory.regions import IndexedFile, MappedFile, Region, breakpoint_region
 from moe_ft.errors import SnapshotError
 from moe_ft.files.private_files import read_private
 from moe_ft.format.encoding import decode
@@ -166,9 +166,7 @@ class RankMemory:
 
 
 def _paths(file: MappedFile) -> tuple[Path, ...]:
-    if isinstance(file, Region | BoundarySlot):
-        return file.data_path, file.index_path
-    return (file.data_path,)
+    return (file.data_path, file.index_path) if isinstance(file, IndexedFile) else (file.data_path,)
 
 
 def _pool(directory: Path, info: RankInfo) -> Pool | None:

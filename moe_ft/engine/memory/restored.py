@@ -121,11 +121,7 @@ def _fill(region: Region, window: FetchedWindow) -> bool:
 
 
 def replica_to_send(kept: Sequence[Region], restored: Handover) -> Replica | None:
-    """Return what peers get that lack the restored state, None if none does, or no region holds all of it.
-
-    Args:
-        kept: of `keep_restored`.
-    """
+    """Return what peers get that lack the restored state, None if none does, or no region holds all of it."""
     if not restored.peers_without or not kept or _family_of(kept[0]) != restored.family:
         return None
     region = kept[0]

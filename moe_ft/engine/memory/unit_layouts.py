@@ -53,11 +53,7 @@ class UnitLayouts:
         return self._catalog.most_bytes(unit)
 
     def place(self, unit: UnitId, offset: int) -> UnitPlace:
-        """Return the place of a unit in a slot.
-
-        Args:
-            unit: one that this rank saves at least a part of.
-        """
+        """Return the place in a slot of a unit that this rank saves at least a part of."""
         if unit not in self._places:
             layout = lay_out([(unit, Level.FULL, self._catalog.tensors(unit, Level.FULL))])
             (self._places[unit],) = layout.units

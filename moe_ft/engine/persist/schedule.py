@@ -16,11 +16,7 @@ from moe_ft.strategies.interface import PersistPlan, Strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Written:
-    """A state that is being written, or has become a checkpoint.
-
-    Attributes:
-        has_all: whether every unit is there at this iteration.
-    """
+    """A state that is being written, or has become a checkpoint, perhaps with all units of this iteration."""
 
     iteration: int
     has_all: bool
@@ -47,7 +43,7 @@ class StorageSchedule:
         rank: int,
         dense_interval: int = 0,
     ) -> None:
-        """Make a schedule.
+        """Take the parts that act.
 
         Args:
             interval: complete snapshots between those that are written, 0 for never.
@@ -167,11 +163,7 @@ class StorageSchedule:
         return confirmed is not None and confirmed.has_all and confirmed.iteration == iteration
 
     def confirm(self, *, are_idle: bool, can_persist: bool) -> bool | None:
-        """Note whether what all ranks wrote has become a checkpoint, when all of them are done.
-
-        Returns:
-            Whether it has; None if nothing was written, or some rank is not done.
-        """
+        """Return whether what all ranks wrote is a checkpoint now; None if some rank is not done."""
         if self._unconfirmed is None or not are_idle:
             return None
         if can_persist:
@@ -181,11 +173,7 @@ class StorageSchedule:
         return can_persist
 
     def poll(self, complete: Region | None, *, can_go_on: bool) -> bool:
-        """Take back the region that has been written, or that nobody will write any more.
-
-        Returns:
-            Whether there was one.
-        """
+        """Take back the region that was written, or will never be; return whether there was one."""
         region = self._client.poll()
         if self._unasked is not None:
             region, self._unasked, self._could_not_ask = self._unasked, None, True

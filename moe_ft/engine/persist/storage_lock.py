@@ -62,11 +62,7 @@ _LOCK = msgspec.json.Decoder(Lock)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenLock:
-    """Content of the lock's place, as somebody found it.
-
-    Attributes:
-        lock: what they say; None if that is nothing, as after a loss of power.
-    """
+    """Content of the lock's place, as somebody found it; no lock if it is none, as after a loss of power."""
 
     content: bytes
     lock: Lock | None

@@ -86,7 +86,7 @@ class WriterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Result of a request; an empty error means that it succeeded.
+    """Result of a request; it succeeded if the error is empty.
 
     Attributes:
         has_lost_previous: whether it failed because the checkpoint of `previous` is not there any more.
@@ -135,11 +135,7 @@ class PersistWorker:
         *,
         keeps_whole: bool = False,
     ) -> None:
-        """Begin.
-
-        Args:
-            lock: without which nothing may be written there; None if that is not for this writer to see to.
-        """
+        """Take a directory of requests; the lock is None if it is not for this writer to see to."""
         self._directory, self._storage, self._lock = directory, storage, lock
         self._retention = Retention(storage, keep, self._check_lock, keeps_whole=keeps_whole)
         self._mappings: dict[Path, tuple[tuple[int, int], memoryview]] = {}

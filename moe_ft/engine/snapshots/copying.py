@@ -32,11 +32,7 @@ class StateCopier:
     def __init__(
         self, parameters: Sequence[LocalParameter], pool: Pool | None, staging_bytes: int
     ) -> None:
-        """Prepare for a rank's state.
-
-        Args:
-            staging_bytes: device memory for packing snapshots; 0 if nothing is packed.
-        """
+        """Take a rank's state, and the device memory in which snapshots are packed; 0 if nothing is."""
         self._parameters = {each.name: each for each in parameters}
         self._pool, self._staging_bytes = pool, staging_bytes
         self._staging: Staging | None = None

@@ -42,7 +42,7 @@ class SnapshotIndexer:
         """Describe the window up to a snapshot that was copied.
 
         Raises:
-            SnapshotError: if that one is missing.
+            SnapshotError: if the snapshot before is missing.
         """
         if request.position and (before is None or before.num_snapshots != request.position):
             raise SnapshotError("the snapshot before it in its window has failed")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from moe_ft.engine.memory.layout import FileLayout, LazyLayout, UnitPlace
+from moe_ft.engine.memory.layout import FileLayout, LayOut, UnitPlace
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.snapshots.profile import SnapshotProfile
 from moe_ft.format.entries import UnitEntry
@@ -35,7 +35,7 @@ class SnapshotRequest:
     """
 
     region: Region
-    window: LazyLayout
+    window: LayOut
     iteration: int
     keep_iteration: int | None
     plan: SnapshotPlan
@@ -47,7 +47,7 @@ class SnapshotRequest:
     @property
     def layout(self) -> FileLayout:
         """The layout of the region. Only the copy worker may ask before the snapshot is complete."""
-        return self.window.get()
+        return self.window()
 
     @property
     def places(self) -> tuple[UnitPlace, ...]:
@@ -68,11 +68,7 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicationResult:
-    """Outcome of sending a snapshot to peers.
-
-    Attributes:
-        is_protected: whether all of them have it.
-    """
+    """Outcome of sending a snapshot to peers: whether all of them have it."""
 
     is_protected: bool
     seconds: float
@@ -171,7 +167,7 @@ class OpenWindow:
     """
 
     plan: WindowPlan
-    layout: LazyLayout
+    layout: LayOut
     region: Region
     is_last: bool = False
     jobs: list[SnapshotJob] = field(default_factory=list)

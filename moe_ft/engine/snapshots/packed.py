@@ -56,11 +56,7 @@ def segments_of(
 
 
 def unpack_into(target: torch.Tensor, entry: TensorEntry, content: memoryview) -> None:
-    """Unpack a tensor from a file into the live one.
-
-    Args:
-        target: ``[n]``, as the entry describes it; on any device.
-    """
+    """Unpack a tensor from a file into the live one, ``[n]`` on any device."""
     part = content[entry.offset : entry.offset + tensor_bytes(entry)]
     packing = Packing(entry.packing)
     if packing is Packing.EXACT:

@@ -7,11 +7,11 @@ sent it to the peers that take it, so there always is one that all ranks have.
 """
 
 from collections.abc import Callable, Hashable
-from functools import partial
+from functools import cache, partial
 
 from moe_ft.engine.background import BackgroundPart, Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.memory.layout import LazyLayout
+from moe_ft.engine.memory.layout import LayOut
 from moe_ft.engine.memory.pool import PoolVersions
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.regions import Region, Role
@@ -50,7 +50,7 @@ class Windows:
         self._memory, self._strategy, self._make_layouts = memory, strategy, layouts
         self._writer, self._records, self._reports = writer, records, reports
         self._recorded = (0, -1)  # the first and last iteration of the complete window
-        self._layouts: dict[Hashable, LazyLayout] = {}
+        self._layouts: dict[Hashable, LayOut] = {}
         self._num_lasting = 0  # layouts that are never forgotten
         self.versions = PoolVersions(memory.pool)
         self.open: OpenWindow | None = None
@@ -68,7 +68,7 @@ class Windows:
             self.complete_iteration = restored.iteration
         self.last_iteration = iteration
         for plan in self._strategy.possible_windows():
-            self._layout(plan).get()  # now, because it would hold up an iteration
+            self._layout(plan)()  # now, because it would hold up an iteration
         self._num_lasting = len(self._layouts)
         for unit in self._strategy.rotating:
             self._make_layouts.place(unit, 0)
@@ -219,12 +219,11 @@ class Windows:
             is_sent_to_peers=not window.is_last or self._strategy.saves_all,
         )
 
-    def _layout(self, plan: WindowPlan) -> LazyLayout:
+    def _layout(self, plan: WindowPlan) -> LayOut:
         """Return the layout of a window; the copy worker makes the ones that are not known yet."""
         if plan.key not in self._layouts:
             others = list(self._layouts)[self._num_lasting :]
             for key in others if self._num_lasting else ():
                 del self._layouts[key]  # its order of units is no longer used
-            make = partial(self._make_layouts.lay_out, plan)
-            self._layouts[plan.key] = LazyLayout(make)
+            self._layouts[plan.key] = cache(partial(self._make_layouts.lay_out, plan))
         return self._layouts[plan.key]

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.breakpoints import IN_USE, TORN, Breakpoints, Written
-from moe_ft.engine.memory.restored import Handover
+from moe_ft.engine.breakpoints import TORN, Breakpoints, Written
 from moe_ft.errors import SnapshotError
 from moe_ft.format.index import Index, check_units
-from moe_ft.recovery.inventory import look_at_memory
 from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup, capture
 
 DEADLINE_S = 120.0
@@ -67,14 +65,6 @@ def test_breakpoint_is_the_live_state_with_its_record(trained: Trained) -> None:
     assert written.num_bytes > 0
 
 
-def test_state_of_a_later_iteration_is_refused_on_request(trained: Trained) -> None:
-    trained.step(3)
-    trained.breakpoints.refuse_later_than(3, "it may be wrong")
-    assert trained.breakpoints.write().iteration == 3
-    trained.breakpoints.refuse_later_than(2, "it may be wrong")
-    assert trained.breakpoints.write().problem == "it may be wrong"
-
-
 def test_torn_state_of_a_step_that_has_failed_is_not_written(trained: Trained) -> None:
     trained.step(3)
     trained.breakpoints.begin_update()
@@ -93,21 +83,6 @@ def test_writer_waits_for_the_end_of_a_step_and_writes_the_next_state(trained: T
     writer.join(DEADLINE_S)
     assert [each.iteration for each in found] == [4]
     assert trained.index().iteration == 4
-
-
-def test_rank_whose_step_is_under_way_is_held_at_its_end(trained: Trained) -> None:
-    """It has said which iteration it steps to: the others write theirs of that one."""
-    trained.step(3)
-    trained.breakpoints.begin_update()
-    assert trained.breakpoints.write(waits=False).stepping_to == 4
-    trained.rank.state.step(4)
-    trained.breakpoints.end_update(trained.rank.engine.moment(capture(4)))
-    next_step = in_thread(lambda: trained.step(5))
-    next_step.join(0.2)
-    assert trained.breakpoints.wait_for_iteration(4, DEADLINE_S)
-    assert trained.breakpoints.write().iteration == 4
-    assert trained.index().iteration == 4
-    assert next_step.is_alive()
 
 
 def test_no_weight_changes_once_it_is_written(trained: Trained) -> None:
@@ -141,19 +116,6 @@ def test_rank_that_is_behind_steps_once_more_and_is_held_again(trained: Trained)
     assert last in ([], [4])
 
 
-def test_rank_that_is_behind_is_held_also_where_its_step_is_skipped(trained: Trained) -> None:
-    """Gradients that overflow change no weight, and there is no update."""
-    trained.step(3)
-    trained.breakpoints.write()
-    in_thread(lambda: trained.breakpoints.note(trained.rank.engine.moment(capture(4))))
-    assert trained.breakpoints.wait_for_iteration(4, DEADLINE_S)
-    again = in_thread(lambda: trained.breakpoints.note(None))
-    assert trained.breakpoints.write().iteration == 4
-    assert trained.rank.memory.breakpoint is not None
-    assert trained.rank.memory.breakpoint.index(Index).iteration == 4
-    assert again.is_alive()
-
-
 def test_tokens_that_nobody_knows_leave_no_breakpoint(trained: Trained) -> None:
     def unknown() -> None:
         raise SnapshotError("not added up yet")
@@ -165,34 +127,3 @@ def test_tokens_that_nobody_knows_leave_no_breakpoint(trained: Trained) -> None:
     assert "not added up yet" in trained.breakpoints.write().problem
     region = trained.rank.memory.breakpoint
     assert region is not None and not region.index_path.exists()
-
-
-def test_breakpoint_that_a_recovery_rests_on_is_kept_until_a_new_window_is_complete(
-    tmp_path: Path,
-) -> None:
-    first = Trained(Job(tmp_path, Setup(has_breakpoints=True)).ranks[0])
-    first.step(3)
-    first.breakpoints.write()
-    index = first.index()
-    first.rank.engine.close()
-    job = Job(tmp_path, Setup(has_breakpoints=True), is_started=False)
-    again = Trained(job.ranks[0])
-    family = (3, -1, index.identity.start)
-    given = Handover(
-        indexes=frozenset(), rotating={}, persisted_index="", family=family, needs_breakpoint=True
-    )
-    again.rank.engine.start(3, given)
-    again.step(4)
-    assert again.breakpoints.write().problem == IN_USE
-    assert first.rank.memory.breakpoint is not None
-    assert look_at_memory(again.rank.node_dir, "node-0", "job").versions[0].iteration == 3
-    again.breakpoints.wait_for_iteration(0, 0.0)
-    again.breakpoints.release()
-    assert again.breakpoints.write().iteration == 4
-    job.close()
-
-
-def test_rank_without_the_flag_reserves_nothing(tmp_path: Path) -> None:
-    (rank,) = Job(tmp_path, Setup()).ranks
-    assert rank.engine.breakpoints is None and rank.memory.breakpoint is None
-    assert not list(rank.node_dir.rglob("breakpoint*"))

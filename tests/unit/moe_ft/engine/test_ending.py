@@ -1,6 +1,5 @@
 """The last state's way to storage: tries, pauses, the end of the tries, and the advice then."""
 
-from collections.abc import Iterator
 from itertools import chain, repeat
 
 import pytest
@@ -19,48 +18,6 @@ def clock() -> ManualClock:
 
 def progress(turn: Turn, *, saved: bool = False, failed: bool = False) -> Progress:
     return Progress(turn=turn, is_saved=saved, has_failed=failed, is_idle=not failed)
-
-
-class Rank:
-    """A rank whose steps end at once, as they are told to."""
-
-    def __init__(self, clock: ManualClock, results: Iterator[bool]) -> None:
-        self._clock, self._results = clock, results
-        self._result: bool | None = None
-        self.started_s: list[float] = []
-        self.num_told = 0
-
-    def advance(self, turn: Turn) -> Progress:
-        """Say how the last step ended."""
-        result, self._result = self._result, None
-        return progress(turn, saved=result is True, failed=result is False)
-
-    def begin_step(self) -> None:
-        """Begin a step."""
-        self.started_s.append(self._clock.now)
-        self._result = next(self._results)
-
-    def tell(self) -> None:
-        """Count that it was told."""
-        self.num_told += 1
-
-    def bring(self) -> bool:
-        """Bring the last state to storage."""
-        return keep_last_state(self.advance, self.begin_step, self.tell, DEADLINE_S, self._clock)
-
-
-def test_failed_try_is_repeated_after_a_pause_that_grows(clock: ManualClock) -> None:
-    rank = Rank(clock, iter([False, False, True]))
-    assert rank.bring()
-    first, second, third = rank.started_s
-    assert 1.0 <= second - first < 2.0 <= third - second
-
-
-def test_state_that_cannot_be_written_is_given_up_after_several_tries(clock: ManualClock) -> None:
-    rank = Rank(clock, repeat(False))
-    assert not rank.bring()
-    assert len(rank.started_s) == 6
-    assert clock.now < DEADLINE_S
 
 
 def test_state_whose_write_never_ends_is_given_up_at_the_deadline(clock: ManualClock) -> None:
@@ -140,12 +97,6 @@ def test_advice_says_where_the_newest_state_is(in_memory: int | None, expected: 
     assert expected in text
 
 
-def test_advice_says_how_the_state_gets_to_storage() -> None:
-    text = ended(LastState.UNSAVED).advice("/storage", "/memory", "job")
-    assert "Mend the storage and start the job again on these nodes" in text
-    assert "--moe-ft-job-id=job" in text
-
-
 def test_advice_blames_the_storage_only_if_the_ranks_could_agree() -> None:
     text = ended(LastState.UNSAVED, agreed=False).advice("/storage", "/memory", "job")
     assert "Start the job again on these nodes" in text
@@ -163,8 +114,3 @@ def test_advice_blames_the_storage_only_if_the_ranks_could_agree() -> None:
 )
 def test_iterations_that_no_memory_holds_are_named(in_memory: int | None, expected: str) -> None:
     assert expected in ended(LastState.NO_STORAGE, in_memory=in_memory).loss_without_storage()
-
-
-def test_nothing_is_lost_if_memory_or_storage_has_the_last_state() -> None:
-    assert not ended(LastState.NO_STORAGE, in_memory=6).loss_without_storage()
-    assert not ended(LastState.SAVED, in_memory=None).loss_without_storage()

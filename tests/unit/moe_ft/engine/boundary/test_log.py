@@ -12,7 +12,6 @@ from moe_ft.errors import CorruptStateError
 from moe_ft.format.boundary import Direction
 from tests.unit.moe_ft.engine.boundary.logs import (
     NEXT,
-    PREVIOUS,
     STAGE,
     TRAFFIC,
     SmallLog,
@@ -96,20 +95,6 @@ def test_iteration_that_finds_no_free_slot_gets_no_log_and_waits_for_nobody(tmp_
         assert log.held() == [0]
 
 
-def test_log_that_a_replay_may_need_is_overwritten_once_and_says_so(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        for iteration in range(5):
-            log.take(iteration)
-        (reason,) = log.reasons()  # for each window once
-        assert "the log of iteration 0 is overwritten" in reason
-        log.log.keep(4)
-        log.take(5)
-        assert not log.reasons()
-        log.take(6)
-        (reason,) = log.reasons()
-        assert "the log of iteration 4 is overwritten" in reason
-
-
 def test_failing_commit_is_reported_and_the_slot_is_used_again(tmp_path: Path) -> None:
     folder = tmp_path / "rank"
     with small_log(folder) as log:
@@ -119,73 +104,6 @@ def test_failing_commit_is_reported_and_the_slot_is_used_again(tmp_path: Path) -
         folder.mkdir(mode=0o700)
         log.take(1)
         assert [path.name for path in folder.iterdir()] == ["boundary_1.json"]
-
-
-def test_logs_that_a_local_recovery_rests_on_stay_until_there_is_a_new_window(
-    tmp_path: Path,
-) -> None:
-    with small_log(tmp_path, num_slots=3) as log:
-        for iteration in range(3):
-            log.take(iteration)
-        log.reasons()
-    again = SmallLog(tmp_path, num_slots=3)
-    again.log.start(3, 1, is_in_use=True)  # iterations 1 and 2 were run again
-    again.take(3)
-    again.log.note_window(4)
-    again.take(4)
-    assert not again.skipped()  # that of 3 leads to no state
-    again.take(5)
-    assert again.held() == [1, 2, 5]
-    assert again.skipped() == [5]  # the log of 4 is overwritten
-    again.log.keep(5)
-    again.take(6)
-    again.take(7)
-    assert again.held() == [5, 6, 7]
-    assert not again.reasons()
-
-
-def test_iteration_gets_no_log_where_all_are_in_use_and_says_so_once(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        log.take(1)
-        log.take(2)
-    again = SmallLog(tmp_path)
-    again.log.start(3, 1, is_in_use=True)
-    for iteration in (3, 4, 5):
-        if iteration == 4:
-            again.log.note_window(4)
-        again.take(iteration)
-    assert again.held() == [1, 2]
-    assert again.skipped() == [4]
-
-
-def test_log_before_the_next_window_is_no_loss_after_a_recovery_from_breakpoints(
-    tmp_path: Path,
-) -> None:
-    with small_log(tmp_path, num_slots=3) as log:
-        log.take(1)
-    again = SmallLog(tmp_path, num_slots=3)
-    again.log.start(2, 1, is_in_use=True)
-    for iteration in range(2, 9):  # the interval is longer than the slots that are left
-        again.take(iteration)
-    for first in (9, 10):  # the window that begins at 9 fails
-        again.log.note_window(first)
-        again.take(first)
-    again.log.keep(10)
-    again.take(11)
-    assert again.held() == [9, 10, 11]
-    assert not again.skipped()
-    assert not again.reasons()
-
-
-def test_start_drops_what_is_damaged_or_of_another_rank(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        log.take(0)
-        log.take(1)
-    (tmp_path / "boundary_0.json").write_bytes(b"{}")
-    again = SmallLog(tmp_path)
-    again.log._rank = PREVIOUS  # whose index 1 is not
-    again.log.start(9, 0)
-    assert not list(tmp_path.glob("*.json"))
 
 
 @pytest.mark.parametrize("position", [0, 700, -1])
@@ -202,15 +120,6 @@ def test_flipped_byte_of_a_slot_is_found(tmp_path: Path, position: int) -> None:
         for logged in found.values():
             logged.check()
         raise CorruptStateError(*problems)
-
-
-def test_flush_waits_for_what_has_ended(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        log.log.begin(0)
-        log.log.end()
-        assert not log.log.flush(0)
-        log.worker.work()
-        assert log.log.flush(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])

@@ -10,7 +10,6 @@ from safetensors import safe_open
 from moe_ft.engine.boundary.reading import (
     FetchedLog,
     LoggedIteration,
-    decode_iteration,
     open_log,
     open_slot,
 )
@@ -20,7 +19,7 @@ from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
 from moe_ft.format.encoding import decode, encode
 from moe_ft.planning.boundary_log import header_bytes
 from tests.unit.moe_ft.builders import make_history
-from tests.unit.moe_ft.engine.boundary.logs import NEXT, PREVIOUS, small_log
+from tests.unit.moe_ft.engine.boundary.logs import NEXT, small_log
 
 
 def test_file_of_a_log_is_a_valid_safetensors_file(tmp_path: Path) -> None:
@@ -29,19 +28,6 @@ def test_file_of_a_log_is_a_valid_safetensors_file(tmp_path: Path) -> None:
     with safe_open(tmp_path / "boundary_0.safetensors", framework="pt") as opened:
         assert opened.get_tensor("forward/to_00002/1").equal(sends[1][2])
         assert opened.get_tensor("backward/to_00000/0").equal(sends[2][2])
-
-
-def test_log_is_read_from_bytes_that_were_fetched(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        log.take(0)
-    index = (tmp_path / "boundary_0.json").read_bytes()
-    content = memoryview((tmp_path / "boundary_0.safetensors").read_bytes())
-    logged = decode_iteration(index, content, "fetched")
-    logged.check()
-    assert logged.num_sent(NEXT, Direction.FORWARD) == 2
-    assert logged.find(NEXT, Direction.FORWARD, 1) == logged.index.sent[1]
-    assert logged.find(NEXT, Direction.FORWARD, 2) is None
-    assert logged.find(PREVIOUS, Direction.FORWARD, 0) is None
 
 
 def test_truncated_or_empty_file_is_refused(tmp_path: Path) -> None:

@@ -35,14 +35,6 @@ def test_job_that_is_entered_is_marked_with_its_name_and_user(tmp_path: Path) ->
     assert (marker.job_id, marker.uid) == ("job", tmp_path.stat().st_uid)
 
 
-def test_job_that_is_entered_again_keeps_its_marker(tmp_path: Path) -> None:
-    enter(tmp_path / "job")
-    before = (tmp_path / "job" / MARKER_NAME).stat()
-    enter(tmp_path / "job")
-    after = (tmp_path / "job" / MARKER_NAME).stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -54,12 +46,6 @@ def test_marker_that_cannot_be_read_makes_no_job(tmp_path: Path, content: bytes)
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / MARKER_NAME).write_bytes(content)
     assert read_marker(tmp_path / "job") is None
-
-
-def test_marker_of_a_directory_that_was_renamed_makes_no_job(tmp_path: Path) -> None:
-    enter(tmp_path / "job")
-    (tmp_path / "job").rename(tmp_path / "thesis")
-    assert read_marker(tmp_path / "thesis") is None
 
 
 def test_marker_of_another_user_makes_no_job(tmp_path: Path) -> None:
@@ -77,12 +63,6 @@ def test_directory_that_holds_something_else_does_not_become_a_job(tmp_path: Pat
     with pytest.raises(UnsafePathError, match=r"has no .moe_ft_job and holds final.tex"):
         enter(tmp_path / "thesis")
     assert not (tmp_path / "thesis" / MARKER_NAME).exists()
-
-
-def test_unmarked_memory_of_a_job_is_marked_when_the_job_starts_again(tmp_path: Path) -> None:
-    (tmp_path / "job" / "node" / "rank_00000").mkdir(parents=True)
-    enter(tmp_path / "job")
-    assert read_marker(tmp_path / "job") is not None
 
 
 @pytest.mark.parametrize(
@@ -131,13 +111,6 @@ def test_nodes_that_end_at_the_same_time_leave_nothing(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(WAIT_S)
     assert not (tmp_path / "job").exists()
-
-
-def test_node_without_a_marked_job_goes_and_leaves_what_is_next_to_it(tmp_path: Path) -> None:
-    (tmp_path / "node").mkdir()
-    (tmp_path / "file").touch()
-    remove_node(tmp_path / "node")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_start_waits_while_its_job_is_removed_and_creates_it_again(tmp_path: Path) -> None:

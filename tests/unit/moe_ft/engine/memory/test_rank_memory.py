@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.memory.job_directory import entered_job, own_directory, replica_directory
-from moe_ft.engine.memory.rank_memory import RankMemory, holds
+from moe_ft.engine.memory.job_directory import own_directory, replica_directory
+from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import (
     fill_region,
-    fill_window,
     make_identity,
     make_state,
 )
@@ -71,14 +70,6 @@ def test_regions_and_replicas_of_the_recovered_state_get_its_iteration(tmp_path:
     assert [region.iteration for region in memory.replicas[2].regions] == [5, None]
 
 
-@pytest.mark.parametrize("num_snapshots", [1, 2, 3])
-def test_region_holds_a_state_only_if_its_window_is_whole(
-    tmp_path: Path, num_snapshots: int
-) -> None:
-    region, _ = fill_window(tmp_path, num_snapshots=num_snapshots)
-    assert holds(region.index_path, START, 4 + num_snapshots) == (num_snapshots == 3)
-
-
 def test_regions_of_another_size_stay_beside_the_new_ones_until_they_are_left_over(
     tmp_path: Path,
 ) -> None:
@@ -92,16 +83,6 @@ def test_regions_of_another_size_stay_beside_the_new_ones_until_they_are_left_ov
     assert files(own) == {"region_1.safetensors", "region_2.safetensors", "pool_3x64.safetensors"}
 
 
-def test_replicas_for_ranks_that_are_served_elsewhere_now_are_left_over(tmp_path: Path) -> None:
-    dismissed = replica_directory(tmp_path / "a", 3, 0)
-    dismissed.mkdir(parents=True)
-    memory = memory_of(tmp_path)
-    memory.open(None)
-    memory.remove_left_overs()
-    assert not dismissed.exists()
-    assert replica_directory(tmp_path / "a", 2, 0).exists()
-
-
 @pytest.mark.parametrize(("rank", "stays"), [(0, False), (1, True)])
 def test_memory_of_ranks_that_are_on_other_nodes_now_is_removed_by_the_lowest_rank(
     tmp_path: Path, rank: int, stays: bool
@@ -112,32 +93,6 @@ def test_memory_of_ranks_that_are_on_other_nodes_now_is_removed_by_the_lowest_ra
     memory.open(None)
     memory.remove_left_overs()
     assert orphan.exists() == stays
-
-
-def test_files_that_are_not_of_moe_ft_are_not_left_over(tmp_path: Path) -> None:
-    memory = memory_of(tmp_path)
-    memory.open(None)
-    note = own_directory(tmp_path / "a", 0) / "note.txt"
-    note.write_text("mine")
-    memory.remove_left_overs()
-    assert note.exists()
-
-
-def test_lowest_rank_removes_the_nodes_memory_at_a_clean_end(tmp_path: Path) -> None:
-    memory = memory_of(tmp_path / "job")
-    with entered_job(tmp_path / "job", timeout_s=1.0):
-        memory.open(None)
-    memory.close()
-    memory.remove()
-    assert not (tmp_path / "job").exists()
-
-
-def test_memory_that_was_never_pinned_is_unpinned_without_a_driver(tmp_path: Path) -> None:
-    memory = memory_of(tmp_path)
-    memory.unpin()  # a start that has found no room has not even opened it
-    memory.open(None)
-    memory.unpin()
-    memory.close()
 
 
 def with_breakpoint(num_bytes: int = 4096) -> Topology:

@@ -98,16 +98,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
     node.supervisor.close()
 
 
-def test_request_says_what_is_written_and_where_the_rest_is(tmp_path: Path, node: Node) -> None:
-    region, _ = fill_region(tmp_path / "rank")
-    node.client.submit(region, ["layer.9.expert.0"], "iter_0000001/rank_00000_a.json", TAG)
-    content = request_path(node.directory, 0).read_bytes()
-    request = msgspec.json.decode(content, type=PersistRequest)
-    assert (request.rank, request.iteration, request.writes_manifest) == (0, 5, True)
-    assert (request.rotating, request.tag) == (("layer.9.expert.0",), TAG)
-    assert request.previous == "iter_0000001/rank_00000_a.json"
-
-
 def test_writer_that_is_killed_is_started_again_and_serves(tmp_path: Path, node: Node) -> None:
     node.supervisor.start()
     first = wait_for(node.writer, "the writer")
@@ -116,17 +106,6 @@ def test_writer_that_is_killed_is_started_again_and_serves(tmp_path: Path, node:
     assert reason == "the writer process ended with code -9; it is started again"
     region, _ = fill_region(tmp_path / "rank")
     assert node.persist(region).event == "persist"
-
-
-def test_request_whose_writer_was_killed_is_served_by_the_next(tmp_path: Path, node: Node) -> None:
-    node.supervisor.start()
-    first = wait_for(node.writer, "the writer")
-    first.suspend()
-    region, _ = fill_region(tmp_path / "rank")
-    node.client.submit(region, [], "", TAG)
-    first.kill()
-    assert wait_for(node.client.poll, "the region to come back") is region
-    assert complete_iterations(Storage(node.url)) == [5]
 
 
 def test_writer_that_falls_silent_is_killed_and_started_again(
@@ -261,14 +240,6 @@ def test_writer_that_cannot_start_is_tried_less_often_after_some_attempts(tmp_pa
     wait_for(lambda: node.reason("it is started again in 60 s"), "the last report")
     assert all("cannot start" in each.fields["reason"] for each in node.seen)
     node.supervisor.close()
-
-
-def test_writer_of_a_supervisor_that_was_closed_is_gone(node: Node) -> None:
-    node.supervisor.start()
-    writer = wait_for(node.writer, "the writer")
-    node.supervisor.close()
-    assert not writer.is_running()
-    assert node.reason("") is None
 
 
 def test_region_of_a_writer_that_does_not_answer_comes_back_degraded(

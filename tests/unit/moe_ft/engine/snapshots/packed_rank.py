@@ -8,7 +8,6 @@ from typing import Any
 import safetensors
 import torch
 
-from moe_ft.engine.memory.layout import LazyLayout
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import MappedFile, Region
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
@@ -93,7 +92,7 @@ class Rank(SnapshotRank):
         layout = self.layout
         request = SnapshotRequest(
             region=self.regions[region],
-            window=LazyLayout(lambda: layout),
+            window=lambda: layout,
             position=position,
             iteration=iteration,
             keep_iteration=None,

@@ -10,7 +10,7 @@ from typing import Any
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import Replica, ReplicaSender
-from moe_ft.engine.memory.layout import FileLayout, LazyLayout
+from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
@@ -170,7 +170,7 @@ class Trainer(SnapshotRank):
         self.state.step(first + position)
         request = SnapshotRequest(
             region=self.regions[region],
-            window=LazyLayout(lambda: layout),
+            window=lambda: layout,
             position=position,
             iteration=first + position,
             keep_iteration=first - 1,

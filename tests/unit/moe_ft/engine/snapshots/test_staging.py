@@ -174,16 +174,6 @@ def test_tensors_that_changed_arrive_with_the_same_tables(
 
 @settings(max_examples=40)
 @given(wishes=WISHES, num_bytes=STAGINGS)
-def test_no_chunk_takes_more_than_its_buffer_has(wishes: list[Wish], num_bytes: int) -> None:
-    staging = Staging(num_bytes, CPU)
-    assert 2 * staging.chunk_bytes <= num_bytes
-    for chunk in cut(place(wishes, 0).parts, staging):
-        ends = [image + whole_lines(len(target)) for image, target in chunk.copies]
-        assert max(ends) == chunk.used <= staging.chunk_bytes
-
-
-@settings(max_examples=40)
-@given(wishes=WISHES, num_bytes=STAGINGS)
 def test_images_in_a_buffer_never_overlap(wishes: list[Wish], num_bytes: int) -> None:
     for chunk in cut(place(wishes, 0).parts, Staging(num_bytes, CPU)):
         used = []
@@ -209,18 +199,6 @@ def test_tensors_are_cut_at_multiples_of_a_fixed_number(wishes: list[Wish], num_
             end = first + len(segment.tensor)
             assert first % CUT == 0
             assert end % CUT == 0 or end == len(part.source)
-
-
-@given(
-    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=40),
-    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=40),
-)
-def test_tensors_one_behind_the_other_are_copied_at_once(
-    sizes: list[int], kinds: list[Kind]
-) -> None:
-    state = place([(size, kinds[i % len(kinds)], 0) for i, size in enumerate(sizes)], 0)
-    (chunk,) = copy(state, 1024 * KIB)
-    assert len(chunk.copies) == 1
 
 
 def test_large_tensor_is_cut_into_chunks_as_worked_by_hand() -> None:
