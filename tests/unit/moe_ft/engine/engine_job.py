@@ -33,9 +33,7 @@ from moe_ft.state.record import CapturedRecord, IterationFacts, LoopCounters
 from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
-from tests.unit.moe_ft.engine.clocks import ManualClock
-from tests.unit.moe_ft.engine.local_agreement import LocalAgreement, Meeting
-from tests.unit.moe_ft.engine.workers import ManualWorker
+from tests.unit.moe_ft.engine.stand_ins import LocalAgreement, ManualClock, ManualWorker, Meeting
 from tests.unit.moe_ft.small_rank import SmallRank
 from tests.unit.moe_ft.together import run_together
 

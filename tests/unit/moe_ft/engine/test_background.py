@@ -9,7 +9,7 @@ from moe_ft.engine.background import BackgroundPart, Messages, Report, Reports, 
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.snapshots.profile import SnapshotProfile
 from moe_ft.errors import DegradedError
-from tests.unit.moe_ft.engine.clocks import ManualClock
+from tests.unit.moe_ft.engine.stand_ins import ManualClock
 
 
 def test_reports_are_handed_over_once_and_in_order() -> None:

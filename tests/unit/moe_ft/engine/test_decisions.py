@@ -14,7 +14,7 @@ from moe_ft.engine.background import Report, Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions, Turn, Votes
 from moe_ft.engine.snapshots.job import SnapshotState
-from tests.unit.moe_ft.engine.clocks import ManualClock
+from tests.unit.moe_ft.engine.stand_ins import ManualClock
 
 FLAGS = ("is_ready", "is_idle", "can_persist", "is_protected", "can_grow")
 

@@ -6,7 +6,7 @@ import pytest
 
 from moe_ft.engine.decisions import Turn
 from moe_ft.engine.ending import Ending, LastState, Progress, keep_last_state
-from tests.unit.moe_ft.engine.clocks import ManualClock
+from tests.unit.moe_ft.engine.stand_ins import ManualClock
 
 DEADLINE_S = 100.0
 

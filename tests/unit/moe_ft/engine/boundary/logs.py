@@ -13,7 +13,7 @@ from moe_ft.engine.boundary.slots import BoundarySlot
 from moe_ft.format.boundary import Direction
 from moe_ft.planning.boundary_log import PipelineTraffic, header_bytes
 from tests.unit.moe_ft.builders import make_identity
-from tests.unit.moe_ft.engine.workers import ManualWorker
+from tests.unit.moe_ft.engine.stand_ins import ManualWorker
 
 RANK, NEXT, PREVIOUS = 1, 2, 0
 # The middle one of three stages sends two activations and two gradients.

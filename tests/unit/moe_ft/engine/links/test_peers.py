@@ -269,13 +269,6 @@ def sending(tmp_path: Path, recorder: Recorder) -> Iterator[Trainer]:
     trainer.writer.close(DEADLINE_S)
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    trainer = Trainer(tmp_path)
-    yield trainer
-    trainer.writer.close(DEADLINE_S)
-
-
 def test_sender_that_fails_is_reported_and_the_next_snapshot_is_sent(
     sending: Trainer, recorder: Recorder
 ) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ft.engine.snapshots.profile import NUM_QUIET_ITERATIONS, SnapshotProfile, Stall
-from tests.unit.moe_ft.engine.clocks import ManualClock
+from tests.unit.moe_ft.engine.stand_ins import ManualClock
 
 
 def profile_of(
