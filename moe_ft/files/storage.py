@@ -64,9 +64,7 @@ _num_modules = 0  # when they were last looked through
 def file_tag(identity: Identity, *, is_whole: bool = False) -> str:
     """Return what tells the files of one incarnation of one run from all others.
 
-    Args:
-        is_whole: whether every unit is of its iteration: such a checkpoint may be of an iteration that has
-            another one already, and does not overwrite its files.
+    A whole state may be of an iteration that has a checkpoint already, and does not overwrite its files.
     """
     end = " end" if is_whole else ""
     return checksum(f"{identity.lineage} {identity.history}{end}".encode())[:8]
@@ -220,13 +218,10 @@ class Storage:
         self._sync_directories(full)
 
     def create(self, path: str, content: bytes) -> None:
-        """Write a small file to an object store unless it is there.
+        """Write a small file to an object store; raises FileExistsError if it is there.
 
         Of several that do so at the same time one succeeds, if the back end has a conditional put; if not,
         the last one has written the file.
-
-        Raises:
-            FileExistsError: if it is there.
         """
         self.within_patience(f"create {path}", lambda: self._create(path, content))
 

@@ -126,23 +126,15 @@ class RankMemory:
         yield from self.boundary
 
     def pin(self) -> None:
-        """Let the GPU copy into this rank's own memory directly.
-
-        Raises:
-            SnapshotError: if the driver refuses, for example because too much memory is locked.
-        """
+        """Let the GPU copy into this rank's own memory directly; raises SnapshotError if it cannot."""
         for file in self._own_files():
-            view = torch.frombuffer(file.view, dtype=torch.uint8)
-            error = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)
-            if int(error) != 0:
-                raise SnapshotError(f"cudaHostRegister of {view.numel()} bytes failed with {error}")
+            _pin(file)
             self._pinned.append(file)
 
     def unpin(self) -> None:
         """Undo `pin`, before the memory is unmapped."""
         while self._pinned:  # fewer than all after a start that failed
-            view = torch.frombuffer(self._pinned.pop().view, dtype=torch.uint8)
-            torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
+            _unpin(self._pinned.pop())
 
     def close(self) -> None:
         """Unmap everything; the files stay."""
@@ -204,3 +196,16 @@ def holds(index_path: Path, start: Start, iteration: int) -> bool:
         return False
     found = (index.identity.start, index.iteration)
     return found == (start, iteration) and index.is_whole
+
+
+def _unpin(file: MappedFile) -> None:
+    view = torch.frombuffer(file.view, dtype=torch.uint8)
+    torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
+
+
+def _pin(file: MappedFile) -> None:
+    """Let the GPU copy into a file's memory; the driver may refuse, as where too much memory is locked."""
+    view = torch.frombuffer(file.view, dtype=torch.uint8)
+    error = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)
+    if int(error) != 0:
+        raise SnapshotError(f"cudaHostRegister of {view.numel()} bytes failed with {error}")
