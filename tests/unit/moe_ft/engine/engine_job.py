@@ -34,10 +34,22 @@ from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
 from tests.unit.moe_ft.engine.stand_ins import LocalAgreement, ManualClock, ManualWorker, Meeting
-from tests.unit.moe_ft.small_rank import SmallRank
+from tests.unit.moe_ft.small_rank import SmallRank, window_plan
 from tests.unit.moe_ft.together import run_together
 
 RECORD_S = 0.25
+
+
+class WindowStrategy(DenseStrategy):
+    """Windows of three snapshots."""
+
+    def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
+        """Return a window in which each unit is FULL where `window_position` says."""
+        return window_plan(3)
+
+    def possible_windows(self) -> list[WindowPlan]:
+        """Return the only kind."""
+        return [self.plan_window(0)]
 
 
 class JobClock(ManualClock):
@@ -96,6 +108,7 @@ class Setup:
     persist_interval: int = 0
     raises: bool = False
     has_breakpoints: bool = False
+    has_windows: bool = False
 
 
 class Rank:
@@ -115,7 +128,7 @@ class Rank:
         self.reports: list[Report] = []
         self.state = SmallRank(rank)
         self.layouts = UnitLayouts(self.state.catalog(), 0)
-        self.strategy = DenseStrategy(WINDOW_UNITS)
+        self.strategy = (WindowStrategy if self.setup.has_windows else DenseStrategy)(WINDOW_UNITS)
         (plan,) = self.strategy.possible_windows()
         self.layouts.region_bytes = self.layouts.lay_out(plan).num_bytes
         self.breakpoint = None
