@@ -1,4 +1,4 @@
-"""Reports: from any thread, in order, with the traceback of what was raised."""
+"""Reports from any thread, in order and with tracebacks, and what a user is told of them."""
 
 import threading
 from typing import Any

@@ -1,4 +1,4 @@
-"""The worker with a thread: order, results, idle work, and its end."""
+"""The clock, and the worker with a thread: order, results, idle work, and its end."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Windows at a peer: nothing replaces what must be kept, and nothing corrupt is taken."""
+"""Replicas at a peer: nothing replaces what must be kept, and nothing corrupt is taken."""
 
 import time
 from collections.abc import Iterator

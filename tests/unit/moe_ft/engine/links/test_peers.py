@@ -1,4 +1,4 @@
-"""Replicas over real connections: they arrive bit for bit, and nothing that is wrong replaces one."""
+"""Replicas over real connections, and those that send them: what arrives, and what is given up."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""Serving a node's memory to peers, and nothing else."""
+"""Serving a node: who is let in, what they get of its memory, and nothing else."""
 
 import errno
 import os

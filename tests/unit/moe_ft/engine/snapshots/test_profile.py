@@ -1,4 +1,4 @@
-"""Sizes of snapshots that cost no time: rates times times, both medians of what was measured."""
+"""Sizes of snapshots that cost no time, and the time for which training stands still."""
 
 from collections.abc import Sequence
 
