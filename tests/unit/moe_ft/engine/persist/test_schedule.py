@@ -12,7 +12,6 @@ from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory.pool import Pool, PoolVersions
 from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.engine.persist.client import PersistClient
-from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.persist.writer import PersistRequest, PersistWorker, request_path
 from moe_ft.faults import Phase
@@ -148,18 +147,6 @@ def test_time_of_a_write_is_divided_among_the_snapshots_that_it_stands_for(tmp_p
     assert rank.schedule.seconds_per_snapshot == rank.client.last_seconds / 4
 
 
-def test_slots_are_kept_until_the_writer_is_done(rank: Rank) -> None:
-    region = rank.complete(1)
-    rank.schedule.submit(region)
-    (chosen,) = rank.request().rotating
-    kept = rank.pool.slot_at(rank.versions.newest[chosen].offset)
-    for iteration in (2, 3):
-        newer = rank.complete(iteration)
-        assert kept not in rank.versions.find_free(NUM_EXPERTS)
-    rank.serve(newer)
-    assert region.iteration is None  # other slots that it names were used again
-
-
 def test_everything_goes_again_when_the_checkpoint_to_build_on_is_gone(rank: Rank) -> None:
     rank.write(1)
     shutil.rmtree(rank.folder / "storage" / iteration_directory(1))
@@ -169,23 +156,6 @@ def test_everything_goes_again_when_the_checkpoint_to_build_on_is_gone(rank: Ran
     assert rank.on_storage(3) == ALL
     rank.write(4)
     assert rank.on_storage(4) == ALL
-
-
-def test_old_files_that_cannot_be_removed_do_not_undo_a_checkpoint(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("stale handle")
-
-    monkeypatch.setattr(Retention, "retain", fail)
-    for iteration in (1, 2):
-        rank.write(iteration)
-        assert not rank.schedule.has_failed
-    assert len(rank.on_storage(2)) == 2
-    reasons = [each.fields.get("reason", "") for each in rank.reports.drain()]
-    assert any(
-        "old checkpoints cannot be removed: OSError: stale handle" in each for each in reasons
-    )
 
 
 def submit_in_vain(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Region:

@@ -1,55 +1,267 @@
-"""The writer: requests become checkpoints, with the units of the pool that they name."""
+"""The writer: requests become checkpoints, and whatever fails becomes an error and harms no older one."""
 
-from collections.abc import Iterator, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.persist.manifests import find_manifests, read_manifest
+from moe_ft.engine.memory.regions import Region, write_atomically
+from moe_ft.engine.persist.manifests import find_manifests, write_manifest
+from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.writer import (
-    PersistRequest,
     PersistWorker,
+    request_path,
 )
-from moe_ft.errors import CorruptStateError
-from moe_ft.files.storage import Storage, rank_path
-from moe_ft.format.encoding import encode
-from moe_ft.format.entries import FileEntry
+from moe_ft.errors import LockLostError
+from moe_ft.files.storage import Storage
+from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.manifest import Manifest
-from moe_ft.planning.recovery import Version
-from moe_ft.recovery.readers import StorageReader, read_unit
 from tests.unit.moe_ft.builders import (
-    add_units,
     fill_region,
     make_identity,
-    put_in_slot,
-    rotating_unit,
 )
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 from tests.unit.moe_ft.engine.persist.writer_office import (
-    FAR_S,
     TWO_RANKS,
     Office,
     opened,
     request_for,
-    tag_of,
 )
-
-
-def manifest_of(storage: Storage, iteration: int) -> Manifest:
-    """Return the only manifest of an iteration."""
-    (path,) = find_manifests(storage, iteration)
-    return read_manifest(storage, path)
+from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
+from tests.waiting import wait_for
 
 
 @pytest.fixture
 def office(tmp_path: Path) -> Iterator[Office]:
     with opened(tmp_path, str(tmp_path / "storage")) as office:
         yield office
+
+
+# Failures
+
+
+def spoil_data(region: Region, position: int) -> None:
+    region.mapping[position] ^= 0x10
+
+
+def spoil_header(region: Region) -> None:
+    spoil_data(region, 9)
+
+
+def spoil_index(region: Region) -> None:
+    region.index_path.write_bytes(region.index_path.read_bytes()[:-10])
+
+
+def remove_index(region: Region) -> None:
+    region.index_path.unlink()
+
+
+def truncate_data(region: Region) -> None:
+    os.truncate(region.data_path, region.num_bytes // 2)
+
+
+def empty_data(region: Region) -> None:
+    os.truncate(region.data_path, 0)
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_header, spoil_index, remove_index, truncate_data, empty_data]
+)
+def test_region_that_is_damaged_becomes_an_error_and_no_checkpoint(
+    tmp_path: Path, office: Office, spoil: Callable[[Region], None]
+) -> None:
+    region, _ = fill_region(tmp_path / "rank")
+    spoil(region)
+    office.ask(region)
+    assert office.result().error != ""
+    assert complete_iterations(office.storage) == []
+
+
+@pytest.mark.parametrize("kind", ["local", "objects"])
+def test_data_that_storage_garbles_become_an_error_and_the_older_checkpoint_stays(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, garbled = Storage.write, [False]
+
+    def write_otherwise(storage: Storage, path: str, pieces: Iterable[memoryview]) -> None:
+        content = bytearray(b"".join(pieces))
+        content[max(place for place, byte in enumerate(content) if byte)] ^= 1  # of a unit
+        garbled[0] = True
+        write(storage, path, [memoryview(content)])
+
+    with install(), opened(tmp_path, faulty_urls(tmp_path)[kind], keep=1) as office:
+        office.ask(fill_region(tmp_path / "rank", iteration=3)[0])
+        assert office.result().error == ""
+        monkeypatch.setattr(Storage, "write", write_otherwise)
+        office.ask(fill_region(tmp_path / "rank", iteration=4)[0])
+        error = office.result().error
+        assert garbled[0]
+        assert (
+            "iteration 4 is not on storage as it was written, and older checkpoints stay" in error
+        )
+        assert "does not match its checksum" in error
+        assert complete_iterations(office.storage) == [3]
+        assert [name for name in office.storage.names_in("iter_0000004") if "rank" in name] == []
+        monkeypatch.undo()
+        office.ask(fill_region(tmp_path / "rank", iteration=5)[0])
+        assert office.result().error == ""
+        assert complete_iterations(office.storage) == [5]
+
+
+def test_state_that_is_not_finite_becomes_an_error_and_the_last_finite_ones_stay(
+    tmp_path: Path, office: Office
+) -> None:
+    for iteration in (3, 4):
+        office.ask(fill_region(tmp_path / "rank", iteration=iteration)[0])
+        assert office.result().error == ""
+    region, index = fill_region(tmp_path / "rank", iteration=5)
+    unit = index.units["embedding"]
+    at = unit.offset + unit.tensors[0].offset
+    region.mapping[at : at + 4] = b"\x00\x00\x80\xff"  # minus infinity
+    content = region.mapping[unit.offset : unit.offset + unit.num_bytes]
+    unit = msgspec.structs.replace(unit, checksum=checksum(bytes(content)))
+    units = {**index.units, "embedding": unit}
+    region.commit(encode(msgspec.structs.replace(index, units=units)), 5)
+    office.ask(region)
+    assert office.result().error == (
+        "CorruptStateError: iteration 5 is not written to storage: param of embedding.weight in unit "
+        "embedding holds NaN or infinity"
+    )
+    assert complete_iterations(office.storage) == [4, 3]
+    assert office.storage.names_in("iter_0000005") == []
+
+
+def test_ranks_that_do_not_write_until_the_deadline_are_named(
+    tmp_path: Path, office: Office
+) -> None:
+    region, _ = fill_region(tmp_path / "rank", identity=make_identity(world_size=3))
+    office.ask(region, waits_s=0.0)
+    error = office.result().error
+    assert "ranks [1, 2] did not write their part of iteration 5 in time" in error
+    assert not find_manifests(office.storage, 5)
+
+
+@pytest.mark.parametrize("back_end", ["local", "objects"])
+def test_storage_that_fails_becomes_an_error_and_the_worker_goes_on(
+    tmp_path: Path, injector: Injector, back_end: str
+) -> None:
+    with opened(tmp_path, faulty_urls(tmp_path)[back_end]) as office:
+        injector.broken = (("open", "safetensors"),)
+        region, _ = fill_region(tmp_path / "rank", number=0, iteration=5)
+        office.ask(region)
+        assert "injected failure" in office.result().error
+        injector.forget()
+        region, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+        office.ask(region)
+        assert office.result().error == ""
+        assert complete_iterations(office.storage) == [6]
+
+
+@pytest.mark.parametrize("back_end", ["local", "objects"])
+def test_request_that_is_served_again_and_fails_does_not_harm_its_checkpoint(
+    tmp_path: Path, injector: Injector, back_end: str
+) -> None:
+    # The first writer was killed after the manifest and before its answer; the next serves it again.
+    storage = Storage(faulty_urls(tmp_path)[back_end])
+    worker = PersistWorker(tmp_path, storage, keep=1)
+    region, _ = fill_region(tmp_path / "rank")
+    request = request_for(region)
+    worker.persist(request)
+    harmed = []
+    for number in range(40):
+        injector.forget()
+        injector.fails_at = frozenset({number})
+        with suppress(OSError):
+            worker.persist(request)
+        injector.forget()
+        try:
+            assert complete_iterations(storage) == [5]
+        except OSError as error:
+            harmed.append(f"operation {number}: {error}")
+            worker.persist(request)
+    assert harmed == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b'{"rank": "x"}'])
+def test_request_that_cannot_be_understood_does_not_stop_the_others(
+    tmp_path: Path, office: Office, content: bytes
+) -> None:
+    write_atomically(request_path(office.directory, 7), content)
+    region, _ = fill_region(tmp_path / "rank")
+    office.ask(region)
+    assert office.result().error == ""
+
+
+def test_request_that_arrives_while_the_last_one_is_removed_is_served(
+    tmp_path: Path, office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The rank reads a result and asks again while the worker is about to remove what it has served.
+    first, _ = fill_region(tmp_path / "rank", number=0, iteration=5)
+    second, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+    path, remove = request_path(office.directory, 0), Path.unlink
+    has_read, has_asked = threading.Event(), threading.Event()
+
+    def remove_late(target: Path, missing_ok: bool = False) -> None:
+        if target == path and not has_asked.is_set() and has_read.wait(0.5):
+            has_asked.set()
+            office.ask(second)
+        remove(target, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", remove_late)
+    office.ask(first)
+    assert office.result().iteration == 5
+    has_read.set()
+    wait_for(lambda: has_asked.is_set() or not path.exists(), "the end of the first request")
+    if not has_asked.is_set():
+        office.ask(second)  # the first was removed before the rank could know of its result
+    assert office.result().iteration == 6
+
+
+# The lock
+
+
+def locked_worker(tmp_path: Path) -> tuple[Storage, StorageLock, PersistWorker]:
+    storage = Storage(str(tmp_path / "storage"))
+    storage.make_root()
+    lock = StorageLock(storage)
+    assert lock.take("job", None)
+    return storage, lock, PersistWorker(tmp_path, storage, 1, lock)
+
+
+def test_lock_that_is_lost_while_ranks_write_leaves_no_manifest(tmp_path: Path) -> None:
+    storage, lock, worker = locked_worker(tmp_path)
+    region, _ = fill_region(tmp_path / "rank")
+
+    def lose() -> bool:
+        assert StorageLock(storage).take("other", lock.look())
+        return True
+
+    with pytest.raises(LockLostError):
+        worker.persist(request_for(region), is_wanted=lose)
+    assert complete_iterations(storage) == []
+
+
+def test_lock_that_is_lost_with_the_manifest_leaves_old_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, lock, worker = locked_worker(tmp_path)
+    worker.persist(request_for(fill_region(tmp_path / "rank")[0]))
+
+    def write_and_lose(*arguments: Any) -> Manifest:
+        assert StorageLock(storage).take("other", lock.look())
+        return write_manifest(*arguments)
+
+    monkeypatch.setattr("moe_ft.engine.persist.writer.write_manifest", write_and_lose)
+    region, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
+    request = msgspec.structs.replace(request_for(region), iteration=6)
+    _, warning = worker.persist(request)
+    assert "old checkpoints cannot be removed: LockLostError" in warning
+    assert complete_iterations(storage) == [6, 5]
 
 
 # From a request to files
@@ -86,122 +298,3 @@ def test_request_without_the_manifest_writes_only_the_ranks_own_files(
     assert office.result(1).error == ""
     assert office.storage.iterations() == [5]
     assert not find_manifests(office.storage, 5)
-
-
-# Units of the pool
-
-
-class Rotation:
-    """A rank with three experts in a pool, and what its persists leave on storage."""
-
-    def __init__(self, tmp_path: Path, keep: int = 2) -> None:
-        self.tmp_path, self.storage = tmp_path, Storage(str(tmp_path / "storage"))
-        self.worker = PersistWorker(tmp_path, self.storage, keep)
-        self.pool = Pool(tmp_path / "rank", 4 * 33, 6)
-        self.pool.open()
-        self.at: dict[int, int] = {}
-        self.previous = ""
-
-    def request(self, iteration: int, experts: Sequence[int]) -> PersistRequest:
-        """Save all experts at an iteration, and ask for some of them to be written."""
-        region, index = fill_region(self.tmp_path / "rank", iteration % 2, iteration=iteration)
-        slots = [3 * (iteration % 2) + expert for expert in range(3)]
-        units = dict(
-            put_in_slot(self.pool, slot, expert, iteration=iteration)
-            for expert, slot in enumerate(slots)
-        )
-        add_units(region, index, units)
-        self.at.update(dict.fromkeys(experts, iteration))
-        return PersistRequest(
-            rank=0,
-            iteration=iteration,
-            index=str(region.index_path),
-            data=str(region.data_path),
-            rotating=tuple(str(rotating_unit(expert)) for expert in experts),
-            previous=self.previous,
-            tag=tag_of(region),
-            writes_manifest=True,
-            deadline_s=FAR_S,
-        )
-
-    def persist(self, iteration: int, experts: Sequence[int]) -> None:
-        """Write a checkpoint, which the next one goes back to."""
-        request = self.request(iteration, experts)
-        self.worker.persist(request)
-        self.previous = rank_path(iteration, 0, request.tag, "json")
-
-    def readable(self, iteration: int) -> dict[int, int]:
-        """Return the iteration of each expert that a checkpoint has, after reading all of its units."""
-        (file,) = manifest_of(self.storage, iteration).files
-        reader = StorageReader(self.storage, version_of(file, iteration))
-        for name in reader.index.units:
-            read_unit(reader, name)
-        units = reader.index.units
-        names = {expert: str(rotating_unit(expert)) for expert in range(3)}
-        return {number: units[name].iteration for number, name in names.items() if name in units}
-
-
-def version_of(file: FileEntry, iteration: int) -> Version:
-    return Version(
-        rank=0,
-        iteration=iteration,
-        lineage="run-a",
-        history=make_identity().history,
-        node=None,
-        path=file.index,
-        file=file,
-    )
-
-
-@pytest.fixture
-def rotation(tmp_path: Path) -> Rotation:
-    return Rotation(tmp_path)
-
-
-def test_manifest_says_how_old_each_expert_is_and_where_it_lies(rotation: Rotation) -> None:
-    for iteration, experts in ((1, [0]), (2, [1])):
-        rotation.persist(iteration, experts)
-    manifest = manifest_of(rotation.storage, 2)
-    files = [file.data for file in (*manifest.files, *manifest.older)]
-    source = manifest.units[str(rotating_unit(0))]
-    assert source.iteration == 1
-    assert [files[position] for position in source.files] == [manifest.older[0].data]
-    assert str(rotating_unit(2)) not in manifest.units
-
-
-@given(st.lists(st.sets(st.integers(0, 2), max_size=2), min_size=1, max_size=6), st.integers(1, 3))
-@settings(max_examples=30)
-def test_retention_never_deletes_what_a_checkpoint_finds_in_older_files(
-    history: list[set[int]], keep: int
-) -> None:
-    with TemporaryDirectory() as directory:
-        rotation = Rotation(Path(directory), keep)
-        for iteration, experts in enumerate(history, 1):
-            rotation.persist(iteration, sorted(experts))
-            complete = [
-                i for i in rotation.storage.iterations() if find_manifests(rotation.storage, i)
-            ]
-            assert len(complete) == min(keep, iteration)
-            for each in complete:
-                rotation.readable(each)
-            assert rotation.readable(iteration) == rotation.at
-
-
-def test_expert_with_a_flipped_byte_in_its_slot_is_not_written(rotation: Rotation) -> None:
-    request = rotation.request(1, [0])
-    rotation.pool.mapping[rotation.pool.offset_of(3)] ^= 0x40
-    with pytest.raises(CorruptStateError, match=r"unit layer\.9\.expert\.0 does not match"):
-        rotation.worker.persist(request)
-    assert complete_iterations(rotation.storage) == []
-
-
-def test_rank_of_which_other_ranks_save_everything_writes_its_record(tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path / "storage"))
-    worker = PersistWorker(tmp_path, storage, keep=1)
-    other, _ = fill_region(tmp_path / "rank_1", rank=1, identity=TWO_RANKS)
-    changes = {"rank": 1, "writes_manifest": False}
-    worker.persist(msgspec.structs.replace(request_for(other), **changes))
-    region, index = fill_region(tmp_path / "rank", identity=TWO_RANKS)
-    region.commit(encode(msgspec.structs.replace(index, units={})), index.iteration)
-    worker.persist(request_for(region))
-    assert complete_iterations(storage) == [5]

@@ -16,7 +16,6 @@ from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Version
 from moe_ft.recovery.readers import StorageReader, read_unit
-from moe_ft.units import Level
 from tests.unit.moe_ft.builders import (
     WindowState,
     fill_window,
@@ -78,25 +77,6 @@ def reader_of(storage: Storage, iteration: int) -> StorageReader:
         file=file,
     )
     return StorageReader(storage, version)
-
-
-def test_every_version_of_a_window_is_read_back_bit_for_bit(office: Office) -> None:
-    _, window = office.window()
-    office.persist(office.window()[0])
-    reader = reader_of(office.storage, 7)
-    for name, unit in window.index.entries():
-        position = None if unit.level == Level.FULL else unit.iteration - 5
-        entry, content = read_unit(reader, name, position)
-        assert entry == unit
-        assert content == window.content[unit.offset : unit.offset + unit.num_bytes]
-
-
-def test_window_that_began_again_since_it_was_asked_for_is_refused(office: Office) -> None:
-    office.window()
-    region, _ = office.window(first_iteration=8, num_snapshots=1)
-    with pytest.raises(CorruptStateError, match="holds iteration 8"):
-        office.persist(region, iteration=7)
-    assert office.storage.iterations() == []
 
 
 @pytest.mark.parametrize("number", range(7))
