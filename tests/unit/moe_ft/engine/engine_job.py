@@ -31,6 +31,7 @@ from moe_ft.format.index import Index, check_units
 from moe_ft.recovery.assembly import lay_out_breakpoint
 from moe_ft.state.record import CapturedRecord, IterationFacts, LoopCounters
 from moe_ft.strategies.dense import DenseStrategy
+from moe_ft.strategies.interface import WindowPlan
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
 from tests.unit.moe_ft.engine.stand_ins import LocalAgreement, ManualClock, ManualWorker, Meeting
