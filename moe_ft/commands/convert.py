@@ -102,26 +102,16 @@ def run(options: argparse.Namespace) -> int:
             f"-- {options.of_training[0]}: convert takes a command line only with --densify. Add it, or "
             "leave the command line out."
         )
-    warnings.simplefilter(
-        "ignore", UserWarning
-    )  # of Megatron and torch, about what is not used here
+    # Of Megatron and torch, about what is not used here.
+    warnings.simplefilter("ignore", UserWarning)
     # Here, since this is the only command that needs torch.
-    from moe_ft.convert.conversion import Request, convert
+    from moe_ft.convert.conversion import Request, convert, keep_freed_memory
     from moe_ft.convert.densify import densify
-    from moe_ft.convert.freed_memory import keep_freed_memory
 
     keep_freed_memory()
-    request = Request(
-        source=options.source,
-        destination=options.destination,
-        to=options.to,
-        iteration=options.iteration,
-        what=options.what,
-        family=options.family,
-        dtype=options.dtype,
-        for_ep=options.for_ep,
-        shard_bytes=max(1, int(options.shard_size * _GIB)),
-    )
+    names = ("source", "destination", "to", "iteration", "what", "family", "dtype", "for_ep")
+    given = {name: getattr(options, name) for name in names}
+    request = Request(**given, shard_bytes=max(1, int(options.shard_size * _GIB)))
     try:
         with reading(options.source, "SRC"):
             if options.densify and (

@@ -1,6 +1,6 @@
 """Defects of stock Megatron that the flags of a job show, and that cost it what it saves.
 
-Names of flags in, lines for people out: no Megatron and no torch. moe_ft/convert/items.py finds the damage
+Names of flags in, lines for people out: no Megatron and no torch. moe_ft/convert/model.py finds the damage
 in a checkpoint.
 """
 

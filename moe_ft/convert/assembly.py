@@ -18,15 +18,7 @@ from moe_ft.state.slices import DTYPES
 
 
 def read_tensor(source: Source, tensor: GlobalTensor, kind: str = "weight") -> torch.Tensor:
-    """Return a tensor of the model on the CPU; its weights in their own type, or any other kind.
-
-    Args:
-        kind: one of its `iterations`.
-
-    Raises:
-        ConfigError: if the tensor has no such kind, or keeps it in a form that only Transformer Engine reads.
-        CorruptStateError: if bytes do not match their checksum.
-    """
+    """Return a tensor of the model on the CPU, in one of its kinds; its weights in their own type."""
     if kind not in tensor.iterations:
         raise ConfigError(
             f"{source.place} has no {kind} of {tensor.name}: the optimizer had not made a step yet, or keeps "
@@ -37,7 +29,8 @@ def read_tensor(source: Source, tensor: GlobalTensor, kind: str = "weight") -> t
         return unpack(source.ranks[int(rank)].index.records[-1].buffers[name])
     # Weights follow from masters, unless the optimizer that holds the masters keeps few bits of them.
     saved = kind if all(kind in block.slices for block in tensor.blocks) else "master"
-    dtype = DTYPES[tensor.dtype] if kind == "weight" else _dtype_of(tensor, saved)
+    own = tensor.dtype if kind == "weight" else tensor.blocks[0].slices[saved][0].entry.dtype
+    dtype = DTYPES[own]
     if _is_all_of(tensor):
         return _read_block(source, tensor.blocks[0], saved).to(dtype)
     found = torch.empty(tensor.shape, dtype=dtype)
@@ -59,10 +52,6 @@ def _is_all_of(tensor: GlobalTensor) -> bool:
     if len(tensor.blocks) != 1 or tensor.blocks[0].local_shape != tensor.shape:
         return False
     return all(place.extent == tensor.shape for place in tensor.blocks[0].places)
-
-
-def _dtype_of(tensor: GlobalTensor, kind: str) -> torch.dtype:
-    return DTYPES[tensor.blocks[0].slices[kind][0].entry.dtype]
 
 
 def _read_block(source: Source, block: Block, kind: str) -> torch.Tensor:

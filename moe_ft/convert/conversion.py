@@ -1,7 +1,8 @@
 """A conversion from its command to its end: open, list, check, write shard by shard, verify, publish."""
 
+import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,14 +10,16 @@ from safetensors import SafetensorError
 from tabulate import tabulate
 from tqdm import tqdm
 
-from moe_ft.convert.destination import Destination
-from moe_ft.convert.huggingface.flags import flags_of
+from moe_ft.convert.destination import Destination, LocalDestination, RemoteDestination
+from moe_ft.convert.foreign_files import path_of
+from moe_ft.convert.huggingface.mapping import flags_of
+from moe_ft.convert.huggingface.release import is_release, open_release
 from moe_ft.convert.huggingface.writing import HuggingFace
-from moe_ft.convert.items import Item, Shards, into_shards, list_items
-from moe_ft.convert.model import Model
-from moe_ft.convert.opening import open_model
-from moe_ft.convert.remote_destination import RemoteDestination
+from moe_ft.convert.megatron_checkpoint import is_megatron_checkpoint, open_megatron_checkpoint
+from moe_ft.convert.model import Item, Model, Shards, into_shards, list_items
+from moe_ft.convert.run_model import model_of_run
 from moe_ft.convert.safetensors_set import SafetensorsSet
+from moe_ft.convert.source import open_source
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.torch_dist import TorchDist
 from moe_ft.convert.verifying import WrittenFile, write_and_verify
@@ -29,7 +32,6 @@ class Request:
     """A conversion, as the command line gives it.
 
     Attributes:
-        to: one of the formats.
         iteration: of the checkpoint in a directory of several; None for the newest.
         what: "weights" or "all"; None for all that both source and destination can hold.
         family: of Hugging Face; None to choose it by the settings.
@@ -46,7 +48,7 @@ class Request:
     family: str | None = None
     dtype: str | None = None
     for_ep: int | None = None
-    shard_bytes: int = field(default=2 << 30)
+    shard_bytes: int = 2 << 30
 
 
 class Format(Protocol):
@@ -93,15 +95,36 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
         raise
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"DST={destination.path} could not be written from {model.place}: {error}. {destination.left}"
+            f"DST={destination.place} could not be written from {model.place}: {error}. {destination.left}"
         ) from error
     lines = [
-        f"{destination.path}: iteration {model.iteration} as {request.to}, {len(items)} tensors, "
+        f"{destination.place}: iteration {model.iteration} as {request.to}, {len(items)} tensors, "
         f"{num_bytes} bytes in {len(shards)} shards, verified"
     ]
     if model.kind == "hf":
         lines += ["flags of the model:", " ".join(flags_of(model.settings))]
     return "\n".join(lines)
+
+
+def open_model(directory: str, iteration: int | None = None) -> Model:
+    """Return the model in a directory or fsspec URL."""
+    folder = path_of(directory)
+    if isinstance(folder, Path) and not folder.is_dir():
+        found = "is a file. Name the folder that it is in" if folder.exists() else "is not there"
+        raise ConfigError(
+            f"SRC={folder} must be a folder, and {found}. It may hold a run of moe_ft, checkpoints of "
+            "Megatron, or a model of Hugging Face."
+        )
+    if is_release(folder):
+        if iteration is not None:
+            raise ConfigError(
+                f"--iteration={iteration}: {folder} is a model of Hugging Face, which has no iterations. "
+                "Leave it out."
+            )
+        return open_release(folder)
+    if is_megatron_checkpoint(folder):
+        return open_megatron_checkpoint(folder, iteration)
+    return model_of_run(open_source(directory.removeprefix("file://"), iteration))
 
 
 def _with_optimizer(request: Request, model: Model) -> bool:
@@ -125,9 +148,7 @@ def _format(request: Request, model: Model, *, with_optimizer: bool) -> Format:
     return SafetensorsSet(model)
 
 
-def _destination(
-    request: Request, model: Model, items: Sequence[Item], what: str
-) -> Destination | RemoteDestination:
+def _destination(request: Request, model: Model, items: Sequence[Item], what: str) -> Destination:
     options = (request.to, what, request.dtype, request.for_ep, request.shard_bytes)
     listed = [(item.tensor.name, item.kind, item.dtype) for item in items]
     plan = checksum(repr((options, request.family, model.signature, listed)).encode())
@@ -135,12 +156,12 @@ def _destination(
     url = request.destination.removeprefix("file://")
     if "://" in url:
         return RemoteDestination(url, plan, description, request.shard_bytes)
-    return Destination(url, plan, description)
+    return LocalDestination(url, plan, description)
 
 
 def _write(
     written: Format,
-    destination: Destination | RemoteDestination,
+    destination: Destination,
     shards: Shards,
     items: Sequence[Item],
     name: str,
@@ -178,3 +199,19 @@ def _list(written: Format, shards: Shards) -> str:
     ]
     headers = ("unit", "iteration", "written as", "shape", "type", "shard")
     return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def keep_freed_memory() -> bool:
+    """Have this process keep what it frees, for all threads; return whether the C library can do that.
+
+    By default glibc gives large blocks back to the system as soon as they are freed, and fills the next one
+    with zeros, page by page: more work than reading, converting and writing together. To be called before
+    threads are started.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # As in <malloc.h>. Threads besides the first would have small arenas of their own.
+    arena_max, trim_threshold, mmap_threshold, most = -8, -1, -3, (1 << 31) - 1
+    settings = {arena_max: 1, trim_threshold: most, mmap_threshold: most}
+    return all([mallopt(name, value) == 1 for name, value in settings.items()])

@@ -21,15 +21,10 @@ _KILLED = 128  # as shells have it
 
 
 def densify(directory: str, iteration: int | None, command: Sequence[str]) -> int:
-    """Have a job make one state of the newest window; return the exit code of the job, 0 if none is needed.
+    """Have a job, which the command starts, make one state of the newest window of a persist directory.
 
-    Args:
-        directory: the persist directory.
-        iteration: given with --iteration.
-        command: starts the job, as always.
-
-    Raises:
-        ConfigError: if the command cannot do that, or the job runs already.
+    Returns:
+        The exit code of the job, 0 if none is needed.
     """
     if iteration is not None:
         raise ConfigError(

@@ -46,15 +46,7 @@ class Difference:
 
 
 def compare(first: Source, second: Source, *, with_optimizer: bool) -> Iterator[Difference]:
-    """Yield the differences of all units, equal ones included, ordered by unit.
-
-    Args:
-        with_optimizer: whether masters and moments are compared too.
-
-    Raises:
-        ConfigError: if a state does not say how its tensors fit together.
-        CorruptStateError: if a state is damaged.
-    """
+    """Yield the differences of all units, equal ones included, in their order."""
     sources = (first, second)
     tensors = [{each.name: each for each in find_tensors(source)} for source in sources]
     names = {name: each.unit for found in tensors for name, each in found.items()}

@@ -7,13 +7,17 @@ long or nested too deeply. All of that is refused by name. Files of stores have 
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moe_ft.convert.remote_path import AnyPath, RemotePath
 from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.storage import Storage
+from moe_ft.format.encoding import checksum
 
 MOST_JSON_BYTES = 256 << 20
 _KINDS: Mapping[int, str] = MappingProxyType(
@@ -25,6 +29,60 @@ _KINDS: Mapping[int, str] = MappingProxyType(
         stat.S_IFDIR: "a folder",
     }
 )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RemotePath:
+    """A file or folder at an fsspec URL, with the methods of `pathlib.Path` that conversions call.
+
+    Nothing relies on a listing but `glob`. The path is relative to the URL, and empty for its folder.
+    """
+
+    path: str
+    storage: Storage = field(compare=False, repr=False)
+
+    def __truediv__(self, name: str) -> "RemotePath":
+        return RemotePath(f"{self.path}/{name}" if self.path else name, self.storage)
+
+    def __str__(self) -> str:
+        return f"{self.storage.url.rstrip('/')}/{self.path}".rstrip("/")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.path.rpartition("/")[2]
+
+    def is_file(self) -> bool:
+        """Return whether it is there."""
+        return self.storage.exists(self.path)
+
+    exists = is_file
+
+    def glob(self, pattern: str) -> list["RemotePath"]:
+        """Return the files of the folder whose names match, as far as the store lists them."""
+        names = self.storage.names_in(self.path) if self.path else self.storage.names()
+        return [self / name for name in names if fnmatch(name, pattern)]
+
+
+AnyPath = Path | RemotePath
+
+
+def path_of(url: str) -> AnyPath:
+    """Return the folder of a path or fsspec URL; raises OSError, ValueError or ImportError for bad URLs."""
+    local = url.removeprefix("file://")
+    return RemotePath("", Storage(url, PATIENCE_S)) if "://" in local else Path(local)
+
+
+def signature_of(paths: Iterable[AnyPath]) -> str:
+    """Return a checksum of the names, sizes and times of files: another one if they were written again."""
+    facts = [(path.name, *_version_of(path)) for path in sorted(paths, key=str)]
+    return checksum(repr(facts).encode())
+
+
+def _version_of(path: AnyPath) -> tuple[object, ...]:
+    if isinstance(path, RemotePath):
+        return (path.storage.version(path.path),)
+    return (path.stat().st_size, path.stat().st_mtime_ns)
 
 
 def place_in(folder: AnyPath, name: Any, where: str) -> AnyPath:
@@ -72,7 +130,7 @@ def read_range(path: AnyPath, offset: int, num_bytes: int) -> memoryview:
         OSError: if it cannot be read.
     """
     if isinstance(path, RemotePath):
-        wanted = max(0, min(num_bytes, path.size() - offset))
+        wanted = max(0, min(num_bytes, size_of(path) - offset))
         return memoryview(bytearray(path.storage.read(path.path, offset, wanted)))
     descriptor = _open(path)
     try:
@@ -113,7 +171,7 @@ def _check_is_regular(path: Path, status: os.stat_result) -> None:
 
 def size_of(path: AnyPath) -> int:
     """Return the size of a file in bytes; raises OSError if it is not there."""
-    return path.size() if isinstance(path, RemotePath) else path.stat().st_size
+    return path.storage.size(path.path) if isinstance(path, RemotePath) else path.stat().st_size
 
 
 def read_whole(path: AnyPath, most_bytes: int) -> bytes:

@@ -11,22 +11,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from moe_ft.convert.destination import signature_of
 from moe_ft.convert.foreign_files import (
+    AnyPath,
     place_in,
     read_json,
     read_range,
     read_whole,
+    signature_of,
     size_of,
 )
-from moe_ft.convert.model import MegatronState
-from moe_ft.convert.remote_path import AnyPath
+from moe_ft.convert.model import MegatronState, Model
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.convert.torch_metadata import load_object, read_metadata
 from moe_ft.errors import ConfigError, CorruptStateError, MoeFtError
@@ -81,8 +81,8 @@ class _Stored:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MegatronCheckpoint:
-    """The model. Used by one thread.
+class MegatronCheckpoint(Model):
+    """The model.
 
     Attributes:
         stored: by key.
@@ -91,23 +91,14 @@ class MegatronCheckpoint:
     """
 
     folder: AnyPath
-    iteration: int
-    settings: Mapping[str, Any] = field(repr=False)
-    facts: Mapping[str, Any] = field(repr=False)
-    signature: str
     problem: str
     stored: Mapping[str, _Stored] = field(repr=False)
     hashes: Mapping[str, str] = field(repr=False)
     kind: str = "torch_dist"
     _verified: set[str] = field(default_factory=set, repr=False)
 
-    @property
-    def place(self) -> str:
-        """The folder or URL."""
-        return str(self.folder)
-
+    @override
     def tensors(self) -> Sequence[GlobalTensor]:
-        """Return its tensors, by layer and expert."""
         return tuple(sorted(self._listed(), key=lambda each: (each.unit, each.name)))
 
     def _listed(self) -> Iterator[GlobalTensor]:
@@ -133,8 +124,8 @@ class MegatronCheckpoint:
                     iterations=dict.fromkeys(kinds, self.iteration),
                 )
 
+    @override
     def read(self, tensor: GlobalTensor, kind: str) -> torch.Tensor:
-        """Return a tensor, put together from its pieces."""
         key = tensor.key
         if kind == "master":
             if self.problem:
@@ -190,8 +181,8 @@ class MegatronCheckpoint:
             raise CorruptStateError(f"{path} does not match its hash in {INTEGRITY_FNAME}")
         self._verified.add(path.name)
 
+    @override
     def megatron_state(self, *, with_optimizer: bool, for_ep: int | None) -> MegatronState:
-        """Refuse: it is a checkpoint of Megatron."""
         raise ConfigError(
             f"--to=torch_dist: {self.folder} is a torch_dist checkpoint. Give it to --load of Megatron."
         )
@@ -203,12 +194,7 @@ def is_megatron_checkpoint(folder: AnyPath) -> bool:
 
 
 def open_megatron_checkpoint(folder: AnyPath, iteration: int | None) -> MegatronCheckpoint:
-    """Return the model of a checkpoint of Megatron, by default the one that its tracker names.
-
-    Raises:
-        ConfigError: if it is none of `torch_dist`, or has a form that is not read.
-        CorruptStateError: if it is damaged.
-    """
+    """Return the model of a checkpoint of Megatron, by default the one that its tracker names."""
     folder = _find(folder, iteration)
     try:
         metadata = read_metadata(
@@ -238,6 +224,7 @@ def open_megatron_checkpoint(folder: AnyPath, iteration: int | None) -> Megatron
     if not isinstance(args, argparse.Namespace) or not has_weights:
         raise ConfigError(f"{folder} must hold the arguments and weights of a model, and does not")
     return MegatronCheckpoint(
+        place=str(folder),
         folder=folder,
         iteration=named,
         settings={"--" + name.replace("_", "-"): value for name, value in vars(args).items()},

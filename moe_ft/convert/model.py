@@ -1,16 +1,24 @@
-"""A whole model that can be converted, wherever it comes from: its tensors, and reading one of them.
+"""A whole model that can be converted, wherever it comes from, and its items.
 
-opening.py finds out what a source is; run_model.py, megatron_checkpoint.py and huggingface/release.py are the
-kinds of sources.
+An item is a tensor in a kind and a type that is asked for; items are written in shards.
+
+conversion.py finds out what a source is; run_model.py, megatron_checkpoint.py and huggingface/release.py are
+the kinds of sources.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from moe_ft.convert.tensors import GlobalTensor
+from moe_ft.config.stock_defects import SHIFTED_MASTERS, SHIFTED_REMEDY
+from moe_ft.convert.tensors import KINDS, GlobalTensor
+from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.format.packings import DTYPE_BYTES
+from moe_ft.state.slices import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,46 +38,160 @@ class MegatronState:
     master: str = "param"
 
 
-class Model(Protocol):
-    """A model in one state, which nothing changes while it is converted."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Model:
+    """A model in one state, which nothing changes while it is converted. Used by one thread.
 
-    @property
-    def place(self) -> str:
-        """The folder or URL, for messages."""
+    Attributes:
+        place: the folder or URL, for messages.
+        kind: one of `moe_ft`, `torch_dist` and `hf`.
+        iteration: that it is from; 0 if nobody knows.
+        signature: checksum of what decides its content.
+        settings: Megatron's settings of it, as a fingerprint has them.
+        facts: origin of the state and what was lost, as JSON values.
+    """
 
-    @property
-    def kind(self) -> str:
-        """One of `moe_ft`, `torch_dist` and `hf`."""
-
-    @property
-    def iteration(self) -> int:
-        """The iteration that it is from; 0 if nobody knows."""
-
-    @property
-    def signature(self) -> str:
-        """Checksum of what decides its content."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Megatron's settings of it, as a fingerprint has them."""
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Origin of the state and what was lost, as JSON values."""
+    place: str
+    kind: str
+    iteration: int
+    signature: str
+    settings: Mapping[str, Any] = field(repr=False)
+    facts: Mapping[str, Any] = field(repr=False)
 
     def tensors(self) -> Sequence[GlobalTensor]:
-        """Return its tensors, ordered by unit and name.
-
-        Raises:
-            MoeFtError: if some are missing or damaged.
-        """
+        """Return its tensors, ordered by unit and name."""
+        raise NotImplementedError
 
     def read(self, tensor: GlobalTensor, kind: str) -> torch.Tensor:
-        """Return a tensor on the CPU; its weights in their own type, or another kind.
-
-        Raises:
-            MoeFtError: if it is damaged, or has no such kind.
-        """
+        """Return a tensor on the CPU; its weights in their own type, or another kind."""
+        raise NotImplementedError
 
     def megatron_state(self, *, with_optimizer: bool, for_ep: int | None) -> MegatronState:
         """Return what a Megatron checkpoint of it holds besides tensors."""
+        raise NotImplementedError
+
+
+# Choices of --dtype, with safetensors' names.
+WEIGHT_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPARED = 1 << 22  # elements at a time, which copies are made of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """One tensor in one kind, and the type to write it in, by safetensors' name."""
+
+    tensor: GlobalTensor
+    kind: str
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the destination, without what its format adds."""
+        return self.tensor.numel * DTYPE_BYTES[self.dtype]
+
+    def read(self, model: Model) -> torch.Tensor:
+        """Return the tensor in the type to write."""
+        kind = self.kind
+        has_more = "master" in self.tensor.iterations and self.tensor.dtype != "F32"
+        if self.dtype == "F32" and kind == "weight" and has_more:
+            kind = "master"  # all bits, where they are asked for
+        found = model.read(self.tensor, kind)
+        if kind == "master" and self.tensor.has_own_weight:
+            _check_master(model.place, self.tensor.name, found, model.read(self.tensor, "weight"))
+        return found.to(DTYPES[self.dtype]).contiguous()
+
+
+def _check_master(place: str, name: str, master: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise CorruptStateError unless a master, rounded as optimizers do, is the weight bit for bit."""
+    bits = _BITS[weight.element_size()]
+    num = 0
+    for part, expected in zip(
+        master.flatten().split(_COMPARED), weight.flatten().split(_COMPARED), strict=True
+    ):
+        rounded = part.to(weight.dtype)
+        differ = rounded.view(bits) != expected.view(bits)
+        # Devices round what is not a number to others of its many forms.
+        num += int((differ & ~(rounded.isnan() & expected.isnan())).sum())
+    if num:
+        raise CorruptStateError(
+            f"{place}: the fp32 master of {name} is not its weight, in {num} of {weight.numel()} elements "
+            f"after rounding to {weight.dtype}. {SHIFTED_MASTERS}; its moments are then wrong too. Convert "
+            "the weights alone, which are right (leave out --dtype fp32, give --what weights); for masters, "
+            f"{SHIFTED_REMEDY}."
+        )
+
+
+Shards = Sequence[Sequence[Item]]
+
+
+def list_items(
+    tensors: Iterable[GlobalTensor], *, with_optimizer: bool, dtype: str | None
+) -> list[Item]:
+    """Return the items of a conversion.
+
+    Args:
+        with_optimizer: whether masters and moments are converted too.
+        dtype: one of WEIGHT_DTYPES for weights of numbers with a point, None for their own types.
+    """
+    found = []
+    for tensor in tensors:
+        own = tensor.dtype
+        is_converted = dtype is not None and not tensor.buffer
+        found.append(
+            Item(
+                tensor=tensor,
+                kind="weight",
+                dtype=WEIGHT_DTYPES[dtype] if is_converted and dtype is not None else own,
+            )
+        )
+        if with_optimizer:
+            found += _optimizer_items(tensor)
+    return found
+
+
+def _optimizer_items(tensor: GlobalTensor) -> list[Item]:
+    kinds = [kind for kind in KINDS if kind != "weight" and kind in tensor.iterations]
+    saved = {kind for block in tensor.blocks for kind in block.slices} - {"weight"}
+    if absent := sorted(saved - set(kinds)):
+        raise ConfigError(
+            f"--what=all needs {absent[0]} of {tensor.name}, which did not exist yet when it was saved. "
+            "Convert a checkpoint after the first step of the optimizer, or give --what weights."
+        )
+    return [
+        Item(tensor=tensor, kind=kind, dtype=tensor.blocks[0].slices[kind][0].entry.dtype)
+        for kind in kinds
+    ]
+
+
+def into_shards(items: Iterable[Item], shard_bytes: int) -> list[list[Item]]:
+    """Return items in shards of at most some bytes; an item that is larger is a shard of its own."""
+    shards: list[list[Item]] = []
+    room = 0
+    for item in items:
+        if not shards or item.num_bytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(item)
+        room -= item.num_bytes
+    return shards
+
+
+def read_ahead(items: Iterable[Item], model: Model) -> Iterator[tuple[Item, torch.Tensor]]:
+    """Yield items with their tensors, in their order.
+
+    A thread is one item ahead: besides what the caller has, one more is in memory.
+    """
+    with ThreadPoolExecutor(1, "moe_ft-read") as reader:
+        pending: deque[tuple[Item, Future[torch.Tensor]]] = deque()
+
+        def first() -> tuple[Item, torch.Tensor]:
+            item, tensor = pending.popleft()
+            return item, tensor.result()
+
+        for item in items:
+            pending.append((item, reader.submit(item.read, model)))
+            if len(pending) > 1:
+                yield first()
+        while pending:
+            yield first()

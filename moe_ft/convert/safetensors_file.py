@@ -3,17 +3,22 @@
 The library's own writer makes bytes of every tensor first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import msgspec
 import torch
 
+from moe_ft.convert.foreign_files import AnyPath, read_range, size_of
 from moe_ft.convert.verifying import Part, write_all
 from moe_ft.engine.memory.layout import encode_header
+from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import checksum
 from moe_ft.format.packings import DTYPE_BYTES
+from moe_ft.state.slices import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +29,14 @@ class Description:
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Its size."""
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return self.numel * DTYPE_BYTES[self.dtype]
 
 
 def write_tensors(
@@ -35,11 +45,9 @@ def write_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: Mapping[str, str],
 ) -> list[Part]:
-    """Write a file; return its parts.
+    """Write a file with the tensors that are described, in any order; return its parts.
 
-    Args:
-        described: all tensors by name.
-        tensors: the same, in any order; each is written before the next one is asked for.
+    Each tensor is written before the next one is asked for.
     """
     # As the library does: what needs the largest alignment comes first.
     names = sorted(described, key=lambda name: (-DTYPE_BYTES[described[name].dtype], name))
@@ -69,3 +77,78 @@ def write_tensors(
 def content_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor, in place if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000  # as the library has it
+
+
+class _Described(msgspec.Struct, frozen=True):
+    """A tensor in the header of a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_DESCRIBED = msgspec.json.Decoder(_Described)
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Description):
+    """A tensor in a file, and where its bytes begin there."""
+
+    path: AnyPath
+    start: int
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    try:
+        yield
+    except CorruptStateError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptStateError(f"{what} cannot be read: {error}") from error
+
+
+def list_tensors(path: AnyPath) -> dict[str, Place]:
+    """Return the tensors of a file by name."""
+    with _reading(str(path)):
+        size = size_of(path)
+        num_bytes = int.from_bytes(read_range(path, 0, _LENGTH_BYTES), "little")
+        start = _LENGTH_BYTES + num_bytes
+        if num_bytes > _MOST_HEADER_BYTES:
+            raise ValueError(f"its header has {num_bytes} bytes")
+        tensors = _HEADER.decode(read_range(path, _LENGTH_BYTES, num_bytes))
+        tensors.pop("__metadata__", None)
+        found, end = {}, 0
+        for name, raw in tensors.items():
+            place, last = _place(path, name, _DESCRIBED.decode(raw), start)
+            found[name], end = place, max(end, last)
+        if start + end != size:
+            raise ValueError(f"it has {size} bytes, and its header says {start + end}")
+    return found
+
+
+def _place(path: AnyPath, name: str, each: _Described, start: int) -> tuple[Place, int]:
+    """Return the place of a tensor, and where it ends after the header."""
+    first, last = each.data_offsets
+    if each.dtype not in DTYPES:
+        raise ValueError(f"{name} has the type {each.dtype}, which is not known")
+    place = Place(each.dtype, each.shape, path, start + first)
+    if min(first, *each.shape, 0) < 0 or last - first != place.num_bytes:
+        raise ValueError(f"{name} has {last - first} bytes, and its shape {list(each.shape)}")
+    return place, last
+
+
+def read_tensor(name: str, place: Place) -> torch.Tensor:
+    """Return a tensor."""
+    with _reading(f"{place.path}: {name}"):
+        content = read_range(place.path, place.start, place.num_bytes)
+        if len(content) != place.num_bytes:
+            raise ValueError("it is cut short")
+        if not content:
+            return torch.empty(place.shape, dtype=DTYPES[place.dtype])
+        return torch.frombuffer(content, dtype=DTYPES[place.dtype]).view(place.shape)

@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 
-from moe_ft.convert.items import Item
-from moe_ft.convert.model import Model
-from moe_ft.convert.read_ahead import read_ahead
-from moe_ft.convert.safetensors_file import Description, content_of, write_tensors
+from moe_ft.convert.model import Item, Model, read_ahead
+from moe_ft.convert.safetensors_file import Description, write_tensors
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.verifying import WrittenFile
 from moe_ft.errors import ConfigError
-from moe_ft.format.encoding import checksum
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -49,10 +46,7 @@ class SafetensorsSet:
         described = {
             self.name_of(item): Description(item.dtype, item.tensor.shape) for item in items
         }
-        tensors = (
-            (self.name_of(item), tensor)
-            for item, tensor in read_ahead(items, lambda item: item.read(self._model))
-        )
+        tensors = ((self.name_of(item), tensor) for item, tensor in read_ahead(items, self._model))
         return write_file(folder, number, count, described, tensors, self._model)
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
@@ -68,11 +62,7 @@ def write_file(
     tensors: Iterable[tuple[str, torch.Tensor]],
     model: Model,
 ) -> WrittenFile:
-    """Write one file of a set, with the facts that `write_index` needs.
-
-    Args:
-        described, tensors: see `write_tensors`.
-    """
+    """Write one file of a set, as `write_tensors` does, with the facts that `write_index` needs."""
     path = folder / f"model-{number + 1:05d}-of-{count:05d}.safetensors"
     metadata = {"format": "pt", "iteration": str(model.iteration)}
     parts = write_tensors(path, described, tensors, metadata)
@@ -92,10 +82,7 @@ def write_index(folder: Path, shards: Sequence[Any], facts: Mapping[str, Any]) -
 
 
 def facts_of(model: Model, items: Sequence[Item]) -> Mapping[str, Any]:
-    """Return where a state comes from, the age of each unit, and what was lost, as JSON values.
-
-    A state that was converted before has the ages that were noted then.
-    """
+    """Return where a state is from, the ages of units, and what was lost; if noted before, that."""
     if not model.facts:
         return {}
     ages: dict[str, int] = {}
@@ -103,8 +90,3 @@ def facts_of(model: Model, items: Sequence[Item]) -> Mapping[str, Any]:
         unit, age = str(item.tensor.unit), item.tensor.iterations[item.kind]
         ages[unit] = min(age, ages.get(unit, age))
     return {"unit_iterations": ages, **model.facts}
-
-
-def checksum_of(tensor: torch.Tensor) -> str:
-    """Return the checksum of a tensor's bytes."""
-    return checksum(content_of(tensor))

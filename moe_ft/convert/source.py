@@ -16,7 +16,6 @@ from moe_ft.engine.persist.soundness import check_references, check_region, read
 from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock, watch_lock
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.storage import Storage
-from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index, check_header
@@ -34,11 +33,7 @@ ReadRange = Callable[[str, int, int], memoryview]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RankState:
-    """State of one rank: its index, and the bytes of its units. Used by one thread.
-
-    Attributes:
-        place: of the index, for messages.
-    """
+    """State of one rank: its index, and the bytes of its units. Used by one thread."""
 
     index: Index
     place: str
@@ -47,45 +42,30 @@ class RankState:
     _kept: tuple[str, memoryview] = field(default=("", memoryview(b"")), repr=False)
 
     def read(self, name: str, offset: int, num_bytes: int) -> memoryview:
-        """Return a range of a unit, whose checksum is verified before its first range is read.
-
-        Args:
-            name: of the unit.
-            offset: from the start of the unit, in bytes.
-
-        Raises:
-            CorruptStateError: if the unit does not match its checksum, or is cut short.
-        """
+        """Return a range of a unit, from its start; all of it is verified first."""
         unit = self.index.units[name]
         if unit.num_bytes <= _MOST_KEPT_BYTES:
             if name != self._kept[0]:
                 self._kept = ("", memoryview(b""))  # first, to have one at a time
-                self._kept = (name, self._read_unit(name, unit))
+                self._kept = (name, self._verify(name, unit, _MOST_KEPT_BYTES))
             return self._kept[1][offset : offset + num_bytes]
         if name not in self._verified:
-            self._verify(name, unit)
+            self._verify(name, unit, _CHUNK_BYTES)
             self._verified.add(name)
         return self.read_range(unit.file, unit.offset + offset, num_bytes)
 
-    def _read_unit(self, name: str, unit: UnitEntry) -> memoryview:
-        """Return a unit that is small enough to stay in memory for the reads of its other tensors."""
-        content = self.read_range(unit.file, unit.offset, unit.num_bytes)
-        if len(content) != unit.num_bytes:
-            raise CorruptStateError(f"{self.place}: unit {name} is cut short")
-        if checksum(content) != unit.checksum:
-            raise CorruptStateError(f"{self.place}: unit {name} does not match its checksum")
-        return content
-
-    def _verify(self, name: str, unit: UnitEntry) -> None:
-        found = xxhash.xxh3_64()
-        for start in range(0, unit.num_bytes, _CHUNK_BYTES):
-            num_bytes = min(_CHUNK_BYTES, unit.num_bytes - start)
-            part = self.read_range(unit.file, unit.offset + start, num_bytes)
-            if len(part) != num_bytes:
+    def _verify(self, name: str, unit: UnitEntry, piece_bytes: int) -> memoryview:
+        """Compare a unit with its checksum, piece by piece; return the last piece."""
+        found, piece = xxhash.xxh3_64(), memoryview(b"")
+        for start in range(0, unit.num_bytes, piece_bytes):
+            num_bytes = min(piece_bytes, unit.num_bytes - start)
+            piece = self.read_range(unit.file, unit.offset + start, num_bytes)
+            if len(piece) != num_bytes:
                 raise CorruptStateError(f"{self.place}: unit {name} is cut short")
-            found.update(part)
+            found.update(piece)
         if found.hexdigest() != unit.checksum:
             raise CorruptStateError(f"{self.place}: unit {name} does not match its checksum")
+        return piece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -102,22 +82,12 @@ class Source:
     identity: Identity
     ranks: Sequence[RankState]
 
-    @property
-    def signature(self) -> str:
-        """Checksum over everything that the source holds."""
-        return checksum(b"".join(encode(each.index) for each in self.ranks))
-
 
 def open_source(directory: str, iteration: int | None = None) -> Source:
-    """Return the state of an iteration in a directory or fsspec URL, checked as far as its indexes go.
+    """Return the state of an iteration, or the newest one, checked as far as its indexes go.
 
     Args:
-        directory: a persist directory, one of its checkpoints, or a memory directory.
-        iteration: the iteration; by default the newest one.
-
-    Raises:
-        ConfigError: if there is nothing that can be converted; the message says why.
-        CorruptStateError: if it is damaged.
+        directory: a persist directory or fsspec URL, one of its checkpoints, or a memory directory.
     """
     holdings = _sound(directory, find_holdings(directory), iteration)
     chosen = newest_holding(holdings)
@@ -252,11 +222,7 @@ def _checked(index: Index, place: str, read_range: ReadRange) -> RankState:
 
 
 def _check_is_one_state(source: Source, whole: int | None) -> None:
-    """Refuse a window of several snapshots, whose units are of different iterations.
-
-    Args:
-        whole: the newest iteration that could be named instead.
-    """
+    """Refuse a window, whose units are of different iterations; name the newest whole state instead."""
     window = source.ranks[0].index.window
     if window > 1:
         first = source.iteration - window + 1

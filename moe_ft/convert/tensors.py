@@ -35,7 +35,7 @@ from types import MappingProxyType
 
 from moe_ft.convert.source import RankState, Source
 from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.format.entries import GlobalPlace, TensorEntry, UnitEntry
+from moe_ft.format.entries import GlobalPlace, TensorEntry
 from moe_ft.units import Part, UnitId, UnitKind, parse_unit
 
 # Kinds of a tensor, and the keys that they have in an index. The fp32 master weights are the state; weights
@@ -77,7 +77,6 @@ class Block:
 
     Attributes:
         local_shape: of the tensor that these ranks have.
-        places: of its blocks in the tensor.
         slices: by kind, flat ranges of the ranks' tensor; they may overlap.
     """
 
@@ -91,7 +90,6 @@ class GlobalTensor:
     """A tensor of the whole model.
 
     Attributes:
-        unit: that it belongs to.
         shape: of the tensor; of one expert.
         dtype: safetensors' name of the type of its weights.
         key, stacked_shape: the tensor in Megatron's checkpoints that it is, or is one expert of.
@@ -125,12 +123,7 @@ class GlobalTensor:
 
 
 def find_tensors(source: Source) -> tuple[GlobalTensor, ...]:
-    """Return the tensors of the model, ordered by unit and name.
-
-    Raises:
-        ConfigError: if the source does not say how its tensors fit together, or was never given some of them.
-        CorruptStateError: if parts of a tensor are missing.
-    """
+    """Return the tensors of the model, ordered by unit and name."""
     unit_of: dict[str, UnitId] = {}
     slices: dict[str, dict[int, list[Slice]]] = {}
     for rank, state in enumerate(source.ranks):
@@ -145,7 +138,8 @@ def find_tensors(source: Source) -> tuple[GlobalTensor, ...]:
         for parameter, description in state.index.parameters.items():
             by_tensor: dict[tuple[str, tuple[int, ...]], list[GlobalPlace]] = {}
             for place in description.places or ():
-                by_tensor.setdefault((place.key, _index_of(place)), []).append(place)
+                index = place.offset[: len(place.shape) - len(place.extent)]
+                by_tensor.setdefault((place.key, index), []).append(place)
             for tensor, places in by_tensor.items():
                 found.setdefault(tensor, []).append((parameter, rank, tuple(places)))
     tensors = [
@@ -155,32 +149,20 @@ def find_tensors(source: Source) -> tuple[GlobalTensor, ...]:
     return tuple(sorted((*tensors, *_buffers(source)), key=lambda each: (each.unit, each.name)))
 
 
-def _index_of(place: GlobalPlace) -> tuple[int, ...]:
-    return place.offset[: len(place.shape) - len(place.extent)]
-
-
 def _check_is_described(source: Source, unit_of: Mapping[str, UnitId]) -> None:
     """Raise an error for parameters that have no place, were never saved, or are not described."""
-    names = {name for state in source.ranks for name in state.index.parameters}
-    placed = {
-        name
-        for state in source.ranks
-        for name, entry in state.index.parameters.items()
-        if entry.places
-    }
+    entries = [each for state in source.ranks for each in state.index.parameters.items()]
+    names = {name for name, _ in entries}
+    placed = {name for name, entry in entries if entry.places}
     if unknown := sorted(set(unit_of) - names):
         raise CorruptStateError(
             f"{source.place} holds {unknown[0]}, of which its indexes say nothing"
         )
-    problems = [
-        state.index.model_places.problem
-        for state in source.ranks
-        if state.index.model_places.problem
-    ]
-    if problems:
+    problems = (state.index.model_places.problem for state in source.ranks)
+    if problem := next(filter(None, problems), ""):
         raise ConfigError(
             f"{source.place} must say where its tensors belong in the whole model, and Megatron could not, "
-            f"when the job started: {problems[0]}. Change the flags of the model, and "
+            f"when the job started: {problem}. Change the flags of the model, and "
             "start the job again."
         )
     if lost := sorted(names - placed):
@@ -280,7 +262,7 @@ def _iterations(name: str, ranks: Sequence[RankState], blocks: Sequence[Block]) 
         slices = [each for block in blocks for each in block.slices[kind]]
         if any(each.entry.is_absent for each in slices):
             continue  # moments that do not exist yet
-        versions = {_unit_of(ranks, each).version for each in slices}
+        versions = {ranks[each.rank].index.units[each.unit].version for each in slices}
         if len(versions) > 1:
             raise ConfigError(
                 f"{name} must be of one iteration, and ranks have it of iterations "
@@ -293,10 +275,6 @@ def _iterations(name: str, ranks: Sequence[RankState], blocks: Sequence[Block]) 
             f"{name}: ranks have saved neither weights nor masters of all of it"
         )
     return {"weight": found.get("master", found.get("weight", 0)), **found}
-
-
-def _unit_of(ranks: Sequence[RankState], each: Slice) -> UnitEntry:
-    return ranks[each.rank].index.units[each.unit]
 
 
 def _buffers(source: Source) -> Iterator[GlobalTensor]:

@@ -38,9 +38,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config as serialization_config
 
-from moe_ft.convert.items import Item
-from moe_ft.convert.model import Model
-from moe_ft.convert.read_ahead import read_ahead
+from moe_ft.convert.model import Item, Model, read_ahead
 from moe_ft.convert.safetensors_set import facts_of
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.verifying import Part, WrittenFile
@@ -61,7 +59,7 @@ class TorchDist:
         self._keys = {"master": self._state.master}
 
     def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
-        """Return all tensors."""
+        """Return all."""
         return tensors
 
     def name_of(self, item: Item) -> str:
@@ -155,11 +153,7 @@ def _encode(value: Any) -> io.BytesIO:
 
 
 def _save_integrity(where: Path, known: Mapping[str, str]) -> None:
-    """Write what `save_integrity_manifest` of Megatron writes, without reading shards again.
-
-    Args:
-        known: by file, checksums of the shards.
-    """
+    """Write what `save_integrity_manifest` of Megatron does; `known` are the checksums of shards by file."""
     sums = dict(known)
     for path in where.iterdir():
         if path.name not in sums:
@@ -191,11 +185,7 @@ class _HashedFiles(FileSystem):
             self.parts[Path(path)] = hashed.parts
 
     def parts_of(self, path: Path, names: Mapping[int, str]) -> list[Part]:
-        """Return the parts of a file.
-
-        Args:
-            names: of parts, by position.
-        """
+        """Return the parts of a file; `names` are those of parts by position."""
         found, name = [], "its beginning"
         for start, num_bytes, checksum in self.parts[path]:
             name = names.get(start, name)
@@ -234,7 +224,7 @@ class _Reader(DefaultSavePlanner):
 
     def __init__(self, model: Model, items: Sequence[Item]) -> None:
         super().__init__()
-        self._tensors = read_ahead(items, lambda item: item.read(model))
+        self._tensors = read_ahead(items, model)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         item, tensor = next(self._tensors)
@@ -261,30 +251,21 @@ def _chunk(item: Item) -> ChunkStorageMetadata:
     )
 
 
+def _described(item: Item) -> tuple[TensorProperties, torch.Size]:
+    return TensorProperties(dtype=DTYPES[item.dtype]), torch.Size(item.tensor.stacked_shape)
+
+
 def _write_item(key: str, item: Item) -> WriteItem:
-    chunk = _chunk(item)
-    return WriteItem(
-        index=MetadataIndex(key, chunk.offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=chunk,
-            properties=TensorProperties(dtype=DTYPES[item.dtype]),
-            size=torch.Size(item.tensor.stacked_shape),
-        ),
-    )
+    chunk, (properties, size) = _chunk(item), _described(item)
+    data = TensorWriteData(chunk=chunk, properties=properties, size=size)
+    index = MetadataIndex(key, chunk.offsets)
+    return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
 
 
 def _describe(key_of: Any, items: Sequence[Item]) -> dict[str, TensorStorageMetadata]:
     """Return the metadata of all tensors by key."""
     found: dict[str, TensorStorageMetadata] = {}
     for item in items:
-        described = found.setdefault(
-            key_of(item),
-            TensorStorageMetadata(
-                properties=TensorProperties(dtype=DTYPES[item.dtype]),
-                size=torch.Size(item.tensor.stacked_shape),
-                chunks=[],
-            ),
-        )
-        described.chunks.append(_chunk(item))
+        described = TensorStorageMetadata(*_described(item), chunks=[])
+        found.setdefault(key_of(item), described).chunks.append(_chunk(item))
     return found

@@ -68,11 +68,7 @@ _InPython: Any = pickle._Unpickler  # whose opcodes have no types
 
 
 class _Unpickler(_InPython):  # type: ignore[misc]
-    """The one written in Python: in that in C, a number of a few bytes may ask for gigabytes of memory.
-
-    Attributes:
-        place: of the file, for messages.
-    """
+    """The one written in Python: in that in C, a number of a few bytes may ask for gigabytes of memory."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
 
@@ -104,9 +100,6 @@ class _Unpickler(_InPython):  # type: ignore[misc]
 def read_metadata(content: bytes, place: str) -> metadata.Metadata:
     """Return the metadata in the content of a file.
 
-    Args:
-        place: of the file, for messages.
-
     Raises:
         ConfigError: if it names anything but the classes of metadata.
         CorruptStateError: if it is damaged, or holds something else.
@@ -126,9 +119,6 @@ def read_metadata(content: bytes, place: str) -> metadata.Metadata:
 
 def load_object(content: memoryview | bytes, place: str) -> Any:
     """Return an object or tensor in an archive of `torch.save`.
-
-    Args:
-        place: where the archive is, for messages.
 
     Raises:
         ConfigError: if it needs classes that are not known to be safe.

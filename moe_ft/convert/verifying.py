@@ -41,11 +41,7 @@ class WrittenFile:
     with_sha256: bool = False
 
     def verify(self) -> dict[str, Any]:
-        """Compare the file with its parts and wait until it is on the disk; return the facts.
-
-        Raises:
-            CorruptStateError: naming the first part that is not read as it was written.
-        """
+        """Compare the file with its parts and wait until it is on the disk; return the facts."""
         sha256 = verify_parts(self.path, self.parts, with_sha256=self.with_sha256)
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
@@ -87,18 +83,7 @@ def write_and_verify(
 
 
 def verify_parts(path: Path, parts: Iterable[Part], *, with_sha256: bool = False) -> str:
-    """Read a file once, and compare it with its parts.
-
-    Args:
-        parts: from its beginning to its end.
-        with_sha256: whether to compute the SHA-256 of all of it too.
-
-    Returns:
-        That, in hexadecimal digits; empty without.
-
-    Raises:
-        CorruptStateError: naming the first part that is another one, or is cut short.
-    """
+    """Compare all parts of a file with it, reading it once; return its SHA-256 if asked for."""
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "moe_ft-sha") as hasher:
         whole = _Whole(hasher) if with_sha256 else None
         for part in parts:

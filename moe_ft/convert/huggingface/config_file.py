@@ -1,23 +1,28 @@
-"""`config.json` of a model: which family it is of, and whether its values can be.
+"""`config.json` of a model, which names its family, and `generation_config.json`.
 
 Types and sizes are checked before any of them decides how much work there is: no count is greater than the
 number of tensors in the files, and no size greater than their longest dimension. Values that Megatron cannot
 express are refused by the families.
 """
 
+import json
 from collections.abc import Collection, Mapping
 from math import isfinite
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moe_ft.convert.foreign_files import place_in, read_json
-from moe_ft.convert.huggingface.families.registry import FAMILIES
+from moe_ft.convert.foreign_files import AnyPath, place_in, read_json
+from moe_ft.convert.huggingface.families.deepseek import DeepseekV2, DeepseekV3
+from moe_ft.convert.huggingface.families.query_groups import Mixtral, Olmoe, Qwen2Moe, Qwen3Moe
 from moe_ft.convert.huggingface.mapping import Config, Family
-from moe_ft.convert.huggingface.tensor_files import Place
-from moe_ft.convert.remote_path import AnyPath
+from moe_ft.convert.safetensors_file import Place
 from moe_ft.errors import ConfigError
 
-CONFIG_NAME = "config.json"
+_FAMILIES = (Mixtral(), Qwen2Moe(), Qwen3Moe(), DeepseekV2(), DeepseekV3(), Olmoe())
+FAMILIES: Mapping[str, Family] = MappingProxyType({each.model_type: each for each in _FAMILIES})
+CONFIG_NAME, GENERATION_NAME = "config.json", "generation_config.json"
+_FACT, _TOKENS = "generation", ("bos_token_id", "eos_token_id", "pad_token_id")
 _MOST_BYTES = 16 << 20
 _MOST = 1 << 40
 
@@ -40,14 +45,8 @@ _SIZES = (
 _OTHERS = ("max_position_embeddings", "intermediate_size")
 # Keys that may be null or absent: a family knows what that means, or names the key that it lacks.
 _OPTIONAL = (
-    *(
-        "num_key_value_heads",
-        "head_dim",
-        "q_lora_rank",
-        "n_shared_experts",
-        "n_group",
-        "topk_group",
-    ),
+    *("num_key_value_heads", "head_dim", "q_lora_rank"),
+    *("n_shared_experts", "n_group", "topk_group"),
     *("num_local_experts", "num_experts", "num_nextn_predict_layers"),
 )
 _TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
@@ -65,12 +64,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
 
 
 def read_config(folder: AnyPath) -> tuple[dict[str, Any], Family]:
-    """Return the configuration in a folder, and the family that it names.
-
-    Raises:
-        ConfigError: if it is of no family that can be converted.
-        CorruptStateError: if it is no JSON.
-    """
+    """Return the configuration in a folder, and the family that it names."""
     path = place_in(folder, CONFIG_NAME, str(folder))
     config = read_json(path, _MOST_BYTES)
     model_type = str(config.get("model_type"))
@@ -93,12 +87,7 @@ def read_config(folder: AnyPath) -> tuple[dict[str, Any], Family]:
 
 
 def check_values(path: str, config: Config, places: Collection[Place]) -> None:
-    """Raise ConfigError for the first value that has another type than it must have, or is out of range.
-
-    Args:
-        path: of the configuration, for messages.
-        places: of the tensors in the files.
-    """
+    """Raise ConfigError for the first value of a wrong type, or out of range for the tensors."""
     least = {**_COUNTS, **dict.fromkeys((*_SIZES, *_OTHERS), 1)}
     given = {
         key: config[key]
@@ -135,3 +124,26 @@ def _refusal(path: str, key: str, value: Any, rule: str) -> ConfigError:
         f"{path} has {key}={value!r:.100}, and it must be {rule}. Compare it with the file that the model "
         "was published with."
     )
+
+
+def facts_of_generation(config: Config, generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the two files say about tokens that begin, end and pad a text; nothing if they do not.
+
+    Megatron has no place for these: they are facts of the state, as ages and lost tokens are. A
+    run that starts from such a checkpoint does not know them.
+    """
+    tokens = {key: config[key] for key in _TOKENS if config.get(key) is not None}
+    return {_FACT: {"tokens": tokens, "file": dict(generation)}} if tokens or generation else {}
+
+
+def tokens_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `config.json` says about tokens."""
+    return dict(facts.get(_FACT, {}).get("tokens", {}))
+
+
+def write_generation(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write `generation_config.json`: that of the source, else one with the known tokens, else none."""
+    known = facts.get(_FACT, {})
+    if content := known.get("file") or known.get("tokens"):
+        text = json.dumps(content, indent=2) + "\n"
+        (folder / GENERATION_NAME).write_text(text, encoding="utf-8")

@@ -6,27 +6,20 @@ those of Megatron as a run keeps them (`Identity.fingerprint`): the flag's ``des
 `config.json`.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from moe_ft.config.megatron_flags import spelling
 from moe_ft.errors import ConfigError
 
 Settings = Mapping[str, Any]
 Config = Mapping[str, Any]
 Split = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-
-
-def _one(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return (tensor,)
-
-
-def _only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    (tensor,) = tensors
-    return tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,40 +45,35 @@ class Mapped:
     tensor: str
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    split: Split = field(default=_one, repr=False)
-    join: Join = field(default=_only, repr=False)
+    split: Split = field(default=lambda tensor: (tensor,), repr=False)
+    join: Join = field(default=lambda tensors: tensors[0], repr=False)
     copies: tuple[str, ...] = ()
     duplicates: tuple[str, ...] = ()
     other_tensors: tuple[str, ...] = ()
     is_vocabulary: bool = False
 
 
-class Family(Protocol):
-    """An architecture of `transformers`."""
+class Family:
+    """An architecture of `transformers`, such as MixtralForCausalLM, and its `model_type`."""
 
-    @property
-    def architecture(self) -> str:
-        """Name in `architectures` of `config.json`, such as MixtralForCausalLM."""
-
-    @property
-    def model_type(self) -> str:
-        """Value of `model_type`, which is also the name in --family."""
+    architecture: str
+    model_type: str
 
     def check(self, settings: Settings) -> None:
         """Raise ConfigError that names the first feature which the family cannot express."""
+        self.config(settings)
 
     def config(self, settings: Settings) -> dict[str, Any]:
         """Return `config.json` without `torch_dtype` and the version; called after `check`."""
+        raise NotImplementedError
 
     def settings(self, config: Config) -> dict[str, Any]:
-        """Return Megatron's settings, those that are off included.
-
-        Raises:
-            ConfigError: if Megatron has no such feature, or not known to give the same numbers.
-        """
+        """Return Megatron's settings, those that are off included."""
+        raise NotImplementedError
 
     def tensors(self, settings: Settings) -> Iterator[Mapped]:
         """Yield every tensor of the model, layer by layer."""
+        raise NotImplementedError
 
 
 def same(
@@ -98,10 +86,7 @@ def same(
 
 
 def stacked(tensor: str, names: Sequence[str], shape: Sequence[int]) -> Mapped:
-    """Return a tensor of Megatron that has several of the same number of rows one above the other.
-
-    This is `linear_fc1` with SwiGLU: gate above up.
-    """
+    """Return a tensor of Megatron that is several of as many rows: with SwiGLU gate above up."""
     return Mapped(
         tensor=tensor,
         names=tuple(names),
@@ -117,8 +102,6 @@ def query_key_value(
     """Return `linear_qkv`, whose rows are those of each query group: its queries, its key, its value.
 
     Args:
-        names: of queries, keys and values.
-        groups: of heads that share a key and a value (`--num-query-groups`).
         columns: of the weight; 0 for a bias.
     """
     rest = (columns,) if columns else ()
@@ -138,11 +121,7 @@ def query_key_value(
 
 
 def vocabulary_size(settings: Settings) -> int:
-    """Return the number of tokens: --vocab-size of the run, else all rows with padding.
-
-    Raises:
-        ConfigError: if the settings have neither.
-    """
+    """Return the number of tokens: --vocab-size of the run, else all rows with padding."""
     size = settings.get("--vocab-size") or settings.get("--padded-vocab-size")
     if not size:
         raise ConfigError(
@@ -157,14 +136,10 @@ def expect(settings: Settings, family: str, values: Mapping[str, Any]) -> None:
 
     Args:
         values: by flag, the value that the family has, or a tuple of several. None, False and 0 are the same.
-
-    Raises:
-        ConfigError: naming the first one that has another value.
     """
     for flag, value in values.items():
-        allowed = value if isinstance(value, tuple) else (value,)
-        found = settings.get(flag)
-        if not any(found == each or (not found and not each) for each in allowed):
+        allowed, found = _all_of(value), settings.get(flag)
+        if not _is_among(found, allowed):
             wanted = " or ".join("off" if not each else str(each) for each in allowed)
             raise ConfigError(
                 f"{flag}={found} must be {wanted} for a model of {family}, which has no such feature. "
@@ -177,15 +152,42 @@ def expect_config(config: Config, family: str, values: Mapping[str, Any]) -> Non
 
     Args:
         values: by key, as in `expect`. A key that is absent has the first of its values.
-
-    Raises:
-        ConfigError: naming the first one that has another value.
     """
     for key, value in values.items():
-        allowed = value if isinstance(value, tuple) else (value,)
+        allowed = _all_of(value)
         found = config.get(key, allowed[0])
-        if not any(found == each or (not found and not each) for each in allowed):
+        if not _is_among(found, allowed):
             raise ConfigError(
                 f"config.json has {key}={found}, and of a model of {family} Megatron can express only "
                 f"{' or '.join(map(str, allowed))}. There is no conversion of this model."
             )
+
+
+def _all_of(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _is_among(found: Any, allowed: tuple[Any, ...]) -> bool:
+    return any(found == each or (not found and not each) for each in allowed)
+
+
+def flags_of(settings: Settings) -> list[str]:
+    """Return the flags that make a model of the settings; a setting that is None needs none."""
+    words = []
+    for flag, value in settings.items():
+        word = spelling(flag.removeprefix("--").replace("-", "_"))
+        if isinstance(value, bool):
+            is_negative = word.startswith(("--no-", "--disable-"))
+            words += [word] if value is not is_negative else []
+        elif value is not None:
+            words += [word, *_values(value)]
+    return words
+
+
+def _values(value: Any) -> list[str]:
+    """Return the words of a value: a list of numbers is one word, a list of words is several."""
+    if not isinstance(value, list | tuple):
+        return [str(value)]
+    if all(isinstance(each, str) for each in value):
+        return list(value)
+    return [json.dumps(value, separators=(",", ":"))]

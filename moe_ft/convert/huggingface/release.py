@@ -6,19 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import Any, override
 
 import torch
 
-from moe_ft.convert.destination import signature_of
-from moe_ft.convert.foreign_files import place_in, read_json
-from moe_ft.convert.huggingface.config_file import CONFIG_NAME, check_values, read_config
-from moe_ft.convert.huggingface.generation import GENERATION_NAME, facts_of_generation
+from moe_ft.convert.foreign_files import AnyPath, place_in, read_json, signature_of
+from moe_ft.convert.huggingface.config_file import (
+    CONFIG_NAME,
+    GENERATION_NAME,
+    check_values,
+    facts_of_generation,
+    read_config,
+)
 from moe_ft.convert.huggingface.mapping import Family, Mapped
-from moe_ft.convert.huggingface.tensor_files import Place, list_tensors, read_tensor
-from moe_ft.convert.model import MegatronState
-from moe_ft.convert.remote_path import AnyPath
-from moe_ft.convert.safetensors_file import content_of
+from moe_ft.convert.model import MegatronState, Model
+from moe_ft.convert.safetensors_file import Place, content_of, list_tensors, read_tensor
 from moe_ft.convert.safetensors_set import INDEX_NAME
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.errors import ConfigError, CorruptStateError
@@ -32,26 +34,22 @@ _FOLLOWS_FROM_CONFIG = ".rotary_emb.inv_freq"  # in files of early versions of t
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Release:
-    """The model. Used by one thread.
+class Release(Model):
+    """The model.
 
     Attributes:
         mapped: by name in Megatron; a tensor with several names has all of them.
         places: by name on the hub.
     """
 
-    place: str
     family: Family
-    settings: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    signature: str
     mapped: Mapping[str, Mapped] = field(repr=False)
     places: Mapping[str, Place] = field(repr=False)
     kind: str = "hf"
     iteration: int = 0
 
+    @override
     def tensors(self) -> Sequence[GlobalTensor]:
-        """Return the tensors, under all names that Megatron may look for."""
         return tuple(sorted(self._listed(), key=lambda each: (each.unit, each.name)))
 
     def _listed(self) -> Iterator[GlobalTensor]:
@@ -66,8 +64,8 @@ class Release:
             tensor = tensor_named(name, mapped.shape, dtypes.pop(), num_experts=experts)
             yield replace(tensor, iterations={"weight": self.iteration})
 
+    @override
     def read(self, tensor: GlobalTensor, kind: str) -> torch.Tensor:
-        """Return a tensor of Megatron, joined from those of the files."""
         mapped = self.mapped[tensor.name]
         self._check_copies(mapped)
         return mapped.join([self._read(name) for name in mapped.names])
@@ -90,8 +88,8 @@ class Release:
     def _read(self, name: str) -> torch.Tensor:
         return read_tensor(name, self.places[name])
 
+    @override
     def megatron_state(self, *, with_optimizer: bool, for_ep: int | None) -> MegatronState:
-        """Return the settings as arguments, and the states of modules that Megatron may look for."""
         arguments = {
             flag.removeprefix("--").replace("-", "_"): value
             for flag, value in self.settings.items()
@@ -123,12 +121,7 @@ def is_release(folder: AnyPath) -> bool:
 
 
 def open_release(folder: AnyPath) -> Release:
-    """Return the model in a folder, with every tensor and its shape checked.
-
-    Raises:
-        ConfigError: if Megatron has no such model, or tensors are unknown, missing or of other shapes.
-        CorruptStateError: if a file is cut short.
-    """
+    """Return the model in a folder, with every tensor and its shape checked."""
     config, family = read_config(folder)
     index = _read_optional(folder, INDEX_NAME)
     generation = _read_optional(folder, GENERATION_NAME)
@@ -226,10 +219,11 @@ def _check(folder: AnyPath, listed: Sequence[Mapped], places: Mapping[str, Place
 def _module_states(names: Mapping[str, Mapped], num_experts: int) -> Iterator[str]:
     """Yield the keys of all module states that Megatron's implementations of these layers look for."""
     modules = {name.rpartition(".")[0] for name in names if name.startswith(("decoder.", "mtp."))}
+    projection = ".self_attention.linear_proj"
     attention = {
         f"{module.rpartition('.')[0]}.core_attention"
         for module in modules
-        if _is_projection(module)
+        if module.endswith(projection)
     }
     for module in modules | attention:
         expert = re.fullmatch(r"(.*\.experts\.experts)\.(\d+)\.(.*)", module)
@@ -238,7 +232,3 @@ def _module_states(names: Mapping[str, Mapped], num_experts: int) -> Iterator[st
         else:
             stack, number, rest = expert.groups()
             yield f"{stack}.{rest}._extra_state/shard_{number}_{num_experts}"
-
-
-def _is_projection(module: str) -> bool:
-    return module.endswith(".self_attention.linear_proj")

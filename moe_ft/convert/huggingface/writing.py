@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from moe_ft.convert.huggingface.config_file import CONFIG_NAME
-from moe_ft.convert.huggingface.families.registry import FAMILIES
-from moe_ft.convert.huggingface.generation import tokens_of, write_generation
+from moe_ft.convert.huggingface.config_file import (
+    CONFIG_NAME,
+    FAMILIES,
+    tokens_of,
+    write_generation,
+)
 from moe_ft.convert.huggingface.mapping import Family, Mapped
-from moe_ft.convert.items import Item
-from moe_ft.convert.model import Model
-from moe_ft.convert.read_ahead import read_ahead
+from moe_ft.convert.model import Item, Model, read_ahead
 from moe_ft.convert.safetensors_file import Description
 from moe_ft.convert.safetensors_set import facts_of, write_file, write_index
 from moe_ft.convert.tensors import GlobalTensor
@@ -26,11 +27,7 @@ class HuggingFace:
     """Writes the model."""
 
     def __init__(self, model: Model, family: str | None) -> None:
-        """Choose the family, and map all tensors.
-
-        Raises:
-            ConfigError: if no family has such models, or tensors are unknown or missing.
-        """
+        """Choose the family, and map all tensors."""
         if model.kind == "hf":
             raise ConfigError(
                 f"--to=hf: {model.place} is a model of Hugging Face. Copy it, or convert to torch_dist."
@@ -44,11 +41,7 @@ class HuggingFace:
         }
 
     def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
-        """Return the tensors to write, one for each that the family has.
-
-        Raises:
-            ConfigError: for the first tensor that is unknown, missing, or of another shape.
-        """
+        """Return the tensors to write, one for each that the family has."""
         by_name = {each.name: each for each in tensors}
         found, lost = [], []
         for mapped in {each.tensor: each for each in self._mapped.values()}.values():
@@ -94,7 +87,7 @@ class HuggingFace:
         }
         tensors = (
             each
-            for item, whole in read_ahead(items, lambda item: item.read(self._model))
+            for item, whole in read_ahead(items, self._model)
             for each in self._split(item, whole)
         )
         return write_file(folder, number, count, described, tensors, self._model)
@@ -140,14 +133,7 @@ def _check(family: Family, model: Model) -> None:
 
 
 def choose_family(model: Model, name: str | None) -> Family:
-    """Return the family that a model is of.
-
-    Args:
-        name: --family; None to take the only one that can express the model.
-
-    Raises:
-        ConfigError: naming the features and flags that do not fit.
-    """
+    """Return the family with a name, or else the only one that can express the model."""
     if name is not None:
         if name not in FAMILIES:
             raise ConfigError(f"--family={name} must be one of {', '.join(sorted(FAMILIES))}.")

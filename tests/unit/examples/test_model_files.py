@@ -16,8 +16,8 @@ from megatron.fault_tolerance.program.arguments import add_flags
 from megatron.fault_tolerance.program.validation import REFUSALS
 from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.settings import checked_config
-from moe_ft.convert.huggingface.families.registry import FAMILIES
-from moe_ft.convert.huggingface.flags import flags_of
+from moe_ft.convert.huggingface.config_file import FAMILIES
+from moe_ft.convert.huggingface.mapping import flags_of
 from moe_ft.planning.model_size import unit_parameters
 from moe_ft.planning.report import megabytes
 from moe_ft.units import UnitKind

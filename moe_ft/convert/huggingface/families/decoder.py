@@ -4,7 +4,7 @@ Attention is with query groups and rotary embeddings; norms are RMSNorm; MLPs ar
 files of the families say what differs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -40,18 +40,9 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "--moe-expert-capacity-factor": None,
         **dict.fromkeys(
             (
-                *(
-                    "--rotary-interleaved",
-                    "--rotary-seq-len-interpolation-factor",
-                    "--mrope-section",
-                ),
-                *(
-                    "--use-rope-scaling",
-                    "--no-rope-freq",
-                    "--window-size",
-                    "--qk-l2-norm",
-                    "--use-mup",
-                ),
+                *("--rotary-interleaved", "--rotary-seq-len-interpolation-factor"),
+                *("--mrope-section", "--use-rope-scaling", "--no-rope-freq", "--window-size"),
+                *("--qk-l2-norm", "--use-mup"),
                 *("--attention-output-gate", "--experimental-attention-variant", "--spec"),
                 *("--linear-attention-freq", "--heterogeneous-layers-config-encoded-json"),
                 *("--layernorm-zero-centered-gamma", "--quick-geglu", "--squared-relu"),
@@ -63,7 +54,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         ),
     }
 )
-HEAD = "lm_head.weight"
+_HEAD = "lm_head.weight"
 # Balancing that decides which experts a token gets, not only what is trained.
 _ROUTING = {"sinkhorn", "quantile_balancing"}
 # Keys of `config.json` for which Megatron has one behavior only, with the value that says so.
@@ -102,6 +93,11 @@ def head_size(settings: Settings) -> int:
 def expert_size(settings: Settings) -> int:
     """Return the intermediate size of an expert."""
     return int(settings.get("--moe-ffn-hidden-size") or settings["--ffn-hidden-size"])
+
+
+def num_experts(config: Config) -> int:
+    """Return the number of experts, to which transformers gives either name."""
+    return int(config.get("num_experts") or config["num_local_experts"])
 
 
 def moe_layers(settings: Settings) -> list[bool]:
@@ -193,19 +189,12 @@ def decoder_settings(
 
 
 def vocabulary_settings(config: Config) -> dict[str, Any]:
-    """Return the settings of a vocabulary without padding, whatever a tokenizer has.
-
-    Megatron's loss counts padding, with logits of 0.
-    """
+    """Return the settings without padding, whose logits of 0 Megatron's loss would count."""
     return {"--vocab-size": config["vocab_size"], "--padded-vocab-size": config["vocab_size"]}
 
 
 def rope_base(config: Config, family: str) -> int:
-    """Return --rotary-base, from either place where `config.json` may have it.
-
-    Raises:
-        ConfigError: if positions are scaled, or the base is no whole number.
-    """
+    """Return --rotary-base, from either place where `config.json` may have it."""
     parameters = config.get("rope_parameters") or {}
     for scaling in (parameters, config.get("rope_scaling") or {}):
         kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -225,9 +214,6 @@ def router_settings(is_normalized: bool, num_chosen: int) -> dict[str, Any]:
 
     Megatron's softmax is over the chosen experts, whose weights then have the sum 1, or over all experts with
     --moe-router-pre-softmax.
-
-    Raises:
-        ConfigError: if Megatron has no such router.
     """
     if is_normalized and num_chosen == 1:
         raise ConfigError(
@@ -238,28 +224,44 @@ def router_settings(is_normalized: bool, num_chosen: int) -> dict[str, Any]:
 
 
 def model_tensors(
-    settings: Settings, layer_tensors: Callable[[int], Iterator[Mapped]]
+    settings: Settings,
+    layer_tensors: Callable[[int], Iterator[Mapped]],
+    further: Mapping[str, Iterable[Mapped]] = MappingProxyType({}),
 ) -> Iterator[Mapped]:
-    """Yield the tensors of a model whose layers have some tensors."""
+    """Yield the tensors of a model, layer by layer.
+
+    Args:
+        layer_tensors: of the layer with a number.
+        further: of layers that predict further tokens, by their names on the hub, where each has copies of
+            embedding and head.
+    """
     shape = (vocabulary_size(settings), int(settings["--hidden-size"]))
-    embedding = "embedding.word_embeddings.weight"
     is_tied = not settings["--untie-embeddings-and-output-weights"]
+    heads = tuple(f"{layer}.shared_head.head.weight" for layer in further)
     yield same(
-        embedding,
+        "embedding.word_embeddings.weight",
         "model.embed_tokens.weight",
         shape,
         is_vocabulary=True,
-        duplicates=(HEAD,) * is_tied,
+        copies=(*(f"{layer}.embed_tokens.weight" for layer in further), *heads * is_tied),
+        duplicates=(_HEAD,) * is_tied,
     )
     for layer in range(settings["--num-layers"]):
         yield from layer_tensors(layer)
     yield same("decoder.final_layernorm.weight", "model.norm.weight", shape[1:])
+    for tensors in further.values():
+        yield from tensors
     if not is_tied:
-        yield same("output_layer.weight", HEAD, shape, is_vocabulary=True)
+        yield same("output_layer.weight", _HEAD, shape, copies=heads, is_vocabulary=True)
 
 
 def attention(
-    settings: Settings, layer: int, *, has_bias: bool = False, norms: tuple[int, int] | None = None
+    settings: Settings,
+    ours: str,
+    theirs: str,
+    *,
+    has_bias: bool = False,
+    norms: tuple[int, int] | None = None,
 ) -> Iterator[Mapped]:
     """Yield the norm before the attention of a layer, and its tensors.
 
@@ -267,36 +269,35 @@ def attention(
         has_bias: of queries, keys and values.
         norms: sizes of those of queries and keys.
     """
-    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}"
     heads, groups = int(settings["--num-attention-heads"]), query_groups(settings)
     size, hidden = head_size(settings), int(settings["--hidden-size"])
-    names = [f"{theirs}.self_attn.{each}_proj" for each in "qkv"]
-    yield same(
-        f"{ours}.linear_qkv.layer_norm_weight", f"{theirs}.input_layernorm.weight", (hidden,)
-    )
+    norm = f"{theirs}.input_layernorm.weight"
+    ours, theirs = f"{ours}.self_attention", f"{theirs}.self_attn"
+    yield same(f"{ours}.linear_qkv.layer_norm_weight", norm, (hidden,))
     for kind, columns in (("weight", hidden), ("bias", 0))[: 1 + has_bias]:
         yield query_key_value(
             f"{ours}.linear_qkv.{kind}",
-            [f"{name}.{kind}" for name in names],
+            [f"{theirs}.{each}_proj.{kind}" for each in "qkv"],
             heads=heads,
             groups=groups,
             head_dim=size,
             columns=columns,
         )
     for each, norm_size in zip("qk", norms or (), strict=norms is not None):
-        name = f"{theirs}.self_attn.{each}_norm.weight"
+        name = f"{theirs}.{each}_norm.weight"
         yield same(f"{ours}.{each}_layernorm.weight", name, (norm_size,))
-    shape = (hidden, heads * size)
-    yield same(f"{ours}.linear_proj.weight", f"{theirs}.self_attn.o_proj.weight", shape)
+    yield same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * size))
 
 
-def norm_before_mlp(settings: Settings, layer: int, *, has_experts: bool) -> Mapped:
+def norm_before_mlp(settings: Settings, ours: str, theirs: str, *, has_experts: bool) -> Mapped:
     """Return the norm before the MLP of a layer, which has two names in Megatron if it has experts."""
-    ours = f"decoder.layers.{layer}"
     names = [f"{ours}.pre_mlp_layernorm.weight"] * has_experts
     first, *others = [*names, f"{ours}.mlp.linear_fc1.layer_norm_weight"]
-    name = f"model.layers.{layer}.post_attention_layernorm.weight"
+    name = f"{theirs}.post_attention_layernorm.weight"
     return same(first, name, (settings["--hidden-size"],), others=others)
+
+
+_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
 def mlp(
@@ -304,15 +305,9 @@ def mlp(
     ours: str,
     theirs: str,
     size: int,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, str, str] = _GATE_UP_DOWN,
 ) -> Iterator[Mapped]:
-    """Yield the tensors of an MLP, which may be an expert.
-
-    Args:
-        ours, theirs: prefixes of the names in Megatron and on the hub.
-        size: of the intermediate state.
-        names: of gate, up and down.
-    """
+    """Yield the tensors of an MLP, which may be an expert; `names` are those of gate, up and down."""
     hidden, (gate, up, down) = int(settings["--hidden-size"]), names
     above = (f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight")
     yield stacked(f"{ours}.linear_fc1.weight", above, (2 * size, hidden))
@@ -320,25 +315,15 @@ def mlp(
 
 
 def experts(
-    settings: Settings,
-    layer: int,
-    block: str = "mlp",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    settings: Settings, ours: str, theirs: str, names: tuple[str, str, str] = _GATE_UP_DOWN
 ) -> Iterator[Mapped]:
-    """Yield the router and the experts of a layer.
-
-    Args:
-        block: its name in the layer on the hub.
-        names: of gate, up and down of an expert.
-    """
-    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{block}"
-    num, hidden = int(settings["--num-experts"]), int(settings["--hidden-size"])
-    yield same(f"{ours}.router.weight", f"{theirs}.gate.weight", (num, hidden))
+    """Yield the router and the experts of a layer; the arguments are those of `mlp`."""
+    num, size = int(settings["--num-experts"]), expert_size(settings)
+    router = f"{theirs}.gate.weight"
+    yield same(f"{ours}.router.weight", router, (num, int(settings["--hidden-size"])))
+    if settings.get("--moe-router-enable-expert-bias"):
+        bias = f"{theirs}.gate.e_score_correction_bias"
+        yield same(f"{ours}.router.expert_bias", bias, (num,))
     for expert in range(num):
-        yield from mlp(
-            settings,
-            f"{ours}.experts.experts.{expert}",
-            f"{theirs}.experts.{expert}",
-            expert_size(settings),
-            names,
-        )
+        prefixes = f"{ours}.experts.experts.{expert}", f"{theirs}.experts.{expert}"
+        yield from mlp(settings, *prefixes, size, names)

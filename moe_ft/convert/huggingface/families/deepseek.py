@@ -1,11 +1,10 @@
-"""Layers of DeepSeek's models: dense first layers, then experts with shared ones, then predicted tokens.
+"""DeepSeek-V2 and V3: dense first layers, then experts with shared ones; V3 also predicts further tokens.
 
-deepseek_v2.py and deepseek_v3.py have the routers and the names of the settings that only one of them has.
 mla.py has the attention.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, override
 
 from moe_ft.convert.huggingface.families import decoder
 from moe_ft.convert.huggingface.families.mla import (
@@ -13,12 +12,15 @@ from moe_ft.convert.huggingface.families.mla import (
     attention,
     attention_config,
     attention_settings,
+    rope_config,
+    rope_settings,
 )
-from moe_ft.convert.huggingface.families.mla_rope import rope_config, rope_settings
 from moe_ft.convert.huggingface.mapping import (
     Config,
+    Family,
     Mapped,
     Settings,
+    expect,
     expect_config,
     same,
     vocabulary_size,
@@ -47,12 +49,103 @@ _FEATURES = {
 }
 
 
-def common_config(settings: Settings, family: str) -> dict[str, Any]:
-    """Return the keys of `config.json` that V2 and V3 have.
+_V2_ROUTER = {
+    "--moe-router-score-function": "softmax",
+    "--moe-router-pre-softmax": True,
+    "--moe-router-enable-expert-bias": False,
+    "--mtp-num-layers": None,
+}
+_V3_ROUTER = {"--moe-router-score-function": "sigmoid", "--moe-router-enable-expert-bias": True}
 
-    Raises:
-        ConfigError: if the family cannot express the model.
-    """
+
+class _Deepseek(Family):
+    """Tensors of both; those of layers of further tokens have the numbers after the last layer on the hub."""
+
+    @override
+    def tensors(self, settings: Settings) -> Iterator[Mapped]:
+        num_layers, num_further = settings["--num-layers"], settings.get("--mtp-num-layers") or 0
+        num_dense = _num_dense_layers(settings, self.model_type)
+
+        def layer_tensors(layer: int) -> Iterator[Mapped]:
+            names = f"decoder.layers.{layer}", f"model.layers.{layer}"
+            return _layer(settings, *names, is_dense=layer < num_dense)
+
+        further = {
+            hub: _further_layer(settings, f"mtp.layers.{number}", hub)
+            for number in range(num_further)
+            for hub in (f"model.layers.{num_layers + number}",)
+        }
+        return decoder.model_tensors(settings, layer_tensors, further)
+
+
+class DeepseekV2(_Deepseek):
+    """Softmax over all experts before the choice; the score of a group is that of its best expert."""
+
+    architecture = "DeepseekV2ForCausalLM"
+    model_type = "deepseek_v2"
+
+    @override
+    def config(self, settings: Settings) -> dict[str, Any]:
+        expect(settings, self.model_type, _V2_ROUTER)
+        groups = groups_config(settings, self.model_type, best=1)
+        is_limited = groups["topk_group"] < groups["n_group"]
+        return {
+            **common_config(settings, self.model_type),
+            **groups,
+            "scoring_func": "softmax",
+            "topk_method": "group_limited_greedy" if is_limited else "greedy",
+            "norm_topk_prob": False,
+        }
+
+    @override
+    def settings(self, config: Config) -> dict[str, Any]:
+        methods = ("greedy", "group_limited_greedy")
+        router = {"scoring_func": "softmax", "topk_method": methods, "norm_topk_prob": False}
+        expect_config(config, self.model_type, router)
+        is_limited = config.get("topk_method") == "group_limited_greedy"
+        groups = config if is_limited else {**config, "n_group": 1, "topk_group": 1}
+        return {
+            **common_settings(config, self.model_type),
+            **groups_settings(groups, self.model_type, best=1),
+            **_V2_ROUTER,
+        }
+
+
+class DeepseekV3(_Deepseek):
+    """Sigmoid scores with a bias for the choice; the score of a group is that of its best two experts."""
+
+    architecture = "DeepseekV3ForCausalLM"
+    model_type = "deepseek_v3"
+
+    @override
+    def config(self, settings: Settings) -> dict[str, Any]:
+        expect(settings, self.model_type, _V3_ROUTER)
+        return {
+            **common_config(settings, self.model_type),
+            **groups_config(settings, self.model_type, best=2),
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            # Megatron does not divide by one score.
+            "norm_topk_prob": settings["--moe-router-topk"] > 1,
+            "num_nextn_predict_layers": settings.get("--mtp-num-layers") or 0,
+        }
+
+    @override
+    def settings(self, config: Config) -> dict[str, Any]:
+        is_normalized = config["num_experts_per_tok"] > 1
+        router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        expect_config(config, self.model_type, {**router, "norm_topk_prob": is_normalized})
+        return {
+            **common_settings(config, self.model_type),
+            **groups_settings(config, self.model_type, best=2),
+            **_V3_ROUTER,
+            "--moe-router-pre-softmax": False,
+            "--mtp-num-layers": config.get("num_nextn_predict_layers") or None,
+        }
+
+
+def common_config(settings: Settings, family: str) -> dict[str, Any]:
+    """Return the keys of `config.json` that V2 and V3 have."""
     attention_and_rope = attention_config(settings, family) | rope_config(settings, family)
     decoder.check_decoder(settings, family, _FEATURES)
     balancing = settings.get("--moe-router-load-balancing-type")
@@ -80,11 +173,7 @@ def common_config(settings: Settings, family: str) -> dict[str, Any]:
 
 
 def common_settings(config: Config, family: str) -> dict[str, Any]:
-    """Return Megatron's settings that V2 and V3 have.
-
-    Raises:
-        ConfigError: if Megatron cannot express the model.
-    """
+    """Return Megatron's settings that V2 and V3 have."""
     expect_config(config, family, {**decoder.PLAIN_CONFIG, "moe_layer_freq": 1})
     num_layers, num_dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     if not config.get("n_shared_experts") or num_dense >= num_layers:
@@ -125,9 +214,6 @@ def groups_config(settings: Settings, family: str, *, best: int) -> dict[str, An
     Args:
         best: experts of a group whose scores are the group's score. Megatron takes as many as each chosen
             group has chosen experts on average, rounded down; the layers of SPEC take one.
-
-    Raises:
-        ConfigError: if the family chooses other groups.
     """
     top_k, chosen = settings["--moe-router-topk"], settings.get("--moe-router-group-topk")
     if not chosen:
@@ -145,14 +231,7 @@ def groups_config(settings: Settings, family: str, *, best: int) -> dict[str, An
 
 
 def groups_settings(config: Config, family: str, *, best: int) -> dict[str, Any]:
-    """Return Megatron's settings for groups of experts.
-
-    Args:
-        best: as in `groups_config`.
-
-    Raises:
-        ConfigError: if Megatron chooses other groups.
-    """
+    """Return Megatron's settings for groups of experts; `best` is as in `groups_config`."""
     num_groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     top_k = config["num_experts_per_tok"]
     if num_groups == chosen:
@@ -173,46 +252,6 @@ def _differ(top_k: int, chosen: int, num_groups: int, best: int) -> bool:
     return chosen != num_groups and top_k // chosen != best
 
 
-def model_tensors(settings: Settings, family: str) -> Iterator[Mapped]:
-    """Yield every tensor; those of MTP layers have the numbers after the last layer on the hub."""
-    num_layers, num_mtp = settings["--num-layers"], settings.get("--mtp-num-layers") or 0
-    hidden, vocabulary = settings["--hidden-size"], vocabulary_size(settings)
-    is_tied = not settings["--untie-embeddings-and-output-weights"]
-    further = [f"model.layers.{num_layers + each}" for each in range(num_mtp)]
-    heads = tuple(f"{layer}.shared_head.head.weight" for layer in further)
-    yield same(
-        "embedding.word_embeddings.weight",
-        "model.embed_tokens.weight",
-        (vocabulary, hidden),
-        copies=tuple(f"{layer}.embed_tokens.weight" for layer in further)
-        + (heads if is_tied else ()),
-        duplicates=(decoder.HEAD,) * is_tied,
-        is_vocabulary=True,
-    )
-    num_dense = _num_dense_layers(settings, family)
-    for layer in range(num_layers):
-        names = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        yield from _layer(settings, *names, is_dense=layer < num_dense)
-    yield same("decoder.final_layernorm.weight", "model.norm.weight", (hidden,))
-    for number, hub in enumerate(further):
-        megatron = f"mtp.layers.{number}"
-        for norm in ("enorm", "hnorm"):
-            yield same(f"{megatron}.{norm}.weight", f"{hub}.{norm}.weight", (hidden,))
-        projection = f"{megatron}.eh_proj.weight"
-        yield same(projection, f"{hub}.eh_proj.weight", (hidden, 2 * hidden))
-        yield from _layer(settings, f"{megatron}.transformer_layer", hub, is_dense=False)
-        final = f"{megatron}.final_layernorm.weight"
-        yield same(final, f"{hub}.shared_head.norm.weight", (hidden,))
-    if not is_tied:
-        yield same(
-            "output_layer.weight",
-            decoder.HEAD,
-            (vocabulary, hidden),
-            copies=heads,
-            is_vocabulary=True,
-        )
-
-
 def _layer(settings: Settings, megatron: str, hub: str, *, is_dense: bool) -> Iterator[Mapped]:
     hidden = (settings["--hidden-size"],)
     norm = f"{megatron}.input_layernorm.weight"
@@ -226,16 +265,19 @@ def _layer(settings: Settings, megatron: str, hub: str, *, is_dense: bool) -> It
     if is_dense:
         yield from decoder.mlp(settings, ours, theirs, settings["--ffn-hidden-size"])
         return
-    num_experts = settings["--num-experts"]
-    yield same(f"{ours}.router.weight", f"{theirs}.gate.weight", (num_experts, *hidden))
-    if settings.get("--moe-router-enable-expert-bias"):
-        bias = f"{theirs}.gate.e_score_correction_bias"
-        yield same(f"{ours}.router.expert_bias", bias, (num_experts,))
-    for expert in range(num_experts):
-        names = f"{ours}.experts.experts.{expert}", f"{theirs}.experts.{expert}"
-        yield from decoder.mlp(settings, *names, decoder.expert_size(settings))
+    yield from decoder.experts(settings, ours, theirs)
     size = settings["--moe-shared-expert-intermediate-size"]
     yield from decoder.mlp(settings, f"{ours}.shared_experts", f"{theirs}.shared_experts", size)
+
+
+def _further_layer(settings: Settings, megatron: str, hub: str) -> Iterator[Mapped]:
+    hidden = settings["--hidden-size"]
+    for norm in ("enorm", "hnorm"):
+        yield same(f"{megatron}.{norm}.weight", f"{hub}.{norm}.weight", (hidden,))
+    yield same(f"{megatron}.eh_proj.weight", f"{hub}.eh_proj.weight", (hidden, 2 * hidden))
+    yield from _layer(settings, f"{megatron}.transformer_layer", hub, is_dense=False)
+    norm = f"{hub}.shared_head.norm.weight"
+    yield same(f"{megatron}.final_layernorm.weight", norm, (hidden,))
 
 
 def _num_dense_layers(settings: Settings, family: str) -> int:

@@ -1,4 +1,4 @@
-"""Layers of DeepSeek's models. That the numbers are those of transformers is test_deepseek_models.py."""
+"""Layers of DeepSeek's models. That the numbers are those of transformers is test_families.py."""
 
 from typing import Any
 

@@ -13,22 +13,6 @@ from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.convert.models import BIAS, known_tensors, persist_model
 
 
-def test_every_tensor_is_what_the_ranks_had_together(source: Source) -> None:
-    known = known_tensors()
-    kinds = {
-        "param": "master",
-        "exp_avg": "exp_avg",
-        "exp_avg_sq": "exp_avg_sq",
-        "weight": "weight",
-    }
-    tensors = {each.name: each for each in find_tensors(source) if not each.buffer}
-    assert {name for name, _ in known} == set(tensors)
-    for (name, key), expected in known.items():
-        found = read_tensor(source, tensors[name], kinds[key])
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected), (name, key)
-
-
 def test_buffer_comes_from_the_record(source: Source) -> None:
     (bias,) = (each for each in find_tensors(source) if each.buffer)
     assert torch.equal(read_tensor(source, bias), BIAS)

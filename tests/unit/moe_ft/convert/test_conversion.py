@@ -1,13 +1,17 @@
-"""A conversion as a whole; its formats have tests of their own."""
+"""A conversion as a whole, and telling sources apart; formats have tests of their own."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from moe_ft.convert import conversion
-from moe_ft.convert.conversion import Request, convert
+from moe_ft.convert.conversion import Request, convert, open_model
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.models import LAYER
+from tests.unit.moe_ft.convert.test_megatron_checkpoint import TENSORS, save
 
 
 def request(checkpoints: Path, folder: Path, to: str = "safetensors") -> Request:
@@ -26,11 +30,6 @@ def test_dry_run_lists_everything_and_writes_nothing(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_line_says_what_was_written(checkpoints: Path, tmp_path: Path) -> None:
-    line = convert(request(checkpoints, tmp_path / "out"))
-    assert f"{tmp_path / 'out'}: iteration 4 as safetensors, 21 tensors" in line
-
-
 def test_disk_that_fills_up_leaves_nothing(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,3 +40,60 @@ def test_disk_that_fills_up_leaves_nothing(
     with pytest.raises(ConfigError, match=r"DST=.*out could not be written .*No space left"):
         convert(request(checkpoints, tmp_path / "out"))
     assert not list(tmp_path.glob("out*"))
+
+
+def test_checkpoints_are_told_apart(checkpoints: Path, tmp_path: Path) -> None:
+    megatron = save(tmp_path / "megatron", TENSORS)
+    assert open_model(str(megatron)).kind == "torch_dist"
+    assert open_model(str(megatron / "iter_0000003")).kind == "torch_dist"
+    assert open_model(str(checkpoints)).kind == "moe_ft"
+
+
+def test_model_of_an_unknown_family_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ConfigError, match="has model_type=bert"):
+        open_model(str(tmp_path))
+
+
+def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for name, message in (("file", "is a file. Name the folder"), ("gone", "is not there")):
+        with pytest.raises(ConfigError, match=f"SRC=.*{name} must be a folder, and {message}"):
+            open_model(str(tmp_path / name))
+
+
+def test_folder_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no state of moe_ft"):
+        open_model(str(tmp_path))
+
+
+_SCRIPT = """
+import ctypes, resource, sys, threading
+from moe_ft.convert.conversion import keep_freed_memory
+
+PR_SET_THP_DISABLE = 41  # some machines have huge pages everywhere, and few page faults
+ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+
+def fill():
+    for _ in range(10):
+        bytearray(64 << 20)[:] = b"x" * (64 << 20)
+
+fill()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+fill()
+thread = threading.Thread(target=fill)
+thread.start()
+thread.join()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.parametrize(("mode", "is_kept"), [("keep", True), ("default", False)])
+def test_freed_blocks_are_used_again_without_new_pages(mode: str, is_kept: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, mode], check=True, capture_output=True, text=True
+    )
+    # 20 times two blocks of 16384 pages, of which a page fault may bring several.
+    assert (int(done.stdout) < 2000) == is_kept

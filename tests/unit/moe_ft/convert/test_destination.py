@@ -9,21 +9,22 @@ from pathlib import Path
 import pytest
 
 from moe_ft.convert import destination as destinations
-from moe_ft.convert.destination import Destination, signature_of
+from moe_ft.convert.destination import LocalDestination
+from moe_ft.convert.foreign_files import signature_of
 from moe_ft.errors import ConfigError
 
 
-def make(folder: Path, plan: str = "plan") -> Destination:
-    return Destination(str(folder / "dst"), plan, f"conversion {plan}")
+def make(folder: Path, plan: str = "plan") -> LocalDestination:
+    return LocalDestination(str(folder / "dst"), plan, f"conversion {plan}")
 
 
-def write_one(destination: Destination) -> None:
+def write_one(destination: LocalDestination) -> None:
     """Write a shard, and note it."""
     (destination.work / "shard").write_text("content")
     destination.note("0", ["facts"])
 
 
-def interrupt(destination: Destination) -> None:
+def interrupt(destination: LocalDestination) -> None:
     """Interrupt a conversion after its first shard."""
     with pytest.raises(KeyboardInterrupt), destination:
         write_one(destination)
@@ -63,25 +64,15 @@ def test_shards_of_before_a_restart_of_the_machine_are_written_again(
     assert again.written("0") is None
 
 
-def test_other_conversion_does_not_continue_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("journal", "found"), [(None, "conversion plan"), ("{", "something else")])
+def test_beginning_of_another_conversion_is_refused(
+    journal: str | None, found: str, tmp_path: Path
+) -> None:
     interrupt(make(tmp_path))
-    with pytest.raises(ConfigError, match="holds that of conversion plan. Remove it"):
+    if journal is not None:
+        (tmp_path / "dst.incomplete/conversion.json").write_text(journal)
+    with pytest.raises(ConfigError, match=f"holds that of {found}. Remove it"):
         make(tmp_path, "other").check(1)
-
-
-def test_damaged_journal_is_refused(tmp_path: Path) -> None:
-    interrupt(make(tmp_path))
-    (tmp_path / "dst.incomplete/conversion.json").write_text("{")
-    with pytest.raises(ConfigError, match="holds that of something else"):
-        make(tmp_path).check(1)
-
-
-def test_nothing_is_left_after_an_error(tmp_path: Path) -> None:
-    destination = make(tmp_path)
-    with pytest.raises(OSError, match="disk"), destination:
-        write_one(destination)
-        raise OSError("disk")
-    assert not any(tmp_path.iterdir())
 
 
 def test_conversion_that_is_started_twice_is_refused_while_the_first_lives(tmp_path: Path) -> None:

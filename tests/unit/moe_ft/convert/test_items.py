@@ -1,10 +1,12 @@
 """Items and shards of conversions."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from moe_ft.convert.items import into_shards, list_items
-from moe_ft.convert.run_model import RunModel
+from moe_ft.convert.model import into_shards, list_items, read_ahead
+from moe_ft.convert.run_model import model_of_run
 from moe_ft.convert.source import Source
 from moe_ft.convert.tensors import find_tensors
 from moe_ft.errors import ConfigError
@@ -22,13 +24,13 @@ def test_weights_alone_have_one_item_each(source: Source) -> None:
 
 def test_weights_in_fp32_are_the_masters(source: Source) -> None:
     items = list_items(find_tensors(source), with_optimizer=False, dtype="fp32")
-    (found,) = (each.read(RunModel(source)) for each in items if each.tensor.name == EMBEDDING)
+    (found,) = (each.read(model_of_run(source)) for each in items if each.tensor.name == EMBEDDING)
     assert torch.equal(found, known_tensors()[EMBEDDING, "param"])
 
 
 def test_other_type_is_rounded_from_the_weights(source: Source) -> None:
     items = list_items(find_tensors(source), with_optimizer=False, dtype="fp16")
-    (found,) = (each.read(RunModel(source)) for each in items if each.tensor.name == EMBEDDING)
+    (found,) = (each.read(model_of_run(source)) for each in items if each.tensor.name == EMBEDDING)
     assert torch.equal(found, known_tensors()[EMBEDDING, "weight"].half())
 
 
@@ -48,3 +50,30 @@ def test_missing_moments_are_named(source: Source) -> None:
     del iterations["exp_avg_sq"]
     with pytest.raises(ConfigError, match=f"--what=all needs exp_avg_sq of {tensors[0].name}"):
         list_items(tensors, with_optimizer=True, dtype=None)
+
+
+class Fake:
+    """Stands for an item, and for the model that it is read from."""
+
+    begun: list[int] = []
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def read(self, model: object) -> int:
+        """Return a number of its own."""
+        self.begun.append(self.number)
+        if self.number == 20:
+            raise OSError("unreadable")
+        return self.number * self.number
+
+
+def test_every_item_comes_in_order_one_ahead_and_an_error_at_its_item() -> None:
+    items: Any = [Fake(number) for number in range(22)]
+    found: list[Any] = []
+    with pytest.raises(OSError, match="unreadable"):
+        for item, content in read_ahead(items, Any):
+            assert len(Fake.begun) <= item.number + 2
+            found.append((item.number, content))
+    assert found == [(number, number * number) for number in range(20)]
+    assert list(read_ahead([], Any)) == []

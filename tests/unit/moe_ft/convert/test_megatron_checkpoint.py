@@ -5,7 +5,6 @@ Those that Megatron itself has saved are read in tests/distributed/test_convert.
 
 import json
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,33 +83,36 @@ def test_settings_are_the_arguments(tmp_path: Path) -> None:
     assert (model.iteration, model.facts) == (3, {"iteration": 3})
 
 
+NORM = "decoder.final_layernorm.weight"
+MASTER = torch.rand(4)
+
+
+def with_master(
+    weight: torch.Tensor, master: torch.Tensor, name: str = "param"
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint with one weight and its master."""
+    return {NORM: weight, f"optimizer.state.{name}.{NORM}": master}
+
+
+def converted(source: Path, dtype: str | None = "fp32") -> torch.Tensor:
+    """Convert a checkpoint with one weight to safetensors; return it."""
+    folder = source.parent / "out"
+    convert(Request(source=str(source), destination=str(folder), to="safetensors", dtype=dtype))
+    (found,) = load_file(folder / "model-00001-of-00001.safetensors").items()
+    assert found[0] == f"final-norm/{NORM}"
+    return found[1]
+
+
 @pytest.mark.parametrize("name", ["param", "fp32_param"])
 def test_masters_are_read_in_fp32(name: str, tmp_path: Path) -> None:
-    key, master = "decoder.final_layernorm.weight", torch.rand(4)
-    tensors = {key: master.bfloat16(), f"optimizer.state.{name}.{key}": master}
-    source = save(tmp_path / "src", tensors | {"optimizer.state.exp_avg." + key: master})
-    folder = tmp_path / "out"
-    convert(Request(source=str(source), destination=str(folder), to="safetensors", dtype="fp32"))
-    found = load_file(folder / "model-00001-of-00001.safetensors")
-    assert torch.equal(found[f"final-norm/{key}"], master)
-    assert len(found) == 1
-
-
-NORM = "decoder.final_layernorm.weight"
-
-
-def with_master(weight: torch.Tensor, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint with one weight and its master."""
-    return {NORM: weight, f"optimizer.state.param.{NORM}": master}
+    tensors = with_master(MASTER.bfloat16(), MASTER, name)
+    source = save(tmp_path / "src", tensors | {"optimizer.state.exp_avg." + NORM: MASTER})
+    assert torch.equal(converted(source), MASTER)
 
 
 def test_weights_that_have_all_bits_are_taken_and_not_their_masters(tmp_path: Path) -> None:
-    weight = torch.rand(4)
-    source = save(tmp_path / "src", with_master(weight, weight + 1))
-    folder = tmp_path / "out"
-    convert(Request(source=str(source), destination=str(folder), to="safetensors", dtype="fp32"))
-    found = load_file(folder / "model-00001-of-00001.safetensors")[f"final-norm/{NORM}"]
-    assert torch.equal(found, weight)
+    source = save(tmp_path / "src", with_master(MASTER, MASTER + 1))
+    assert torch.equal(converted(source), MASTER)
 
 
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
@@ -119,64 +121,41 @@ def test_master_that_is_not_its_weight_is_refused_by_name(to: torch.dtype, tmp_p
     weight = master.to(to, copy=True)
     weight[2], weight[3] = 0.0, 3.01
     source = save(tmp_path / "src", with_master(weight, master))
-    folder = tmp_path / "out"
-    request = Request(source=str(source), destination=str(folder), to="safetensors", dtype="fp32")
     wanted = (
         f"the fp32 master of {NORM} is not its weight, in 2 of 4 elements .*"
         "--dist-ckpt-optim-fully-reshardable and --overlap-grad-reduce.*leave out --dtype fp32"
     )
     with pytest.raises(CorruptStateError, match=wanted):
-        convert(request)
+        converted(source)
     assert not list(tmp_path.glob("out*"))
-    convert(replace(request, dtype=None))
-    found = load_file(folder / "model-00001-of-00001.safetensors")[f"final-norm/{NORM}"]
-    assert torch.equal(found, weight)
+    assert torch.equal(converted(source, None), weight)
 
 
 def test_numbers_that_are_none_are_the_same_whatever_their_bits(tmp_path: Path) -> None:
-    master = torch.tensor([0x7FC00001, 0x7F800001, 0x3F800000], dtype=torch.int32).view(
-        torch.float32
-    )
+    bits = torch.tensor([0x7FC00001, 0x7F800001, 0x3F800000], dtype=torch.int32)
     weight = torch.tensor([0x7FC0, -1, 0x3F80], dtype=torch.int16).view(torch.bfloat16)
-    source = save(tmp_path / "src", with_master(weight, master))
-    options = {"to": "safetensors", "dtype": "fp32"}
-    assert "verified" in convert(
-        Request(source=str(source), destination=str(tmp_path / "out"), **options)
-    )
+    converted(save(tmp_path / "src", with_master(weight, bits.view(torch.float32))))
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "content", "message"),
     [
-        ({"fp8_param_gather": True}, "has --fp8-param-gather: its weights are kept in few bits"),
+        ({"fp8_param_gather": True}, {}, "has --fp8-param-gather: its weights are kept in few"),
         (
             {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
+            {},
             "has --main-params-dtype=torch.float16: its masters are kept in few bits",
         ),
+        ({}, {"distrib_optim_sharding_type": "dp_reshardable"}, "fully-reshardable"),
     ],
 )
-def test_masters_that_cannot_be_checked_are_refused(
-    settings: dict[str, Any], message: str, tmp_path: Path
+def test_masters_that_cannot_be_read_or_checked_are_refused(
+    settings: dict[str, Any], content: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    master = torch.rand(4)
-    tensors = with_master(master.bfloat16(), master)
-    source = save(tmp_path / "src", tensors, arguments=settings)
-    request = Request(
-        source=str(source), destination=str(tmp_path / "out"), to="safetensors", dtype="fp32"
-    )
+    tensors = with_master(MASTER.bfloat16(), MASTER)
+    source = save(tmp_path / "src", tensors, content, arguments=settings)
     with pytest.raises(ConfigError, match=f"--dtype=fp32 needs the masters, and .*{message}"):
-        convert(request)
-
-
-def test_masters_in_buffers_of_ranks_are_refused_by_flag(tmp_path: Path) -> None:
-    tensors = {key: value.bfloat16() for key, value in TENSORS.items()}
-    content = {"distrib_optim_sharding_type": "dp_reshardable"}
-    source = save(tmp_path / "src", tensors, content)
-    request = Request(
-        source=str(source), destination=str(tmp_path / "out"), to="safetensors", dtype="fp32"
-    )
-    with pytest.raises(ConfigError, match="--dtype=fp32 needs the masters.*fully-reshardable"):
-        convert(request)
+        converted(source)
     assert not list(tmp_path.glob("out*"))
 
 

@@ -1,7 +1,6 @@
 """A destination in an object store: a whole checkpoint or none, and an interruption is continued."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ import fsspec
 import pytest
 from safetensors.torch import load
 
-from moe_ft.convert import remote_destination
+from moe_ft.convert import destination as destinations
 from moe_ft.convert.conversion import Request, convert
-from moe_ft.convert.remote_destination import RemoteDestination
+from moe_ft.convert.destination import RemoteDestination
 from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError, CorruptStateError, LockLostError
@@ -106,16 +105,21 @@ def test_interrupted_conversion_is_no_checkpoint_and_continues(
     assert uploaded[-1] == MARKERS[to]
 
 
-def test_shard_that_is_gone_is_uploaded_again(
-    request_: Request, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_shard_that_is_gone_or_written_again_is_uploaded_again(
+    is_gone: bool, request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt(patch, 2, KeyboardInterrupt)
         convert(request_)
-    (gone, _) = sorted(name for name in files(request_.destination) if "model-" in name)
-    fsspec.core.url_to_fs(request_.destination)[0].rm(f"{request_.destination}/{gone}")
+    (name, _) = sorted(name for name in files(request_.destination) if "model-" in name)
+    url = f"{request_.destination}/{name}"
+    if is_gone:
+        fsspec.core.url_to_fs(url)[0].rm(url)
+    else:
+        spoil(url)
     convert(request_)
-    assert load(files(request_.destination)[gone])
+    assert load(files(request_.destination)[name])
 
 
 def test_error_of_the_store_leaves_what_the_same_command_continues(
@@ -153,41 +157,32 @@ def spoil(url: str) -> None:
 def test_object_that_is_not_what_was_uploaded_is_found(
     request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = remote_destination.Storage.write
+    write = destinations.Storage.write
 
     def write_wrongly(self: Any, path: str, pieces: Any) -> None:
         write(self, path, pieces)
         spoil(f"{self.url}/{path}")
 
-    monkeypatch.setattr(remote_destination.Storage, "write", write_wrongly)
+    monkeypatch.setattr(destinations.Storage, "write", write_wrongly)
     with pytest.raises(CorruptStateError, match=r"model-0000.* is not what was uploaded"):
         convert(request_)
 
 
-def put(name: str, content: bytes) -> Callable[[str], None]:
-    """Return what puts a file below a URL."""
-    return lambda url: fsspec.core.url_to_fs(url)[0].pipe_file(f"{url}/{name}", content)
-
-
 @pytest.mark.parametrize(
-    ("prepare", "message"),
+    ("name", "content", "message"),
     [
-        (put("a", b"mine"), "must be new, and something is there"),
-        (put("conversion.json", b"{"), "holds that of something else"),
-        (
-            put("conversion.json", b'{"plan": "x", "description": "of X", "shards": {}}'),
-            "holds that of of X. Remove it",
-        ),
+        ("a", b"mine", "must be new, and something is there"),
+        ("conversion.json", b"{", "holds that of something else"),
     ],
 )
 def test_place_of_others_is_left_alone(
-    prepare: Callable[[str], None], message: str, request_: Request
+    name: str, content: bytes, message: str, request_: Request
 ) -> None:
-    prepare(request_.destination)
-    before = files(request_.destination)
+    url = request_.destination
+    fsspec.core.url_to_fs(url)[0].pipe_file(f"{url}/{name}", content)
     with pytest.raises(ConfigError, match=message):
         convert(request_)
-    assert files(request_.destination) == before
+    assert files(url) == {name: content}
 
 
 def begin(request: Request, plan: str = "plan") -> RemoteDestination:
@@ -220,7 +215,7 @@ def test_conversion_that_was_killed_is_continued_and_leaves_no_files_here(
     killed.__enter__()
     killed._lock.close()  # as the end of its process does
     (killed.work / "shard").write_text("left")
-    monkeypatch.setattr(remote_destination, "LOCK_STALE_S", 0.1)
+    monkeypatch.setattr(destinations, "LOCK_STALE_S", 0.1)
     again = begin(request_)
     with again:
         assert again.work == killed.work
@@ -234,22 +229,10 @@ def test_conversion_that_lost_its_place_ends_and_removes_nothing(
     stopped = begin(request_)
     with pytest.raises(LockLostError, match="another conversion has taken over"), stopped:
         stopped._lock.close()
-        monkeypatch.setattr(remote_destination, "LOCK_STALE_S", 0.1)
+        monkeypatch.setattr(destinations, "LOCK_STALE_S", 0.1)
         begin(request_).__enter__()
         stopped.note("0", {"file": "shard"})
     assert {"conversion.json", LOCK_NAME} == files(request_.destination).keys()
-
-
-def test_shard_that_was_written_again_is_uploaded_again(
-    request_: Request, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt(patch, 2, KeyboardInterrupt)
-        convert(request_)
-    (name, _) = sorted(name for name in files(request_.destination) if "model-" in name)
-    spoil(f"{request_.destination}/{name}")
-    convert(request_)
-    assert load(files(request_.destination)[name])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
-"""The set of safetensors files is what the library itself reads, with an index of everything."""
+"""Safetensors: the library reads what was written, and what it wrote is read, here and in a store."""
 
 import json
+import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,19 @@ import msgspec
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save
 
 from moe_ft.convert.conversion import Request, convert
-from moe_ft.convert.safetensors_set import INDEX_NAME, checksum_of
+from moe_ft.convert.foreign_files import RemotePath
+from moe_ft.convert.safetensors_file import (
+    Description,
+    content_of,
+    list_tensors,
+    read_tensor,
+    write_tensors,
+)
+from moe_ft.convert.safetensors_set import INDEX_NAME
+from moe_ft.convert.verifying import WrittenFile
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Storage
 from moe_ft.format.index import Index
@@ -96,8 +108,83 @@ def test_file_that_reads_differently_is_an_error_that_names_the_tensor(
     assert not (tmp_path / "set.incomplete").exists()
 
 
-def test_checksum_covers_the_bits_of_any_type() -> None:
-    value = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-    assert checksum_of(value) == checksum_of(value.clone())
-    assert checksum_of(value) != checksum_of(-value)
-    assert checksum_of(torch.tensor(1.0)) == checksum_of(torch.tensor([1.0]))
+TENSORS = {
+    "b": (torch.randn(3, 5), "F32"),
+    "a": (torch.randn(7).bfloat16(), "BF16"),
+    "scalar": (torch.tensor(2.0), "F32"),
+    "empty": (torch.empty(0, 4), "F32"),
+    "bits": (torch.randn(4, 6).half().t(), "F16"),
+}
+DESCRIBED = {name: Description(dtype, tuple(each.shape)) for name, (each, dtype) in TENSORS.items()}
+
+
+def write(path: Path, names: list[str]) -> None:
+    tensors = ((name, TENSORS[name][0]) for name in names)
+    parts = write_tensors(path, DESCRIBED, tensors, {"format": "pt"})
+    WrittenFile(path=path, parts=parts, facts={}).verify()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_library_reads_every_tensor_in_whatever_order_they_came(tmp_path: Path, seed: int) -> None:
+    names = [*TENSORS]
+    random.Random(seed).shuffle(names)
+    write(tmp_path / "file", names)
+    found, ours = load_file(tmp_path / "file"), list_tensors(tmp_path / "file")
+    assert set(found) == set(TENSORS)
+    for name, (tensor, _) in TENSORS.items():
+        for read in (found[name], read_tensor(name, ours[name])):
+            assert read.dtype == tensor.dtype and torch.equal(read, tensor)
+    with safe_open(tmp_path / "file", framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+def test_contents_are_bytes_of_any_type_and_order() -> None:
+    assert bytes(content_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).t())) == b"\1\3\2\4"
+
+
+KNOWN = {
+    "a": torch.arange(6, dtype=torch.float32).view(2, 3),
+    "b": torch.arange(4, dtype=torch.bfloat16),
+    "c": torch.empty(0, 3),
+    "d": torch.tensor(7, dtype=torch.int64),
+}
+WHOLE = save(KNOWN, {"format": "pt"})
+
+
+def remote(content: bytes) -> RemotePath:
+    """Return an object with some content."""
+    storage = Storage("memory://tensor_files")
+    storage.write_atomically("x.safetensors", content)
+    return RemotePath("x.safetensors", storage)
+
+
+def test_store_has_the_same_tensors() -> None:
+    listed = list_tensors(remote(WHOLE))
+    assert listed.keys() == KNOWN.keys()
+    for name, place in listed.items():
+        found = read_tensor(name, place)
+        assert found.dtype == KNOWN[name].dtype and torch.equal(found, KNOWN[name])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (WHOLE[:-1], r"it has \d+ bytes, and its header says"),
+        (WHOLE[:5], "cannot be read"),
+        (b"", "cannot be read"),
+        (struct.pack("<Q", 1 << 60) + WHOLE, f"its header has {1 << 60} bytes"),
+        (struct.pack("<Q", 2) + b"[]", "cannot be read"),
+        (WHOLE.replace(b"[2,3]", b"[2,4]"), r"a has 24 bytes, and its shape \[2, 4\]"),
+        (WHOLE.replace(b'"F32"', b'"F99"'), "cannot be read"),
+    ],
+)
+def test_object_that_is_damaged_is_refused(content: bytes, message: str) -> None:
+    with pytest.raises(CorruptStateError, match=message):
+        list_tensors(remote(content))
+
+
+def test_object_that_is_cut_short_later_is_refused() -> None:
+    place = list_tensors(remote(WHOLE))["d"]
+    remote(WHOLE[: place.start])
+    with pytest.raises(CorruptStateError, match=r"x.safetensors: d cannot be read"):
+        read_tensor("d", place)

@@ -1,13 +1,22 @@
-"""Values of config.json that no model has: refused with key, value and rule."""
+"""Values of config.json that no model has are refused; tokens survive a conversion and back."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_ft.convert.huggingface.config_file import check_values
-from moe_ft.convert.huggingface.tensor_files import Place
+from moe_ft.convert.huggingface.config_file import (
+    GENERATION_NAME,
+    check_values,
+    facts_of_generation,
+    tokens_of,
+    write_generation,
+)
+from moe_ft.convert.safetensors_file import Place
 from moe_ft.errors import ConfigError
+from tests.unit.moe_ft.convert.huggingface.round_trip import converted
+from tests.unit.moe_ft.convert.huggingface.test_release import change_config
 
 CONFIG = {
     "model_type": "mixtral",
@@ -21,7 +30,7 @@ CONFIG = {
     "rope_theta": 10000.0,
     "hidden_act": "silu",
 }
-PLACES = [Place(Path(f"t{number}"), (16, 8), "F32", 0) for number in range(4)]
+PLACES = [Place("F32", (16, 8), Path(f"t{number}"), 0) for number in range(4)]
 
 CONFIGS: list[tuple[str, Any, str]] = [
     ("num_hidden_layers", -1, "a whole number from 1 to"),
@@ -56,3 +65,34 @@ def test_value_that_cannot_be_is_refused(key: str, value: Any, rule: str) -> Non
         check_values("config.json", {**CONFIG, key: value}, PLACES)
     assert f"config.json has {key}={value!r}, and it must be " in str(refusal.value)
     assert rule in str(refusal.value)
+
+
+IDS: dict[str, Any] = {"bos_token_id": 3, "eos_token_id": [5, 7], "pad_token_id": 0}
+OWN: dict[str, Any] = {"eos_token_id": 5, "temperature": 0.6, "do_sample": True}
+NONE: dict[str, Any] = dict.fromkeys(IDS)
+
+
+def content(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("ids", "own", "expected"), [(IDS, OWN, OWN), (IDS, None, IDS), (NONE, OWN, OWN)]
+)
+def test_model_that_comes_back_has_its_tokens(
+    ids: dict[str, Any], own: dict[str, Any] | None, expected: dict[str, Any], saved: Path
+) -> None:
+    change_config(saved, **ids)
+    (saved / GENERATION_NAME).unlink()
+    if own is not None:
+        (saved / GENERATION_NAME).write_text(json.dumps(own))
+    folder, _ = converted(converted(saved, "torch_dist")[0], "hf")
+    assert content(folder / GENERATION_NAME) == expected
+    config = content(folder / "config.json")
+    assert {key: config.get(key) for key in IDS} == ids
+
+
+def test_nothing_is_written_where_nothing_is_known(tmp_path: Path) -> None:
+    facts = facts_of_generation(NONE, {})
+    write_generation(tmp_path, facts)
+    assert (facts, tokens_of(facts), list(tmp_path.iterdir())) == ({}, {}, [])

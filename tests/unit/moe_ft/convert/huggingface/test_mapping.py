@@ -6,8 +6,8 @@ import torch
 from moe_ft.convert.huggingface.mapping import (
     expect,
     expect_config,
+    flags_of,
     query_key_value,
-    stacked,
     vocabulary_size,
 )
 from moe_ft.errors import ConfigError
@@ -28,14 +28,6 @@ def test_rows_of_query_groups_become_queries_keys_and_values(columns: int) -> No
     assert torch.equal(mapped.join(parts), whole)
 
 
-def test_gate_is_above_up() -> None:
-    mapped = stacked("fc1", ("gate", "up"), (4, 3))
-    whole = torch.arange(12.0).view(4, 3)
-    gate, up = mapped.split(whole)
-    assert (gate[0, 0], up[0, 0]) == (0, 6)
-    assert torch.equal(mapped.join((gate, up)), whole)
-
-
 def test_vocabulary_is_that_of_the_run_or_has_all_rows() -> None:
     assert vocabulary_size({"--vocab-size": 100, "--padded-vocab-size": 128}) == 100
     assert vocabulary_size({"--vocab-size": None, "--padded-vocab-size": 128}) == 128
@@ -53,3 +45,29 @@ def test_config_of_another_value_is_refused_by_name() -> None:
     expect_config({"a": None}, "mixtral", {"a": False, "absent": "silu"})
     with pytest.raises(ConfigError, match=r"config.json has sliding_window=7, and of a model of"):
         expect_config({"sliding_window": 7}, "mixtral", {"sliding_window": None})
+
+
+def test_settings_are_written_as_megatron_reads_them() -> None:
+    settings = {
+        "--num-layers": 2,
+        "--layernorm-epsilon": 1e-6,
+        "--add-bias-linear": False,
+        "--swiglu": True,
+        "--qk-layernorm": False,
+        "--mtp-num-layers": None,
+        "--moe-layer-freq": [0, 1],
+        "--spec": ["module", "name"],
+    }
+    first = "--num-layers 2 --norm-epsilon 1e-06 --disable-bias-linear --swiglu"
+    assert flags_of(settings) == [
+        *first.split(),
+        "--moe-layer-freq",
+        "[0,1]",
+        "--spec",
+        "module",
+        "name",
+    ]
+
+
+def test_switch_that_is_on_by_default_needs_no_flag() -> None:
+    assert flags_of({"--add-bias-linear": True}) == []

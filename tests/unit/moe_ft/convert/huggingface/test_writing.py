@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ft.convert.conversion import Request, convert
+from moe_ft.convert.conversion import Request, convert, open_model
 from moe_ft.convert.huggingface.release import open_release
 from moe_ft.convert.huggingface.writing import HuggingFace, choose_family
-from moe_ft.convert.items import Item
-from moe_ft.convert.model import Model
-from moe_ft.convert.opening import open_model
+from moe_ft.convert.model import Item, Model
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.huggingface.round_trip import converted, loaded, tensors_of
@@ -120,37 +118,7 @@ def test_type_of_the_weights_is_in_the_config(checkpoint: Path, tmp_path: Path) 
     assert {each.dtype for each in open_release(folder).places.values()} == {"BF16"}
 
 
-def test_destination_with_files_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-    with pytest.raises(ConfigError, match="must be a new or an empty folder"):
-        convert(Request(source=str(checkpoint), destination=str(tmp_path), to="hf"))
-    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
-
-
 def test_state_of_an_optimizer_does_not_fit(checkpoint: Path, tmp_path: Path) -> None:
     request = Request(source=str(checkpoint), destination=str(tmp_path), to="hf", what="all")
     with pytest.raises(ConfigError, match="--what=all: only weights are read from or written to"):
         convert(request)
-
-
-def test_interrupted_conversion_continues_with_the_shards_that_it_has(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = Request(
-        source=str(checkpoint), destination=str(tmp_path / "out"), to="hf", shard_bytes=50_000
-    )
-    write = HuggingFace.write_shard
-
-    def write_one(self: Any, folder: Path, number: int, *rest: Any) -> Any:
-        if number:
-            raise KeyboardInterrupt
-        return write(self, folder, number, *rest)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(HuggingFace, "write_shard", write_one)
-        convert(request)
-    (first,) = (tmp_path / "out.incomplete").glob("*.safetensors")
-    before = first.stat().st_mtime_ns
-    convert(request)
-    assert (tmp_path / "out" / first.name).stat().st_mtime_ns == before
-    loaded(tmp_path / "out")

@@ -1,14 +1,26 @@
-"""Multi-latent attention: names and shapes of its tensors, and settings that only one side has."""
+"""Multi-latent attention: what only one side has; rotary embeddings have the same factors, or are refused.
+
+Names and angles are checked with whole models, in test_families.py.
+"""
 
 from typing import Any
 
 import pytest
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor,
+    _yarn_get_mscale,
+)
+from transformers import DeepseekV3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
 from moe_ft.convert.huggingface.families.mla import (
     SPEC,
     attention,
     attention_config,
     attention_settings,
+    rope_config,
+    rope_settings,
 )
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.huggingface.families.models import (
@@ -18,33 +30,6 @@ from tests.unit.moe_ft.convert.huggingface.families.models import (
 )
 
 FAMILY = "deepseek_v3"
-
-
-def shapes(settings: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor on the hub."""
-    found = {}
-    for mapped in attention(settings, "decoder.layers.0.self_attention", "self_attn"):
-        (name,) = mapped.names
-        found[name.removeprefix("self_attn.").removesuffix(".weight")] = mapped.shape
-    return found
-
-
-def test_compressed_queries_have_two_projections_and_a_norm() -> None:
-    assert shapes(V3) == {
-        "q_a_proj": (12, 32),
-        "q_a_layernorm": (12,),
-        "q_b_proj": (4 * (8 + 4), 12),
-        "kv_a_proj_with_mqa": (16 + 4, 32),
-        "kv_a_layernorm": (16,),
-        "kv_b_proj": (4 * (8 + 6), 16),
-        "o_proj": (32, 4 * 6),
-    }
-
-
-def test_queries_that_are_not_compressed_have_one_projection() -> None:
-    found = shapes({**V3, "--q-lora-rank": None})
-    assert found["q_proj"] == (4 * (8 + 4), 32)
-    assert not [name for name in found if name.startswith("q_") and name != "q_proj"]
 
 
 def test_norms_have_other_names_with_transformer_engine() -> None:
@@ -57,15 +42,6 @@ def test_norms_have_other_names_with_transformer_engine() -> None:
         "attention.linear_q_up_proj.layer_norm_weight",
         "attention.linear_kv_up_proj.layer_norm_weight",
     ]
-
-
-@pytest.mark.parametrize("published", [PUBLISHED_V3, PUBLISHED_V2_LITE], ids=["V3", "V2-Lite"])
-def test_published_sizes_are_the_same_after_both_directions(published: dict[str, Any]) -> None:
-    settings = attention_settings(published, FAMILY)
-    written = attention_config(settings, FAMILY)
-    assert written == {key: published[key] for key in written}
-    assert settings["--qk-head-dim"] == 128
-    assert settings["--qk-pos-emb-head-dim"] == 64
 
 
 def test_input_of_queries_is_left_alone_by_layers_of_ours_and_by_local_ones() -> None:
@@ -92,32 +68,99 @@ def test_input_of_queries_that_is_normalized_again_is_refused(changes: dict[str,
         attention_config(settings, FAMILY)
 
 
+LENGTH = 163840
+PLAIN: dict[str, Any] = {
+    "--rope-type": "rope",
+    "--rotary-base": 10000,
+    "--rotary-scaling-factor": 1.0,
+    "--mscale": 1.0,
+    "--mscale-all-dim": 0.0,
+}
+YARN = {**PLAIN, "--rope-type": "yarn", "--rotary-scaling-factor": 40.0, "--mscale-all-dim": 1.0}
+
+
+def scaled(**changes: Any) -> dict[str, Any]:
+    """Return the published keys with changes of the scaling."""
+    scaling = {**PUBLISHED_V3["rope_scaling"], **changes}
+    return {
+        "rope_theta": 10000,
+        "rope_scaling": {key: val for key, val in scaling.items() if val != ""},
+    }
+
+
+# Ways to write the scaling that Megatron can express.
+KNOWN = {
+    "published": scaled(),
+    "V2": scaled(mscale=0.707, mscale_all_dim=0.707),
+    "different": scaled(mscale=1.5, mscale_all_dim=0.5),
+    "neither": scaled(mscale="", mscale_all_dim=""),
+    "none for all": scaled(mscale_all_dim=0),
+    "none for all, ignored": scaled(mscale=0.5, mscale_all_dim=""),
+    "other name": scaled(type="", rope_type="yarn"),
+    "without betas": scaled(beta_fast="", beta_slow=""),
+    "no growth": scaled(factor=1.0),
+    "one dictionary": {"rope_parameters": {**scaled()["rope_scaling"], "rope_theta": 500000.0}},
+    "plain": {"rope_theta": 10000},
+    "plain, one dictionary": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("is_written_again", [False, True])
+def test_megatron_has_the_factors_of_transformers(name: str, is_written_again: bool) -> None:
+    config = {"max_position_embeddings": LENGTH, **KNOWN[name]}
+    settings = rope_settings(config, FAMILY)
+    if is_written_again:
+        config = {"max_position_embeddings": LENGTH, **rope_config(settings, FAMILY)}
+        assert rope_settings(config, FAMILY) == settings
+    theirs = DeepseekV3Config(**config)
+    kind = theirs.rope_parameters["rope_type"]
+    _, rotation = ROPE_INIT_FUNCTIONS[kind](theirs) if kind != "default" else (None, 1.0)
+    softmax = yarn_apply_mscale(theirs.rope_parameters, 1.0)
+    factor, of_all = settings["--rotary-scaling-factor"], settings["--mscale-all-dim"]
+    assert _yarn_get_mscale(factor, of_all) ** 2 == pytest.approx(softmax, rel=1e-12)
+    if settings["--rope-type"] == "yarn":
+        ours = _yarn_get_concentration_factor(factor, settings["--mscale"], of_all)
+        assert ours == pytest.approx(rotation, rel=1e-12)
+    else:
+        assert rotation == 1
+    assert settings["--rotary-base"] == theirs.rope_parameters["rope_theta"]
+    assert settings["--max-position-embeddings"] == LENGTH
+
+
 @pytest.mark.parametrize(
-    ("flag", "value"),
+    ("changes", "text"),
     [
-        ("--multi-latent-attention", False),
-        ("--qk-layernorm", False),
-        ("--experimental-attention-variant", "dsa"),
+        ({"--mscale": 0.5, "--mscale-all-dim": 0.0}, "--mscale=0.5 and --mscale-all-dim=0.0 must"),
+        ({"--mscale": 0.0}, "--mscale=0.0 and --mscale-all-dim=1.0 must"),
+        ({"--rope-type": "rope"}, "--mscale-all-dim must be 0 with --rope-type=rope"),
     ],
 )
-def test_other_attention_is_refused(flag: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{flag}={value} must be"):
-        attention_config({**V3, flag: value}, FAMILY)
-
-
-def test_other_epsilon_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--norm-epsilon=1e-05 must be 1e-06"):
-        attention_config({**V3, "--layernorm-epsilon": 1e-5}, FAMILY)
+def test_settings_of_another_rotation_are_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        rope_config({**YARN, **changes}, FAMILY)
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("config", "text"),
     [
-        ("num_key_value_heads", 8),
-        ("rms_norm_eps", 1e-5),
-        ("rope_interleave", False),
+        (scaled(mscale=""), "mscale=None, mscale_all_dim=1.0, attention_factor=None"),
+        (scaled(attention_factor=1.2), "mscale=1.0, mscale_all_dim=1.0, attention_factor=1.2"),
+        (scaled(beta_fast=16), "beta_fast=16"),
+        (scaled(beta_slow=2), "beta_slow=2"),
+        (scaled(truncate=False), "truncate=False"),
+        (scaled(original_max_position_embeddings=""), "original_max_position_embeddings=163840"),
+        (scaled(type="linear"), "rope_type=linear"),
+        ({"rope_theta": 10000.5}, "rope_theta=10000.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ],
 )
-def test_config_of_other_attention_is_refused(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"config.json has {key}={value}"):
-        attention_settings({**PUBLISHED_V3, key: value}, FAMILY)
+def test_config_of_another_rotation_is_refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"config.json has {text}"):
+        rope_settings({"max_position_embeddings": LENGTH, **config}, FAMILY)
+
+
+def test_megatrons_default_is_yarn() -> None:
+    settings = {**PLAIN, "--rope-type": None}
+    scaling = rope_config(settings, FAMILY)["rope_scaling"]
+    assert (scaling["type"], scaling["factor"]) == ("yarn", 1.0)

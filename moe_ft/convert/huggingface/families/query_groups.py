@@ -1,0 +1,222 @@
+"""Families with query groups: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE. decoder.py has what they share."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, override
+
+from moe_ft.convert.huggingface.families import decoder
+from moe_ft.convert.huggingface.mapping import (
+    Config,
+    Family,
+    Mapped,
+    Settings,
+    expect,
+    expect_config,
+    same,
+)
+
+# Megatron has norms over all queries and keys only with layers from elsewhere: these are ours.
+SPEC = ["megatron.fault_tolerance.program.projection_norm", "layer_spec"]
+_SHARED_SIZE = "--moe-shared-expert-intermediate-size"
+_SHARED_GATE = "--moe-shared-expert-gate"
+
+
+class _QueryGroups(Family):
+    """Layers of one of the families; most have their experts in `mlp` on the hub too."""
+
+    @override
+    def tensors(self, settings: Settings) -> Iterator[Mapped]:
+        has_experts = decoder.moe_layers(settings)
+
+        def layer_tensors(layer: int) -> Iterator[Mapped]:
+            ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+            yield from decoder.attention(settings, ours, theirs, **self._attention(settings))
+            yield decoder.norm_before_mlp(settings, ours, theirs, has_experts=has_experts[layer])
+            if has_experts[layer]:
+                yield from self._experts(settings, f"{ours}.mlp", theirs)
+            else:
+                size = settings["--ffn-hidden-size"]
+                yield from decoder.mlp(settings, f"{ours}.mlp", f"{theirs}.mlp", size)
+
+        return decoder.model_tensors(settings, layer_tensors)
+
+    def _attention(self, settings: Settings) -> Mapping[str, Any]:
+        """Return the options of `decoder.attention`."""
+        return {}
+
+    def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        return decoder.experts(settings, ours, f"{theirs}.mlp")
+
+    def _check_has_experts_everywhere(self, settings: Settings, features: Settings) -> None:
+        pattern = decoder.layer_frequency(decoder.moe_layers(settings))
+        features = {**decoder.PLAIN, **features, "--moe-layer-freq": 1}
+        decoder.check_decoder({**settings, "--moe-layer-freq": pattern}, self.model_type, features)
+
+
+class Mixtral(_QueryGroups):
+    """Experts in all layers, and weights of the chosen experts that have the sum 1."""
+
+    architecture = "MixtralForCausalLM"
+    model_type = "mixtral"
+
+    @override
+    def check(self, settings: Settings) -> None:
+        self._check_has_experts_everywhere(settings, {"--moe-router-pre-softmax": False})
+
+    @override
+    def config(self, settings: Settings) -> dict[str, Any]:
+        return {
+            **decoder.decoder_config(settings),
+            "intermediate_size": decoder.expert_size(settings),
+            "num_local_experts": settings["--num-experts"],
+            "sliding_window": None,
+        }
+
+    @override
+    def settings(self, config: Config) -> dict[str, Any]:
+        return {
+            **decoder.decoder_settings(config, self.model_type),
+            **decoder.router_settings(True, config["num_experts_per_tok"]),
+            "--ffn-hidden-size": config["intermediate_size"],
+            "--moe-ffn-hidden-size": config["intermediate_size"],
+            "--num-experts": config["num_local_experts"],
+            "--moe-layer-freq": 1,
+        }
+
+    @override
+    def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        names = ("w1", "w3", "w2")
+        return decoder.experts(settings, ours, f"{theirs}.block_sparse_moe", names)
+
+
+class Qwen3Moe(_QueryGroups):
+    """Layers with and without experts, and norms of each query and key."""
+
+    architecture = "Qwen3MoeForCausalLM"
+    model_type = "qwen3_moe"
+    has_shared_expert = False
+
+    @override
+    def check(self, settings: Settings) -> None:
+        features = {**decoder.PLAIN, "--qk-layernorm": True}
+        if self.has_shared_expert:
+            features = decoder.without(decoder.PLAIN, "--add-qkv-bias", _SHARED_SIZE)
+            features[_SHARED_GATE] = True
+            decoder.check_number(settings, self.model_type, _SHARED_SIZE)
+        decoder.check_decoder(settings, self.model_type, features)
+
+    @override
+    def config(self, settings: Settings) -> dict[str, Any]:
+        dense = [layer for layer, has in enumerate(decoder.moe_layers(settings)) if not has]
+        own: dict[str, Any] = {"attention_bias": False}
+        if self.has_shared_expert:
+            own = {
+                "qkv_bias": bool(settings.get("--add-qkv-bias")),
+                "shared_expert_intermediate_size": settings[_SHARED_SIZE],
+            }
+        return {
+            **decoder.decoder_config(settings),
+            **own,
+            "intermediate_size": settings["--ffn-hidden-size"],
+            "moe_intermediate_size": decoder.expert_size(settings),
+            "num_experts": settings["--num-experts"],
+            "norm_topk_prob": not settings.get("--moe-router-pre-softmax"),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": dense,
+            "use_sliding_window": False,
+        }
+
+    @override
+    def settings(self, config: Config) -> dict[str, Any]:
+        expect_config(config, self.model_type, {"use_sliding_window": False})
+        plain = decoder.without(decoder.PLAIN_CONFIG, "sliding_window")  # not used
+        step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        layers = range(config["num_hidden_layers"])
+        has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in layers]
+        own: dict[str, Any] = {"--qk-layernorm": True}
+        if self.has_shared_expert:
+            own = {
+                "--add-qkv-bias": config.get("qkv_bias", True),
+                _SHARED_SIZE: config["shared_expert_intermediate_size"],
+                _SHARED_GATE: True,
+            }
+        return {
+            **decoder.decoder_settings(config, self.model_type, plain),
+            **decoder.router_settings(
+                config.get("norm_topk_prob", False), config["num_experts_per_tok"]
+            ),
+            **own,
+            "--ffn-hidden-size": config["intermediate_size"],
+            "--moe-ffn-hidden-size": config["moe_intermediate_size"],
+            "--num-experts": decoder.num_experts(config),
+            "--moe-layer-freq": decoder.layer_frequency(has_experts),
+        }
+
+    @override
+    def _attention(self, settings: Settings) -> Mapping[str, Any]:
+        if self.has_shared_expert:
+            return {"has_bias": bool(settings.get("--add-qkv-bias"))}
+        return {"norms": (decoder.head_size(settings),) * 2}
+
+    @override
+    def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        yield from super()._experts(settings, ours, theirs)
+        if self.has_shared_expert:
+            ours, theirs = f"{ours}.shared_experts", f"{theirs}.mlp.shared_expert"
+            yield from decoder.mlp(settings, ours, theirs, settings[_SHARED_SIZE])
+            shape = (1, settings["--hidden-size"])
+            yield same(f"{ours}.gate_weight", f"{theirs}_gate.weight", shape)
+
+
+class Qwen2Moe(Qwen3Moe):
+    """A shared expert with a gate, and biases of queries, keys and values instead of the norms."""
+
+    architecture = "Qwen2MoeForCausalLM"
+    model_type = "qwen2_moe"
+    has_shared_expert = True
+
+
+class Olmoe(_QueryGroups):
+    """Experts in all layers, and norms over all queries and over all keys of a token."""
+
+    architecture = "OlmoeForCausalLM"
+    model_type = "olmoe"
+
+    @override
+    def check(self, settings: Settings) -> None:
+        self._check_has_experts_everywhere(settings, {"--qk-layernorm": True, "--spec": SPEC})
+        size = settings["--hidden-size"] // settings["--num-attention-heads"]
+        given = {"--kv-channels": decoder.head_size(settings)}
+        expect(given, self.model_type, {"--kv-channels": size})
+
+    @override
+    def config(self, settings: Settings) -> dict[str, Any]:
+        return {
+            **decoder.decoder_config(settings),
+            "intermediate_size": decoder.expert_size(settings),
+            "num_experts": settings["--num-experts"],
+            "norm_topk_prob": not settings.get("--moe-router-pre-softmax"),
+            "attention_bias": False,
+            "clip_qkv": None,
+        }
+
+    @override
+    def settings(self, config: Config) -> dict[str, Any]:
+        size = config["hidden_size"] // config["num_attention_heads"]
+        expect_config(config, self.model_type, {"head_dim": (size, None)})
+        return {
+            **decoder.decoder_settings(config, self.model_type),
+            **decoder.router_settings(
+                config.get("norm_topk_prob", False), config["num_experts_per_tok"]
+            ),
+            "--qk-layernorm": True,
+            "--spec": SPEC,
+            "--ffn-hidden-size": config["intermediate_size"],
+            "--moe-ffn-hidden-size": config["intermediate_size"],
+            "--num-experts": decoder.num_experts(config),
+            "--moe-layer-freq": 1,
+        }
+
+    @override
+    def _attention(self, settings: Settings) -> Mapping[str, Any]:
+        size, heads = decoder.head_size(settings), int(settings["--num-attention-heads"])
+        return {"norms": (heads * size, decoder.query_groups(settings) * size)}
