@@ -89,13 +89,13 @@ def open_source(directory: str, iteration: int | None = None) -> Source:
     Args:
         directory: a persist directory or fsspec URL, one of its checkpoints, or a memory directory.
     """
-    holdings = _sound(directory, find_holdings(directory), iteration)
+    holdings = _sound(directory, find_holdings(directory, with_indexes=False), iteration)
     chosen = newest_holding(holdings)
     if chosen.manifest is not None and chosen.storage is not None:
         check_is_quiet(directory, chosen.storage)
         try:
             source = _stored(chosen.place, chosen.storage, chosen.manifest)
-        except CorruptStateError as error:
+        except (CorruptStateError, FileNotFoundError) as error:
             raise CorruptStateError(
                 f"{error}. `verify` says what else is damaged; --iteration names another checkpoint."
             ) from error

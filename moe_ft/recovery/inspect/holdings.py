@@ -58,13 +58,16 @@ class Holding:
     manifest: Manifest | None = None
 
 
-def find_holdings(directory: str) -> list[Holding]:
+def find_holdings(directory: str, *, with_indexes: bool = True) -> list[Holding]:
     """Return everything that looks like state of moe_ft below a directory or fsspec URL.
+
+    Args:
+        with_indexes: whether to read those of checkpoints on storage, and with them the sizes of units.
 
     Raises:
         ConfigError: if there is nothing.
     """
-    holdings = [*_in_storage(directory), *_in_memory(directory)]
+    holdings = [*_in_storage(directory, with_indexes), *_in_memory(directory)]
     if not holdings:
         raise ConfigError(
             f"{directory} holds no state of moe_ft: no iter_*/manifest.json and no region_*.json. Give "
@@ -82,7 +85,7 @@ def _storage_of(directory: str) -> tuple[Storage, int | None]:
     return Storage(parent or ".", PATIENCE_S), int(match[1])
 
 
-def _in_storage(directory: str) -> Iterator[Holding]:
+def _in_storage(directory: str, with_indexes: bool) -> Iterator[Holding]:
     storage, only = _storage_of(directory)
     try:
         iterations = storage.iterations()
@@ -92,10 +95,10 @@ def _in_storage(directory: str) -> Iterator[Holding]:
     except NotADirectoryError:
         return
     for iteration in iterations:
-        yield from _at_iteration(storage, iteration)
+        yield from _at_iteration(storage, iteration, with_indexes)
 
 
-def _at_iteration(storage: Storage, iteration: int) -> Iterator[Holding]:
+def _at_iteration(storage: Storage, iteration: int, with_indexes: bool) -> Iterator[Holding]:
     """Yield the checkpoints of an iteration."""
     paths = find_manifests(storage, iteration)
     if not paths:
@@ -105,14 +108,14 @@ def _at_iteration(storage: Storage, iteration: int) -> Iterator[Holding]:
         manifest = None
         try:
             manifest = read_manifest(storage, path)
-            yield _checkpoint(storage, path, manifest)
+            yield _checkpoint(storage, path, manifest, with_indexes)
         except OSError as error:
             broken = _broken("storage", f"{storage.url}/{path}", iteration, f"corrupt: {error}")
             yield replace(broken, manifest=manifest, storage=storage)
 
 
-def _checkpoint(storage: Storage, path: str, manifest: Manifest) -> Holding:
-    indexes = [storage.index(file.index) for file in manifest.files]
+def _checkpoint(storage: Storage, path: str, manifest: Manifest, with_indexes: bool) -> Holding:
+    indexes = [storage.index(file.index) for file in manifest.files if with_indexes]
     sizes: Counter[str] = Counter()
     for index in indexes:
         sizes.update({name: unit.num_bytes for name, unit in index.units.items()})

@@ -1,5 +1,6 @@
 """Choosing the state to convert, and refusing what cannot be converted."""
 
+import re
 import threading
 from pathlib import Path
 
@@ -37,13 +38,6 @@ def test_damaged_newest_checkpoint_is_not_replaced_by_an_older_one(tmp_path: Pat
     assert open_source(str(tmp_path), 4).iteration == 4
 
 
-def test_file_that_is_cut_short_is_refused(checkpoints: Path) -> None:
-    path = sorted(checkpoints.glob("iter_*/*.safetensors"))[2]
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CorruptStateError, match="rank_00002.* bytes, not"):
-        open_source(str(checkpoints))
-
-
 def test_checkpoint_that_never_became_complete_is_named(checkpoints: Path) -> None:
     (checkpoints / "iter_0000004/manifest.json").unlink()
     with pytest.raises(
@@ -52,13 +46,44 @@ def test_checkpoint_that_never_became_complete_is_named(checkpoints: Path) -> No
         open_source(str(checkpoints))
 
 
-def test_file_that_is_cut_short_is_named_with_the_remedy(checkpoints: Path) -> None:
-    path = next((checkpoints / "iter_0000004").glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(
-        CorruptStateError, match=rf"{path.name} has .*bytes, not .*--iteration names"
-    ):
+@pytest.mark.parametrize(
+    ("kind", "num_lost", "message"),
+    [
+        ("safetensors", 9, "has .*bytes, not"),
+        ("json", 9, "is not the index that the manifest names"),
+        ("json", None, "No such file"),
+    ],
+)
+def test_file_that_is_damaged_or_gone_is_named_with_the_remedy(
+    kind: str, num_lost: int | None, message: str, checkpoints: Path
+) -> None:
+    path = next((checkpoints / "iter_0000004").glob(f"rank_*.{kind}"))
+    if num_lost is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-num_lost])
+    with pytest.raises(CorruptStateError) as refusal:
         open_source(str(checkpoints))
+    assert re.search(rf"{message}.*--iteration names", str(refusal.value))
+    assert path.name in str(refusal.value)
+
+
+def test_every_index_is_read_once_and_no_other_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (4, 8):
+        persist_model(Storage(str(tmp_path)), iteration)
+    read, paths = Storage.read, list[str]()
+
+    def note(self: Storage, path: str, *args: int) -> bytes:
+        paths.append(path)
+        return read(self, path, *args)
+
+    monkeypatch.setattr(Storage, "read", note)
+    open_source(str(tmp_path))
+    indexes = [path for path in paths if "rank_" in path and path.endswith(".json")]
+    assert len(indexes) == len(set(indexes)) == 4
+    assert all(path.startswith("iter_0000008/") for path in indexes)
 
 
 def test_window_is_refused_with_the_reason(tmp_path: Path) -> None:
