@@ -14,8 +14,7 @@ _INTERRUPTED = 130  # as shells have it
 def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command and its flags."""
     parser = commands.add_parser(
-        "convert",
-        help="write a checkpoint in a format of Megatron or Hugging Face, or plainly",
+        "convert", help="write a checkpoint in a format of Megatron or Hugging Face, or plainly"
     )
     parser.add_argument(
         "source",

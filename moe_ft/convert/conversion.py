@@ -160,11 +160,7 @@ def _destination(request: Request, model: Model, items: Sequence[Item], what: st
 
 
 def _write(
-    written: Format,
-    destination: Destination,
-    shards: Shards,
-    items: Sequence[Item],
-    name: str,
+    written: Format, destination: Destination, shards: Shards, items: Sequence[Item], name: str
 ) -> None:
     sizes = [sum(item.num_bytes for item in shard) for shard in shards]
     total = sum(sizes)

@@ -136,15 +136,8 @@ def list_items(
     """
     found = []
     for tensor in tensors:
-        own = tensor.dtype
-        is_converted = dtype is not None and not tensor.buffer
-        found.append(
-            Item(
-                tensor=tensor,
-                kind="weight",
-                dtype=WEIGHT_DTYPES[dtype] if is_converted and dtype is not None else own,
-            )
-        )
+        written = tensor.dtype if dtype is None or tensor.buffer else WEIGHT_DTYPES[dtype]
+        found.append(Item(tensor=tensor, kind="weight", dtype=written))
         if with_optimizer:
             found += _optimizer_items(tensor)
     return found

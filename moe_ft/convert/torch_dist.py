@@ -2,7 +2,7 @@
 
 Tensors are written with torch's own distributed checkpointing, a shard per file, and the metadata last.
 Layers have numbers in their names and experts are stacked in their layer; the checkpoint says so, and its
-loader follows. The optimizer is in the form that Megatron calls `fully_reshardable`. common_state.py has the
+loader follows. The optimizer is in the form that Megatron calls `fully_reshardable`. run_model.py has the
 rest.
 """
 

@@ -10,14 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import log
 from typing import Any
 
-from moe_ft.convert.huggingface.mapping import (
-    Config,
-    Mapped,
-    Settings,
-    expect,
-    expect_config,
-    same,
-)
+from moe_ft.convert.huggingface.mapping import Config, Mapped, Settings, expect, expect_config, same
 from moe_ft.errors import ConfigError
 
 # transformers takes this for the norms of compressed queries, keys and values, whatever rms_norm_eps is.

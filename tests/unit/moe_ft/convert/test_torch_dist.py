@@ -19,14 +19,7 @@ from moe_ft.convert import torch_dist
 from moe_ft.convert.conversion import Request, convert
 from moe_ft.errors import CorruptStateError
 from tests.unit.moe_ft.convert.flips import flip_written_bytes
-from tests.unit.moe_ft.convert.models import (
-    BIAS,
-    ITERATION,
-    LAYER,
-    MODEL,
-    OBJECT,
-    known_tensors,
-)
+from tests.unit.moe_ft.convert.models import BIAS, ITERATION, LAYER, MODEL, OBJECT, known_tensors
 
 KEYS = {"param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 

@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.convert.verifying import (
-    Part,
-    WrittenFile,
-    verify_parts,
-    write_all,
-    write_and_verify,
-)
+from moe_ft.convert.verifying import Part, WrittenFile, verify_parts, write_all, write_and_verify
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import checksum
 
