@@ -49,9 +49,9 @@ def read_tensor(source: Source, tensor: GlobalTensor, kind: str = "weight") -> t
 
 def _is_all_of(tensor: GlobalTensor) -> bool:
     """Return whether some ranks have the tensor as it is."""
-    if len(tensor.blocks) != 1 or tensor.blocks[0].local_shape != tensor.shape:
-        return False
-    return all(place.extent == tensor.shape for place in tensor.blocks[0].places)
+    first, *others = tensor.blocks
+    extents = {place.extent for place in first.places}
+    return not others and first.local_shape == tensor.shape and extents == {tensor.shape}
 
 
 def _read_block(source: Source, block: Block, kind: str) -> torch.Tensor:

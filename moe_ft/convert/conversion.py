@@ -164,7 +164,7 @@ def _write(
 ) -> None:
     sizes = [sum(item.num_bytes for item in shard) for shard in shards]
     total = sum(sizes)
-    with destination, tqdm(total=total, unit="B", unit_scale=True, desc=name) as bar:
+    with destination.writing(), tqdm(total=total, unit="B", unit_scale=True, desc=name) as bar:
 
         def write(number: int) -> WrittenFile:
             return written.write_shard(destination.work, number, len(shards), shards[number])

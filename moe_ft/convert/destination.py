@@ -19,10 +19,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, override
+from typing import Any, override
 
 from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, StorageLock, watch_lock
@@ -48,11 +47,9 @@ _LAST = (
 class Destination:
     """A place that a conversion writes, and its journal. Used by one thread.
 
-    A with statement claims it or continues there, which may raise ConfigError, and publishes what is written.
-
     Attributes:
         place: the folder or URL, for messages.
-        work: folder of this machine to write to, inside of the with statement.
+        work: folder of this machine to write to, inside of `writing`.
         left: a sentence on what an error of the disk or the store leaves.
     """
 
@@ -60,7 +57,7 @@ class Destination:
     _place_of_journal: str
 
     def __init__(self, place: str, plan: str, description: str) -> None:
-        """Name it; nothing is created before the with statement.
+        """Name it; nothing is created before `writing`.
 
         Args:
             plan: checksum of everything that decides what is written.
@@ -69,40 +66,17 @@ class Destination:
         self.place, self.work = place, Path()
         self._plan, self._description = plan, description
         self._shards: dict[str, Any] = {}
-        self._held = ExitStack()
 
     def check(self, num_bytes: int) -> None:
         """Raise ConfigError for a destination that is not empty, or if there is no room for all the bytes."""
         raise NotImplementedError
 
-    def __enter__(self) -> Self:
-        with ExitStack() as opened:
-            self._claim(opened)
-            self._held = opened.pop_all()
-        return self
+    def writing(self) -> AbstractContextManager[None]:
+        """Create the place, or continue there, until what is written is published.
 
-    def _claim(self, held: ExitStack) -> None:
-        """Create the place, or continue there; `held` gets what is to be released at the end."""
-        raise NotImplementedError
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._held:
-            if kind is None:
-                self._publish()
-            else:
-                self._clean_up(kind)
-
-    def _publish(self) -> None:
-        """Make what is written a checkpoint."""
-        raise NotImplementedError
-
-    def _clean_up(self, kind: type[BaseException]) -> None:
-        """Remove what an error of a kind leaves, unless the same command continues there."""
+        Raises:
+            ConfigError: if another conversion writes there, or has just ended.
+        """
         raise NotImplementedError
 
     def written(self, shard: str) -> Any:
@@ -184,13 +158,20 @@ class LocalDestination(Destination):
             self._shards = journal["shards"] if journal.get("boot") == boot_id() else {}
 
     @override
-    def _claim(self, held: ExitStack) -> None:
+    @contextmanager
+    def writing(self) -> Iterator[None]:
         self.work.parent.mkdir(parents=True, exist_ok=True)
-        held.enter_context(_locked(self.work.with_name(f"{self.work.name}.lock"), self.path))
-        self._check_is_free()  # again: another one may have ended since
-        self._continue()
-        self.work.mkdir(exist_ok=True)
-        self._write_journal()
+        with _locked(self.work.with_name(f"{self.work.name}.lock"), self.path):
+            self._check_is_free()  # again: another one may have ended since
+            self._continue()
+            self.work.mkdir(exist_ok=True)
+            self._write_journal()
+            try:
+                yield
+            except Exception:  # not an interruption
+                shutil.rmtree(self.work, ignore_errors=True)
+                raise
+            self._publish()
 
     @override
     def _write_journal(self) -> None:
@@ -198,7 +179,6 @@ class LocalDestination(Destination):
         temporary.write_bytes(self._journal(boot=boot_id()))
         os.replace(temporary, self.work / _JOURNAL)
 
-    @override
     def _publish(self) -> None:
         for path in (*self.work.rglob("*"), self.work):
             sync_file(str(path))
@@ -207,11 +187,6 @@ class LocalDestination(Destination):
             self.path.rmdir()
         self.work.rename(self.path)
         sync_file(str(self.path.parent))
-
-    @override
-    def _clean_up(self, kind: type[BaseException]) -> None:
-        if issubclass(kind, Exception):  # not after an interruption
-            shutil.rmtree(self.work, ignore_errors=True)
 
 
 @contextmanager
@@ -321,16 +296,37 @@ class RemoteDestination(Destination):
         return f"{self._name}/{path}"
 
     @override
-    def _claim(self, held: ExitStack) -> None:
+    @contextmanager
+    def writing(self) -> Iterator[None]:
         self._take_lock()
-        held.callback(self._release)
-        self._continue()  # again: another one may have ended since
-        self._write_journal()
+        try:
+            self._continue()  # again: another one may have ended since
+            self._write_journal()
+            with self._folder_for_files():
+                try:
+                    yield
+                except LockLostError:
+                    raise
+                except MoeFtError:  # the source is at fault
+                    with suppress(OSError):
+                        self._remove()
+                    raise
+                self._publish()
+        finally:
+            with suppress(OSError):
+                self._lock.release()
+
+    @contextmanager
+    def _folder_for_files(self) -> Iterator[None]:
+        """Make the folder for files on their way; UnsafePathError if somebody else has it."""
         make_private(self._folder)
         shutil.rmtree(self._folder)  # of a conversion to this place that was killed
         make_private(self._folder)
         self.work = self._folder
-        held.callback(shutil.rmtree, self.work, ignore_errors=True)
+        try:
+            yield
+        finally:
+            shutil.rmtree(self.work, ignore_errors=True)
 
     def _take_lock(self) -> None:
         seen, own = self._lock.look(), own_origin(os.environ)
@@ -353,11 +349,6 @@ class RemoteDestination(Destination):
             )
         self._lock.start(lambda line: print(f"warning: {line}", file=sys.stderr))
 
-    def _release(self) -> None:
-        with suppress(OSError):
-            self._lock.release()
-
-    @override
     def _publish(self) -> None:
         self._check_lock()
         files = (each for each in self.work.rglob("*") if each.is_file())
@@ -366,13 +357,10 @@ class RemoteDestination(Destination):
             self._upload(path)
         self._storage.remove(self._at(_JOURNAL))
 
-    @override
-    def _clean_up(self, kind: type[BaseException]) -> None:
-        if issubclass(kind, MoeFtError) and not issubclass(kind, LockLostError):
-            with suppress(OSError):  # the source is at fault
-                for noted in self._shards.values():
-                    self._storage.remove(self._at(noted["path"]))
-                self._storage.remove(self._at(_JOURNAL))
+    def _remove(self) -> None:
+        for noted in self._shards.values():
+            self._storage.remove(self._at(noted["path"]))
+        self._storage.remove(self._at(_JOURNAL))
 
     def _check_lock(self) -> None:
         try:

@@ -202,7 +202,7 @@ def open_megatron_checkpoint(folder: AnyPath, iteration: int | None) -> Megatron
         )
         files = {
             name: size_of(place_in(folder, name, str(folder / _METADATA)))
-            for name in sorted(_files_of(metadata))
+            for name in sorted({each.relative_path for each in metadata.storage_data.values()})
         }
         common = _load_common(folder, metadata)
         content = dict(common.get("content_metadata") or {})
@@ -253,11 +253,8 @@ def _problem_of_masters(args: argparse.Namespace, sharding: str) -> str:
 
 def _hashes(folder: AnyPath) -> dict[str, str]:
     path = folder / INTEGRITY_FNAME
-    return (
-        {str(name): str(each) for name, each in read_json(path)["files"].items()}
-        if path.exists()
-        else {}
-    )
+    files = read_json(path)["files"] if path.exists() else {}
+    return {str(name): str(each) for name, each in files.items()}
 
 
 def _load_common(folder: AnyPath, metadata: Metadata) -> dict[str, Any]:
@@ -297,10 +294,6 @@ def _tracked(path: AnyPath) -> str:
             "with --iteration N."
         )
     return name
-
-
-def _files_of(metadata: Metadata) -> set[str]:
-    return {each.relative_path for each in metadata.storage_data.values()}
 
 
 def _stored(

@@ -26,7 +26,7 @@ def write_one(destination: LocalDestination) -> None:
 
 def interrupt(destination: LocalDestination) -> None:
     """Interrupt a conversion after its first shard."""
-    with pytest.raises(KeyboardInterrupt), destination:
+    with pytest.raises(KeyboardInterrupt), destination.writing():
         write_one(destination)
         raise KeyboardInterrupt
 
@@ -37,7 +37,7 @@ def test_folder_appears_complete(is_there: bool, tmp_path: Path) -> None:
     if is_there:
         destination.path.mkdir()
     destination.check(1)
-    with destination:
+    with destination.writing():
         write_one(destination)
         assert not destination.path.exists() or not any(destination.path.iterdir())
     assert [each.name for each in destination.path.iterdir()] == ["shard"]
@@ -49,7 +49,7 @@ def test_interrupted_conversion_continues(tmp_path: Path) -> None:
     again = make(tmp_path)
     again.check(1)
     assert (again.written("0"), again.written("1")) == (["facts"], None)
-    with again:
+    with again.writing():
         pass
     assert (again.path / "shard").read_text() == "content"
 
@@ -79,16 +79,16 @@ def test_conversion_that_is_started_twice_is_refused_while_the_first_lives(tmp_p
     first, second = make(tmp_path), make(tmp_path)
     for each in (first, second):
         each.check(1)
-    with first:
+    with first.writing():
         write_one(first)
         with (
             pytest.raises(ConfigError, match=r"DST=.*dst is being written by another process"),
-            second,
+            second.writing(),
         ):
             pass
     assert [each.name for each in tmp_path.iterdir()] == ["dst"]
     assert (first.path / "shard").read_text() == "content"
-    with pytest.raises(ConfigError, match="must be a new or an empty folder"), second:
+    with pytest.raises(ConfigError, match="must be a new or an empty folder"), second.writing():
         pass  # it was checked before the first one ended
     assert (first.path / "shard").read_text() == "content"
 
@@ -98,17 +98,18 @@ def test_conversion_that_was_killed_is_continued(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
         killed = make(tmp_path)
-        killed.__enter__()
+        writing = killed.writing()
+        writing.__enter__()
         write_one(killed)
         os.write(writer, b"written")
         signal.pause()
     os.read(reader, 7)
     again = make(tmp_path)
-    with pytest.raises(ConfigError, match="is being written by another process"), again:
+    with pytest.raises(ConfigError, match="is being written by another process"), again.writing():
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with again:
+    with again.writing():
         assert again.written("0") == ["facts"]
     assert [each.name for each in tmp_path.iterdir()] == ["dst"]
 
@@ -122,7 +123,7 @@ def test_file_system_without_locks_is_refused(
     monkeypatch.setattr(destinations.fcntl, "flock", fail)
     with (
         pytest.raises(ConfigError, match=r"DST=.*dst must be on a file system with locks"),
-        make(tmp_path),
+        make(tmp_path).writing(),
     ):
         pass
 

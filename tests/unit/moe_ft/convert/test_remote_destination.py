@@ -198,10 +198,10 @@ def test_conversion_that_is_started_twice_is_refused_while_the_first_lives(
 ) -> None:
     monkeypatch.setattr(storage_lock, "LOCK_RENEWAL_S", 0.01)
     first, second = begin(request_), begin(request_, plan)
-    with first:
+    with first.writing():
         with (
             pytest.raises(ConfigError, match=r"DST=s3://.* is being written by job 'convert' on"),
-            second,
+            second.writing(),
         ):
             pass
         assert "conversion.json" in files(request_.destination)
@@ -212,12 +212,13 @@ def test_conversion_that_was_killed_is_continued_and_leaves_no_files_here(
     request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = begin(request_)
-    killed.__enter__()
+    writing = killed.writing()
+    writing.__enter__()
     killed._lock.close()  # as the end of its process does
     (killed.work / "shard").write_text("left")
     monkeypatch.setattr(destinations, "LOCK_STALE_S", 0.1)
     again = begin(request_)
-    with again:
+    with again.writing():
         assert again.work == killed.work
         assert not list(again.work.iterdir())
     assert not again.work.exists()
@@ -227,10 +228,11 @@ def test_conversion_that_lost_its_place_ends_and_removes_nothing(
     request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = begin(request_)
-    with pytest.raises(LockLostError, match="another conversion has taken over"), stopped:
+    with pytest.raises(LockLostError, match="another conversion has taken over"), stopped.writing():
         stopped._lock.close()
         monkeypatch.setattr(destinations, "LOCK_STALE_S", 0.1)
-        begin(request_).__enter__()
+        other = begin(request_).writing()
+        other.__enter__()
         stopped.note("0", {"file": "shard"})
     assert {"conversion.json", LOCK_NAME} == files(request_.destination).keys()
 
