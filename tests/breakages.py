@@ -94,7 +94,7 @@ def skip_the_data_position() -> None:
     from megatron.training import get_args
 
     from megatron.fault_tolerance.seams.loop_facts import resume
-    from megatron.fault_tolerance.seams.replay import Replay
+    from moe_ft.loop.replay import Replay
 
     def too_early(position: int) -> int:
         args = get_args()
@@ -233,7 +233,7 @@ def restore_another_ranks_slice() -> None:
 
 def replay_one_iteration_too_few() -> None:
     """End a replay before its last iteration."""
-    from megatron.fault_tolerance.seams.replay import Replay
+    from moe_ft.loop.replay import Replay
 
     run, num_iterations = Replay.run, Replay.num_iterations
 

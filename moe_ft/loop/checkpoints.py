@@ -5,16 +5,13 @@ state_seam.py decides when the engine acts on a state.
 """
 
 import os
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.seams.pipeline_tap import open_links
-from megatron.fault_tolerance.seams.replay import Replay
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import Report, describe
 from moe_ft.engine.boundary.log import BoundaryLog
@@ -31,7 +28,7 @@ from moe_ft.loop.listeners import (
     LoopState,
 )
 from moe_ft.loop.local_processes import JobProcesses, meet_processes
-from moe_ft.loop.resumption import Resumption
+from moe_ft.loop.resumption import Resumption, continuation_of, recovery_fields
 from moe_ft.loop.routers import Routers
 from moe_ft.loop.scalars import Scalars
 from moe_ft.loop.state_seam import StateSeam
@@ -43,7 +40,6 @@ from moe_ft.recovery.site import Site
 from moe_ft.recovery.start import start
 from moe_ft.saying import say
 from moe_ft.state.record import CapturedNumbers, IterationFacts, capture_numbers
-from moe_ft.strategies.interface import JobLoss
 
 
 class Checkpoints(LoopListener):
@@ -71,7 +67,6 @@ class Checkpoints(LoopListener):
         self._began_with = ""
         self._running: Checkpointing | None = None
         self._resumption: Resumption | None = None
-        self._is_unfinished = False  # until all iterations have been run again, here and elsewhere
         self._seam: StateSeam | None = None
         self._may_lose_memory = False  # at the end: nothing in memory is needed any more
         self._is_kept = True  # likewise: the last state is somewhere as a whole
@@ -121,10 +116,7 @@ class Checkpoints(LoopListener):
                 "no rank's state is left of any iteration that all ranks have finished"
             )
         if running.outcome.record is not None:
-            replay = self._replay_of(running)
-            self._resumption = Resumption(training, running.outcome.record, replay)
-            self._loop.iteration = training.iteration
-            self._is_unfinished = replay is not None or running.is_local
+            self._resumption = Resumption(training, self._loop, running, self._note_replayed)
 
         self._breakpoints = running.engine.breakpoints
         if self._breakpoints is not None:
@@ -138,31 +130,15 @@ class Checkpoints(LoopListener):
 
         self._seam = StateSeam(training, self._loop, act, self._routers.counts, self._wait_for_loop)
 
-    def _replay_of(self, running: Checkpointing) -> Replay | None:
-        window, parameters = running.take_replay(), running.met.live.parameters
-        if window is None:
-            return None
-        return Replay(
-            window,
-            parameters,
-            self._training,
-            self._note_replayed,
-            running.borders,
-            running.meet_before,
-        )
-
     def _use_breakpoints(self, breakpoints: Breakpoints, running: Checkpointing) -> None:
         processes = meet_processes() if dist.is_initialized() else JobProcesses()
-        parameters = running.met.live.parameters
-        is_on_gpu = not cpu_device.is_active() and any(
-            each.parameter.is_cuda for each in parameters
-        )
+        is_on_gpu = any(each.parameter.is_cuda for each in running.met.live.parameters)
         boundary = running.engine.boundary
         self._breakpoint_writer.use(breakpoints, processes, is_on_gpu=is_on_gpu, boundary=boundary)
 
     def after_recovery(self) -> None:
         """Write the event "recovery", unless a replay is still to come, here or on other ranks."""
-        if self._running and self._resumption and not self._is_unfinished:
+        if self._running and self._resumption and not self._resumption.is_due:
             self._write_recovery(self._running.outcome, 0)
             self._loop.grad_norm = self._resumption.grad_norm
 
@@ -174,39 +150,21 @@ class Checkpoints(LoopListener):
     def replay_if_due(self, forward_backward: Callable[..., Any] | None = None) -> None:
         """Run iterations again that lead to the recovered state; only now has the loop configured the model.
 
-        Called by all ranks. In a local recovery those with nothing to run wait for the others.
-
-        Args:
-            forward_backward: the loop's own, if it is about to call it.
+        Called by all ranks.
         """
         running, resumption = self._running, self._resumption
-        if running is None or resumption is None or not self._is_unfinished:
+        if running is None or resumption is None or not resumption.is_due:
             return
-        self._is_unfinished = False
-        loop, num_replayed = self._loop, 0
-        if running.is_local:
-            open_links(running.met.facts.groups.pp)
-        phases_s, start_s = {**running.outcome.phases_s}, time.perf_counter()
-        if resumption.is_replay_due:
-            loop.is_replaying, loop.phase = True, Phase.REPLAY
-            num_replayed = resumption.replay(forward_backward)
-            loop.is_replaying, loop.phase = False, Phase.SETUP
-            loop.iteration = self._training.iteration
-            phases_s["replay"] = time.perf_counter() - start_s
-        if running.is_local:
-            start_s = time.perf_counter()
-            running.wait_for_all()
-            phases_s["wait"] = time.perf_counter() - start_s
-        outcome = replace(running.outcome, phases_s=phases_s)
-        self._write_recovery(outcome, num_replayed)
-        loop.grad_norm = resumption.grad_norm
+        num_replayed, phases_s = resumption.finish(forward_backward)
+        self._write_recovery(replace(running.outcome, phases_s=phases_s), num_replayed)
+        self._loop.grad_norm = resumption.grad_norm
 
     def _write_recovery(self, outcome: Outcome, num_replayed: int) -> None:
         iteration, loss = outcome.iteration, outcome.loss
         self._loop.stages_alone, self._loop.num_replayed = outcome.stages, num_replayed
-        self._log.write("recovery", iteration, **_recovery_fields(outcome, num_replayed))
+        self._log.write("recovery", iteration, **recovery_fields(outcome, num_replayed))
         if self._log.rank == 0:
-            say(_continuation(outcome))
+            say(continuation_of(outcome))
         if loss is not None:
             numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
             self._scalars.write(numbers, iteration=iteration)
@@ -295,7 +253,6 @@ class Checkpoints(LoopListener):
         self._facts = replace(self._facts, iteration=0)  # a loaded state does not compete
         running, self._running = self._running, None
         self._breakpoints = self._resumption = self._seam = None
-        self._is_unfinished = False
         if running is not None:
             running.close()
 
@@ -344,6 +301,51 @@ class Checkpoints(LoopListener):
             self._running.close(removes_memory=self._is_over)
 
 
+class PipelineLog(LoopListener):
+    """Logs what crosses stage boundaries while iterations run; evaluation and replays leave no trace.
+
+    Owned by the training thread. Does nothing without --moe-ft-upstream-log.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, training: TrainingLoop, loop: LoopState) -> None:
+        self._checkpoints, self._training, self._loop = checkpoints, training, loop
+        self._log: BoundaryLog | None = None
+        self._tap = ExitStack()
+
+    def after_recovery(self) -> None:
+        """Tap the links, if there is a log."""
+        self._log = self._checkpoints.boundary_log
+        if self._log is not None:
+            self._tap.enter_context(self._training.recording(self._log.record))
+
+    def begin_attempt(self) -> None:
+        """Begin the log of the iteration, or begin it again."""
+        if self._log is not None and self._loop.is_in_iteration and not self._loop.is_replaying:
+            self._log.begin(self._loop.iteration, self._checkpoints.last_numbers())
+
+    def before_step(self) -> None:
+        """Have the log of the iteration committed: nothing is sent once gradients are ready.
+
+        A rank that dies in its step may leave other stages with the state after it, which need this log.
+        """
+        if self._log is not None:
+            self._log.end()
+
+    def end_iteration(self, ended: EndedIteration) -> None:
+        """Have the log committed of an iteration whose step was skipped."""
+        if self._log is not None:
+            self._log.end()
+
+    def suspend(self, iteration: int) -> None:
+        """Leave the links alone until there is another log."""
+        self._log = None
+        self._tap.close()
+
+    def close(self) -> None:
+        """Leave Megatron's links as they were."""
+        self._tap.close()
+
+
 def _attempt(take: Callable[[], Moment | None]) -> tuple[Moment | None, str]:
     """Return the live state, and why it is not known if it is not: that costs a breakpoint, not the run."""
     problem = "the record of the state is not known"
@@ -357,33 +359,3 @@ def _node_of(site: Site) -> Node:
     node = next(info.node for info in site.topology.ranks if info.pid == os.getpid())
     pids = tuple(info.pid for info in site.topology.on_node(node))
     return Node(pids=pids, directory=site.node_dir)
-
-
-def _continuation(outcome: Outcome) -> str:
-    """Return a line for people about a recovery; they have read before that ranks have died."""
-    line = f"training continues after iteration {outcome.iteration}"
-    if tiers := " and ".join(sorted(tier.value for tier in outcome.sources)):
-        line += f", whose state comes from {tiers}"
-    if outcome.stages:
-        line += f"; stages that have run iterations again: {', '.join(map(str, outcome.stages))}"
-    return line
-
-
-def _recovery_fields(outcome: Outcome, num_replayed: int) -> dict[str, Any]:
-    """Return the fields of the event "recovery", after the given number of replayed iterations."""
-    return {
-        "scope": "local" if outcome.stages else "global",
-        "stages": list(outcome.stages),
-        "reason": outcome.blocked_by,
-        "target_iteration": outcome.iteration,
-        "restored_iteration": outcome.iteration - num_replayed,
-        "replayed_iterations": num_replayed,
-        "start": outcome.start,
-        "writer": outcome.writer,
-        **(outcome.loss or JobLoss()).fields(),
-        "sources": {tier.value: count for tier, count in outcome.sources.items()},
-        "phases_s": dict(outcome.phases_s),
-        "deterministic": outcome.is_deterministic,
-        "lossy": dict(outcome.lossy),
-        "problems": list(outcome.problems),
-    }

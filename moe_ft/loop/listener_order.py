@@ -6,12 +6,11 @@ from pathlib import Path
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.events import EventLog
 from moe_ft.loop.breakpoint_writer import BreakpointWriter
-from moe_ft.loop.checkpoints import Checkpoints
+from moe_ft.loop.checkpoints import Checkpoints, PipelineLog
 from moe_ft.loop.digests import Digests
 from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.faults import Faults
 from moe_ft.loop.listeners import Listeners, LoopState
-from moe_ft.loop.pipeline_log import PipelineLog
 from moe_ft.loop.progress import Progress
 from moe_ft.loop.routers import Routers
 from moe_ft.loop.scalars import Scalars
@@ -43,7 +42,7 @@ def listeners_of(
             scalars,
             routers,
             Digests(config.observability, training, loop, log),
-            PipelineLog(checkpoints, loop),
+            PipelineLog(checkpoints, training, loop),
             checkpoints,
             FailureReport(
                 config, loop, log, on_sigterm=on_sigterm, before_report=breakpoints.on_sigterm

@@ -1,40 +1,59 @@
-"""Last steps of a recovery, which need the running loop: replay, data position, random numbers.
+"""Rest of a recovery, which needs the running loop: replay, data position, random numbers; and its report.
 
 loop/checkpoints.py has restored weights and moments before.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron.fault_tolerance.seams.replay import Replay
-from moe_ft.format.records import Counted, IterationRecord, RandomStates
+from moe_ft.faults import Phase
+from moe_ft.format.records import Counted, RandomStates
+from moe_ft.loop.listeners import LoopState
+from moe_ft.loop.replay import Replay
 from moe_ft.loop.training_loop import LoopParts, TrainingLoop
+from moe_ft.recovery.checkpointing import Checkpointing, Outcome
 from moe_ft.state.random_states import apply_rng
+from moe_ft.strategies.interface import JobLoss
 
 
 class Resumption:
-    """Steps from a recovered state to the first iteration of the loop. Owned by the training thread."""
+    """Steps from a recovered state to the first iteration of the loop. Owned by the training thread.
+
+    Attributes:
+        is_due: whether iterations must be run again before the loop continues, here or on ranks to wait for.
+    """
 
     def __init__(
-        self, training: TrainingLoop, record: IterationRecord, replay: Replay | None
+        self,
+        training: TrainingLoop,
+        loop: LoopState,
+        running: Checkpointing,
+        note: Callable[[int], None],
     ) -> None:
         """Set the counters of the loop, from which the data iterators are built next.
 
         Args:
-            training: the loop.
-            record: of the state that was restored, the last one of a window.
-            replay: of the iterations that lead to the state that the loop continues from; None if it is in
-                place.
+            running: has recovered a state.
+            note: called with each iteration that is run again, before its optimizer step.
         """
-        self._training, self._replay = training, replay
-        self._reached: Counted = record if replay is None else replay.last_record
+        record, window = running.outcome.record, running.take_replay()
+        assert record is not None
+        self._training, self._loop, self._running = training, loop, running
+        self._replay: Replay | None = None
+        if window is not None:
+            parameters, meet_before = running.met.live.parameters, running.meet_before
+            self._replay = Replay(window, parameters, training, note, running.borders, meet_before)
+        self.is_due = self._replay is not None or running.is_local
+        self._reached: Counted = record if self._replay is None else self._replay.last_record
         self._rng: RandomStates | None = record.rng  # until they are restored
         self._parts: LoopParts | None = None
         training.resume(self._reached)
-        if replay is not None:
+        if self._replay is not None:
             # The data iterators begin with the batch that the replay reads first.
-            training.set_data_position(replay.first_record.consumed_train_samples)
+            training.set_data_position(self._replay.first_record.consumed_train_samples)
+        loop.iteration = training.iteration
 
     @property
     def grad_norm(self) -> float | None:
@@ -42,30 +61,46 @@ class Resumption:
         norm = self._reached.grad_norm
         return None if norm is None else float(norm)
 
-    @property
-    def is_replay_due(self) -> bool:
-        """True if iterations have to be run again."""
-        return self._replay is not None
-
     def begin_training(self, parts: LoopParts) -> None:
         """Set the data position of the loop: the data iterators exist."""
         self._parts = parts
         if self._rng is not None:
             self._training.set_data_position(self._reached.consumed_train_samples)
 
-    def replay(self, forward_backward: Callable[..., Any] | None) -> int:
-        """Run the iterations again; return their number. Called by all ranks.
+    def finish(self, forward_backward: Callable[..., Any] | None) -> tuple[int, dict[str, float]]:
+        """Run what is due. Called by all ranks; those with nothing to run wait for the others.
 
         Args:
             forward_backward: the loop's own, if it is about to call it.
+
+        Returns:
+            The number of iterations that this rank has run, and the seconds by phase.
         """
-        replay, parts = self._replay, self._parts
-        assert replay is not None and parts is not None
+        self.is_due = False
+        running, num_replayed = self._running, 0
+        if running.is_local:
+            self._training.open_links(running.met.facts.groups.pp)
+        phases_s, start_s = dict(running.outcome.phases_s), time.perf_counter()
+        if self._replay is not None:
+            num_replayed = self._run(self._replay, forward_backward)
+            phases_s["replay"] = time.perf_counter() - start_s
+        if running.is_local:
+            start_s = time.perf_counter()
+            running.wait_for_all()
+            phases_s["wait"] = time.perf_counter() - start_s
+        return num_replayed, phases_s
+
+    def _run(self, replay: Replay, forward_backward: Callable[..., Any] | None) -> int:
+        loop, parts = self._loop, self._parts
+        assert parts is not None
         if forward_backward is not None:
             parts = replace(parts, forward_backward=forward_backward)
+        loop.is_replaying, loop.phase = True, Phase.REPLAY
         self._rng = replay.run(parts)
-        self._replay = None
-        self._training.resume(replay.last_record)
+        self._replay = None  # with all that was fetched for it
+        self._training.resume(self._reached)
+        loop.is_replaying, loop.phase = False, Phase.SETUP
+        loop.iteration = self._training.iteration
         return replay.num_iterations
 
     def restore_rng(self) -> None:
@@ -73,3 +108,33 @@ class Resumption:
         if self._rng is not None:
             apply_rng(self._rng)
             self._rng = None
+
+
+def continuation_of(outcome: Outcome) -> str:
+    """Return a line for people about a recovery; they have read before that ranks have died."""
+    line = f"training continues after iteration {outcome.iteration}"
+    if tiers := " and ".join(sorted(tier.value for tier in outcome.sources)):
+        line += f", whose state comes from {tiers}"
+    if outcome.stages:
+        line += f"; stages that have run iterations again: {', '.join(map(str, outcome.stages))}"
+    return line
+
+
+def recovery_fields(outcome: Outcome, num_replayed: int) -> dict[str, Any]:
+    """Return the fields of the event "recovery", after the given number of replayed iterations."""
+    return {
+        "scope": "local" if outcome.stages else "global",
+        "stages": list(outcome.stages),
+        "reason": outcome.blocked_by,
+        "target_iteration": outcome.iteration,
+        "restored_iteration": outcome.iteration - num_replayed,
+        "replayed_iterations": num_replayed,
+        "start": outcome.start,
+        "writer": outcome.writer,
+        **(outcome.loss or JobLoss()).fields(),
+        "sources": {tier.value: count for tier, count in outcome.sources.items()},
+        "phases_s": dict(outcome.phases_s),
+        "deterministic": outcome.is_deterministic,
+        "lossy": dict(outcome.lossy),
+        "problems": list(outcome.problems),
+    }

@@ -1,18 +1,30 @@
 """A training loop as the listeners see it: facts that they ask of it, and counters that they set in it.
 
-Megatron's own loop is megatron_loop.py, any other one custom/loop.py. The position of the loop, which all
-listeners share, is `LoopState` in listeners.py.
+Megatron's own loop and loops of other kinds are in megatron/fault_tolerance. The position of the loop, which
+all listeners share, is `LoopState` in listeners.py.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from moe_ft.format.boundary import Direction
 from moe_ft.format.records import Counted
+from moe_ft.recovery.borders import Borders
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.state.parameters import GroupPlace, StatePlaces
+from moe_ft.state.parameters import GroupPlace, LocalParameter, StatePlaces
 from moe_ft.state.record import LoopCounters
+from moe_ft.units import UnitId
+
+# Runs an iteration again between the states of two records, with frozen units, and calls the last argument
+# before the optimizer's step; returns False if the step was skipped. Called by all ranks that replay.
+RunAgain = Callable[[Counted, Counted, frozenset[UnitId], Callable[[], None]], bool]
+# Gets the global rank of the receiver, the direction, and the tensor before it is sent and may be freed.
+RecordSend = Callable[[int, Direction, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +34,7 @@ class LoopParts:
     Attributes:
         model: ``[chunk]``.
         config: of the model.
-        forward_backward: runs forward and backward. `TrainingLoop.run_forward_backward` calls it, with the
-            arguments that it has in this loop.
+        forward_backward: runs forward and backward, with the arguments that it has in this loop.
         forward_step, data_iterator: of Megatron's loop.
     """
 
@@ -128,18 +139,27 @@ class TrainingLoop(ABC):
         """Set the training samples after which the loop, or a replay in it, begins to read."""
 
     @abstractmethod
-    def run_forward_backward(self, parts: LoopParts, before: Counted, after: Counted) -> None:
-        """Run forward and backward of one iteration again; gradients are zero, and ready afterwards.
-
-        Called by all ranks.
+    def replaying(
+        self, parts: LoopParts, parameters: Sequence[LocalParameter], borders: Borders | None
+    ) -> AbstractContextManager[RunAgain]:
+        """Return a context in which iterations can be run again.
 
         Args:
-            before: of the state in which the iteration begins.
-            after: of the state that it made.
-
-        Raises:
-            ConfigError: if the iteration would not be the same as before.
+            parameters: all of this rank.
+            borders: what answers for the other stages, if only some replay.
         """
+
+    @abstractmethod
+    def open_links(self, pipeline: Any) -> None:
+        """Use the links of a pipeline once. Called by all its ranks, before some of them use it alone.
+
+        Args:
+            pipeline: group of its ranks.
+        """
+
+    @abstractmethod
+    def recording(self, record: RecordSend) -> AbstractContextManager[None]:
+        """Return a context in which what this rank sends to other pipeline stages is recorded."""
 
     @abstractmethod
     def write_numbers(self, numbers: Mapping[str, float], *, iteration: int) -> None:

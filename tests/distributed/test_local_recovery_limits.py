@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.parallel_state import get_pipeline_model_parallel_group
 
 import pretrain_gpt_moe
-from megatron.fault_tolerance.seams.replay import Replay
+from megatron.fault_tolerance.seams import replay
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.format.records import Counted
@@ -90,7 +90,7 @@ def _note(*what: object) -> None:
 
 def _noting_replays(flags: list[str]) -> None:
     """Train, and print the first use of the pipeline's group, when ranks meet and what runs again."""
-    barrier, answering = Agreement.barrier, Replay._answering
+    barrier, answering = Agreement.barrier, replay._answering
     used: list[str] = []
 
     def noting_use(name: str) -> None:
@@ -112,11 +112,12 @@ def _noting_replays(flags: list[str]) -> None:
         barrier(self)
         _note("met")
 
-    def run_again(self: Replay, loop: Any, after: Counted) -> Any:
+    def run_again(loop: Any, borders: Any, after: Counted) -> Any:
         _note("runs", after.iteration - 1)
-        return answering(self, loop, after)
+        return answering(loop, borders, after)
 
-    Agreement.barrier, Replay._answering = meet, run_again  # type: ignore[method-assign]
+    Agreement.barrier = meet  # type: ignore[method-assign]
+    replay._answering = run_again
     pretrain_gpt_moe.main(flags)
 
 

@@ -12,16 +12,17 @@ import torch.distributed as dist
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.custom.facts import Position, RunFacts
 from megatron.fault_tolerance.custom.settings import settings_of
+from megatron.fault_tolerance.seams.core_loop import CoreLoop
 from moe_ft.config.flag_table import Kind
 from moe_ft.format.records import Counted, IterationRecord
-from moe_ft.loop.training_loop import LoopParts, TrainingLoop, state_places
+from moe_ft.loop.training_loop import LoopParts, state_places
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.random_states import apply_rng
 from moe_ft.state.record import LoopCounters
 
 
-class CustomLoop(TrainingLoop):
+class CustomLoop(CoreLoop):
     """A loop on `megatron.core`. Owned by the training thread."""
 
     def __init__(self, run: RunFacts, settings: argparse.Namespace, groups: Any) -> None:

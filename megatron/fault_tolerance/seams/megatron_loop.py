@@ -12,15 +12,16 @@ from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.seams import loop_facts
+from megatron.fault_tolerance.seams.core_loop import CoreLoop
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import Counted
-from moe_ft.loop.training_loop import LoopParts, TrainingLoop
+from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.record import LoopCounters
 
 
-class MegatronLoop(TrainingLoop):
+class MegatronLoop(CoreLoop):
     """The loop whose arguments `megatron.training.get_args` returns."""
 
     @property

@@ -1,30 +1,54 @@
-"""Replay of logged iterations, with values that only their records hold.
+"""Iterations of `megatron.core` that are run again, with values that only their records hold.
 
-It runs forward, backward and the optimizer step, and nothing else of train_step: counters, learning rates and
-scales come from the records. After its window a stage has none of its own for further iterations, so their
-schedulers step too. Turning the snapshots of a window into a state is moe_ft/recovery/restore.py.
+Forward, backward and the optimizer step run as they are, without timers, overlap and checks. Where some
+stages run them alone, a collective of the whole job on one of a few tensors is answered from the numbers of
+the iteration: which gradients are not finite, and the number of tokens. Any other one that would reach a rank
+outside raises an error, since nobody would answer it. Point-to-point transfers are pipeline_tap.py's, the
+order of the iterations is moe_ft/loop/replay.py's.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from megatron.fault_tolerance.seams.answers import answering
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.pipeline_tap import playing
-from moe_ft.format.records import Counted, IterationRecord, JobNumbers, RandomStates, numbers_of
-from moe_ft.loop.training_loop import LoopParts, TrainingLoop
+from moe_ft.errors import UnrecoverableError
+from moe_ft.format.records import Counted, JobNumbers, numbers_of
+from moe_ft.loop.training_loop import LoopParts, RunAgain
 from moe_ft.recovery.borders import Borders
-from moe_ft.recovery.restore import Conversion
 from moe_ft.state.freezing import Freezing
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.random_states import apply_rng, current_rng
 from moe_ft.state.tensors import inner_optimizers
 from moe_ft.units import UnitId
+
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+)
+
+Function = Callable[..., Any]
 
 
 def can_freeze(config: Any) -> bool:
@@ -45,114 +69,51 @@ def can_freeze(config: Any) -> bool:
     return not (computes_them_later or shards_weights)
 
 
-class Replay:
-    """One recovery's replay on one rank. Owned by the training thread; `run` is called by all ranks."""
+@contextmanager
+def replaying(
+    run_forward_backward: Callable[[LoopParts, Counted, Counted], None],
+    loop: LoopParts,
+    parameters: Sequence[LocalParameter],
+    borders: Borders | None,
+) -> Iterator[RunAgain]:
+    """Run iterations again; see `TrainingLoop.replaying`.
 
-    def __init__(
-        self,
-        conversion: Conversion,
-        parameters: Collection[LocalParameter],
-        training: TrainingLoop,
-        note: Callable[[int], None],
-        borders: Borders | None = None,
-        meet_before: Callable[[int], None] = lambda iteration: None,
-    ) -> None:
-        """Prepare a replay.
+    Args:
+        run_forward_backward: see `CoreLoop`.
+    """
+    tp_size = loop.config.tensor_model_parallel_size
+    freezing = Freezing(parameters, tp_size=tp_size, is_possible=can_freeze(loop.config))
 
-        Args:
-            conversion: the window, whose first snapshot is restored.
-            parameters: all of this rank.
-            training: the loop whose iterations these are.
-            note: called with the iteration before each optimizer step.
-            borders: what answers for the other stages, if only some replay.
-            meet_before: called with each iteration before it is run again; may call collectives of the job.
-        """
-        self._conversion, self._parameters = conversion, list(parameters)
-        self._borders, self._meet_before = borders, meet_before
-        self._training, self._note = training, note
-
-    @property
-    def first_record(self) -> IterationRecord:
-        """Record of the state that the replay begins with."""
-        return self._conversion.records[0]
-
-    @property
-    def last_record(self) -> Counted:
-        """Counters of the state that the replay ends with."""
-        return self._tail[-1] if self._tail else self._conversion.records[-1]
-
-    @property
-    def num_iterations(self) -> int:
-        """Number of iterations to run again."""
-        return self._conversion.num_replays + len(self._tail)
-
-    @property
-    def _tail(self) -> Sequence[JobNumbers]:
-        return self._borders.tail if self._borders is not None else ()
-
-    def run(self, loop: LoopParts) -> RandomStates:
-        """Run the iterations again; return the random numbers of the state that this makes.
-
-        The caller restores them, later. Iterations after the window have no record of this rank: they
-        continue with the random numbers, buffers and scales that the one before has left.
-        """
-        tp_size = loop.config.tensor_model_parallel_size
-        freezing = Freezing(self._parameters, tp_size=tp_size, is_possible=can_freeze(loop.config))
-        with _quiet(loop), playing(self._borders.player) if self._borders else nullcontext():
-            for position in range(self._conversion.num_replays):
-                before, after = self._conversion.records[position : position + 2]
-                apply_rng(before.rng)
-                frozen = self._conversion.frozen_units(position)
-                self._run_iteration(loop, before, after, freezing, frozen)
-                self._conversion.load(position + 1)
-            random_states = self._run_tail(loop, freezing)
-        get_moe_metrics_tracker().clear()
-        MTPLossLoggingHelper.tracker = {}
-        return random_states
-
-    def _run_tail(self, loop: LoopParts, freezing: Freezing) -> RandomStates:
-        last = self._conversion.records[-1]
-        if not self._tail:
-            return last.rng
-        apply_rng(last.rng)
-        before: Counted = last
-        for after in self._tail:
-            if self._run_iteration(loop, before, after, freezing, frozenset()):
-                self._conversion.step_scheduler(self._training.samples_ahead() or 0)
-            before = after
-        return current_rng()
-
-    def _run_iteration(
-        self,
-        loop: LoopParts,
+    def run_again(
         before: Counted,
         after: Counted,
-        freezing: Freezing,
         frozen: frozenset[UnitId],
+        before_step: Callable[[], None],
     ) -> bool:
-        """Run one iteration; return False if its step was skipped."""
-        self._meet_before(before.iteration)
-        player = None if self._borders is None else self._borders.player
-        with self._answering(loop, after):
+        with _answering(loop, borders, after):
             for chunk in loop.model:
                 chunk.zero_grad_buffer()
             loop.optimizer.zero_grad()
-            if player is not None:
-                player.begin(before.iteration)
             with freezing.frozen(frozen):
-                self._training.run_forward_backward(loop, before, after)
-            if player is not None:
-                player.end()
-            self._note(before.iteration)
+                run_forward_backward(loop, before, after)
+            before_step()
             with _logged(loop.optimizer, after, freezing, frozen):
                 has_stepped, *_ = loop.optimizer.step()
         return bool(has_stepped)
 
-    def _answering(self, loop: LoopParts, after: Counted) -> AbstractContextManager[None]:
-        if self._borders is None:
-            return nullcontext()
-        numbers = after if isinstance(after, JobNumbers) else numbers_of(after)
-        return answering(loop.optimizer, loop.config, numbers, self._borders.ranks)
+    with _quiet(loop), playing(borders.player) if borders else nullcontext():
+        yield run_again
+    get_moe_metrics_tracker().clear()
+    MTPLossLoggingHelper.tracker = {}
+
+
+def _answering(
+    loop: LoopParts, borders: Borders | None, after: Counted
+) -> AbstractContextManager[None]:
+    if borders is None:
+        return nullcontext()
+    numbers = after if isinstance(after, JobNumbers) else numbers_of(after)
+    return answering(loop.optimizer, loop.config, numbers, borders.ranks)
 
 
 @contextmanager
@@ -229,3 +190,82 @@ def _ddp_configs(loop: LoopParts) -> Iterator[Any]:
     for inner in inner_optimizers(loop.optimizer):
         if hasattr(inner, "ddp_config"):
             yield inner.ddp_config
+
+
+@contextmanager
+def answering(
+    optimizer: Any, config: Any, numbers: JobNumbers, ranks: frozenset[int]
+) -> Iterator[None]:
+    """Have an iteration answered that some ranks run again alone.
+
+    Args:
+        optimizer: Megatron's outermost.
+        config: of the model.
+        numbers: of the state that the iteration ends with.
+        ranks: that run the iteration together.
+    """
+    answers = _Answers(optimizer, numbers, ranks)
+    with Patches() as patches:
+        for name in _COLLECTIVES:
+            patches.wrap(dist, name, answers.guarded(name))
+        if config.finalize_model_grads_func is not None:
+            patches.wrap(config, "finalize_model_grads_func", answers.finalize)
+        yield
+
+
+class _Answers:
+    def __init__(self, optimizer: Any, numbers: JobNumbers, ranks: frozenset[int]) -> None:
+        self._numbers, self._ranks = numbers, ranks
+        self._inner = inner_optimizers(optimizer)
+        self._num_tokens: torch.Tensor | None = None
+
+    def finalize(
+        self, original: Function, model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Note the tensor that gets the number of tokens of the batch."""
+        self._num_tokens = num_tokens
+        try:
+            return original(model, num_tokens, *args, **kwargs)
+        finally:
+            self._num_tokens = None
+
+    def guarded(self, name: str) -> Function:
+        """Return what stands around a collective."""
+
+        def call(original: Function, *args: Any, **kwargs: Any) -> Any:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, torch.Tensor) and self._answer(tensor):
+                return None
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            self._check(name, given.get("group"))
+            return original(*args, **kwargs)
+
+        return call
+
+    def _answer(self, tensor: torch.Tensor) -> bool:
+        """Give a tensor its value of that time; return False if it has none."""
+        if tensor is self._num_tokens:
+            if self._numbers.num_tokens is None:
+                raise UnrecoverableError(self._lacking("the number of tokens"))
+            tensor.fill_(self._numbers.num_tokens)
+            return True
+        for number, inner in enumerate(self._inner):
+            if tensor is getattr(inner, "found_inf", None):
+                found = self._numbers.found_inf
+                if len(found) != len(self._inner):
+                    raise UnrecoverableError(self._lacking("which gradients are not finite"))
+                tensor.fill_(float(found[number]))
+                return True
+        return False
+
+    def _lacking(self, what: str) -> str:
+        return f"the record of iteration {self._numbers.iteration} does not have {what}"
+
+    def _check(self, name: str, group: Any) -> None:
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if outside := sorted(set(members) - self._ranks):
+            raise UnrecoverableError(
+                f"torch.distributed.{name} of ranks {members} cannot be run again by ranks "
+                f"{sorted(self._ranks)} alone: nothing answers for rank {outside[0]}. Start again with "
+                "--moe-ft-recovery global, and report the model's flags"
+            )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.fault_tolerance.seams.answers import answering
+from megatron.fault_tolerance.seams.replay import answering
 from moe_ft.errors import UnrecoverableError
 from moe_ft.format.records import JobNumbers, numbers_of
 from tests.unit.moe_ft.builders import make_record

@@ -9,10 +9,11 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine.boundary.reading import open_log
+from moe_ft.loop.checkpoints import PipelineLog
 from moe_ft.loop.listeners import LoopState
-from moe_ft.loop.pipeline_log import PipelineLog
 from moe_ft.state.record import CapturedNumbers, IterationFacts, LoopCounters
 from tests.unit.fault_tolerance.loops import ended
 from tests.unit.moe_ft.engine.boundary.logs import NEXT, PREVIOUS, SmallLog, small_log
@@ -46,7 +47,7 @@ def listener_of(
     checkpoints: Any = Namespace(
         boundary_log=None if log is None else log.log, last_numbers=lambda: numbers
     )
-    listener = PipelineLog(checkpoints, loop)
+    listener = PipelineLog(checkpoints, MegatronLoop(), loop)
     listener.after_recovery()
     return listener
 

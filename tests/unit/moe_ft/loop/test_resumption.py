@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
-from megatron.fault_tolerance.seams.replay import Replay
 from moe_ft.engine.boundary.player import BoundaryPlayer
-from moe_ft.format.records import IterationRecord, numbers_of
+from moe_ft.format.records import IterationRecord, JobNumbers, numbers_of
+from moe_ft.loop.listeners import LoopState
+from moe_ft.loop.replay import Replay
 from moe_ft.loop.resumption import Resumption
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery.borders import Borders
@@ -43,10 +44,19 @@ def record_of(iteration: int) -> IterationRecord:
     return msgspec.structs.replace(make_record(iteration), rng=current_rng())
 
 
-def replay_of(*states: IterationRecord) -> Replay:
-    """Return the replay of a window whose iterations have all been run again."""
-    window: Any = Namespace(records=states, num_replays=0)
-    return Replay(window, [], MegatronLoop(), lambda iteration: None)
+def resumption_of(*states: IterationRecord, tail: tuple[JobNumbers, ...] = ()) -> Resumption:
+    """Return that of a window whose iterations have all been run again, but for those of the tail."""
+    window = Namespace(records=states, num_replays=0) if len(states) > 1 or tail else None
+    borders = Borders(ranks=frozenset({0}), player=BoundaryPlayer(0, {}), tail=tail)
+    running: Any = Namespace(
+        outcome=Namespace(record=states[-1], phases_s={"plan": 0.5}),
+        take_replay=lambda: window,
+        met=Namespace(live=Namespace(parameters=[])),
+        borders=borders if tail else None,
+        meet_before=lambda iteration: None,
+        is_local=False,
+    )
+    return Resumption(MegatronLoop(), LoopState(), running, lambda iteration: None)
 
 
 def draw() -> tuple[float, float, float]:
@@ -56,36 +66,28 @@ def draw() -> tuple[float, float, float]:
 def test_counters_are_those_of_the_record_before_the_data_iterators_are_built(
     args: Namespace,
 ) -> None:
-    Resumption(MegatronLoop(), record_of(5), None)
+    assert not resumption_of(record_of(5)).is_due
     assert (args.iteration, args.consumed_train_samples) == (5, 40)
     assert args.num_floating_point_operations_so_far == 1e15
 
 
-def test_data_begin_with_the_replay_and_the_loop_continues_from_the_record(
+def test_data_begin_with_the_replay_which_is_due_once_and_the_loop_continues_from_its_last_record(
     args: Namespace,
 ) -> None:
-    resumption = Resumption(MegatronLoop(), record_of(5), replay_of(record_of(3), record_of(5)))
+    resumption = resumption_of(record_of(3), record_of(5))
     assert (args.iteration, args.consumed_train_samples) == (5, 24)
     resumption.begin_training(PARTS)
     assert args.consumed_train_samples == 40
-
-
-def test_replay_is_due_once_and_leaves_the_counters_of_its_last_record(args: Namespace) -> None:
-    resumption = Resumption(MegatronLoop(), record_of(5), replay_of(record_of(3), record_of(5)))
-    resumption.begin_training(PARTS)
-    assert resumption.is_replay_due
+    assert resumption.is_due
     args.iteration, args.consumed_train_samples = 3, 24
-    assert resumption.replay(None) == 0
-    assert not resumption.is_replay_due
+    num_replayed, phases_s = resumption.finish(None)
+    assert (num_replayed, list(phases_s)) == (0, ["plan", "replay"])
+    assert not resumption.is_due
     assert (args.iteration, args.consumed_train_samples) == (5, 40)
 
 
-def test_state_that_is_in_place_needs_no_replay(args: Namespace) -> None:
-    assert not Resumption(MegatronLoop(), record_of(5), None).is_replay_due
-
-
 def test_random_numbers_are_restored_once(args: Namespace) -> None:
-    resumption = Resumption(MegatronLoop(), record_of(5), None)
+    resumption = resumption_of(record_of(5))
     expected = draw()
     draw()
     resumption.restore_rng()
@@ -94,20 +96,18 @@ def test_random_numbers_are_restored_once(args: Namespace) -> None:
     assert draw() != expected
 
 
-def test_random_numbers_are_those_that_the_replay_has_reached(args: Namespace) -> None:
-    window: Any = Namespace(records=[record_of(5)], num_replays=0)
-    numbers = (numbers_of(record_of(7)),)
-    borders = Borders(ranks=frozenset({0}), player=BoundaryPlayer(0, {}), tail=numbers)
-    replay = Replay(window, [], MegatronLoop(), lambda iteration: None, borders)
-    resumption = Resumption(MegatronLoop(), record_of(5), replay)
+def test_random_numbers_are_those_that_the_replay_has_reached(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumption = resumption_of(record_of(5), tail=(numbers_of(record_of(7)),))
     assert (args.iteration, args.consumed_train_samples) == (7, 40)
     resumption.begin_training(PARTS)
     assert args.consumed_train_samples == 56
     draw()
     reached = current_rng()
-    replay.run = lambda parts: reached  # type: ignore[method-assign]
+    monkeypatch.setattr(Replay, "run", lambda replay, parts: reached)
     expected = draw()
-    resumption.replay(None)
+    resumption.finish(None)
     assert (args.iteration, args.consumed_train_samples) == (7, 56)
     resumption.restore_rng()
     assert draw() == expected

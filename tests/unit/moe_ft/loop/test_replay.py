@@ -11,13 +11,14 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron.fault_tolerance.seams import replay as replay_module
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
-from megatron.fault_tolerance.seams.replay import Replay, can_freeze
+from megatron.fault_tolerance.seams.replay import can_freeze
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.boundary.reading import open_log
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.format.records import IterationRecord, RandomStates, numbers_of
+from moe_ft.loop import replay as replay_module
+from moe_ft.loop.replay import Replay
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery.borders import Borders
 from moe_ft.state.parameters import LocalParameter

@@ -1,0 +1,212 @@
+"""The training loop of a simulated rank, as the listeners of moe_ft/loop see it.
+
+It stands for Megatron's loop, its schedules and its optimizer. Everything else that happens to a rank when it
+starts, trains, replays or leaves is the product's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, override
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.format.records import Counted
+from moe_ft.loop.training_loop import LoopParts, RecordSend, RunAgain, TrainingLoop
+from moe_ft.planning.couplings import SharedWeights, report_couplings
+from moe_ft.planning.experts import ExpertFacts
+from moe_ft.recovery.borders import Borders
+from moe_ft.recovery.facts import JobFacts
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.record import LoopCounters
+from moe_ft.units import UnitId
+from tests.simulation.active import World
+from tests.simulation.links import Links, traffic_of
+from tests.simulation.model import (
+    NUM_MICROBATCHES,
+    SAMPLES_PER_ITERATION,
+    TOKENS_PER_SAMPLE,
+    Model,
+)
+from tests.simulation.shape import Shape
+
+COLLECTIVE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Training that the ranks of a job do."""
+
+    shape: Shape
+    iterations: int
+    config: MoeFtConfig
+    stop_interval: int = 0
+    first: str = "seed"
+
+    def end_after(self, iteration: int) -> int:
+        """Return the iteration at which a start ends that continues from one."""
+        if not self.stop_interval:
+            return self.iterations
+        return min(self.iterations, iteration + self.stop_interval)
+
+
+class SimulatedLoop(TrainingLoop):
+    """The loop of one rank. Made by all ranks.
+
+    Attributes:
+        consumed: the loop's counter of samples; where its data begin when they are built.
+    """
+
+    num_experts = train_iterations = sequence_length = 0  # set for each
+    iteration = 0
+
+    def __init__(self, world: World, training: Training, rank: int) -> None:
+        shape, groups, process = training.shape, world.collectives, world.process
+        self._training, self._rank, self._shape = training, rank, shape
+        self._world, self.consumed = world, 0
+        self.num_experts, self.train_iterations = shape.experts, training.iterations
+        self._everyone = groups.new_group(process, None, COLLECTIVE_TIMEOUT_S)
+        stage = shape.ranks_of(shape.stage_of(rank))
+        self._dp_cp = groups.new_group(process, stage, COLLECTIVE_TIMEOUT_S)
+        self._expt_dp = groups.new_group(process, shape.expert_peers(rank), COLLECTIVE_TIMEOUT_S)
+        self.links = Links(world, shape, rank, COLLECTIVE_TIMEOUT_S)
+        self._gather = partial(groups.exchange, self._dp_cp, timeout_s=COLLECTIVE_TIMEOUT_S)
+        self.model = Model(shape, rank, self._gather, training.first)
+
+    @override
+    def job_facts(self, began_with: str) -> JobFacts:
+        shape, training = self._shape, self._training
+        has_log = training.config.memory.upstream_log
+        shared = SharedWeights(num_stages=shape.stages, is_tied=False)
+        pipeline = self.links.pipeline
+        return JobFacts(
+            rank=self._rank,
+            world_size=shape.num_ranks,
+            stage=shape.stage_of(self._rank),
+            places=shape.places(self._rank),
+            groups=SimpleNamespace(dp_cp=self._dp_cp, expt_dp=self._expt_dp, pp=pipeline),
+            fingerprint={"--seed": training.first, "--num-layers": shape.layers},
+            replay_settings={},
+            experts=ExpertFacts(
+                num_experts=shape.experts,
+                ep_rank=self._rank % shape.ep,
+                ep_size=shape.ep,
+                tokens_per_sample=TOKENS_PER_SAMPLE,
+                planned_samples=training.iterations * SAMPLES_PER_ITERATION,
+                samples_per_iteration=SAMPLES_PER_ITERATION,
+            ),
+            iteration=0,
+            began_with=began_with,
+            is_deterministic=True,
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+            traffic=traffic_of(shape) if has_log else None,
+            couplings=report_couplings(shared) if has_log else None,
+        )
+
+    @override
+    def start_fields(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def sample_counters(self, num_uncounted: int) -> dict[str, int]:
+        return {}
+
+    @override
+    def samples_ahead(self) -> int:
+        return SAMPLES_PER_ITERATION
+
+    @override
+    def counters(self, num_uncounted: int) -> LoopCounters:
+        consumed = self.consumed + num_uncounted
+        return LoopCounters(consumed_train_samples=consumed, num_microbatches=NUM_MICROBATCHES)
+
+    @override
+    def resume(self, record: Counted) -> None:
+        self.iteration, self.consumed = record.iteration, record.consumed_train_samples
+
+    @override
+    def set_data_position(self, consumed_samples: int) -> None:
+        self.consumed = consumed_samples
+
+    @override
+    @contextmanager
+    def replaying(
+        self, parts: LoopParts, parameters: Sequence[LocalParameter], borders: Borders | None
+    ) -> Iterator[RunAgain]:
+        self.links.player = None if borders is None else borders.player
+        yield self._run_again
+        self.links.player = None
+
+    def _run_again(
+        self,
+        before: Counted,
+        after: Counted,
+        frozen: frozenset[UnitId],
+        before_step: Callable[[], None],
+    ) -> bool:
+        model = self.model
+        self.links.run(model)
+        signal = model.reduce(self._gather(model.share()))
+        before_step()
+        if after.grad_norm is None:
+            return False
+        model.ready = partial(model.step, signal, float(after.grad_norm), frozen)
+        model.optimizer.step_with_ready_grads()
+        return True
+
+    @override
+    def open_links(self, pipeline: Any) -> None:
+        self._world.collectives.exchange(pipeline, None, COLLECTIVE_TIMEOUT_S)
+
+    @override
+    @contextmanager
+    def recording(self, record: RecordSend) -> Iterator[None]:
+        self.links.record = record
+        yield
+        self.links.record = None
+
+    @override
+    def write_numbers(self, numbers: Mapping[str, float], *, iteration: int) -> None:
+        pass
+
+    def run_forward_backward(self) -> tuple[int, float | None]:
+        """Run an iteration up to its step. Called by all ranks.
+
+        Returns:
+            The number that the gradients of this stage follow from, and their norm; None if they overflow.
+        """
+        model = self.model
+        self.links.run(model)
+        own = model.share(), model.norm_share()
+        told = self._world.collectives.exchange(self._everyone, own, COLLECTIVE_TIMEOUT_S)
+        shares = [each for each, _ in told]
+        stage = self._shape.ranks_of(self._shape.stage_of(self._rank))
+        signal = model.reduce([shares[each] for each in stage])
+        if model.is_skipped(shares):
+            return signal, None
+        return signal, model.total_norm([each for pair in told for each in pair])
+
+
+class RouterLoad:
+    """Tokens of the experts, in the place of hooks on routers."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def start(self, chunks: Any, *, sums_probabilities: bool) -> None:
+        """The model counts always."""
+
+    def begin(self) -> None:
+        """The model begins anew in each iteration."""
+
+    def close(self) -> None:
+        """There are no hooks."""
+
+    def counts(self) -> dict[str, Any]:
+        """Return ``[expert]`` tokens of this iteration by layer name."""
+        shape, model = self._model.shape, self._model
+        first = shape.stage_of(model.rank) * shape.layers
+        return {f"layer.{first + number}": each for number, each in enumerate(model.tokens)}
+
+    probabilities = counts
