@@ -20,8 +20,9 @@ from tests.simulation.leaving import terminate
 from tests.simulation.model import NUM_MICROBATCHES, SAMPLES_PER_ITERATION, Model
 from tests.simulation.network import Network
 from tests.simulation.processes import PARENT
-from tests.simulation.rank import Life, Rank, Training
+from tests.simulation.rank import Life, Rank
 from tests.simulation.shape import Shape
+from tests.simulation.training import Training
 
 START_DEADLINE_S = 1800.0
 NOTICE_S = 1.0
@@ -305,6 +306,4 @@ def undisturbed(shape: Shape, iterations: int, first: str) -> tuple[dict[int, st
             for model in models:
                 model.sync()
                 model.scheduler.step(SAMPLES_PER_ITERATION)
-        for model in models:
-            model.consumed += SAMPLES_PER_ITERATION
     return digests

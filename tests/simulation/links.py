@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.format.boundary import Direction
+from moe_ft.loop.training_loop import RecordSend
 from moe_ft.planning.boundary_log import PipelineTraffic
 from tests.simulation.active import World
 from tests.simulation.model import CROSSING_SHAPE, NUM_MICROBATCHES, Model
@@ -33,13 +33,13 @@ class Links:
 
     Attributes:
         pipeline: group of the ranks that are linked.
-        log: records what is sent; None without a boundary log, and in replays.
+        record: records what is sent, if that is logged.
         player: answers for some neighbours in a local replay.
     """
 
     def __init__(self, world: World, shape: Shape, rank: int, timeout_s: float) -> None:
         self._rank = rank
-        self.log: BoundaryLog | None = None
+        self.record: RecordSend | None = None
         self.player: BoundaryPlayer | None = None
         groups, process = world.collectives, world.process
         ranks = range(rank % shape.dp, shape.num_ranks, shape.dp)
@@ -71,9 +71,9 @@ class Links:
     def _send(self, neighbour: int | None, direction: Direction, content: bytes) -> None:
         if neighbour is None or self._answers_for(neighbour):
             return
-        if self.log is not None:
+        if self.record is not None:
             tensor = torch.frombuffer(bytearray(content), dtype=torch.float32)
-            self.log.record(neighbour, direction, tensor.reshape(CROSSING_SHAPE))
+            self.record(neighbour, direction, tensor.reshape(CROSSING_SHAPE))
         group = self._groups[neighbour, direction]
         work = group.begin("link", content, source=group.own)
         if work.error:

@@ -19,7 +19,6 @@ import torch
 import xxhash
 
 from moe_ft.format.entries import ParameterEntry
-from moe_ft.format.records import IterationRecord
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId
 from tests.simulation.shape import Shape, Weight, constants, moves, own_constants, weights_of
@@ -79,7 +78,9 @@ class Model:
 
     Attributes:
         draws: state of the rank's random numbers.
-        consumed: samples so far.
+        position: samples that the data iterator has read.
+        ready: the inner optimizer's step, once gradients are ready.
+        in_step: called in the middle of the outer one, and before weights are gathered.
         weights: all that this rank holds, bf16, flat.
     """
 
@@ -95,7 +96,9 @@ class Model:
         self.shape, self.rank, self._gather = shape, rank, gather
         self.parts = weights_of(shape, rank)
         self.draws = xxhash.xxh64_intdigest(f"draws {rank} {first}".encode())
-        self.consumed = 0
+        self.position = 0
+        self.ready: Callable[[], None] = lambda: None
+        self.in_step: tuple[Callable[[], None], ...] = (lambda: None, lambda: None)
         num_own = sum(each.end - each.start for each in self.parts)
         self._flat = {key: torch.zeros(num_own) for key in ("param", "exp_avg", "exp_avg_sq")}
         self._arrays = {key: flat.numpy() for key, flat in self._flat.items()}
@@ -114,7 +117,9 @@ class Model:
             {key: self._view(key, each) for key in ("exp_avg", "exp_avg_sq")} for each in self.parts
         ]
         self.inner = Optimizer(masters, self.refresh)
+        self.inner.optimizer.step = lambda: self.ready()
         self.optimizer = SimpleNamespace(chained_optimizers=[self.inner])
+        self.optimizer.step_with_ready_grads = self._step_with_ready_grads
         self.scheduler = Scheduler(self.inner.optimizer)
         self.chunk = Chunk(self.bias, self.sync, is_sharded=shape.is_sharded)
         self.grad_norm: float | None = None
@@ -197,7 +202,8 @@ class Model:
         self.draws = (self.draws * 6364136223846793005 + 1442695040888963407) & _MASK
         self._read = xxhash.xxh3_128(self._weight_bytes)
         self._read.update(self.bias.numpy())
-        self._read.update(struct.pack("<QQ", self.draws, self.consumed))
+        self._read.update(struct.pack("<QQ", self.draws, self.position))
+        self.position += SAMPLES_PER_ITERATION
         self._pass: list[bytes] = []
 
     def compute(self, received: bytes) -> bytes:
@@ -264,6 +270,15 @@ class Model:
             moved = average[low:high] / (np.sqrt(square[low:high]) + np.float32(1e-3))
             self._arrays["param"][low:high] -= rate * moved
 
+    def _step_with_ready_grads(self) -> None:
+        """Step, and make all weights of the rank from the new masters. Called by all ranks of a stage."""
+        between, before_gathering = self.in_step
+        self.inner.optimizer.step()
+        between()
+        self.inner._copy_main_params_to_model_params()
+        before_gathering()
+        self.sync()
+
     def _active(self, frozen: Collection[UnitId]) -> list[tuple[int, int]]:
         if not frozen:
             return [(0, len(self._flat["param"]))]
@@ -316,7 +331,7 @@ class Model:
             for array in self._arrays.values():
                 state.update(array)
         state.update(self.bias.numpy())
-        values = (self.draws, self.consumed, self.scheduler.num_steps, self.group["step"])
+        values = (self.draws, self.position, self.scheduler.num_steps, self.group["step"])
         state.update(struct.pack("<4Qd", *values, self.group["lr"]))
         return str(state.hexdigest())
 
@@ -329,7 +344,3 @@ class Model:
                 for tensor in (master, own.get("exp_avg"), own.get("exp_avg_sq")):
                     state.update(b"" if tensor is None else tensor.numpy())
         return str(state.hexdigest())
-
-    def resume(self, record: IterationRecord) -> None:
-        """Set the loop's counters as a record has them; `put_draws` sets the random numbers."""
-        self.consumed = record.consumed_train_samples

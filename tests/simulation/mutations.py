@@ -28,6 +28,9 @@ from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.files import storage
 from moe_ft.files.storage import Storage
 from moe_ft.loop.breakpoint_writer import BreakpointWriter
+from moe_ft.loop.checkpoints import Checkpoints
+from moe_ft.loop.replay import Replay
+from moe_ft.loop.resumption import Resumption
 from moe_ft.planning import boundary_log
 from moe_ft.planning import recovery as planning
 from moe_ft.planning.local_recovery import LocalPlan
@@ -334,3 +337,36 @@ def too_few_logs(patches: Patches) -> None:
         return max(1, original(longest_window, interval) - 2 * longest_window)
 
     patches.set(boundary_log, "num_slots", num_slots)
+
+
+@mutation
+def random_numbers_go_on(patches: Patches) -> None:
+    """The random numbers of a recovered state are not restored before the loop continues."""
+    patches.set(Resumption, "restore_rng", lambda self: None)
+
+
+@mutation
+def data_left_where_the_replay_began(patches: Patches) -> None:
+    """The loop's counter of samples stays where the replay has begun to read."""
+    original = Resumption._run
+
+    def run(self: Resumption, *given: Any) -> int:
+        first = self._replay.first_record if self._replay is not None else None
+        try:
+            return original(self, *given)
+        finally:
+            self._training.set_data_position(first.consumed_train_samples if first else 0)
+
+    patches.set(Resumption, "_run", run)
+
+
+@mutation
+def end_of_the_replay_left_out(patches: Patches) -> None:
+    """The iterations after a stage's own window are not run again."""
+    patches.set(Replay, "_run_tail", lambda self, run_again, last: last.rng)
+
+
+@mutation
+def weights_changed_under_a_breakpoint(patches: Patches) -> None:
+    """The optimizer steps while a breakpoint is written."""
+    patches.set(Checkpoints, "begin_update", lambda self: None)

@@ -1,58 +1,46 @@
-"""The main thread of a simulated rank: it starts checkpointing, trains, and ends as a program of a user does.
+"""The main thread of a simulated rank: it calls the listeners as a training loop does, and leaves as it does.
 
-It stands for the program and for megatron/fault_tolerance, whose seams call the same functions of moe_ft at
-the same moments.
+Simulated are the loop and the model (training.py). The listeners are the product's, but for those that only
+write the event log and those that react to signals.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
+from typing import Any, override
 
 import numpy as np
 import torch
 
-from moe_ft.config.config import MoeFtConfig
+from megatron.fault_tolerance.seams.optimizer_seams import OptimizerSeams
+from megatron.fault_tolerance.seams.patching import Patches as Seams
 from moe_ft.engine.background import Report
-from moe_ft.engine.breakpoints import Moment
+from moe_ft.events import EventLog
 from moe_ft.faults import Phase
-from moe_ft.planning.couplings import SharedWeights, report_couplings
-from moe_ft.planning.experts import ExpertFacts
+from moe_ft.format.records import RandomStates
+from moe_ft.loop import replay, resumption
+from moe_ft.loop.breakpoint_writer import BreakpointWriter
+from moe_ft.loop.checkpoints import Checkpoints, PipelineLog
+from moe_ft.loop.faults import Faults
+from moe_ft.loop.listeners import Listeners, LoopState
+from moe_ft.loop.routers import Routers
+from moe_ft.loop.scalars import Scalars
+from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery import meet
 from moe_ft.recovery.checkpointing import Checkpointing, Outcome
-from moe_ft.recovery.facts import JobFacts
-from moe_ft.recovery.failures import is_not_finite
-from moe_ft.recovery.start import start
 from moe_ft.state import record as records
-from moe_ft.state.record import IterationFacts, LoopCounters, capture_numbers
+from moe_ft.state.packed_values import from_json
+from moe_ft.state.random_states import encode_rng
 from moe_ft.strategies import registry
 from tests.simulation.active import Patches, World
-from tests.simulation.leaving import Leaving
-from tests.simulation.links import Links, traffic_of
-from tests.simulation.model import (
-    NUM_MICROBATCHES,
-    SAMPLES_PER_ITERATION,
-    TOKENS_PER_SAMPLE,
-    Model,
-)
-from tests.simulation.replaying import Replaying, put_draws
-from tests.simulation.shape import Shape
+from tests.simulation.model import SAMPLES_PER_ITERATION
+from tests.simulation.training import RouterLoad, SimulatedLoop, Training
 
-COLLECTIVE_TIMEOUT_S = 60.0
+WRITER = "writer"  # local state of a process
 ITERATION_S = 0.05
 STEP_S = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """Training that the ranks of a job do."""
-
-    shape: Shape
-    iterations: int
-    config: MoeFtConfig
-    stop_interval: int = 0
-    first: str = "seed"
 
 
 @dataclass(kw_only=True)
@@ -95,254 +83,176 @@ class Life:
     on_recovery: Callable[[], None] = lambda: None
 
 
+class PhaseEvents(Faults):
+    """Phases of recoveries and of background parts as events of the simulation, where a rank may die."""
+
+    def __init__(self, world: World, event_log: EventLog) -> None:
+        super().__init__((), event_log)
+        self._world = world
+
+    @override
+    def enter_phase(self, iteration: int, phase: Phase) -> None:
+        self._world.kernel.event(f"phase {phase} of {iteration}")
+
+
+class ObservedCheckpoints(Checkpoints):
+    """Checkpoints that tell what they do."""
+
+    life: Life
+
+    @property
+    def running(self) -> Checkpointing:
+        """Checkpointing of this start."""
+        assert self._running is not None
+        return self._running
+
+    def restore_rng(self) -> None:
+        """Restore the random numbers, where nothing is left to train."""
+        if self._resumption is not None:
+            self._resumption.restore_rng()
+
+    @override
+    def _note_replayed(self, iteration: int) -> None:
+        self.life.replayed += 1
+        super()._note_replayed(iteration)
+
+    @override
+    def _write_report(self, report: Report) -> None:
+        super()._write_report(report)
+        self.life.reports.append((self._loop.iteration, report))
+        peers = self.running.met.peers[self.life.rank]
+        if report.event == "replicate" and set(report.fields["peers"]) == set(peers):
+            self.life.replicated.add(report.iteration)
+
+
 class Rank:
     """One rank in one start."""
 
     def __init__(self, world: World, training: Training, life: Life) -> None:
         self._world, self._training, self._life = world, training, life
-        self._shape, self._rank = training.shape, life.rank
-        self._running: Checkpointing | None = None
-        self._replaying: Replaying | None = None
-        self._last_facts: IterationFacts | None = None
         self._is_exact = registry.chosen(training.config).is_exact
-        self._may_lose_memory, self._is_kept = False, True
-        self._leaving: Leaving
-        self._model: Model
-        self._links: Links
-        self._everyone: Any
+        self._loop: SimulatedLoop
+        self._listeners: Listeners
+        self._checkpoints: ObservedCheckpoints
 
     def run(self) -> None:
         """Train until the end; the process then ends by itself."""
+        state, log = LoopState(), EventLog(Path(os.devnull), self._life.rank)
+        writer = self._world.process.local[WRITER] = BreakpointWriter(state, log)
         code = 1
-        self._leaving = Leaving(self._world, self._rank)
         try:
-            self._setup()
-            self._train()
+            self._loop = SimulatedLoop(self._world, self._training, self._life.rank)
+            self._world.process.local["model"] = self._loop.model
+            self._listeners = self._make_listeners(state, log, writer)
+            with self._listeners, Seams() as seams:
+                self._run(seams)
             code = 0
         except Exception as error:
-            self._life.error = error
-            self._leaving.fail(error)
-            is_replaying = self._replaying is not None
-            if self._running is not None and (is_replaying or is_not_finite(error)):
-                self._running.note_failure("recovery", error)
-        try:
-            if self._running is not None:
-                is_over = code == 0 and self._may_lose_memory and self._running.have_all_ended()
-                if not is_over and not self._is_kept:
-                    self._leaving.end()
-                self._life.may_lose_memory = is_over
-                self._running.close(removes_memory=is_over)
-        except Exception as error:
-            code, self._life.error = 1, self._life.error or error
+            self._life.error = self._life.error or error
         self._world.kernel.end(self._world.process, code)
 
-    def _setup(self) -> None:
-        shape, groups = self._shape, self._world.collectives
-        stage, process = shape.stage_of(self._rank), self._world.process
-        self._everyone = groups.new_group(process, None, COLLECTIVE_TIMEOUT_S)
-        dp_cp = groups.new_group(process, shape.ranks_of(stage), COLLECTIVE_TIMEOUT_S)
-        peers = shape.expert_peers(self._rank)
-        expt_dp = groups.new_group(process, peers, COLLECTIVE_TIMEOUT_S)
-        gather = partial(groups.exchange, dp_cp, timeout_s=COLLECTIVE_TIMEOUT_S)
-        self._links = Links(self._world, shape, self._rank, COLLECTIVE_TIMEOUT_S)
-        self._model = Model(shape, self._rank, gather, self._training.first)
-        self._world.process.local["model"] = self._model
-        facts = self._facts(dp_cp, expt_dp)
-        self._running = start(self._training.config, facts, self._model.built, self._pass_phase)
-        self._leaving.use(self._running)
-        self._recover(self._running, gather)
-        self._links.log = self._running.engine.boundary
+    def _make_listeners(
+        self, state: LoopState, log: EventLog, writer: BreakpointWriter
+    ) -> Listeners:
+        config, loop = self._training.config, self._loop
+        routers = Routers(config, log)
+        routers._load = RouterLoad(loop.model)  # type: ignore[assignment]
+        faults, scalars = PhaseEvents(self._world, log), Scalars(loop, state)
+        self._checkpoints = ObservedCheckpoints(
+            config, loop, state, log, scalars, faults, routers, writer
+        )
+        self._checkpoints.life = self._life
+        pipeline_log = PipelineLog(self._checkpoints, loop, state)
+        return Listeners(state, [routers, pipeline_log, self._checkpoints])
 
-    def _recover(self, running: Checkpointing, gather: Callable[[Any], list[Any]]) -> None:
-        """Run iterations again, and set the loop to where training continues."""
-        outcome = running.outcome
-        if outcome.record is not None:
-            self._model.consumed = outcome.record.consumed_train_samples
-            window = running.take_replay()
-            if window is None:
-                put_draws(self._model, outcome.record)
-            else:
-                self._replaying = Replaying(
-                    self._model, self._links, window, running.borders, gather
-                )
-                self._replaying.run(self._note_replayed, running.meet_before)
-                self._replaying = None
-            if running.is_local:
-                running.wait_for_all()
+    def _run(self, seams: Seams) -> None:
+        listeners = self._listeners
+        try:
+            self._set_up(seams)
+            self._train()
+            listeners.end_training()
+            self._note_promises()
+            self._life.is_saved = listeners.loop.is_saved
+            listeners.end("finished")
+            self._life.may_lose_memory = self._checkpoints._is_over
+        except Exception as error:
+            self._life.error = error
+            listeners.failed(error)
+            raise
+
+    def _set_up(self, seams: Seams) -> None:
+        listeners, loop, model = self._listeners, self._loop, self._loop.model
+        listeners.before_setup()
+        OptimizerSeams(listeners, listeners.before_step).install(model.optimizer, seams)
+        listeners.after_setup(model.built, 0)
+        model.position = loop.consumed  # the data iterators are built
+        built, optimizer, _ = model.built
+        listeners.begin_training(
+            LoopParts(
+                model=built, optimizer=optimizer, config=None, forward_backward=loop.links.run
+            )
+        )
+        listeners.replay_if_due()
+
+    def _train(self) -> None:
+        outcome = self._checkpoints.running.outcome
+        end = self._training.end_after(outcome.iteration)
+        if outcome.iteration >= end:
+            self._checkpoints.restore_rng()
+            self._note_recovery(outcome)
+        for iteration in range(outcome.iteration, end):
+            self._listeners.begin_iteration(iteration)
+            if iteration == outcome.iteration:
+                self._note_recovery(outcome)
+            self._iterate()
+
+    def _note_recovery(self, outcome: Outcome) -> None:
+        """Note that the state and the loop are what they were when the recovered state was made."""
         self._life.outcome = outcome
         self._life.on_recovery()
         self._note(outcome.iteration)
 
-    def _note_replayed(self, iteration: int) -> None:
-        self._life.replayed += 1
-        self._pass_phase(Phase.REPLAY, iteration)
-
-    def _facts(self, dp_cp: Any, expt_dp: Any) -> JobFacts:
-        shape, training = self._shape, self._training
-        has_log = training.config.memory.upstream_log
-        shared = SharedWeights(num_stages=shape.stages, is_tied=False)
-        return JobFacts(
-            rank=self._rank,
-            world_size=shape.num_ranks,
-            stage=shape.stage_of(self._rank),
-            places=shape.places(self._rank),
-            groups=SimpleNamespace(dp_cp=dp_cp, expt_dp=expt_dp, pp=self._links.pipeline),
-            fingerprint={"--seed": training.first, "--num-layers": shape.layers},
-            replay_settings={},
-            experts=ExpertFacts(
-                num_experts=shape.experts,
-                ep_rank=self._rank % shape.ep,
-                ep_size=shape.ep,
-                tokens_per_sample=TOKENS_PER_SAMPLE,
-                planned_samples=training.iterations * SAMPLES_PER_ITERATION,
-                samples_per_iteration=SAMPLES_PER_ITERATION,
-            ),
-            iteration=0,
-            began_with="",
-            is_deterministic=True,
-            timeout_s=COLLECTIVE_TIMEOUT_S,
-            traffic=traffic_of(shape) if has_log else None,
-            couplings=report_couplings(shared) if has_log else None,
-        )
-
-    def _pass_phase(self, phase: Phase, iteration: int) -> None:
-        self._world.kernel.event(f"phase {phase} of {iteration}")
-
     def _note(self, iteration: int) -> None:
-        model = self._model
+        model = self._loop.model
         self._life.digests[iteration] = model.digest()
         if not self._is_exact:
             self._life.units[iteration] = {str(u): model.unit_digest(u) for u in model.experts}
             self._life.rests[iteration] = model.digest(leaves_out_experts=True)
 
-    def _exchange(self, value: Any) -> list[Any]:
-        found: list[Any] = self._world.collectives.exchange(
-            self._everyone, value, timeout_s=COLLECTIVE_TIMEOUT_S
-        )
-        return found
-
-    # Iterations
-
-    def _train(self) -> None:
-        running = self._running
-        assert running is not None
-        iteration, facts = running.outcome.iteration, None
-        end = self._end_after(iteration)
-        while iteration < end:
-            self._leaving.loop.iteration = iteration
-            began_s = self._world.kernel.now
-            self._world.kernel.sleep(ITERATION_S * self._world.kernel.random.uniform(0.5, 1.5))
-            grad_norm = self._iterate(running, iteration)
-            iteration += 1
-            facts = self._last_facts = self._iteration_facts(iteration, grad_norm)
-            self._note(iteration)
-            if grad_norm is not None:
-                self._life.tokens[iteration] = self._model.tokens.numpy()
-            capture = partial(running.capture, facts)
-            if (breakpoints := running.engine.breakpoints) is not None:
-                breakpoints.note(running.engine.moment(capture()))
-            seconds = self._world.kernel.now - began_s
-            running.engine.end_iteration(iteration, seconds, capture)
-            running.engine.drain(partial(self._report, iteration))
-            self._note_promises()
-        facts = facts or self._iteration_facts(iteration, None)
-        is_complete = iteration == self._training.iterations
-        report = partial(self._report, iteration)
-        ending = running.finish(iteration, facts, report, is_complete=is_complete)
-        self._note_promises()
-        self._life.is_saved = ending.is_saved
-        self._may_lose_memory = ending.may_lose_memory(is_complete=is_complete)
-        self._is_kept = ending.is_kept
-
-    def _iterate(self, running: Checkpointing, iteration: int) -> float | None:
-        """Run one iteration; return the norm of its gradients, None if they overflow."""
-        model, kernel, log = self._model, self._world.kernel, running.engine.boundary
-        if log is not None:
-            facts = self._last_facts
-            optimizer = model.optimizer
-            log.begin(iteration, None if facts is None else capture_numbers(optimizer, facts))
-        self._links.run(model)
-        told = self._exchange((model.share(), model.norm_share()))
-        shares = [each for each, _ in told]
-        ranks = self._shape.ranks_of(self._shape.stage_of(self._rank))
-        signal = model.reduce([shares[each] for each in ranks])
-        grad_norm = None
-        if not model.is_skipped(shares):
-            grad_norm = model.total_norm([each for pair in told for each in pair])
+    def _iterate(self) -> None:
+        """Run one iteration."""
+        listeners, loop, model = self._listeners, self._loop, self._loop.model
+        kernel, state = self._world.kernel, listeners.loop
+        kernel.sleep(ITERATION_S * kernel.random.uniform(0.5, 1.5))
+        listeners.begin_attempt()
+        listeners.enter(Phase.FORWARD)
+        signal, grad_norm = loop.run_forward_backward()
         kernel.event("before step")
-        if log is not None:
-            log.end()
+        iteration = state.iteration + 1
         if grad_norm is not None:
-            self._step(running, iteration, signal, grad_norm)
-        model.consumed += SAMPLES_PER_ITERATION
-        return grad_norm
+            state.grad_norm = grad_norm
+            model.ready = partial(model.step, signal, grad_norm)
+            model.in_step = (self._pause_in_step, lambda: kernel.event("after step"))
+            model.optimizer.step_with_ready_grads()
+            model.scheduler.step(SAMPLES_PER_ITERATION)
+            self._life.tokens[iteration] = model.tokens.numpy()
+        self._note(iteration)
+        listeners.end_iteration({}, is_skipped=grad_norm is None, num_samples=SAMPLES_PER_ITERATION)
+        loop.consumed += SAMPLES_PER_ITERATION
+        self._note_promises()
 
-    def _step(self, running: Checkpointing, iteration: int, signal: int, grad_norm: float) -> None:
-        model, kernel, breakpoints = self._model, self._world.kernel, running.engine.breakpoints
-        counts = model.tokens if running.met.strategy.counted_layers else None
-        running.engine.before_step(counts)
-        if breakpoints is not None:
-            breakpoints.begin_update()
-        model.step(signal, grad_norm)
+    def _pause_in_step(self) -> None:
+        kernel = self._world.kernel
         kernel.event("in step")
-        if breakpoints is not None:  # whoever wants to write one may have to wait
+        if self._checkpoints.running.engine.breakpoints is not None:  # a writer may have to wait
             kernel.sleep(STEP_S * kernel.random.random())
-        model.refresh()
-        for act in (lambda: kernel.event("after step"), model.sync):
-            if breakpoints is not None:
-                breakpoints.end_update(self._moment_ahead(running, iteration + 1, grad_norm))
-            act()
-        model.scheduler.step(SAMPLES_PER_ITERATION)
-
-    def _moment_ahead(self, running: Checkpointing, iteration: int, grad_norm: float) -> Moment:
-        """Return the live state as it will be when the iteration has ended."""
-        facts = self._iteration_facts(iteration, grad_norm, SAMPLES_PER_ITERATION)
-        return running.engine.moment(running.capture_ahead(facts, SAMPLES_PER_ITERATION))
-
-    def _end_after(self, iteration: int) -> int:
-        """Return the iteration at which a start ends that continues from one."""
-        training = self._training
-        if not training.stop_interval:
-            return training.iterations
-        return min(training.iterations, iteration + training.stop_interval)
 
     def _note_promises(self) -> None:
-        assert self._running is not None
-        engine = self._running.engine
-        self._life.complete.add(engine._windows.complete_iteration or 0)
+        engine, life = self._checkpoints.running.engine, self._life
+        life.complete.add(engine._windows.complete_iteration or 0)
         confirmed = engine._storage._confirmed
-        breakpoints = engine.breakpoints
-        self._life.may_break = breakpoints is not None and not breakpoints._is_in_use
-        self._life.confirmed = 0 if confirmed is None else confirmed.iteration
-
-    def _report(self, iteration: int, report: Report) -> None:
-        self._life.reports.append((iteration, report))
-        assert self._running is not None
-        peers = self._running.met.peers[self._rank]
-        if report.event == "replicate" and set(report.fields["peers"]) == set(peers):
-            self._life.replicated.add(report.iteration)
-
-    def _iteration_facts(
-        self, iteration: int, grad_norm: float | None, num_uncounted: int = 0
-    ) -> IterationFacts:
-        model = self._model
-        names = [f"layer.{each}" for each in self._layers]
-        return IterationFacts(
-            iteration=iteration,
-            grad_norm=grad_norm,
-            num_tokens=None,
-            num_floating_point_operations=0.0,
-            tokens_per_expert=dict(zip(names, model.tokens, strict=True)),
-            counters=LoopCounters(
-                consumed_train_samples=model.consumed + num_uncounted,
-                num_microbatches=NUM_MICROBATCHES,
-            ),
-        )
-
-    @property
-    def _layers(self) -> range:
-        first = self._shape.stage_of(self._rank) * self._shape.layers
-        return range(first, first + self._shape.layers)
+        life.may_break = engine.breakpoints is not None and not engine.breakpoints._is_in_use
+        life.confirmed = 0 if confirmed is None else confirmed.iteration
 
 
 def _capture_rng(world: World) -> dict[str, Any]:
@@ -364,7 +274,15 @@ def _local_parameters(
     return world.process.local["model"].local_parameters(assign_slices)
 
 
+def _apply_rng(world: World, rng: RandomStates) -> None:
+    content: torch.Tensor = from_json(rng["torch"])
+    world.process.local["model"].draws = int.from_bytes(content.numpy().tobytes(), "little")
+
+
 def install(patches: Patches) -> None:
     """Have a start read the state of simulated models."""
     patches.divert(meet, "local_parameters", _local_parameters)
     patches.divert(records, "capture_rng", _capture_rng)
+    patches.divert(replay, "current_rng", lambda world: encode_rng(_capture_rng(world)))
+    for module in (replay, resumption):
+        patches.divert(module, "apply_rng", _apply_rng)
