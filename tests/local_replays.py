@@ -17,8 +17,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import get_args, training
 
 import pretrain_gpt_moe
+from megatron.fault_tolerance.launch import pretraining
 from megatron.fault_tolerance.program import forward_step
-from megatron.fault_tolerance.seams import composition
 from megatron.fault_tolerance.seams.loop_facts import pipeline_traffic
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from moe_ft.engine.boundary.player import BoundaryPlayer
@@ -75,7 +75,7 @@ def train_and_replay(folder: str, scopes: Scopes, varies: bool, flags: list[str]
         listeners._listeners = (*listeners._listeners, own)
         return listeners
 
-    composition.listeners_of = with_replays  # type: ignore[attr-defined]
+    pretraining.listeners_of = with_replays  # type: ignore[attr-defined]
     pretrain_gpt_moe.main(flags)
 
 

@@ -26,17 +26,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from megatron.fault_tolerance.custom.facts import Position, RunFacts, copy_of_json
-from megatron.fault_tolerance.custom.loop import CustomLoop
+from megatron.fault_tolerance.custom.loop import CustomLoop, Position, RunFacts, copy_of_json
 from megatron.fault_tolerance.custom.settings import (
     checked_config,
     checked_groups,
     megatron_settings,
 )
-from megatron.fault_tolerance.seams.optimizer_seams import OptimizerSeams
+from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import CallOrderError, ConfigError
-from moe_ft.faults import Phase
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.saying import say
@@ -96,8 +94,6 @@ class Checkpointer:
                 ``{"job_id": "run-1", "persist_interval": 10}``.
             model: ``[chunk]``, each in Megatron's DistributedDataParallel.
             optimizer: result of `get_megatron_optimizer`, its state not loaded from anywhere else later on.
-            scheduler: Megatron's OptimizerParamScheduler.
-            run: facts that none of these know.
             groups: ProcessGroupCollection with at least dp, dp_cp, expt_dp, tp, expt_tp, ep and pp; None for
                 that of `megatron.core.parallel_state`.
             reports_sigterm: whether SIGTERM, which launchers send when a rank has died, is answered with a
@@ -122,6 +118,7 @@ class Checkpointer:
         self._training = CustomLoop(run, megatron, checked_groups(groups))
         self._listeners = listeners_of(config, self._training, rank, on_sigterm=reports_sigterm)
         self._loop = self._listeners.loop
+        self._seams = IterationSeams(self._listeners, self._note_step)
         self._train_iterations = run.train_iterations
         self._stage, self._has_stepped = _Stage.NEW, False
         self._opened = ExitStack()
@@ -157,7 +154,7 @@ class Checkpointer:
         self._opened.enter_context(listeners)
         patches = self._opened.enter_context(Patches())
         listeners.before_setup()
-        OptimizerSeams(listeners, self._note_step).install(optimizer, patches)
+        self._seams.install(optimizer, patches)
         for chunk in model:
             self._opened.callback(chunk.register_forward_pre_hook(self._begin_forward).remove)
             self._opened.callback(chunk.register_forward_hook(self._watch_output).remove)
@@ -176,8 +173,8 @@ class Checkpointer:
     def restore_random_numbers(self) -> None:
         """Put the random numbers of the recovered state back once more, before the first iteration.
 
-        Not collective. Needed only if something draws random numbers between `recover` and the first
-        iteration, such as a DataLoader when it is iterated. Does nothing if nothing was recovered.
+        Not collective. Needed only if something has drawn some since `recover`, such as a DataLoader when it
+        is iterated. Does nothing if nothing was recovered.
         """
         self._check_turn("restore_random_numbers")
         if self._loop.iteration != self._training.first_iteration:
@@ -209,13 +206,11 @@ class Checkpointer:
         """Take the record of the new state, and start the snapshots that are due. Called by all ranks.
 
         Optimizer and scheduler have stepped, and the next forward pass has not begun. Evaluate the state
-        before this call: a recovery does not repeat what an evaluation after it has drawn of the random
-        numbers.
+        before this call: a recovery does not repeat what an evaluation after it has drawn.
 
         Args:
             iteration: of the state now, one more than before this iteration.
             consumed_samples: training samples of all ranks so far, those of this iteration included.
-            num_microbatches: of this iteration, for a replay.
             loss: for the event log, on the ranks that know it. A tensor is read only if there is a log.
             state: of the loop itself on this rank, as JSON values; a recovery gives it back. It is copied.
 
@@ -316,18 +311,11 @@ class Checkpointer:
         self._has_stepped = True
 
     def _begin_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        is_next = self._loop.phase in (Phase.SETUP, Phase.BETWEEN)
-        if is_next and self._stage is _Stage.TRAINING and torch.is_grad_enabled():
-            self._listeners.enter(Phase.FORWARD)
+        if self._stage is _Stage.TRAINING and torch.is_grad_enabled():
+            self._seams.begin_forward()
 
     def _watch_output(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        is_first = self._loop.phase is Phase.FORWARD and isinstance(output, torch.Tensor)
-        if is_first and output.requires_grad:
-            output.register_hook(self._begin_backward)
-
-    def _begin_backward(self, _: torch.Tensor) -> None:
-        if self._loop.phase is Phase.FORWARD:
-            self._listeners.enter(Phase.BACKWARD)
+        self._seams.watch(output)
 
 
 def _run_nothing(position: Position, num_microbatches: int) -> None:

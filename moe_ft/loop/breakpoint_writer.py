@@ -73,12 +73,9 @@ class BreakpointWriter:
         self._write("the end of training", can_step=False, may_hang=False)
 
     def on_repair(self, iteration: int) -> None:
-        """Write because another rank has died and is replaced: this one has left its iteration.
+        """Write because another rank has died and is replaced: this one has left the given iteration.
 
         Its groups have ended, and stay: nothing is aborted.
-
-        Args:
-            iteration: that was broken off.
         """
         if self._breakpoints is None:
             return

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, override
 
 import torch.distributed as dist
 
@@ -28,9 +28,9 @@ from moe_ft.loop.listeners import (
     LoopState,
 )
 from moe_ft.loop.local_processes import JobProcesses, meet_processes
+from moe_ft.loop.progress import Scalars
 from moe_ft.loop.resumption import Resumption, continuation_of, recovery_fields
 from moe_ft.loop.routers import Routers
-from moe_ft.loop.scalars import Scalars
 from moe_ft.loop.state_seam import StateSeam
 from moe_ft.loop.training_loop import LoopParts, TrainingLoop
 from moe_ft.recovery.checkpointing import Checkpointing, Outcome
@@ -142,16 +142,13 @@ class Checkpoints(LoopListener):
             self._write_recovery(self._running.outcome, 0)
             self._loop.grad_norm = self._resumption.grad_norm
 
+    @override
     def begin_training(self, parts: LoopParts) -> None:
-        """Set the position in the data."""
         if self._resumption is not None:
             self._resumption.begin_training(parts)
 
     def replay_if_due(self, forward_backward: Callable[..., Any] | None = None) -> None:
-        """Run iterations again that lead to the recovered state; only now has the loop configured the model.
-
-        Called by all ranks.
-        """
+        """Run iterations again that lead to the recovered state: now the loop has configured the model."""
         running, resumption = self._running, self._resumption
         if running is None or resumption is None or not resumption.is_due:
             return
@@ -295,8 +292,8 @@ class Checkpoints(LoopListener):
             where = "recovery" if is_setup else f"iteration {loop.iteration}"
             self._running.note_failure(where, error)
 
+    @override
     def close(self) -> None:
-        """End checkpointing, if it has started."""
         if self._running is not None:
             self._running.close(removes_memory=self._is_over)
 

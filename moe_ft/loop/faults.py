@@ -1,6 +1,6 @@
 """Faults of --moe-ft-inject-fault, which a rank inflicts on itself, each once per event log.
 
-Names and parsing are moe_ft/faults.py. The seams in hooks.py say which phase the rank is in.
+Names and parsing are moe_ft/faults.py.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, override
 
 import torch.distributed as dist
 
@@ -24,12 +24,7 @@ from moe_ft.loop.local_processes import meet_processes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """Parts of this node that are lost with its power.
-
-    Attributes:
-        pids: of its ranks.
-        directory: its memory of the job.
-    """
+    """Parts of this node that are lost with its power: its ranks, and its memory of the job."""
 
     pids: tuple[int, ...]
     directory: Path
@@ -51,15 +46,11 @@ class Faults(LoopListener):
             self._pids = meet_processes().pids
 
     def set_node(self, find_node: Callable[[], Node]) -> None:
-        """Set how a fault of kind lose-node finds what to destroy.
-
-        Args:
-            find_node: called when such a fault fires; the node's ranks are not known before they have met.
-        """
+        """Set what a fault of kind lose-node calls: only ranks that have met know what to destroy."""
         self._find_node = find_node
 
+    @override
     def waits_for(self, iteration: int, phase: Phase) -> bool:
-        """Return whether a fault waits for this rank at this phase of this iteration."""
         return any(fault.is_due(iteration, phase) for fault in self._faults)
 
     def enter_phase(self, iteration: int, phase: Phase) -> None:

@@ -1,7 +1,7 @@
 """Listeners of the training loop, and the order in which they are called.
 
-hooks.py calls `Listeners` at the seams of Megatron's loop. At each seam the listeners are called in the order
-of their list; `close` goes through it backwards. The seams of a run, in their order:
+A driver of a training loop calls `Listeners` at its seams. At each seam the listeners are called in the
+order of their list; `close` goes through it backwards. The seams of a run, in their order:
 
     start, before_setup, after_setup, after_recovery, begin_training, replay_if_due
     each batch: replay_if_due, before_batch, and unless the batch is skipped
@@ -9,10 +9,8 @@ of their list; `close` goes through it backwards. The seams of a run, in their o
         after_iteration; an optimizer that does not step leaves out both updates
     end_training, after_training, end or failed, close
 
-A repair in place (repair/) calls suspend, after_setup, after_recovery and begin_training again in between.
-
-`enter_phase` is called between them, as the iteration passes through its phases. The listeners themselves
-are in watch/.
+A repair in place calls suspend, after_setup, after_recovery and begin_training again in between. Between
+them, `enter_phase` is called as the iteration passes through its phases.
 """
 
 import time
@@ -37,13 +35,10 @@ class LoopState:
     Owned by the training thread. The thread that reports a SIGTERM reads it.
 
     Attributes:
-        iteration, phase: where the loop is now.
-        is_in_iteration: whether an iteration has begun and not ended.
         is_torn: whether the weights and moments of this rank are a mixture of two iterations.
         is_replaying: whether an iteration of a recovered window is running again.
         num_tokens: of the batch, with --calculate-per-token-loss.
-        grad_norm: of this iteration as clipping used it; None if nothing was clipped, because gradients
-            were not finite.
+        grad_norm: as clipping used it; None if gradients were not finite.
         stall_s: how long training has stood still for checkpoints since the last `after_iteration`.
         is_saved: False if training has ended and its last state should be on storage, but is not.
         most_iteration: the latest that may be recovered, in a repair; None for any.
@@ -73,8 +68,7 @@ class EndedIteration:
         iteration: of the state that it made.
         losses: on the last stage the loss by name, elsewhere empty.
         is_skipped: whether the optimizer did not step because of infinite gradients.
-        num_samples: of its global batch; Megatron's counters do not include them yet.
-        seconds: from the beginning of the iteration to its end.
+        num_samples: of its global batch; the loop's counters do not include them yet.
     """
 
     iteration: int
@@ -92,10 +86,7 @@ class Repair:
         number: of the round, from 1.
         iteration: that was broken off, and is finished now.
         recovered: the iteration that was recovered, from which training was run again.
-        dead: ranks that were replaced.
         hung_s: by rank, of those that were killed because they hung: for how long.
-        is_replacement: whether this process has replaced one.
-        phases_s: seconds by phase.
     """
 
     number: int
@@ -111,7 +102,7 @@ class LoopListener:
     """Base of what acts at the seams of the loop. Does nothing by default."""
 
     def start(self) -> None:
-        """Prepare for the run; Megatron is not initialized yet."""
+        """Act before Megatron is initialized."""
 
     def before_setup(self) -> None:
         """Act before model and optimizer are built, and before --load is read."""
@@ -167,13 +158,7 @@ class LoopListener:
         """Report the iteration, when all listeners have acted on its state."""
 
     def suspend(self, iteration: int) -> None:
-        """Keep the state, and release what an iteration that was broken off and its groups leave.
-
-        `after_setup` comes next.
-
-        Args:
-            iteration: that was broken off.
-        """
+        """Keep the state, and release what a broken iteration leaves; `after_setup` comes next."""
 
     def after_repair(self, repair: Repair) -> None:
         """Report a repair: the iteration that was broken off is finished."""
@@ -185,12 +170,7 @@ class LoopListener:
         """Report the last state, when all listeners have acted on it."""
 
     def end(self, reason: str, exit_code: int) -> None:
-        """Act on the end of `pretrain`, after its last checkpoint and evaluation.
-
-        Args:
-            reason: for the event log.
-            exit_code: if it is not 0, the job is to be started again.
-        """
+        """Act on the end of the program; if the code is not 0, the job is to be started again."""
 
     def failed(self, error: Exception) -> None:
         """Act on an exception that ends training."""
@@ -221,12 +201,7 @@ class Listeners:
             each.before_setup()
 
     def after_setup(self, built: Built, iteration: int) -> None:
-        """Note that model and optimizer exist; recover. Called by all ranks.
-
-        Args:
-            built: model, optimizer and scheduler.
-            iteration: where the loop would begin without a recovery.
-        """
+        """Recover; without a recovery the loop begins at the given iteration. Called by all ranks."""
         self.loop.iteration = iteration
         for each in self._listeners:
             each.after_setup(built)
@@ -239,7 +214,7 @@ class Listeners:
             each.begin_training(parts)
 
     def replay_if_due(self, forward_backward: Callable[..., Any] | None = None) -> None:
-        """Replay a recovered window; see `LoopListener.replay_if_due`. Called by all ranks."""
+        """Replay what was recovered; see `LoopListener.replay_if_due`. Called by all ranks."""
         for each in self._listeners:
             each.replay_if_due(forward_backward)
 

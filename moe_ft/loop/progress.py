@@ -1,12 +1,16 @@
-"""Progress of a run in the event log: its start, its iterations, its end, and the phases between."""
+"""Reports of a run: events, digests of its state, and numbers for the writers of its loop.
+
+The events are its start, its iterations and its end; a record that is overwritten has the phases between.
+"""
 
 import os
 import socket
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
 from moe_ft.events import EventLog, last_incarnation, read_progress
 from moe_ft.faults import Phase
 from moe_ft.loop.listeners import (
@@ -18,6 +22,7 @@ from moe_ft.loop.listeners import (
 )
 from moe_ft.loop.training_loop import TrainingLoop
 from moe_ft.saying import say
+from moe_ft.state.digest import digest_state
 
 
 class Progress(LoopListener):
@@ -129,3 +134,63 @@ class Progress(LoopListener):
     def close(self) -> None:
         """Close the event log."""
         self._log.close()
+
+
+class Scalars(LoopListener):
+    """Numbers under moe-ft/, where the loop writes its own: TensorBoard and W&B in Megatron's.
+
+    Owned by the training thread.
+    """
+
+    def __init__(self, training: TrainingLoop, loop: LoopState) -> None:
+        self._training, self._loop = training, loop
+
+    def after_iteration(self, ended: EndedIteration) -> None:
+        """Write the times of the iteration."""
+        self.write(
+            {"iteration_s": ended.seconds, "stall_s": self._loop.stall_s}, iteration=ended.iteration
+        )
+
+    def write(self, values: Mapping[str, float], *, iteration: int) -> None:
+        """Write numbers by name."""
+        self._training.write_numbers(values, iteration=iteration)
+
+
+class Digests(LoopListener):
+    """Digests of the state, for --moe-ft-state-digest and its interval. Owned by the training thread."""
+
+    def __init__(
+        self,
+        config: ObservabilityConfig,
+        training: TrainingLoop,
+        loop: LoopState,
+        event_log: EventLog,
+    ) -> None:
+        self._config, self._training = config, training
+        self._loop, self._log = loop, event_log
+        self._built: Built | None = None
+
+    def after_setup(self, built: Built) -> None:
+        """Remember the objects that hold the state."""
+        self._built = built
+
+    def after_iteration(self, ended: EndedIteration) -> None:
+        """Digest the new state, before it is evaluated, if its iteration is due."""
+        interval = self._config.state_digest_interval
+        if interval and ended.iteration % interval == 0:
+            self._write(ended.num_samples)
+
+    def after_training(self) -> None:
+        """Digest the last state."""
+        if self._config.state_digest:
+            self._write(0)
+
+    def _write(self, num_uncounted_samples: int) -> None:
+        assert self._built is not None
+        iteration = self._loop.iteration
+        samples = self._training.sample_counters(num_uncounted_samples)
+        counters = {"iteration": iteration, **samples}
+        digest = digest_state(*self._built, counters)
+        self._log.write(
+            "state_digest", iteration, sha256=digest.sha256, sha256_all=digest.sha256_all
+        )

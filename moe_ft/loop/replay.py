@@ -34,7 +34,6 @@ class Replay:
         Args:
             conversion: the window, whose first snapshot is restored.
             parameters: all of this rank.
-            training: the loop whose iterations these are.
             note: called with the iteration before each optimizer step.
             borders: what answers for the other stages, if only some replay.
             meet_before: called with each iteration before it is run again; may call collectives of the job.

@@ -29,8 +29,6 @@ class StateSeam:
         """Prepare for an iteration; the loop's counters are set.
 
         Args:
-            training: the loop, for its counters.
-            loop: its grad_norm and num_tokens become facts.
             act: takes the facts of the state as it is now and the seconds that its iteration took; returns
                 the seconds for which training stood still.
             count_tokens: returns ``[expert]`` the tokens on this rank by MoE layer.
@@ -62,9 +60,6 @@ class StateSeam:
         """Return the facts of the iteration that runs as they will be at its end, but for the scheduler's.
 
         The optimizer has stepped. None if the loop uses the state first.
-
-        Args:
-            num_samples: of its global batch.
         """
         iteration = self._loop.iteration + 1
         if self._training.is_used(iteration):

@@ -33,7 +33,6 @@ class LoopParts:
 
     Attributes:
         model: ``[chunk]``.
-        config: of the model.
         forward_backward: runs forward and backward, with the arguments that it has in this loop.
         forward_step, data_iterator: of Megatron's loop.
     """
@@ -81,11 +80,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def job_facts(self, began_with: str) -> JobFacts:
-        """Return the facts of the job that checkpointing needs.
-
-        Args:
-            began_with: as it was before the model was built.
-        """
+        """Return the facts of the job; `began_with` was called before the model was built."""
 
     @abstractmethod
     def start_fields(self) -> dict[str, Any]:
@@ -93,11 +88,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def sample_counters(self, num_uncounted: int) -> dict[str, int]:
-        """Return the samples consumed so far, by counter.
-
-        Args:
-            num_uncounted: of an iteration that has ended and that the loop has not counted yet.
-        """
+        """Return the samples consumed so far, by counter, with those that the loop has not counted yet."""
 
     def is_used(self, iteration: int) -> bool:
         """Return whether the loop evaluates, saves or ends with a state before it continues to train."""
@@ -124,11 +115,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def counters(self, num_uncounted: int) -> LoopCounters:
-        """Return the counters of the state that an iteration has just made.
-
-        Args:
-            num_uncounted: samples of the iteration, if the loop has not counted them yet, else 0.
-        """
+        """Return those of the state that an iteration has just made, with samples not counted yet."""
 
     @abstractmethod
     def resume(self, record: Counted) -> None:
@@ -142,20 +129,11 @@ class TrainingLoop(ABC):
     def replaying(
         self, parts: LoopParts, parameters: Sequence[LocalParameter], borders: Borders | None
     ) -> AbstractContextManager[RunAgain]:
-        """Return a context in which iterations can be run again.
-
-        Args:
-            parameters: all of this rank.
-            borders: what answers for the other stages, if only some replay.
-        """
+        """Return a context in which iterations can be run again; see `Replay` for what is given."""
 
     @abstractmethod
     def open_links(self, pipeline: Any) -> None:
-        """Use the links of a pipeline once. Called by all its ranks, before some of them use it alone.
-
-        Args:
-            pipeline: group of its ranks.
-        """
+        """Use the group of a pipeline once. Called by all its ranks, before some of them use it alone."""
 
     @abstractmethod
     def recording(self, record: RecordSend) -> AbstractContextManager[None]:

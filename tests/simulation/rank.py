@@ -14,7 +14,7 @@ from typing import Any, override
 import numpy as np
 import torch
 
-from megatron.fault_tolerance.seams.optimizer_seams import OptimizerSeams
+from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from megatron.fault_tolerance.seams.patching import Patches as Seams
 from moe_ft.engine.background import Report
 from moe_ft.events import EventLog
@@ -25,8 +25,8 @@ from moe_ft.loop.breakpoint_writer import BreakpointWriter
 from moe_ft.loop.checkpoints import Checkpoints, PipelineLog
 from moe_ft.loop.faults import Faults
 from moe_ft.loop.listeners import Listeners, LoopState
+from moe_ft.loop.progress import Scalars
 from moe_ft.loop.routers import Routers
-from moe_ft.loop.scalars import Scalars
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery import meet
 from moe_ft.recovery.checkpointing import Checkpointing, Outcome
@@ -183,7 +183,8 @@ class Rank:
     def _set_up(self, seams: Seams) -> None:
         listeners, loop, model = self._listeners, self._loop, self._loop.model
         listeners.before_setup()
-        OptimizerSeams(listeners, listeners.before_step).install(model.optimizer, seams)
+        self._seams = IterationSeams(listeners, listeners.before_step)
+        self._seams.install(model.optimizer, seams)
         listeners.after_setup(model.built, 0)
         model.position = loop.consumed  # the data iterators are built
         built, optimizer, _ = model.built
@@ -225,7 +226,7 @@ class Rank:
         kernel, state = self._world.kernel, listeners.loop
         kernel.sleep(ITERATION_S * kernel.random.uniform(0.5, 1.5))
         listeners.begin_attempt()
-        listeners.enter(Phase.FORWARD)
+        self._seams.begin_forward()
         signal, grad_norm = loop.run_forward_backward()
         kernel.event("before step")
         iteration = state.iteration + 1

@@ -1,19 +1,21 @@
-"""A training loop that is not Megatron's own, as the listeners see it: its facts are given as plain values.
+"""A training loop that is not Megatron's own, as the listeners see it, and the values that it gives and gets.
 
 It uses `megatron.core` alone. checkpointer.py tells it where the loop is.
 """
 
 import argparse
+import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, override
 
 import torch.distributed as dist
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.custom.facts import Position, RunFacts
 from megatron.fault_tolerance.custom.settings import settings_of
 from megatron.fault_tolerance.seams.core_loop import CoreLoop
 from moe_ft.config.flag_table import Kind
+from moe_ft.errors import ConfigError
 from moe_ft.format.records import Counted, IterationRecord
 from moe_ft.loop.training_loop import LoopParts, state_places
 from moe_ft.planning.experts import ExpertFacts
@@ -21,18 +23,88 @@ from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.random_states import apply_rng
 from moe_ft.state.record import LoopCounters
 
+_JSON_REMEDY = "Use dicts with texts as keys, lists, texts, finite numbers, True, False and None."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """Facts about a run that no object of `megatron.core` knows. The same on all ranks.
+
+    Attributes:
+        settings: further settings that the state of the run depends on, by name, as JSON values: seed, data,
+            whatever a start must share to continue the run. State of a run that differs in one is refused.
+        train_iterations: at which training is complete.
+        samples_per_iteration: of the whole job, on average (the global batch size).
+        sequence_length: tokens of a sample.
+        replay_settings: further settings that an iteration which is run again must share, by name, as JSON
+            values, such as the size of a micro-batch. Only strategies that replay use them.
+        iteration, consumed_samples: where training begins if nothing is recovered: not at 0 if the loop has
+            loaded a checkpoint of its own before.
+        began_with: what the loop has loaded that belongs to another run, such as "--finetune /old/run"; empty
+            for nothing.
+        is_deterministic: whether an iteration that is run again computes the same bits; None for what the
+            model's `deterministic_mode` says, and on a CPU True.
+        timeout_s: timeout of the process groups, in seconds.
+    """
+
+    settings: Mapping[str, Any]
+    train_iterations: int
+    samples_per_iteration: int
+    sequence_length: int
+    replay_settings: Mapping[str, Any] = field(default_factory=dict)
+    iteration: int = 0
+    consumed_samples: int = 0
+    began_with: str = ""
+    is_deterministic: bool | None = None
+    timeout_s: float = 600.0
+
+    def check(self) -> None:
+        """Raise ConfigError if a number is out of its range or settings are no JSON values."""
+        at_least = {name: 1 for name in ("train_iterations", "samples_per_iteration")}
+        at_least |= {"sequence_length": 1, "iteration": 0, "consumed_samples": 0}
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"RunFacts.{name}={value!r} must be a whole number, at least {least}. Give one."
+                )
+        for name in ("settings", "replay_settings"):
+            copy_of_json(f"RunFacts.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """The point in a run between two iterations.
+
+    Attributes:
+        iteration: iterations that have been trained; the next one to run has this number, from 0.
+        consumed_samples: that they have read, over all ranks.
+        state: what the loop gave for itself at the end of the last one, on this rank; empty at a beginning.
+        is_recovered: whether moe_ft has brought the state of this point back.
+    """
+
+    iteration: int
+    consumed_samples: int
+    state: Mapping[str, Any] = field(default_factory=dict)
+    is_recovered: bool = False
+
+
+def copy_of_json(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of JSON values; raises ConfigError if a file would change them."""
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} cannot be kept as JSON: {error}. {_JSON_REMEDY}") from error
+    if copied != values:
+        raise ConfigError(f"{name} would not come back from JSON as it is. {_JSON_REMEDY}")
+    return copied
+
 
 class CustomLoop(CoreLoop):
     """A loop on `megatron.core`. Owned by the training thread."""
 
     def __init__(self, run: RunFacts, settings: argparse.Namespace, groups: Any) -> None:
-        """Describe a loop.
-
-        Args:
-            run: facts that the loop gives.
-            settings: result of `megatron_settings`.
-            groups: Megatron's ProcessGroupCollection.
-        """
+        """Describe a loop by its own facts and the result of `megatron_settings`."""
         self._run, self._settings, self._groups = run, settings, groups
         self._record: IterationRecord | None = None
         self._position = Position(iteration=run.iteration, consumed_samples=run.consumed_samples)
@@ -60,31 +132,31 @@ class CustomLoop(CoreLoop):
             apply_rng(self._record.rng)
 
     @property
+    @override
     def num_experts(self) -> int:
-        """`num_moe_experts` of the model."""
         return int(self._settings.num_experts)
 
     @property
+    @override
     def train_iterations(self) -> int:
-        """As given."""
         return self._run.train_iterations
 
     @property
+    @override
     def sequence_length(self) -> int:
-        """As given."""
         return self._run.sequence_length
 
     @property
+    @override
     def iteration(self) -> int:
-        """The iteration that the loop begins with, or continues from after a recovery."""
         return self._position.iteration
 
+    @override
     def began_with(self) -> str:
-        """Return what the loop has said."""
         return self._run.began_with
 
+    @override
     def job_facts(self, began_with: str) -> JobFacts:
-        """Return the facts of the job; the process groups exist."""
         run, groups = self._run, self._groups
         is_deterministic = run.is_deterministic
         if is_deterministic is None:
@@ -115,8 +187,8 @@ class CustomLoop(CoreLoop):
             timeout_s=run.timeout_s,
         )
 
+    @override
     def start_fields(self) -> dict[str, Any]:
-        """Return the layout of the job."""
         groups = self._groups
         return {
             "world_size": dist.get_world_size(),
@@ -130,34 +202,38 @@ class CustomLoop(CoreLoop):
             "train_iterations": self.train_iterations,
         }
 
+    @override
     def sample_counters(self, num_uncounted: int) -> dict[str, int]:
-        """Return the training samples; those of the last iteration are counted already."""
+        # Those of the last iteration are counted already.
         return {"consumed_train_samples": self._position.consumed_samples}
 
+    @override
     def counters(self, num_uncounted: int) -> LoopCounters:
-        """Return what the loop has given."""
         return LoopCounters(
             consumed_train_samples=self._position.consumed_samples,
             num_microbatches=self._num_microbatches,
             loop_state=dict(self._position.state),
         )
 
+    @override
     def resume(self, record: Counted) -> None:
-        """Take over the counters of a recovered state."""
         assert isinstance(record, IterationRecord)  # stages of such a loop do not recover alone
         self._record, self._position = record, _position_of(record)
         self._first_iteration = record.iteration
         self._num_microbatches = record.num_microbatches
 
+    @override
     def set_data_position(self, consumed_samples: int) -> None:
-        """Do nothing: the loop reads its data where a `Position` says."""
+        pass  # the loop reads its data where a `Position` says
 
+    @override
     def run_forward_backward(self, parts: LoopParts, before: Counted, after: Counted) -> None:
-        """Call the function that the loop has given to `recover`. Called by all ranks."""
+        # The function that the loop has given to `recover`.
         parts.forward_backward(_position_of(before), after.num_microbatches)
 
+    @override
     def write_numbers(self, numbers: Mapping[str, float], *, iteration: int) -> None:
-        """Do nothing: the event log has them."""
+        pass  # the event log has them
 
 
 def _position_of(record: Counted) -> Position:

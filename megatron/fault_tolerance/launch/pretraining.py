@@ -20,7 +20,7 @@ from megatron.fault_tolerance.launch.arguments import unread_flags
 from megatron.fault_tolerance.launch.environment import check_restarts
 from megatron.fault_tolerance.repair.installing import repairing
 from megatron.fault_tolerance.seams import hooks
-from megatron.fault_tolerance.seams.composition import listeners_for
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.settings import (
     check_model,
     checked_config,
@@ -31,6 +31,7 @@ from megatron.fault_tolerance.seams.settings import (
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.errors import ConfigError
+from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.refusing import EXIT_NOT_SAVED, refusing
 from moe_ft.saying import say
 
@@ -91,7 +92,8 @@ def _command_line() -> list[str]:
 
 def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any]) -> Any:
     """Call Megatron's `pretrain` with the seams installed, and return its result."""
-    listeners = listeners_for(config, args.rank, on_sigterm=not _waits_for_sigterm(args))
+    on_sigterm = not _waits_for_sigterm(args)
+    listeners = listeners_of(config, MegatronLoop(), args.rank, on_sigterm=on_sigterm)
     result, end = None, None
     with refusing():  # only the built model or the disks may tell
         try:

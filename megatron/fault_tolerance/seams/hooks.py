@@ -2,7 +2,7 @@
 
 `installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step` and `train` of
 megatron.training.training and `zero_grad` of the outermost optimizer, and restores the originals on exit.
-optimizer_seams.py wraps its step. listeners.py says in which order listeners are called,
+iteration_seams.py wraps its step. listeners.py says in which order listeners are called,
 validation.py which versions of Megatron fit.
 """
 
@@ -11,14 +11,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training import get_args, training
 
+from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from megatron.fault_tolerance.seams.loop_facts import samples_of_iteration
-from megatron.fault_tolerance.seams.optimizer_seams import OptimizerSeams
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.faults import Phase
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.loop.training_loop import LoopParts
 
@@ -63,15 +61,14 @@ class _Seams:
     ) -> None:
         self._listeners, self._loop, self._patches = listeners, listeners.loop, patches
         self._after_setup = after_setup
+        self._iteration = IterationSeams(listeners, listeners.before_step)
 
     def set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._listeners.before_setup()
         model, optimizer, scheduler = original(*args, **kwargs)
         if optimizer is not None:  # --skip-train builds none
             self._patches.wrap(optimizer, "zero_grad", self._zero_grad)
-            OptimizerSeams(self._listeners, self._listeners.before_step).install(
-                optimizer, self._patches
-            )
+            self._iteration.install(optimizer, self._patches)
         self._after_setup((model, optimizer, scheduler), get_args().iteration)
         return model, optimizer, scheduler
 
@@ -120,20 +117,10 @@ class _Seams:
         return result
 
     def _forward(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """Note when forward and backward of an iteration begin."""
-        if self._loop.phase in (Phase.SETUP, Phase.BETWEEN):
-            self._listeners.enter(Phase.FORWARD)
+        self._iteration.begin_forward()
         output, loss_function = original(*args, **kwargs)
-        # The schedule decides which micro-batch and chunk goes backward first. The hook changes no value:
-        # it returns None.
-        may_be_first = self._loop.phase is Phase.FORWARD and isinstance(output, torch.Tensor)
-        if may_be_first and output.requires_grad:
-            output.register_hook(self._begin_backward)
+        self._iteration.watch(output)
         return output, loss_function
-
-    def _begin_backward(self, _: torch.Tensor) -> None:
-        if self._loop.phase is Phase.FORWARD:
-            self._listeners.enter(Phase.BACKWARD)
 
     @contextmanager
     def _noting_num_tokens(self, config: Any) -> Iterator[None]:

@@ -5,7 +5,7 @@ is loop_facts.py.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, override
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
@@ -25,36 +25,36 @@ class MegatronLoop(CoreLoop):
     """The loop whose arguments `megatron.training.get_args` returns."""
 
     @property
+    @override
     def num_experts(self) -> int:
-        """--num-experts."""
         return int(get_args().num_experts or 0)
 
     @property
+    @override
     def train_iterations(self) -> int | None:
-        """--train-iters, which Megatron also derives from --train-samples."""
         iterations: int | None = get_args().train_iters
         return iterations
 
     @property
+    @override
     def sequence_length(self) -> int:
-        """--seq-length."""
         return int(get_args().seq_length)
 
     @property
+    @override
     def iteration(self) -> int:
-        """The iteration that Megatron has loaded, or `resume` has set."""
         return int(get_args().iteration)
 
+    @override
     def began_with(self) -> str:
-        """Return the flags that begin a run from the weights of another."""
         return loop_facts.began_with(get_args())
 
+    @override
     def job_facts(self, began_with: str) -> JobFacts:
-        """Return the facts of the job."""
         return loop_facts.job_facts(get_args(), began_with)
 
+    @override
     def start_fields(self) -> dict[str, Any]:
-        """Return the layout of the job."""
         args = get_args()
         return {
             "world_size": args.world_size,
@@ -68,50 +68,50 @@ class MegatronLoop(CoreLoop):
             "train_iterations": args.train_iters,
         }
 
+    @override
     def sample_counters(self, num_uncounted: int) -> dict[str, int]:
-        """Return the samples of training and validation."""
         args = get_args()
         return {
             "consumed_train_samples": args.consumed_train_samples + num_uncounted,
             "consumed_valid_samples": args.consumed_valid_samples,
         }
 
+    @override
     def is_used(self, iteration: int) -> bool:
-        """Return whether an interval of evaluations, saves or exits names the iteration."""
         args = get_args()
         is_saved_or_last = loop_facts.is_saved_or_last(args, iteration)
         return is_saved_or_last or loop_facts.is_evaluated(args, iteration)
 
+    @override
     def is_logged(self, iteration: int) -> bool:
-        """Return whether --log-interval names the iteration."""
         return bool(iteration % get_args().log_interval == 0)
 
+    @override
     def samples_ahead(self) -> int:
-        """Return the samples that the whole job reads in the current iteration."""
         return loop_facts.samples_of_iteration(get_args())
 
+    @override
     def num_operations_so_far(self) -> float:
-        """Return Megatron's count."""
         return float(get_args().num_floating_point_operations_so_far)
 
+    @override
     def num_operations_of(self, num_samples: int) -> float:
-        """Return the operations of one batch, as Megatron counts them."""
         return float(num_floating_point_operations(get_args(), num_samples))
 
+    @override
     def counters(self, num_uncounted: int) -> LoopCounters:
-        """Return Megatron's counters."""
         return loop_facts.counters(get_args(), num_uncounted)
 
+    @override
     def resume(self, record: Counted) -> None:
-        """Set Megatron's counters, before the data iterators are built from them."""
         loop_facts.resume(get_args(), record)
 
+    @override
     def set_data_position(self, consumed_samples: int) -> None:
-        """Set Megatron's counter of training samples."""
         get_args().consumed_train_samples = consumed_samples
 
+    @override
     def run_forward_backward(self, parts: LoopParts, before: Counted, after: Counted) -> None:
-        """Run Megatron's schedule, with the arguments of its train_step. Called by all ranks."""
         args = get_args()
         update_num_microbatches(before.consumed_train_samples, consistency_check=False)
         if get_num_microbatches() != after.num_microbatches:
@@ -135,8 +135,8 @@ class MegatronLoop(CoreLoop):
                 forward_only=False,
             )
 
+    @override
     def write_numbers(self, numbers: Mapping[str, float], *, iteration: int) -> None:
-        """Write to the TensorBoard and W&B writers of Megatron, on the rank that has them."""
         scalars = {f"moe-ft/{name}": value for name, value in numbers.items()}
         board, wandb = get_tensorboard_writer(), get_wandb_writer()
         if board:

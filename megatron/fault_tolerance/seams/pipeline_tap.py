@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.format.boundary import Direction
+from moe_ft.loop.training_loop import RecordSend
 
-Record = Callable[[int, Direction, torch.Tensor], None]
 _Communicate = Callable[..., Any]
 
 
@@ -35,13 +35,8 @@ def open_links(group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def recording(record: Record) -> Iterator[None]:
-    """Have every tensor recorded that this process sends to another pipeline stage.
-
-    Args:
-        record: gets the global rank of the receiver, the direction and the tensor, before it is sent.
-            Afterwards the schedule may free the tensor.
-    """
+def recording(record: RecordSend) -> Iterator[None]:
+    """Have every tensor recorded that this process sends to another pipeline stage."""
 
     def communicate(original: _Communicate, link: P2PCommunicator, **given: Any) -> Any:
         for name, neighbour, direction in _sends(link):

@@ -76,11 +76,7 @@ def replaying(
     parameters: Sequence[LocalParameter],
     borders: Borders | None,
 ) -> Iterator[RunAgain]:
-    """Run iterations again; see `TrainingLoop.replaying`.
-
-    Args:
-        run_forward_backward: see `CoreLoop`.
-    """
+    """Run iterations again; see `TrainingLoop.replaying` and `CoreLoop.run_forward_backward`."""
     tp_size = loop.config.tensor_model_parallel_size
     freezing = Freezing(parameters, tp_size=tp_size, is_possible=can_freeze(loop.config))
 
@@ -196,14 +192,7 @@ def _ddp_configs(loop: LoopParts) -> Iterator[Any]:
 def answering(
     optimizer: Any, config: Any, numbers: JobNumbers, ranks: frozenset[int]
 ) -> Iterator[None]:
-    """Have an iteration answered that some ranks run again alone.
-
-    Args:
-        optimizer: Megatron's outermost.
-        config: of the model.
-        numbers: of the state that the iteration ends with.
-        ranks: that run the iteration together.
-    """
+    """Have an iteration answered that some ranks run again alone; the numbers are of the state at its end."""
     answers = _Answers(optimizer, numbers, ranks)
     with Patches() as patches:
         for name in _COLLECTIVES:

@@ -1,4 +1,4 @@
-"""A custom loop is where it says that it is, or where a recovery has put it."""
+"""A custom loop is where it says that it is, or where a recovery has put it; its facts are checked."""
 
 from argparse import Namespace
 from typing import Any
@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from megatron.fault_tolerance.custom.facts import Position, RunFacts
-from megatron.fault_tolerance.custom.loop import CustomLoop
+from megatron.fault_tolerance.custom.loop import CustomLoop, Position, RunFacts, copy_of_json
+from moe_ft.errors import ConfigError
 from moe_ft.loop.training_loop import LoopParts
 from tests.unit.moe_ft.builders import make_record
 
@@ -99,7 +99,9 @@ def test_facts_of_the_job_hold_the_settings_of_model_and_loop(job: CustomLoop) -
     assert expected.items() <= facts.fingerprint.items()
     assert {"--hidden-dropout": 0.1, "micro_batch": 2}.items() <= facts.replay_settings.items()
     assert (facts.rank, facts.world_size, facts.stage, facts.iteration) == (1, 2, 0, 3)
-    assert (facts.places.dp.rank, facts.places.dp.size) == (1, 2)
+    places = facts.places
+    found = [(each.rank, each.size) for each in (places.dp, places.expt_dp, places.tp)]
+    assert (found, places.expt_tp.rank) == ([(1, 2), (0, 1), (0, 1)], 0)
     assert facts.timeout_s == 600
 
 
@@ -127,3 +129,63 @@ def test_start_names_the_layout(job: CustomLoop) -> None:
     fields = job.start_fields()
     assert (fields["dp"], fields["ep"], fields["world_size"]) == (2, 2, 2)
     assert (fields["seq_length"], fields["num_experts"], fields["train_iterations"]) == (32, 4, 10)
+
+
+def facts(**changes: Any) -> RunFacts:
+    numbers = {"train_iterations": 9, "samples_per_iteration": 4, "sequence_length": 32}
+    return RunFacts(**{"settings": {"seed": 1}, **numbers, **changes})
+
+
+def test_facts_of_an_ordinary_run_are_accepted() -> None:
+    facts(iteration=3, consumed_samples=12, replay_settings={"dropout": 0.5}).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("train_iterations", 0, 1),
+        ("samples_per_iteration", 1.5, 1),
+        ("sequence_length", True, 1),
+        ("iteration", -1, 0),
+        ("consumed_samples", None, 0),
+    ],
+)
+def test_number_out_of_its_range_is_refused(name: str, value: Any, least: int) -> None:
+    with pytest.raises(ConfigError, match=f"RunFacts.{name}={value} must be .* at least {least}"):
+        facts(**{name: value}).check()
+
+
+@pytest.mark.parametrize("name", ["settings", "replay_settings"])
+def test_settings_that_no_file_can_hold_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"RunFacts.{name} cannot be kept as JSON: Object of"):
+        facts(**{name: {"data": {1, 2}}}).check()
+
+
+def test_copy_shares_nothing_with_the_original() -> None:
+    values = {"epoch": 1, "shards": ["a", None, True], "rates": {"x": 0.5}}
+    copied = copy_of_json("state", values)
+    assert copied == values
+    values["shards"].append("b")  # type: ignore[union-attr, attr-defined]
+    assert copied["shards"] == ["a", None, True]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"tuple": (1, 2)}, {1: "a"}],
+)
+def test_values_that_would_change_are_refused(values: Any) -> None:
+    with pytest.raises(ConfigError, match="state would not come back from JSON as it is. Use"):
+        copy_of_json("state", values)
+
+
+@pytest.mark.parametrize("value", [float("nan"), object(), b"bytes"])
+def test_values_that_json_lacks_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="state cannot be kept as JSON: "):
+        copy_of_json("state", {"value": value})
+
+
+def test_loop_that_says_nothing_has_no_evaluation_operations_or_other_run() -> None:
+    loop = loop_of()
+    assert not any(loop.is_used(iteration) or loop.is_logged(iteration) for iteration in range(10))
+    assert loop.num_operations_so_far() == loop.num_operations_of(8) == 0.0
+    assert loop.began_with() == ""

@@ -1,7 +1,7 @@
 """Seams call the listeners as Megatron's loop runs, and are removed at the end."""
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from moe_ft.loop.training_loop import LoopParts
 SEAMS = ("setup_model_and_optimizer", "train_step", "dummy_train_step", "train")
 
 
-class Recorder(LoopListener):
+class _Recorder(LoopListener):
     """A listener that notes the seams it passes."""
 
     def __init__(self, loop: LoopState) -> None:
@@ -25,43 +25,39 @@ class Recorder(LoopListener):
         self.waits_in: Phase | None = None
 
     def after_setup(self, built: Built) -> None:
-        """Note it."""
         self.seams.append(f"setup {self.loop.iteration}")
 
     def begin_training(self, parts: LoopParts) -> None:
-        """Note it."""
         self.seams.append(f"train {parts.data_iterator}")
 
     def before_batch(self) -> None:
-        """Note it."""
         self.seams.append("batch")
 
     def begin_iteration(self) -> None:
-        """Note it."""
         self.seams.append(f"iteration {self.loop.iteration}")
 
     def begin_attempt(self) -> None:
-        """Note it."""
         self.seams.append("attempt")
 
     def waits_for(self, iteration: int, phase: Phase) -> bool:
-        """Wait for the phase that the test names."""
         return phase is self.waits_in
 
     def enter_phase(self, iteration: int, phase: Phase) -> None:
-        """Note it, and whether the state is torn."""
         self.seams.append(f"{phase}{' torn' * self.loop.is_torn}")
 
+    def begin_update(self) -> None:
+        self.seams.append("update")
+
+    def end_update(self) -> None:
+        self.seams.append("end of update")
+
     def end_training(self) -> None:
-        """Note it."""
         self.seams.append("end of training")
 
     def end(self, reason: str, exit_code: int) -> None:
-        """Note it."""
         self.seams.append(f"{reason}, {exit_code}")
 
     def failed(self, error: Exception) -> None:
-        """Note it."""
         self.seams.append(type(error).__name__)
 
 
@@ -70,10 +66,10 @@ class Program:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loop = LoopState()
-        self.recorder = Recorder(self.loop)
+        self.recorder = _Recorder(self.loop)
         self.listeners = Listeners(self.loop, [self.recorder])
         self.weight = torch.nn.Parameter(torch.ones(1))
-        self.optimizer = Optimizer(self.weight)
+        self.optimizer = _Optimizer(self.weight)
         self.config = Namespace(calculate_per_token_loss=True, finalize_model_grads_func=_finalize)
         self.num_attempts, self.should_exit = 1, False
         built: Built = ([], self.optimizer, None)
@@ -121,25 +117,24 @@ def _finalize(model: Any, num_tokens: torch.Tensor) -> None:
     num_tokens += 100  # of the other ranks, in place
 
 
-class Optimizer:
+class _Optimizer:
     """As much of Megatron's outermost optimizer as the seams use, around one of torch's."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         self.optimizer = torch.optim.SGD([weight], lr=0.5)
         self.chained_optimizers = [self]
+        self.gather: Callable[[], None] = lambda: None
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
         self.optimizer.zero_grad()
 
     def get_grad_norm(self) -> float:
-        """Return a norm."""
         return 1.25
 
     def step_with_ready_grads(self) -> bool:
-        """Step, then copy the masters."""
         self.optimizer.step()
         self._copy_main_params_to_model_params()
+        self.gather()
         return True
 
     def _copy_main_params_to_model_params(self) -> None: ...
@@ -173,7 +168,8 @@ def test_seams_of_a_run_are_passed_in_their_order(program: Program) -> None:
     assert program.recorder.seams == [
         *("setup 2", "train data"),
         *("batch", "batch", "iteration 3"),
-        *("attempt", "forward", "backward", "before-step", "after-step", "between"),
+        *("attempt", "forward", "backward", "before-step", "update", "end of update"),
+        *("after-step", "between"),
         *("end of training", "finished, 0"),
     ]
 
@@ -206,6 +202,20 @@ def test_inner_step_is_noticed_only_where_something_waits_there(program: Program
     noticed = [each for each in program.recorder.seams if each.startswith("in-step")]
     assert noticed == ["in-step torn"]
     assert not program.loop.is_torn
+
+
+def test_update_has_ended_before_the_gather_of_weights_in_which_the_rank_may_hang(
+    program: Program,
+) -> None:
+    at_gather: list[str] = []
+    program.optimizer.gather = lambda: at_gather.extend(program.recorder.seams[-2:])
+    with hooks.installed(program.listeners):
+        program.setup()
+        program.optimizer._copy_main_params_to_model_params()  # outside of a step
+        assert "end of update" not in program.recorder.seams
+        program.run_iteration(0)
+    assert at_gather == ["update", "end of update"]
+    assert program.recorder.seams.count("end of update") == 1
 
 
 def test_tokens_and_norm_of_the_iteration_are_noted_as_megatron_uses_them(program: Program) -> None:

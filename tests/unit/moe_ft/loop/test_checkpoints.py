@@ -19,8 +19,8 @@ from moe_ft.loop.breakpoint_writer import BreakpointWriter
 from moe_ft.loop.checkpoints import Checkpoints
 from moe_ft.loop.faults import Faults
 from moe_ft.loop.listeners import Listeners, LoopState
+from moe_ft.loop.progress import Scalars
 from moe_ft.loop.routers import Routers
-from moe_ft.loop.scalars import Scalars
 from moe_ft.planning.recovery import Tier
 from moe_ft.recovery.checkpointing import Outcome
 from moe_ft.strategies.partial.strategy import PartialLoss

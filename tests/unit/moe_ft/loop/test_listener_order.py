@@ -8,13 +8,11 @@ from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
 from moe_ft.faults import Phase
 from moe_ft.loop.checkpoints import Checkpoints, PipelineLog
-from moe_ft.loop.digests import Digests
 from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.faults import Faults
 from moe_ft.loop.listener_order import listeners_of
-from moe_ft.loop.progress import Progress
+from moe_ft.loop.progress import Digests, Progress, Scalars
 from moe_ft.loop.routers import Routers
-from moe_ft.loop.scalars import Scalars
 
 ALL = (Progress, Faults, Scalars, Routers, Digests, PipelineLog, Checkpoints, FailureReport)
 

@@ -11,10 +11,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.engine.boundary.reading import open_log
 from moe_ft.loop.checkpoints import PipelineLog
 from moe_ft.loop.listeners import LoopState
-from moe_ft.state.record import CapturedNumbers, IterationFacts, LoopCounters
 from tests.unit.fault_tolerance.loops import ended
 from tests.unit.moe_ft.engine.boundary.logs import NEXT, PREVIOUS, SmallLog, small_log
 
@@ -41,33 +39,13 @@ def link() -> Iterator[P2PCommunicator]:
         yield found
 
 
-def listener_of(
-    log: SmallLog | None, loop: LoopState, numbers: CapturedNumbers | None = None
-) -> PipelineLog:
+def listener_of(log: SmallLog | None, loop: LoopState) -> PipelineLog:
     checkpoints: Any = Namespace(
-        boundary_log=None if log is None else log.log, last_numbers=lambda: numbers
+        boundary_log=None if log is None else log.log, last_numbers=lambda: None
     )
     listener = PipelineLog(checkpoints, MegatronLoop(), loop)
     listener.after_recovery()
     return listener
-
-
-def numbers_of(iteration: int) -> CapturedNumbers:
-    counters = LoopCounters(
-        consumed_train_samples=8 * iteration,
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
-        num_microbatches=2,
-    )
-    facts = IterationFacts(
-        iteration=iteration,
-        grad_norm=1.5,
-        num_tokens=None,
-        num_floating_point_operations=1e15,
-        tokens_per_expert={},
-        counters=counters,
-    )
-    return CapturedNumbers(facts=facts, grad_norms_by_group={}, num_tokens=None, found_inf=())
 
 
 def send(link: P2PCommunicator) -> None:
@@ -113,30 +91,6 @@ def test_log_is_committed_before_the_step_in_which_the_rank_may_die(
     listener.close()
 
 
-def test_numbers_of_the_state_before_an_iteration_are_kept_with_its_log(
-    log: SmallLog, link: P2PCommunicator
-) -> None:
-    loop = LoopState(iteration=3, is_in_iteration=True)
-    numbers = numbers_of(3)
-    listener = listener_of(log, loop, numbers)
-    listener.begin_attempt()
-    send(link)
-    listener.before_step()
-    log.worker.work()
-    found, problems = open_log(log.directory)
-    assert not problems
-    assert found[3].index.numbers == numbers.encode()
-    listener.close()
-
-
-def test_links_are_left_as_they_were(log: SmallLog, link: P2PCommunicator) -> None:
-    before = P2PCommunicator._communicate
-    listener = listener_of(log, LoopState())
-    assert P2PCommunicator._communicate is not before
-    listener.close()
-    assert P2PCommunicator._communicate is before
-
-
 def test_log_after_a_repair_takes_the_place_of_the_one_before(
     log: SmallLog, link: P2PCommunicator
 ) -> None:
@@ -155,13 +109,3 @@ def test_log_after_a_repair_takes_the_place_of_the_one_before(
     assert slot.index_path.read_text().count('"neighbour":') == 1
     listener.close()
     assert P2PCommunicator._communicate is before
-
-
-def test_nothing_is_wrapped_without_a_log() -> None:
-    before = P2PCommunicator._communicate
-    loop = LoopState(is_in_iteration=True)
-    listener = listener_of(None, loop)
-    listener.begin_attempt()
-    listener.end_iteration(ended())
-    assert P2PCommunicator._communicate is before
-    listener.close()

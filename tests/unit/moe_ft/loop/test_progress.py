@@ -1,19 +1,24 @@
-"""Progress is in the event log with all its fields, under one incarnation on all ranks."""
+"""Events, digests and numbers of a run have all their fields, and one incarnation on all ranks."""
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.training import global_vars
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
 from moe_ft.events import EventLog, read_progress
 from moe_ft.faults import Phase
-from moe_ft.loop.listeners import LoopState, Repair
-from moe_ft.loop.progress import Progress
+from moe_ft.loop.listeners import Built, LoopState, Repair
+from moe_ft.loop.progress import Digests, Progress, Scalars
+from moe_ft.state.digest import digest_state
 from tests.harness import events, run_ranks
 from tests.unit.fault_tolerance.loops import ended, events_in, last_event
 
@@ -232,3 +237,99 @@ def open_logs(folder: str) -> None:
 def test_all_ranks_have_the_same_incarnation(tmp_path: Path) -> None:
     run_ranks(open_logs, 2, str(tmp_path), log_dir=tmp_path).check()
     assert [events(tmp_path, rank, "opened")[0]["incarnation"] for rank in (0, 1)] == [7, 7]
+
+
+def test_times_of_an_iteration_are_in_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = SummaryWriter(str(tmp_path))
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)
+    Scalars(MegatronLoop(), LoopState(stall_s=0.25)).after_iteration(ended(6))
+    board.close()
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert {
+        name: [(each.step, each.value) for each in found.Scalars(name)]
+        for name in found.Tags()["scalars"]
+    } == {"moe-ft/iteration_s": [(6, 2.0)], "moe-ft/stall_s": [(6, 0.25)]}
+
+
+def test_numbers_of_one_moment_are_one_line_in_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[tuple[object, ...]] = []
+    writer = type("Wandb", (), {"log": lambda self, *line: lines.append(line)})()
+    monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", writer)
+    Scalars(MegatronLoop(), LoopState()).write({"plt": 0.5, "lost_tokens": 7}, iteration=8)
+    assert lines == [({"moe-ft/plt": 0.5, "moe-ft/lost_tokens": 7}, 8)]
+
+
+def test_rank_without_writers_writes_nothing() -> None:
+    Scalars(MegatronLoop(), LoopState()).write({"plt": 0.5}, iteration=8)
+
+
+EVERY = ObservabilityConfig(event_log="somewhere", state_digest_interval=3)
+LAST = ObservabilityConfig(event_log="somewhere", state_digest=True)
+
+
+class Scheduler:
+    """As much of Megatron's as a digest reads."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+        return {"num_steps": 12}
+
+
+class Optimizer:
+    """As much of Megatron's as a digest reads."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        self.optimizer = torch.optim.SGD([weight], lr=0.5)
+        self.chained_optimizers = [self]
+        self.grad_scaler = None
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Built:
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)  # without a GPU
+    model = torch.nn.Linear(2, 2)
+    return [model], Optimizer(model.weight), Scheduler()
+
+
+def digests_of(config: ObservabilityConfig, log: EventLog, built: Built) -> Digests:
+    digests = Digests(config, MegatronLoop(), LoopState(iteration=6), log)
+    digests.after_setup(built)
+    return digests
+
+
+def test_digest_of_an_iteration_counts_the_samples_that_megatron_will_add(
+    event_log: EventLog, built: Built, loop_args: Namespace
+) -> None:
+    loop_args.consumed_train_samples, loop_args.consumed_valid_samples = 40, 4
+    digests_of(EVERY, event_log, built).after_iteration(ended(6))
+    counters = {"iteration": 6, "consumed_train_samples": 48, "consumed_valid_samples": 4}
+    expected = digest_state(*built, counters)
+    assert last_event(event_log) == {
+        "event": "state_digest",
+        "iteration": 6,
+        "sha256": expected.sha256,
+        "sha256_all": expected.sha256_all,
+    }
+
+
+def test_digest_of_the_end_equals_that_of_the_last_iteration(
+    event_log: EventLog, built: Built, loop_args: Namespace
+) -> None:
+    loop_args.consumed_train_samples = 40
+    digests_of(EVERY, event_log, built).after_iteration(ended(6))
+    loop_args.consumed_train_samples = 48
+    digests_of(LAST, event_log, built).after_training()
+    first, second = events_in(event_log)
+    assert first["sha256_all"] == second["sha256_all"]
+
+
+def test_other_iterations_have_no_digest(
+    event_log: EventLog, built: Built, loop_args: Namespace
+) -> None:
+    digests = digests_of(EVERY, event_log, built)
+    digests.after_iteration(ended(5))
+    digests.after_training()
+    digests_of(LAST, event_log, built).after_iteration(ended(6))
+    assert events_in(event_log) == []

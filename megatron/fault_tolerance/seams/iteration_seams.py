@@ -1,13 +1,15 @@
-"""Seams in the optimizer step: wrapped methods of Megatron's outermost optimizer, for any training loop.
+"""Seams in an iteration of any training loop: forward, backward and Megatron's optimizer step.
 
-Before `step_with_ready_grads` gradients are ready and no weight has changed. Inside it the state is torn.
-After it the state is that of the next iteration. `get_grad_norm` is watched: clipping uses a double that a
-loop may round.
+Before `step_with_ready_grads` of the outermost optimizer gradients are ready and no weight has changed.
+Inside it the state is torn. After it the state is that of the next iteration. `get_grad_norm` is watched:
+clipping uses a double that a loop may round.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.faults import Phase
@@ -17,14 +19,11 @@ from moe_ft.state.tensors import inner_optimizers
 Function = Callable[..., Any]
 
 
-class OptimizerSeams:
-    """Functions around those of the optimizer, each of which comes as the first argument.
-
-    Owned by the training thread.
-    """
+class IterationSeams:
+    """Calls listeners as an iteration passes. Owned by the training thread."""
 
     def __init__(self, listeners: Listeners, before_step: Callable[[], None]) -> None:
-        """Prepare.
+        """Prepare the seams of a run.
 
         Args:
             before_step: called before the step of every iteration that is not replayed.
@@ -32,6 +31,21 @@ class OptimizerSeams:
         self._listeners, self._loop = listeners, listeners.loop
         self._before_step = before_step
         self._inner: list[Any] = []
+
+    def begin_forward(self) -> None:
+        """Note a forward pass, of which the first one begins the iteration."""
+        if self._loop.phase in (Phase.SETUP, Phase.BETWEEN):
+            self._listeners.enter(Phase.FORWARD)
+
+    def watch(self, output: Any) -> None:
+        """Note when a forward pass goes backward; the schedule decides which one is the first."""
+        may_be_first = self._loop.phase is Phase.FORWARD and isinstance(output, torch.Tensor)
+        if may_be_first and output.requires_grad:
+            output.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _: torch.Tensor) -> None:  # returns None: the gradient stays
+        if self._loop.phase is Phase.FORWARD:
+            self._listeners.enter(Phase.BACKWARD)
 
     def install(self, optimizer: Any, patches: Patches) -> None:
         """Wrap the optimizer's functions; the patches put the originals back."""
@@ -72,7 +86,6 @@ class OptimizerSeams:
         return result
 
     def _get_grad_norm(self, original: Function) -> Any:
-        """Note the norm that clipping uses: the one that train_step returns was rounded in a reduction."""
         norm = original()
         self._loop.grad_norm = None if norm is None else float(norm)
         return norm
