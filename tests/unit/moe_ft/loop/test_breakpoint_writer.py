@@ -53,24 +53,6 @@ def test_sigterm_leaves_a_breakpoint_and_an_event(
     assert "moe_ft: rank 3 left a breakpoint of iteration 3" in capsys.readouterr().err
 
 
-def test_exception_from_a_dead_peer_leaves_one_and_a_later_sigterm_none(
-    writer: BreakpointWriter, event_log: EventLog
-) -> None:
-    writer.on_failure(RuntimeError("Connection closed by peer"))
-    writer.on_sigterm()
-    assert [line["reason"] for line in events_in(event_log)] == ["RuntimeError"]
-
-
-def test_end_of_training_on_some_ranks_only_leaves_one(
-    writer: BreakpointWriter, event_log: EventLog
-) -> None:
-    writer.on_end()
-    writer.on_sigterm()
-    (found,) = events_in(event_log)
-    assert (found["iteration"], found["reason"]) == (3, "the end of training")
-    assert found["bytes"] > 0
-
-
 def test_repair_leaves_a_breakpoint_and_the_start_after_it_can_leave_another(
     writer: BreakpointWriter, breakpoints: Breakpoints, event_log: EventLog
 ) -> None:
@@ -81,14 +63,6 @@ def test_repair_leaves_a_breakpoint_and_the_start_after_it_can_leave_another(
     writer.use(breakpoints, JobProcesses(), is_on_gpu=False)
     writer.on_repair(3)
     assert [line["reason"] for line in events_in(event_log)] == ["repair", "repair"]
-
-
-def test_repair_of_a_rank_that_was_in_its_step_leaves_none_at_once(
-    writer: BreakpointWriter, breakpoints: Breakpoints, event_log: EventLog
-) -> None:
-    breakpoints.begin_update()
-    writer.on_repair(3)
-    assert "mixture of two iterations" in last_event(event_log)["problem"]
 
 
 @pytest.mark.parametrize(("broken", "problem"), [(3, ""), (2, "the device had received all gra")])
@@ -125,14 +99,6 @@ def test_result_that_is_not_finite_leaves_none(
 ) -> None:
     writer.on_failure(RuntimeError(f"found {math.nan} in local forward loss calculation"))
     assert "not finite" in last_event(event_log)["problem"]
-
-
-def test_failure_in_a_step_leaves_none(
-    writer: BreakpointWriter, breakpoints: Breakpoints, event_log: EventLog
-) -> None:
-    breakpoints.begin_update()
-    writer.on_failure(RuntimeError("Connection closed by peer"))
-    assert "mixture of two iterations" in last_event(event_log)["problem"]
 
 
 class Leaving:
