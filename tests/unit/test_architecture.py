@@ -218,6 +218,12 @@ def test_moe_ft_does_not_import_the_training_loop() -> None:
     check_rule(wrong, "only megatron/fault_tolerance/ touches megatron.training")
 
 
+def test_the_loop_of_listeners_imports_no_megatron() -> None:
+    modules = (module for module in imports() if is_in(module, "moe_ft.loop"))
+    wrong = importers(modules, "megatron")
+    check_rule(wrong, "a training loop hands in what needs Megatron: moe_ft/loop/training_loop.py")
+
+
 def test_only_layers_that_may_communicate_import_torch_distributed() -> None:
     modules = (module for module in imports() if not is_in(module, *MAY_COMMUNICATE))
     wrong = importers(modules, "torch.distributed")
