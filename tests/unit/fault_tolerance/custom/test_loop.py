@@ -17,24 +17,22 @@ MODEL = Namespace(
 )
 
 
-class Group:
+class _Group:
     """A process group: this rank's place in it."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 
     def rank(self) -> int:
-        """Return this rank's place."""
         return self._rank
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return self._size
 
 
-ONE = Group(0, 1)
+ONE = _Group(0, 1)
 GROUPS = Namespace(
-    pp=ONE, tp=ONE, expt_tp=ONE, expt_dp=ONE, dp=Group(1, 2), dp_cp=Group(1, 2), ep=Group(1, 2)
+    pp=ONE, tp=ONE, expt_tp=ONE, expt_dp=ONE, dp=_Group(1, 2), dp_cp=_Group(1, 2), ep=_Group(1, 2)
 )
 
 

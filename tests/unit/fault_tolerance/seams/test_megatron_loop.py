@@ -22,7 +22,7 @@ def test_facts_are_those_of_the_arguments_at_the_time(loop_args: Namespace) -> N
     assert (loop.num_experts, loop.train_iterations, loop.iteration) == (0, 20, 7)
 
 
-class Schedule:
+class _Schedule:
     """Megatron's forward-backward: notes its arguments, and what the loop checks meanwhile."""
 
     def __init__(self, args: Namespace) -> None:
@@ -32,13 +32,11 @@ class Schedule:
         self.checked: list[tuple[int, bool]] = []
 
     def run(self, **options: Any) -> None:
-        """Note it."""
         self.calls.append(options)
         self.checked.append((self.args.curr_iteration, self.args.check_for_nan_in_loss_and_grad))
 
     @property
     def parts(self) -> LoopParts:
-        """Return the parts that `train` would pass."""
         return LoopParts(
             model=["chunk"],
             optimizer=None,
@@ -50,7 +48,7 @@ class Schedule:
 
 
 def test_iteration_runs_again_as_train_step_runs_it(loop_args: Namespace) -> None:
-    schedule = Schedule(loop_args)
+    schedule = _Schedule(loop_args)
     MegatronLoop().run_forward_backward(schedule.parts, make_record(3), make_record(4))
     assert schedule.calls == [
         {
@@ -69,7 +67,7 @@ def test_iteration_runs_again_as_train_step_runs_it(loop_args: Namespace) -> Non
 
 
 def test_iteration_with_another_number_of_micro_batches_is_refused(loop_args: Namespace) -> None:
-    schedule = Schedule(loop_args)
+    schedule = _Schedule(loop_args)
     assert get_num_microbatches() == 2
     after = msgspec.structs.replace(make_record(4), num_microbatches=4)
     with pytest.raises(ConfigError, match="iteration 3 had 4 micro-batches .* 2 with .*recover-f"):

@@ -23,14 +23,13 @@ SHAPE = TRAFFIC.shape
 RECEIVED = torch.full(SHAPE, 7.0)
 
 
-class Wire:
+class _Wire:
     """Stands for the network: notes what is asked of it, and answers every receive with one tensor."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
     def communicate(self, link: P2PCommunicator, **given: Any) -> Any:
-        """Do what the original does."""
         self.calls.append(given)
         requests = None if given.get("wait_on_reqs", True) else {"live": object()}
         return (
@@ -41,9 +40,9 @@ class Wire:
 
 
 @pytest.fixture
-def wire() -> Iterator[Wire]:
+def wire() -> Iterator[_Wire]:
     """Put it below the taps."""
-    found = Wire()
+    found = _Wire()
     with Patches() as patches:
 
         def communicate(link: P2PCommunicator, **given: Any) -> Any:
@@ -73,7 +72,7 @@ def player(tmp_path: Path) -> BoundaryPlayer:
     return player
 
 
-def test_sends_in_both_directions_are_recorded_before_they_are_sent(wire: Wire) -> None:
+def test_sends_in_both_directions_are_recorded_before_they_are_sent(wire: _Wire) -> None:
     link, found = link_of(0, 2), []
     forward, backward = torch.ones(1), torch.zeros(1)
 
@@ -89,7 +88,7 @@ def test_sends_in_both_directions_are_recorded_before_they_are_sent(wire: Wire) 
     assert wire.calls[0]["tensor_send_next"] is forward
 
 
-def test_receives_alone_are_not_recorded_and_nothing_is_after_the_tap(wire: Wire) -> None:
+def test_receives_alone_are_not_recorded_and_nothing_is_after_the_tap(wire: _Wire) -> None:
     link, found = link_of(0, 2), []
     with recording(lambda *sent: found.append(sent)):
         link.recv_forward(SHAPE, is_first_stage=False)
@@ -99,7 +98,7 @@ def test_receives_alone_are_not_recorded_and_nothing_is_after_the_tap(wire: Wire
     assert len(wire.calls) == 2
 
 
-def test_receives_are_played_and_sends_swallowed(wire: Wire, player: BoundaryPlayer) -> None:
+def test_receives_are_played_and_sends_swallowed(wire: _Wire, player: BoundaryPlayer) -> None:
     link = link_of(RANK, 0)
     with playing(player):
         first = link.recv_forward(SHAPE, is_first_stage=False)
@@ -110,7 +109,7 @@ def test_receives_are_played_and_sends_swallowed(wire: Wire, player: BoundaryPla
     assert not wire.calls
 
 
-def test_link_to_a_neighbour_without_a_log_stays_live(wire: Wire, player: BoundaryPlayer) -> None:
+def test_link_to_a_neighbour_without_a_log_stays_live(wire: _Wire, player: BoundaryPlayer) -> None:
     link, activation = link_of(RANK, 3), torch.ones(1)
     with playing(player):
         received, gradient = link.send_forward_backward_recv_forward_backward(
@@ -124,7 +123,7 @@ def test_link_to_a_neighbour_without_a_log_stays_live(wire: Wire, player: Bounda
 
 
 def test_overlapped_communication_gets_handles_for_all_that_it_asked_for(
-    wire: Wire, player: BoundaryPlayer
+    wire: _Wire, player: BoundaryPlayer
 ) -> None:
     with playing(player):
         received, handles = link_of(RANK, 0).send_forward_recv_forward(
@@ -142,7 +141,7 @@ def test_overlapped_communication_gets_handles_for_all_that_it_asked_for(
         assert set(handles) == {"send_prev"}
 
 
-def test_shape_of_variable_lengths_comes_from_the_log(wire: Wire, player: BoundaryPlayer) -> None:
+def test_shape_of_variable_lengths_comes_from_the_log(wire: _Wire, player: BoundaryPlayer) -> None:
     link = link_of(RANK, 0, variable_seq_lengths=True)
     with playing(player):
         assert tuple(link.recv_forward((1,), is_first_stage=False).shape) == SHAPE

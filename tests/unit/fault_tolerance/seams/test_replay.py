@@ -28,7 +28,7 @@ from tests.unit.moe_ft.engine.boundary.logs import NEXT, RANK, TRAFFIC, sends_of
 NORM, OUTPUT = UnitId(kind=UnitKind.FINAL_NORM), UnitId(kind=UnitKind.OUTPUT)
 
 
-class Window:
+class _Window:
     """A conversion whose snapshots are in place: unit OUTPUT is in the second one."""
 
     def __init__(self, *records: IterationRecord) -> None:
@@ -36,18 +36,16 @@ class Window:
         self.loaded: list[int] = []
 
     def frozen_units(self, position: int) -> frozenset[UnitId]:
-        """Return the units of later snapshots."""
         return frozenset({OUTPUT} if position == 0 else ())
 
     def load(self, position: int) -> None:
-        """Note it."""
         self.loaded.append(position)
 
     def step_scheduler(self, num_samples: int) -> None:
         """Leave the learning rates as they are."""
 
 
-class Optimizer:
+class _Optimizer:
     """As much of Megatron's chained optimizer as a replay uses, around one of torch's."""
 
     def __init__(self, parameters: list[LocalParameter]) -> None:
@@ -58,27 +56,22 @@ class Optimizer:
         self.grad_norms_by_group: dict[str, float] = {}
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
         self.optimizer.zero_grad()
 
     def prepare_grads(self) -> bool:
-        """Return whether gradients are not finite."""
         return False
 
     def get_grad_norm(self) -> float:
-        """Return the norm of the gradients that are there."""
         raise AssertionError("the norm must be the logged one")
 
     def _compute_grad_norms_by_group(self) -> dict[str, float]:
         raise AssertionError("the norms must be the logged ones")
 
     def step_with_ready_grads(self) -> bool:
-        """Step."""
         self.optimizer.step()
         return True
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Clip to a norm of 1 and step, unless gradients are not finite."""
         if self.prepare_grads():
             return False, None, None
         self._compute_grad_norms_by_group()
@@ -111,7 +104,7 @@ class Loop:
             gtp_weight_remat_size=1,
             expert_gtp_weight_remat_size=1,
         )
-        self.optimizer = Optimizer(self.parameters)
+        self.optimizer = _Optimizer(self.parameters)
         self.noted: list[int] = []
         self.computed: list[tuple[int, bool]] = []
         self.hooks: dict[str, str] = {}
@@ -173,7 +166,7 @@ def record_of(iteration: int, **changes: Any) -> IterationRecord:
 
 
 def test_frozen_unit_stays_and_the_others_use_the_logged_norm(loop: Loop) -> None:
-    window = Window(record_of(3), record_of(4, grad_norm=4.0))
+    window = _Window(record_of(3), record_of(4, grad_norm=4.0))
     loop.replay(window)
     assert loop.weights() == [0.75, 1.0]
     assert window.loaded == [1]
@@ -182,13 +175,13 @@ def test_frozen_unit_stays_and_the_others_use_the_logged_norm(loop: Loop) -> Non
 
 
 def test_step_that_was_skipped_is_skipped_again(loop: Loop) -> None:
-    loop.replay(Window(record_of(3), record_of(4, grad_norm=None)))
+    loop.replay(_Window(record_of(3), record_of(4, grad_norm=None)))
     assert loop.weights() == [1.0, 1.0]
 
 
 def test_overlap_and_checks_are_off_during_the_replay_only(loop: Loop) -> None:
     before = [dict(vars(each)) for each in (loop.ddp_config, loop.config, loop.optimizer.config)]
-    loop.replay(Window(record_of(3), record_of(4)))
+    loop.replay(_Window(record_of(3), record_of(4)))
     after = [dict(vars(each)) for each in (loop.ddp_config, loop.config, loop.optimizer.config)]
     assert loop.computed == [(3, False)]
     assert after == before
@@ -201,7 +194,7 @@ def test_weights_are_not_gathered_by_hooks_during_the_replay_only(
     loop: Loop, is_hooked: bool
 ) -> None:
     loop.hooks.update({"module": "handle"} if is_hooked else {})
-    loop.replay(Window(record_of(3), record_of(4)))
+    loop.replay(_Window(record_of(3), record_of(4)))
     assert loop.hooked == [False]
     assert bool(loop.hooks) is is_hooked
 
@@ -248,7 +241,7 @@ def play_to(
         compute(**options)
 
     loop.forward_backward = forward_backward  # type: ignore[method-assign]
-    window: Any = Window(record_of(3), record_of(4, grad_norm=4.0))
+    window: Any = _Window(record_of(3), record_of(4, grad_norm=4.0))
     loop.replay(window, Borders(ranks=frozenset({NEXT}), player=player, tail=()))
     return received
 
@@ -284,7 +277,7 @@ def test_ranks_meet_before_each_iteration_where_collectives_of_the_job_are_possi
     def meet(iteration: int) -> None:
         met.append((iteration, len(loop.noted), dist.monitored_barrier is barrier))
 
-    window: Any = Window(record_of(3), record_of(4))
+    window: Any = _Window(record_of(3), record_of(4))
     borders = tail_of(record_of(5))
     replay = Replay(window, loop.parameters, MegatronLoop(), loop.noted.append, borders, meet)
     replay.run(loop.parts())

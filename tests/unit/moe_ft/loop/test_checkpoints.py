@@ -50,20 +50,19 @@ LOSS = PartialLoss(
 )
 
 
-class Wandb:
+class _Wandb:
     """As much of W&B as Megatron's writer: keeps what is logged."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[dict[str, float], int]] = []
 
     def log(self, scalars: dict[str, float], iteration: int) -> None:
-        """Keep numbers."""
         self.lines.append((scalars, iteration))
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
-    writer = Wandb()
+def wandb(monkeypatch: pytest.MonkeyPatch) -> _Wandb:
+    writer = _Wandb()
     monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", writer)
     return writer
 
@@ -81,7 +80,7 @@ def checkpoints(event_log: EventLog) -> Checkpoints:
 
 
 def test_recovery_has_every_field(
-    checkpoints: Checkpoints, event_log: EventLog, wandb: Wandb
+    checkpoints: Checkpoints, event_log: EventLog, wandb: _Wandb
 ) -> None:
     checkpoints._write_recovery(RECOVERY, 2)
     assert last_event(event_log) == {
@@ -122,7 +121,7 @@ def test_line_of_the_first_rank_says_where_training_continues(
 
 
 def test_recovery_that_lost_tokens_says_how_many_and_where(
-    checkpoints: Checkpoints, event_log: EventLog, wandb: Wandb
+    checkpoints: Checkpoints, event_log: EventLog, wandb: _Wandb
 ) -> None:
     checkpoints._write_recovery(replace(RECOVERY, loss=LOSS), 0)
     line = last_event(event_log)
@@ -138,7 +137,7 @@ def test_recovery_that_lost_tokens_says_how_many_and_where(
 
 
 def test_report_of_a_thread_is_an_event_and_its_numbers_are_scalars(
-    checkpoints: Checkpoints, event_log: EventLog, wandb: Wandb
+    checkpoints: Checkpoints, event_log: EventLog, wandb: _Wandb
 ) -> None:
     fields = {"seconds": 0.5, "bytes": 7, "part": "persist"}
     checkpoints._write_report(Report(event="snapshot", iteration=6, fields=fields))

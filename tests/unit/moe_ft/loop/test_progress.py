@@ -269,15 +269,14 @@ EVERY = ObservabilityConfig(event_log="somewhere", state_digest_interval=3)
 LAST = ObservabilityConfig(event_log="somewhere", state_digest=True)
 
 
-class Scheduler:
+class _Scheduler:
     """As much of Megatron's as a digest reads."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
         return {"num_steps": 12}
 
 
-class Optimizer:
+class _Optimizer:
     """As much of Megatron's as a digest reads."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
@@ -290,7 +289,7 @@ class Optimizer:
 def built(monkeypatch: pytest.MonkeyPatch) -> Built:
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)  # without a GPU
     model = torch.nn.Linear(2, 2)
-    return [model], Optimizer(model.weight), Scheduler()
+    return [model], _Optimizer(model.weight), _Scheduler()
 
 
 def digests_of(config: ObservabilityConfig, log: EventLog, built: Built) -> Digests:

@@ -14,7 +14,7 @@ from tests.unit.fault_tolerance.loops import ended
 TOKENS = {"layer.0": torch.tensor([5, 3])}
 
 
-class Engine:
+class _Engine:
     """Keeps the states that it is asked to act on; training stands still for 0.25 seconds each."""
 
     def __init__(self) -> None:
@@ -22,7 +22,6 @@ class Engine:
         self.seconds: list[float] = []
 
     def act(self, facts: IterationFacts, iteration_s: float) -> float:
-        """Keep what a state is described by."""
         self.acted.append(facts)
         self.seconds.append(iteration_s)
         return 0.25
@@ -32,7 +31,7 @@ class Run:
     """An engine at the seam of a loop that has made the state of iteration 6."""
 
     def __init__(self, args: Namespace) -> None:
-        self.args, self.engine = args, Engine()
+        self.args, self.engine = args, _Engine()
         self.loop = LoopState(iteration=6, grad_norm=1.5)
         self.seam = StateSeam(MegatronLoop(), self.loop, self.engine.act, lambda: TOKENS)
 
